@@ -1,4 +1,4 @@
-"""A real daemon with embedded hosts, for the tests of everything at once."""
+"""A real daemon with embedded hosts, for end-to-end tests."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from clusterd.errors import ClusterError
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Shared machines pause for longer than any deadline on an example; where a red run is looked at later, by others, it
-# must be the same examples again.
+# Shared machines pause for longer than any deadline on an example. In CI the examples are always the same, so that a
+# failed run can be repeated.
 settings.register_profile("clusterd", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("clusterd")
 
@@ -33,7 +33,7 @@ GPT = REPOSITORY / "examples" / "gpt"
 
 
 class RunningCluster:
-    """A daemon of its own, driven by the command line as a user would."""
+    """A separate daemon, driven by the command line as by a user."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -43,7 +43,7 @@ class RunningCluster:
         self.socket = directory / "clusterd.sock"
 
     def run(self, *arguments: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
-        """One command; fails the test with what it said, if it fails."""
+        """Run one command; if it fails, fail the test with its output."""
         options.setdefault("timeout", 90)
         options.setdefault("cwd", self.directory)
         done = subprocess.run(
@@ -76,7 +76,7 @@ class RunningCluster:
         return int(self.call("status")["pid"])
 
     def kill(self) -> None:
-        """As by the kernel's out-of-memory killer."""
+        """Kill the daemon with SIGKILL, as the kernel's out-of-memory killer does."""
         pid = self.pid
         os.kill(pid, signal.SIGKILL)
         until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
@@ -92,7 +92,7 @@ class RunningCluster:
         return self.run("submit", "--wait-for-hosts", str(file)).stdout.strip()
 
     def submit_script(self, script: str, name: str, *, devices: int = 1, trials: bool = False) -> str:
-        """Submit an elastic job of this script, which is its whole working directory."""
+        """Submit an elastic job whose working directory has only this script."""
         work = self.directory / "work"
         work.mkdir(exist_ok=True)
         (work / "train.py").write_text(script)
@@ -106,7 +106,7 @@ class RunningCluster:
         return row
 
     def wait_for(self, job: str, wanted: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
-        """The job's row as soon as it is as wanted."""
+        """Wait until the job's row satisfies the condition; return it."""
         row: dict[str, Any] = {}
 
         def look() -> bool:
@@ -118,7 +118,7 @@ class RunningCluster:
         return row
 
     def story(self, job: str) -> str:
-        """What the daemon and the job's ranks said, newest last, for whoever wonders why a test failed."""
+        """Output of `clusterd why` and of the job's ranks, for the message of a failed test."""
         message = [self.run("why", job, check=False).stdout]
         for log in sorted(self.directory.glob(f"local/*/agent/attempts/{job}.*/*.log")):
             message += [f"--- {log.relative_to(self.directory)}", *log.read_text(errors="replace").splitlines()[-8:]]
@@ -132,7 +132,7 @@ class RunningCluster:
         return "\n".join(file.read_text().splitlines()[-15:]) if file.exists() else ""
 
     def close(self) -> None:
-        """Stop the daemon, its agents and whatever they run, and see that they are gone."""
+        """Stop the daemon, its agents and their processes, and wait until they are gone."""
         try:
             pid = self.pid
         except ClusterError:
@@ -141,24 +141,24 @@ class RunningCluster:
             os.kill(pid, signal.SIGTERM)
             until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
         kill_everything_of(self.directory)
-        for owner in Path("/dev/shm").glob("clusterd-*/owner"):  # agents that were killed removed nothing
-            with contextlib.suppress(FileNotFoundError):  # of an agent of another test
+        for owner in Path("/dev/shm").glob("clusterd-*/owner"):  # killed agents leave their files
+            with contextlib.suppress(FileNotFoundError):  # removed by an agent of another test
                 if owner.read_bytes().startswith(os.fsencode(self.directory)):
                     shutil.rmtree(owner.parent, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def crash_host(directory: Path, number: int) -> None:
-    """Everything of one embedded host ends at once: nothing sees anything else die. Its kernel closes connections."""
+    """Kill all processes of one embedded host at once, as in a crash whose kernel still closes connections."""
     for pid in _freeze(directory, number):
         os.kill(pid, signal.SIGKILL)
 
 
 def cut_power(directory: Path, number: int) -> None:
-    """One embedded host is silent from now on, as when its power fails: no connection of its ranks is closed."""
+    """Silence one embedded host, as in a power failure: no connection of its ranks is closed."""
     for pid in _freeze(directory, number):
         if b" attach " in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" "):
-            os.kill(pid, signal.SIGKILL)  # this one runs on the head node
+            os.kill(pid, signal.SIGKILL)  # this process runs on the head node
 
 
 def _freeze(directory: Path, number: int) -> list[int]:
@@ -182,7 +182,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def processes_of(directory: Path) -> list[int]:
-    """Processes whose environment names the directory: agents, spawners and ranks of its embedded hosts."""
+    """Pids of agents, fork servers and ranks of the embedded hosts in the directory."""
     found = []
     for place in Path("/proc").iterdir():
         if not place.name.isdigit() or int(place.name) == os.getpid():
@@ -197,7 +197,7 @@ def processes_of(directory: Path) -> list[int]:
 
 
 def kill_everything_of(directory: Path) -> None:
-    """SIGKILL until nothing is left."""
+    """Send SIGKILL until no process of the directory is left."""
 
     def nothing_left() -> bool:
         for pid in (left := processes_of(directory)):
@@ -211,7 +211,7 @@ def kill_everything_of(directory: Path) -> None:
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 30.0, explain: Callable[[], str] = lambda: "") -> None:
-    """Wait for a condition of the world outside this process."""
+    """Wait for a condition outside of this process."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
@@ -221,7 +221,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0, explain: Calla
 
 @contextlib.contextmanager
 def new_cluster() -> Iterator[RunningCluster]:
-    """A cluster not yet started, in a directory whose path is short enough for a socket."""
+    """Cluster that is not started, in a directory whose path is short enough for a socket."""
     made = RunningCluster(Path(tempfile.mkdtemp(prefix="cl-", dir="/tmp")))
     yield made
     made.close()
@@ -229,13 +229,13 @@ def new_cluster() -> Iterator[RunningCluster]:
 
 @pytest.fixture
 def cluster() -> Iterator[RunningCluster]:
-    """A cluster not yet started."""
+    """Cluster that is not started."""
     with new_cluster() as made:
         yield made
 
 
 @pytest.fixture
 def local_cluster(cluster: RunningCluster) -> RunningCluster:
-    """A started cluster with two embedded hosts of two CPU devices each."""
+    """Started cluster with two embedded hosts of two CPU devices each."""
     cluster.start(hosts=2)
     return cluster

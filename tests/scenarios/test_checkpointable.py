@@ -1,4 +1,4 @@
-"""Scripts with a loop of their own: saved on request, stopped, and started again at another size."""
+"""Scripts with their own training loop save on request, stop, and restart at another size."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ with Requests() as requests:
 
 @pytest.mark.slow
 def test_a_checkpointable_job_restarts_at_another_size_where_it_stopped(local_cluster: RunningCluster) -> None:
-    """`checkpoint` saves while it runs; `migrate` has it save, stop and start with the other sizes filled in."""
+    """`checkpoint` saves while the job runs; `migrate` makes it save, stop and restart under another plan."""
     saved = local_cluster.directory / "saved"
     text = JOB.replace("EXAMPLE", str(EXAMPLE)).replace("DIRECTORY", f"{saved}/{{job}}")
     job = local_cluster.submit(text, "own")
@@ -79,7 +79,7 @@ def test_a_checkpointable_job_restarts_at_another_size_where_it_stopped(local_cl
 
 @pytest.mark.slow
 def test_a_checkpointable_job_leaves_a_drained_host(local_cluster: RunningCluster) -> None:
-    """It saves, and goes on on the other host with the step after the last one."""
+    """The job saves and continues on the other host with the next step."""
     text = JOB.replace("EXAMPLE", str(EXAMPLE)).replace("DIRECTORY", f"{local_cluster.directory}/{{job}}")
     job = local_cluster.submit(text, "own")
     row = local_cluster.wait_for(job, lambda row: row["step"] >= 5)
@@ -123,7 +123,7 @@ resources = {{ plans = ["dp=2", "dp=1"] }}
 
 @pytest.mark.slow
 def test_a_script_that_only_knows_sigterm_is_restarted_too(local_cluster: RunningCluster) -> None:
-    """SIGTERM is what every script can hear: it saves, ends with 0, and is not taken for finished."""
+    """The script saves on SIGTERM and exits with 0, which does not count as finished."""
     work = local_cluster.directory / "plain"
     work.mkdir()
     (work / "loop.py").write_text(BY_SIGNAL)
@@ -144,12 +144,12 @@ resources = {{ devices = 2 }}
 
 
 def logs(cluster: RunningCluster, job: str) -> str:
-    """What the newest attempt has said."""
+    """Log of the newest attempt."""
     return cluster.run("logs", job).stdout
 
 
-def test_who_waits_for_a_checkpoint_is_told_when_there_is_none_to_come(local_cluster: RunningCluster) -> None:
-    """The script hears of it, and saves nothing: the job is cancelled."""
+def test_checkpoint_fails_when_the_job_is_cancelled(local_cluster: RunningCluster) -> None:
+    """The script gets the request and saves nothing, and then the job is cancelled."""
     work = local_cluster.directory / "deaf"
     work.mkdir()
     (work / "deaf.py").write_text(DEAF.replace("{go}", str(work.parent / "go")))

@@ -1,4 +1,4 @@
-"""A job reads its data by name; what another host has comes through the agents, a block at a time, and is kept."""
+"""Jobs read data sets by name; blocks from another host come through the agents and are cached."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ train.run(
 
 @pytest.mark.slow
 def test_data_of_another_host_is_read_by_name_and_follows_a_move(local_cluster: RunningCluster) -> None:
-    """Ranks on local0 fetch from local1 what they read; ranks on local1 open the folder itself."""
+    """Ranks on local0 fetch blocks from local1; ranks on local1 open the folder itself."""
     import torch
 
     data = local_cluster.directory / "numbers"
@@ -63,8 +63,8 @@ datasets = {{ numbers = "local1:{data}" }}
     assert [x["step"] for x in steps] == list(range(1, len(steps) + 1))
 
 
-def test_data_that_is_not_there_is_said_at_once(local_cluster: RunningCluster) -> None:
-    """The job does not hang: the reason names data set, folder and host."""
+def test_missing_data_fails_the_job_at_once(local_cluster: RunningCluster) -> None:
+    """The job does not hang; the reason names data set, folder and host."""
     text = """
 kind = "elastic"
 command = ["python", "train.py", "--steps", "5"]
@@ -76,8 +76,8 @@ datasets = { corpus = "local1:/nowhere/corpus" }
     assert "/nowhere/corpus" in row["reason"]
 
 
-def test_a_place_that_is_none_is_refused(cluster: RunningCluster, tmp_path: Path) -> None:
-    """Before anything is asked of a daemon."""
+def test_a_malformed_location_is_refused(cluster: RunningCluster, tmp_path: Path) -> None:
+    """The command line refuses it without a daemon."""
     file = tmp_path / "job.toml"
     file.write_text('command = ["true"]\n[datasets]\ncorpus = "gpu01/data"\n')
     message = cluster.run("submit", str(file), check=False)

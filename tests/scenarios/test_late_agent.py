@@ -1,4 +1,4 @@
-"""An agent that is there, and does not answer: a host that swaps, a disk that hangs."""
+"""Agents that run and do not answer: the host swaps, or a disk hangs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ELASTIC = 'kind = "elastic"\ncommand = ["python", "train.py", "--steps", "3"]\nr
 
 
 @pytest.mark.slow
-def test_jobs_that_an_agent_was_too_late_for_run_when_it_is_back(cluster: RunningCluster) -> None:
-    """They were starting, or their model was being learned, for ever."""
+def test_jobs_run_when_a_silent_agent_answers_again(cluster: RunningCluster) -> None:
+    """Regression: such jobs stayed in starting, or in the description of their model, for ever."""
     cluster.start(hosts=1)
     cluster.wait_until_up(1)
     agent = agent_of(cluster, 0)
@@ -33,8 +33,8 @@ def test_jobs_that_an_agent_was_too_late_for_run_when_it_is_back(cluster: Runnin
 
 
 @pytest.mark.slow
-def test_a_job_whose_host_is_silent_says_so_and_its_last_words_are_there(cluster: RunningCluster) -> None:
-    """`ls` and `why` said nothing of it, and its log could not be read."""
+def test_a_silent_host_is_reported_and_the_log_tail_is_available(cluster: RunningCluster) -> None:
+    """Regression: `ls` and `why` did not mention it, and the log could not be read."""
     cluster.start(hosts=1)
     cluster.wait_until_up(1)
     job = cluster.submit('command = ["sh", "-c", "echo the loss is falling; sleep 600"]\n', "quiet")

@@ -1,4 +1,4 @@
-"""A ledger of every sample that was trained on: over moves in mid-epoch none is skipped, and none is seen twice."""
+"""Every sample of an epoch is trained on exactly once, also when the job migrates during the epoch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ train.run(
 
 
 @pytest.mark.slow
-def test_an_epoch_over_moves_has_every_sample_once(local_cluster: RunningCluster) -> None:
+def test_an_epoch_with_migrations_has_every_sample_once(local_cluster: RunningCluster) -> None:
     """dp=2, then dp=4 over both hosts: 64 steps of 8 samples are the 512 of the data set."""
     work = local_cluster.directory / "work"
     work.mkdir()

@@ -1,4 +1,4 @@
-"""What a new user does in the first five minutes, with real processes all the way down."""
+"""The first five minutes of a new user, with real processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ kind = "elastic"
 command = ["python", "train.py", "--steps", "{steps}"]
 resources = {{ devices = {devices}, plan = {plan} }}
 """
-STUBBORN = ["sleep", f"1000.{os.getpid()}"]  # whose alone
+STUBBORN = ["sleep", f"1000.{os.getpid()}"]  # unique to this process
 
 
 def test_run_streams_the_log_and_returns_the_exit_code(local_cluster: RunningCluster) -> None:
-    """clusterd run -- anything."""
+    """`clusterd run -- COMMAND` with any command."""
     done = local_cluster.run("run", "--devices", "1", "--", "sh", "-c", "echo out; echo err >&2; exit 7", check=False)
     assert done.returncode == 7
     assert done.stdout.splitlines() == ["out", "err"]
@@ -27,7 +27,7 @@ def test_run_streams_the_log_and_returns_the_exit_code(local_cluster: RunningClu
 
 
 def test_the_code_that_runs_is_the_code_of_the_submit(local_cluster: RunningCluster, tmp_path: Path) -> None:
-    """Queued at noon, edited at one, started at two."""
+    """The code is edited while the job is in the queue."""
     (tmp_path / "say.py").write_text("print('as submitted')")
     (tmp_path / ".clusterdignore").write_text("big.bin\n")
     (tmp_path / "big.bin").write_bytes(b"x" * 1000)
@@ -43,7 +43,7 @@ def test_the_code_that_runs_is_the_code_of_the_submit(local_cluster: RunningClus
 
 @pytest.mark.slow
 def test_two_elastic_jobs_under_different_plans_across_hosts(local_cluster: RunningCluster) -> None:
-    """Both need all four devices: one waits, both learn, and ls, show, why and logs tell how."""
+    """Both jobs need all four devices: one waits, both train, and ls, show, why and logs report it."""
     saved = local_cluster.directory / "saved"
     text = ELASTIC.format(steps=12, devices=4, plan="{ dp = 2, tp = 2 }")
     first = local_cluster.submit(f'{text}checkpoints = {{ directory = "{saved}" }}', "wide")
@@ -72,7 +72,7 @@ def test_two_elastic_jobs_under_different_plans_across_hosts(local_cluster: Runn
 
 
 def test_cancel_leaves_no_process_and_frees_the_devices(local_cluster: RunningCluster) -> None:
-    """A script that ignores SIGTERM and has sent a child into its own session."""
+    """The script ignores SIGTERM and has a child in another session."""
     script = "trap '' TERM; setsid sh -c 'trap \"\" TERM; {0} & wait; {0}' & {0}; {0}".format(" ".join(STUBBORN))
     limits = "limits = { grace = '1s' }\nresources = { devices = 2 }"
     text = f"command = ['sh', '-c', '''{script}''']\nworkdir = '.'\n{limits}"
@@ -99,7 +99,7 @@ def _sleepers() -> list[int]:
 
 
 def test_secrets_reach_the_job_and_nothing_else(local_cluster: RunningCluster) -> None:
-    """Neither the journal's events, nor the command lines, nor show, nor files on the host hold it."""
+    """A secret is in none of: the journal's events, command lines, `show`, files on the host."""
     secret = "s3cr3t-that-must-not-leak"
     local_cluster.environment["MY_TOKEN"] = secret
     text = """
@@ -117,13 +117,13 @@ def test_secrets_reach_the_job_and_nothing_else(local_cluster: RunningCluster) -
     assert secret not in local_cluster.run("show", job, "-o", "json").stdout
     local_cluster.run("stop")
     for place in local_cluster.directory.rglob("*"):
-        # SQLite may keep freed pages; what matters is that no file but the journal ever held it.
+        # SQLite may retain freed pages of the journal; no other file may have the secret.
         if place.is_file() and place.name not in ("journal.db", "journal.db-wal"):
             assert secret.encode() not in place.read_bytes(), place
 
 
 def test_stop_leaves_jobs_running_and_start_finds_them(local_cluster: RunningCluster) -> None:
-    """An upgrade of the daemon in the middle of the day."""
+    """As in an upgrade of the daemon."""
     job = local_cluster.submit(ELASTIC.format(steps=60, devices=2, plan="{ dp = 2 }"), "long")
     local_cluster.wait_for(job, lambda row: row["step"] >= 2)
     assert "1 job keeps running: long" in local_cluster.run("stop").stderr
@@ -136,7 +136,7 @@ def test_stop_leaves_jobs_running_and_start_finds_them(local_cluster: RunningClu
 
 
 def test_kill_9_of_the_daemon_loses_nothing(local_cluster: RunningCluster) -> None:
-    """The same attempt goes on, no step lost, the log complete; a queued job is still queued, and runs."""
+    """The same attempt continues without a lost step, with a complete log; a queued job stays queued, and runs."""
     job = local_cluster.submit(ELASTIC.format(steps=60, devices=4, plan="{ dp = 4 }"), "long")
     local_cluster.wait_for(job, lambda row: row["step"] >= 2)
     queued = local_cluster.run("run", "-d", "--devices", "1", "--", "true").stdout.strip()
@@ -150,8 +150,8 @@ def test_kill_9_of_the_daemon_loses_nothing(local_cluster: RunningCluster) -> No
     assert local_cluster.wait_for(queued, lambda row: row["state"] == "finished")["attempt"] == 1
 
 
-def test_a_host_that_dies_without_warning_gives_its_job_back(local_cluster: RunningCluster) -> None:
-    """kill -9 of all that runs on one host: the job is queued again, says so, and finishes."""
+def test_a_job_is_requeued_when_its_host_dies(local_cluster: RunningCluster) -> None:
+    """After kill -9 of all processes of one host the job is requeued with a reason, and finishes."""
     resources = "{ devices = 1, hosts = ['local0'] }"
     text = f"command = ['sleep', '2']\nworkdir = '.'\nresources = {resources}"
     job = local_cluster.submit(text, "unlucky")
@@ -164,7 +164,7 @@ def test_a_host_that_dies_without_warning_gives_its_job_back(local_cluster: Runn
 
 @pytest.mark.slow
 def test_a_second_training_in_a_script_is_refused_in_one_line(local_cluster: RunningCluster) -> None:
-    """With several ranks it met the first one's port, and the job was started again and again as one that was lost."""
+    """Regression: its rendezvous used the first training's port, and the job was requeued again and again as lost."""
     script = (
         "import torch\n"
         "from clusterd import train\n"

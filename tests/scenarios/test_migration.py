@@ -1,4 +1,4 @@
-"""Running jobs moved, and failures at every phase: the job always goes on, each step trained once."""
+"""Live migrations, and failures around them: the job continues, and each step is trained once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ resources = {{ devices = {devices}, plan = {plan} }}
 def train(
     cluster: RunningCluster, steps: int = 400, devices: int = 4, plan: str = "{ dp = 2, tp = 2 }", **more: Any
 ) -> str:
-    """A job that is on its way."""
+    """Start a migration of a job and wait until it is under way."""
     lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in more.items() if key != "name")
     job = cluster.submit(JOB.format(steps=steps, devices=devices, plan=plan, more=lines), more.get("name", "gpt"))
     cluster.wait_for(job, lambda row: row["step"] >= 3)
@@ -39,7 +39,7 @@ def steps_of(cluster: RunningCluster, job: str) -> list[int]:
 
 
 def trains_on(cluster: RunningCluster, job: str, more: int = 3) -> dict[str, Any]:
-    """The job's row once it is some steps further, with no step missing and none twice."""
+    """Wait until the job is some steps further; fail if a step is missing or repeated. Returns the job's row."""
     step = cluster.job(job)["step"]
     row = cluster.wait_for(job, lambda row: row["step"] >= step + more and row["state"] == "running")
     steps = steps_of(cluster, job)
@@ -48,7 +48,7 @@ def trains_on(cluster: RunningCluster, job: str, more: int = 3) -> dict[str, Any
 
 
 def ranks(cluster: RunningCluster, job: str, generation: int) -> list[int]:
-    """Processes of one generation of the job's first attempt."""
+    """Pids of one generation of the job's first attempt."""
     tag = f"/{job}.1".encode() if generation == 1 else f"/{job}.1.{generation}".encode()
     found = []
     for pid in processes_of(cluster.directory):
@@ -67,7 +67,7 @@ def agent_of(cluster: RunningCluster, number: int) -> int:
 
 
 def begin(cluster: RunningCluster, job: str, plan: str) -> None:
-    """Ask for a move, and do not wait for it."""
+    """Request a migration without waiting for it."""
     cluster.call("migrate", job=job, plan=plan, devices=[])
 
 
@@ -77,8 +77,8 @@ def last_move(cluster: RunningCluster, job: str) -> dict[str, Any]:
     return move
 
 
-def test_a_job_is_moved_by_hand_to_other_plans_and_places(local_cluster: RunningCluster) -> None:
-    """There, to fewer devices, and back; the output names plan, bytes and downtime, each phase has its time."""
+def test_manual_migrations_to_other_plans_and_devices(local_cluster: RunningCluster) -> None:
+    """To another plan, to fewer devices, and back; the output has plan, bytes and downtime, and each phase its time."""
     job = train(local_cluster)
     message = local_cluster.run("migrate", "gpt", "--plan", "tp=4", "--dry-run").stdout
     assert "dp=2,tp=2 -> tp=4" in message
@@ -102,15 +102,15 @@ def test_a_job_is_moved_by_hand_to_other_plans_and_places(local_cluster: Running
         copied = re.search(r"copied within ([0-9.]+) s", transfer["what"])
         assert copied is not None
         assert 0 < float(copied[1]) <= transfer["seconds"] + 1e-3, "more time copying than the transfer took"
-    local_cluster.wait_for(job, lambda _: local_cluster.call("status")["leased"] == 2)  # the old ranks have ended
+    local_cluster.wait_for(job, lambda _: local_cluster.call("status")["leased"] == 2)  # the source ranks have exited
     refused = local_cluster.run("migrate", "gpt", "--plan", "dp=3", check=False)
     assert refused.returncode == 1
     assert "16 cannot be cut into 3 equal shares" in refused.stderr
 
 
 @pytest.mark.slow
-def test_a_drained_host_is_left(local_cluster: RunningCluster) -> None:
-    """Redeployment: the same job, on what is left."""
+def test_a_job_leaves_a_drained_host(local_cluster: RunningCluster) -> None:
+    """The job migrates to the remaining devices."""
     job = train(local_cluster, devices=2, plan="{ dp = 2 }")
     local_cluster.run("host", "drain", local_cluster.job(job)["hosts"][0])
     move = last_move(local_cluster, job)
@@ -121,8 +121,8 @@ def test_a_drained_host_is_left(local_cluster: RunningCluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_new_rank_that_dies_leaves_the_old_plan_alone(local_cluster: RunningCluster) -> None:
-    """kill -9 in prepare."""
+def test_the_death_of_a_target_rank_undoes_the_migration(local_cluster: RunningCluster) -> None:
+    """kill -9 of a target rank during prepare."""
     job = train(local_cluster)
     begin(local_cluster, job, "dp=4,zero=3")
     until(lambda: bool(ranks(local_cluster, job, 2)))
@@ -135,8 +135,8 @@ def test_a_new_rank_that_dies_leaves_the_old_plan_alone(local_cluster: RunningCl
 
 
 @pytest.mark.slow
-def test_an_agent_that_dies_in_the_middle_leaves_the_old_plan_alone(local_cluster: RunningCluster) -> None:
-    """Its ranks live; the link comes back with a new agent."""
+def test_the_death_of_an_agent_undoes_the_migration(local_cluster: RunningCluster) -> None:
+    """Its ranks live, and the link reconnects to a new agent."""
     job = train(local_cluster)
     begin(local_cluster, job, "dp=4,zero=3")
     until(lambda: bool(ranks(local_cluster, job, 2)))
@@ -151,8 +151,8 @@ def phase_over(cluster: RunningCluster, phase: str) -> Callable[[dict[str, Any]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["prepare", "quiesce"])
-def test_a_daemon_that_dies_in_the_middle(local_cluster: RunningCluster, when: str) -> None:
-    """kill -9 before and after everyone is ready: under one plan or the other, the job goes on."""
+def test_the_death_of_the_daemon_during_a_migration(local_cluster: RunningCluster, when: str) -> None:
+    """kill -9 before and after all ranks are ready: the job continues under one of the plans."""
     job = train(local_cluster)
     begin(local_cluster, job, "dp=4,zero=3")
     if when == "prepare":
@@ -167,10 +167,10 @@ def test_a_daemon_that_dies_in_the_middle(local_cluster: RunningCluster, when: s
     assert row["plan"] in ("dp=2,tp=2", "dp=4,zero=3")
 
 
-def test_a_killed_rank_is_stood_in_for_by_its_replica(local_cluster: RunningCluster) -> None:
-    """kill -9 of one rank of dp=2 x tp=2: its replica has all it had, and no step is trained twice.
+def test_a_killed_rank_is_replaced_from_its_replica(local_cluster: RunningCluster) -> None:
+    """kill -9 of one rank of dp=2 x tp=2: its replica has the same state, and no step is repeated.
 
-    The line of the step in flight may be missing in the log where the killed rank was the one that writes it.
+    The log may lack the step in flight if the killed rank writes the log.
     """
     job = train(local_cluster)
     os.kill(ranks(local_cluster, job, 1)[0], signal.SIGKILL)
@@ -186,8 +186,8 @@ def test_a_killed_rank_is_stood_in_for_by_its_replica(local_cluster: RunningClus
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_job_without_survivors_goes_on_from_its_checkpoint(local_cluster: RunningCluster) -> None:
-    """Both hosts lose power; the newest checkpoint is on a disk they share."""
+def test_a_job_without_survivors_resumes_from_its_checkpoint(local_cluster: RunningCluster) -> None:
+    """Both hosts lose power; the newest checkpoint is on a shared disk."""
     job = train(local_cluster)
     directory = local_cluster.directory / "checkpoint"
     message = local_cluster.run("checkpoint", "gpt", str(directory)).stderr
@@ -204,7 +204,7 @@ def test_a_job_without_survivors_goes_on_from_its_checkpoint(local_cluster: Runn
 
 @pytest.mark.slow
 def test_a_job_shrinks_for_a_guaranteed_one_and_grows_back(local_cluster: RunningCluster) -> None:
-    """A student's job has the whole lab at night; a guaranteed one arrives at nine."""
+    """A job uses all devices when a guaranteed one arrives."""
     night = train(local_cluster, steps=2000, plan="{ dp = 4 }", name="night")
     text = JOB.format(steps=10, devices=2, plan="{ dp = 2 }", more="guaranteed = true")
     morning = local_cluster.submit(text, "morning")
@@ -216,8 +216,8 @@ def test_a_job_shrinks_for_a_guaranteed_one_and_grows_back(local_cluster: Runnin
 
 
 @pytest.mark.slow
-def test_survivors_hand_over_before_there_is_room_for_new_ranks(cluster: RunningCluster) -> None:
-    """Devices that hold one rank and not two: what lives on lets go of its memory once others have its state."""
+def test_survivors_release_memory_before_new_ranks_load(cluster: RunningCluster) -> None:
+    """Each device fits one rank: survivors release their tensors once their state is handed over."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cluster.start(hosts=1, devices=total // (550 << 20))
     job = train(cluster, devices=2, plan="{ dp = 2 }")

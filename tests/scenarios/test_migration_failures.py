@@ -1,13 +1,13 @@
-"""Somebody dies in each phase of a move, with real agents: the job goes on, and trains each step once.
+"""Failures in each phase of a migration, with real agents: the job continues, and trains each step once.
 
-Phases are held open from outside, so that nothing depends on luck: the job's own script waits at gates (files) when it
+Tests hold phases open, so that nothing depends on timing: the job's script waits at gates (files) when it
 builds its model or reads its samples, and ranks are stopped with SIGSTOP.
 
 ========  ==============================================================================================================
-prepare   the new ranks wait at a gate in ``model()``
-quiesce   the new ranks are ready; the old ones wait at a gate in their data set, in the middle of a step
-transfer  the old ranks handed over; one new rank is stopped
-resume    the switch is done; the new ranks wait at a gate for the samples of their first step
+prepare   the target ranks wait at a gate in ``model()``
+quiesce   the target ranks are ready; the source ranks wait at a gate in their data set, during a step
+transfer  the source ranks have filled their segments; one target rank is stopped
+resume    the switch is done; the target ranks wait at a gate for the samples of their first step
 ========  ==============================================================================================================
 """
 
@@ -82,7 +82,7 @@ NEW_PLACES = ["local1:cpu0", "local1:cpu1"]
 
 
 class Scene:
-    """A job of two replicas on local0, on its way to local1."""
+    """A job of two replicas on local0 that migrates to local1."""
 
     def __init__(self, cluster: RunningCluster) -> None:
         self.cluster = cluster
@@ -97,12 +97,12 @@ class Scene:
         assert row["devices"] == OLD_PLACES
 
     def move(self, places: list[str] = NEW_PLACES, plan: str = "dp=2") -> None:
-        """Ask for it, and do not wait."""
+        """Request the migration without waiting for it."""
         self.cluster.call("migrate", job=self.job, plan=plan, devices=places)
 
     @contextmanager
     def gate(self, name: str) -> Iterator[None]:
-        """Whoever comes to it waits."""
+        """Close a gate: ranks wait at it."""
         file = self.gates / name
         file.touch()
         try:
@@ -112,7 +112,7 @@ class Scene:
 
     @contextmanager
     def held(self, phase: str, stopped: str = "last") -> Iterator[None]:
-        """Within, the move is in this phase, and stays."""
+        """Context in which the migration is held in this phase."""
         if phase == "prepare":
             with self.gate("model.2"):
                 self.move()
@@ -134,7 +134,7 @@ class Scene:
 
     @contextmanager
     def stopped_in_transfer(self, count: int, places: list[str], plan: str) -> Iterator[None]:
-        """The old ranks have handed over; so many new ranks are stopped."""
+        """Wait until the source ranks have handed over and `count` target ranks are stopped."""
         with self.gate("data.1"):
             self.move(places, plan)
             self.cluster.wait_for(self.job, phase_over(self.cluster, "prepare"))
@@ -150,7 +150,7 @@ class Scene:
                     os.kill(pid, signal.SIGCONT)
 
     def strike(self, victim: str, phase: str) -> None:
-        """SIGKILL, or a line that is cut."""
+        """Kill processes with SIGKILL, or cut a connection."""
         cluster = self.cluster
         if victim == "old rank":
             os.kill(ranks(cluster, self.job, 1)[-1], signal.SIGKILL)
@@ -168,10 +168,10 @@ class Scene:
             cluster.start()
 
     def goes_on(self, killed: int = 0) -> dict[str, Any]:
-        """The job's row once it has trained on, in its first attempt; no step is missing in the log, and none twice.
+        """Wait until the first attempt has trained further; its log must have each step once. Returns the job's row.
 
         Args:
-            killed: ranks that were; the step in flight is done by the others, and may stay without its line.
+            killed: killed ranks; the log may lack the step that was in flight, which the others complete.
         """
         cluster, job = self.cluster, self.job
         cluster.wait_until_up(2)
@@ -179,7 +179,7 @@ class Scene:
             job, lambda row: row["migrations"] and row["migrations"][-1]["ended_s"] and not row["migrating"]
         )
         until(lambda: bool(self.logged()), 60.0)
-        step = max(self.logged())  # the daemon's own figure is some seconds old
+        step = max(self.logged())  # the daemon's number is some seconds old
         row = cluster.wait_for(job, lambda row: row["step"] >= step + 5 and row["state"] == "running")
         assert row["attempt"] == 1, cluster.run("why", job).stdout
         steps = self.logged()
@@ -189,7 +189,7 @@ class Scene:
         return row
 
     def logged(self) -> list[int]:
-        """Steps in the log, in its order; none while a host that has a part of it is away."""
+        """Steps in the log in order; empty while a host with a part of it is away."""
         try:
             return steps_of(self.cluster, self.job)
         except ClusterError:
@@ -225,7 +225,7 @@ def scene(local_cluster: RunningCluster) -> Scene:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("phase", "victim"), BEFORE)
 def test_before_the_switch(scene: Scene, phase: str, victim: str) -> None:
-    """The move is off, with its reason; the old ranks go on, or the one that is left is joined by new ones."""
+    """The migration fails with a reason; the source ranks continue, or a survivor gets new peers."""
     with scene.held(phase):
         scene.strike(victim, phase)
         if victim != "daemon":
@@ -237,7 +237,7 @@ def test_before_the_switch(scene: Scene, phase: str, victim: str) -> None:
     assert first["failure"]
     assert first["from"] == first["to"] == "dp=2"
     if victim == "old rank":
-        assert [m["failure"] for m in row["migrations"][1:]] == [""]  # stood in for by its replica
+        assert [m["failure"] for m in row["migrations"][1:]] == [""]  # recovered from its replica
     else:
         assert row["devices"] == OLD_PLACES
         until(lambda: not ranks(scene.cluster, scene.job, 2))
@@ -247,10 +247,10 @@ def test_before_the_switch(scene: Scene, phase: str, victim: str) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("victim", ["old rank", "new rank", "old agent", "new agent", "link", "daemon"])
 def test_after_the_switch(scene: Scene, victim: str) -> None:
-    """The new ranks are the job: nobody goes back, and what the old ones do is of no account."""
+    """The target ranks are the job: it does not return, and source ranks have no influence."""
     with scene.held("resume"):
         if victim == "old rank":
-            with suppress(IndexError, ProcessLookupError):  # they are being ended anyway
+            with suppress(IndexError, ProcessLookupError):  # they are being stopped
                 scene.strike(victim, "resume")
         else:
             scene.strike(victim, "resume")
@@ -263,8 +263,8 @@ def test_after_the_switch(scene: Scene, victim: str) -> None:
     until(lambda: not ranks(scene.cluster, scene.job, 1))
 
 
-def test_bytes_that_changed_on_the_way_are_not_trained_on(scene: Scene) -> None:
-    """In verify: one flipped byte in what an old rank handed over, and the old ranks go on."""
+def test_a_corrupted_transfer_undoes_the_migration(scene: Scene) -> None:
+    """One flipped byte of a source rank's segment fails verify, and the source ranks continue."""
     with scene.stopped_in_transfer(2, OLD_PLACES, "tp=2"):
         identity = json.loads((scene.cluster.directory / "local/0/agent/identity.json").read_text())["agent"]
         store = Path(f"/dev/shm/clusterd-{os.getuid()}-{identity[:8]}")
@@ -280,8 +280,8 @@ def test_bytes_that_changed_on_the_way_are_not_trained_on(scene: Scene) -> None:
 
 
 @pytest.mark.slow
-def test_full_shared_memory_is_made_up_for_by_files_and_a_full_disk_refuses_the_move(scene: Scene) -> None:
-    """Seen in prepare, before anybody stops training."""
+def test_segments_go_to_disk_and_a_full_disk_refuses_the_migration(scene: Scene) -> None:
+    """Detected in prepare, while the source ranks train."""
     limits = scene.cluster.directory / "local/0/agent/store.json"
     limits.write_text('{"memory_bytes": 0, "disk_bytes": 0}')
     scene.move(OLD_PLACES, "tp=2")

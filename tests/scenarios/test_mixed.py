@@ -23,13 +23,13 @@ BELIEVED = ((1, "small", 2.0), (2, "small", 1.0), (1, "large", 1.0))
 
 
 def losses(cluster: RunningCluster, job: str) -> dict[int, float]:
-    """By step, as far as they were summed up."""
+    """Losses by step, as far as reported."""
     lines = map(json.loads, cluster.call("steps", job=job)["data"].splitlines())
     return {line["step"]: line["loss"] for line in lines if line.get("loss") is not None}
 
 
 def believe(cluster: RunningCluster, types: dict[str, str]) -> None:
-    """What another cluster measured of the model that runs here."""
+    """Import measurements of the model, as if from another cluster."""
     until(lambda: cluster.call("measurements_export")["count"] >= 1)
     reader = csv.DictReader(io.StringIO(cluster.call("measurements_export")["csv"]))
     row, names = next(iter(reader)), list(reader.fieldnames or [])
@@ -66,12 +66,12 @@ def test_a_job_is_placed_over_two_types_and_trains_as_on_one(cluster: RunningClu
     row = cluster.wait_for(alone, lambda row: row["ended_s"] is not None, timeout_s=200.0)
     assert (row["state"], row["plan"], row["migrations"]) == ("finished", "dp=1", [])
     undisturbed = losses(cluster, alone)
-    believe(cluster, types)  # only now, or on a slow machine it might be worth a move to it
+    believe(cluster, types)  # only now: earlier, on a slow machine, the job might migrate there
 
     mixed = cluster.submit(JOB.format(steps=5000), "mixed")
-    # It may start before what is believed was looked up, and is moved then.
+    # It may start before the measurements are loaded, and migrates then.
     row = cluster.wait_for(mixed, lambda row: row["step"] >= 40 and len(row["hosts"]) == 2, timeout_s=200.0)
-    # Which plan and shares depends on what was measured here too; that they follow speed is tested in tests/core.
+    # Plan and shares depend on measurements of this machine too; tests/core tests that they follow speed.
     shares = Plan.parse(row["plan"]).shares
     assert sum(shares) == 16 and len(set(shares)) > 1, row["reason"]
     assert set(row["hosts"]) == {"local0", "local1"}

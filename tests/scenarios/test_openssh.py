@@ -1,4 +1,4 @@
-"""The whole path over Debian's own sshd: a jump host, a host behind it, and training across both."""
+"""Training across a jump host and a host behind it, over Debian's sshd."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, needs_sshd, pytest.mark.timeout(180)]
 
 @pytest.fixture
 def cluster_over_openssh(cluster: RunningCluster, tmp_path: Path) -> Iterator[RunningCluster]:
-    """A daemon whose SSH configuration knows two hosts, the second only through the first."""
+    """A daemon whose SSH configuration has two hosts, the second behind the first."""
     key = make_key(tmp_path / "id_ed25519")
     known_hosts = tmp_path / "known_hosts"
     servers = [OpenSshServer(name, tmp_path / name, key) for name in ("bastion", "inner")]
@@ -39,7 +39,7 @@ def cluster_over_openssh(cluster: RunningCluster, tmp_path: Path) -> Iterator[Ru
 
 
 def test_two_hosts_are_added_through_each_other_and_train_together(cluster_over_openssh: RunningCluster) -> None:
-    """Fingerprints are shown once; the job's ranks meet over both hosts; a cut connection costs no step."""
+    """Fingerprints are shown once; the ranks connect across both hosts; a cut connection costs no step."""
     cluster = cluster_over_openssh
     refused = cluster.run("host", "add", "inner", check=False)
     assert refused.returncode == 1
@@ -54,7 +54,7 @@ def test_two_hosts_are_added_through_each_other_and_train_together(cluster_over_
     )
     job = cluster.run("submit", str(file)).stdout.strip()
     cluster.wait_for(job, lambda row: row["step"] >= 3)
-    cluster.kill()  # the connections go with it
+    cluster.kill()  # its connections close too
     cluster.start()
     row = cluster.wait_for(job, lambda row: row["state"] == "finished", timeout_s=300.0)
     assert (row["attempt"], row["step"]) == (1, 40)

@@ -1,4 +1,4 @@
-"""A plan that does not fit the device's memory: the job goes back to what it had, and the plan is not tried again."""
+"""Plans that run out of device memory: the job returns to another plan, and the plan is not tried again."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ train.run(
 
 
 @pytest.mark.slow
-def test_a_first_plan_that_does_not_fit_makes_way_for_one_that_needs_less(local_cluster: RunningCluster) -> None:
-    """Nobody asked for that plan, so it is no failure of the job's."""
+def test_a_first_plan_without_enough_memory_is_replaced_by_a_smaller_one(local_cluster: RunningCluster) -> None:
+    """The user did not request the plan, so the job does not fail."""
     job = local_cluster.submit_script(LARGE, "large")
     row = local_cluster.wait_for(job, lambda row: row["step"] >= 2)
     assert row["attempt"] == 2
@@ -67,7 +67,7 @@ def test_a_first_plan_that_does_not_fit_makes_way_for_one_that_needs_less(local_
 
 
 def test_a_plan_that_runs_out_of_memory_costs_no_step(local_cluster: RunningCluster) -> None:
-    """The rank that found no memory holds the state of its last step; the job trains on under the plan before."""
+    """The rank without memory still has the state of its last step; the job continues under the previous plan."""
     job = local_cluster.submit_script(SCRIPT, "large")
     local_cluster.wait_for(job, lambda row: row["step"] >= 3)
     local_cluster.run("migrate", job, "--plan", "dp=2", "--devices", "local0:cpu0,local0:cpu1", check=False)

@@ -1,4 +1,4 @@
-"""A job is tried under other plans while it trains, and what was learned answers questions about it."""
+"""Trials of other plans while a job trains, and the predictions based on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ resources = { devices = 2 }
 
 @pytest.mark.timeout(180)
 def test_a_job_is_profiled_while_it_trains(local_cluster: RunningCluster) -> None:
-    """Plans are tried by live moves: no step is lost, and `profile`, `plans` and the store have what was measured."""
+    """Trials are live migrations: no step is lost, and `profile`, `plans` and the store show the measurements."""
     job = local_cluster.submit(JOB, "gpt")
     row = local_cluster.wait_for(job, lambda row: len(row["migrations"]) >= 3, timeout_s=90.0)
     profile = local_cluster.call("profile", job=job)
@@ -52,7 +52,7 @@ def test_a_job_is_profiled_while_it_trains(local_cluster: RunningCluster) -> Non
 
 
 def test_an_estimate_needs_no_submission(local_cluster: RunningCluster) -> None:
-    """A job file is answered for before anything runs, with bounds that say how little is known."""
+    """A job file gets an estimate before anything runs, with wide bounds."""
     file = local_cluster.directory / "wide.toml"
     file.write_text(f'name = "wide"\nworkdir = "{GPT}"\npython = "{sys.executable}"\n{JOB}')
     answer = json.loads(local_cluster.run("estimate", str(file), "-o", "json").stdout)
@@ -65,7 +65,7 @@ def test_an_estimate_needs_no_submission(local_cluster: RunningCluster) -> None:
 
 @pytest.mark.slow
 def test_a_job_ends_at_its_target_loss(local_cluster: RunningCluster) -> None:
-    """It is finished, with exit code 0, long before its last step."""
+    """The job finishes with exit code 0 long before its last step."""
     text = JOB.replace('"1500"', '"100000", "--save", "gpt.pt"').replace(
         "resources", "trials = false\ntarget_loss = 4.5\nresources"
     )

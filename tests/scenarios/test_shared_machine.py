@@ -1,4 +1,4 @@
-"""A machine that is reached under two names, or by two clusters."""
+"""One machine under two names, or in two clusters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ssh.openssh import OpenSshServer, make_key, needs_sshd
 pytestmark = needs_sshd
 
 HELD = 'command = ["sh", "-c", "echo ran >> {place}/runs; while [ ! -e {place}/go ]; do sleep 0.05; done"]\n'
-"""Runs until it is let go, and says each time that it was started."""
+"""Script that records each start and runs until its file appears."""
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def server(tmp_path: Path) -> Iterator[OpenSshServer]:
 
 
 def knows(cluster: RunningCluster, server: OpenSshServer, *names: str) -> None:
-    """The cluster's SSH configuration leads to the server under each of these names."""
+    """Write an SSH configuration in which each of these names leads to the server."""
     known_hosts = cluster.directory / "known_hosts"
     config = cluster.directory / "ssh_config"
     text = server.config(known_hosts)
@@ -41,7 +41,7 @@ def knows(cluster: RunningCluster, server: OpenSshServer, *names: str) -> None:
 
 
 def submit_held(cluster: RunningCluster, place: Path) -> str:
-    """A job that runs, on the one device that there is."""
+    """A running job on the only device."""
     work = place / "work"
     work.mkdir()
     job = cluster.submit(f'workdir = "{work}"\n{HELD.format(place=place)}resources = {{ devices = 1 }}\n')
@@ -50,14 +50,14 @@ def submit_held(cluster: RunningCluster, place: Path) -> str:
 
 
 def runs_to_its_end(cluster: RunningCluster, job: str, place: Path) -> None:
-    """Once, for nobody stopped it meanwhile."""
+    """Check that the job was started once."""
     (place / "go").touch()
     row = cluster.wait_for(job, lambda row: row["state"] in ("finished", "failed"))
     assert (row["state"], row["attempt"], (place / "runs").read_text()) == ("finished", 1, "ran\n")
 
 
 def test_a_machine_is_in_the_cluster_once(cluster: RunningCluster, server: OpenSshServer, tmp_path: Path) -> None:
-    """Its devices would be offered twice, and each name would end what runs under the other."""
+    """Otherwise its devices would be offered twice, and each name would stop the jobs of the other."""
     knows(cluster, server, "alpha", "beta")
     cluster.start()
     cluster.run("host", "add", "--yes", "--cpu-devices", "1", "alpha")
@@ -67,7 +67,7 @@ def test_a_machine_is_in_the_cluster_once(cluster: RunningCluster, server: OpenS
     assert "beta is added but not up: it is alpha under another name" in refused.stderr
     assert "clusterd host remove beta" in refused.stderr
     assert [len(host["devices"]) for host in cluster.call("hosts")] == [1, 0]
-    os.kill(cluster.pid, 9)  # whichever name is dialed first by the next daemon
+    os.kill(cluster.pid, 9)  # the next daemon may dial either name first
     cluster.start()
     cluster.wait_for(job, lambda _: {h["name"]: h["state"] for h in cluster.call("hosts")}["alpha"] == "up")
     cluster.wait_for(job, lambda _: "it is alpha" in {h["name"]: h["why"] for h in cluster.call("hosts")}["beta"])
@@ -78,7 +78,7 @@ def test_a_machine_is_in_the_cluster_once(cluster: RunningCluster, server: OpenS
 def test_two_clusters_of_one_user_leave_each_other_alone(
     cluster: RunningCluster, server: OpenSshServer, tmp_path: Path
 ) -> None:
-    """A trial beside the real one, or a laptop's: the second would end what the first one's jobs run."""
+    """Regression: the second cluster stopped the first one's jobs."""
     knows(cluster, server, "alpha")
     cluster.start()
     cluster.run("host", "add", "--yes", "--cpu-devices", "1", "alpha")
@@ -91,8 +91,8 @@ def test_two_clusters_of_one_user_leave_each_other_alone(
     runs_to_its_end(cluster, job, tmp_path)
 
 
-def test_a_cluster_that_starts_anew_is_told_nothing_of_the_one_before(server: OpenSshServer) -> None:
-    """Its jobs have the same ids: the output of the old ones was theirs, and they never started."""
+def test_a_new_cluster_gets_nothing_of_the_one_before(server: OpenSshServer) -> None:
+    """Regression: its jobs with the same ids got the output of the old ones, and never started."""
     for word in ("first", "second"):
         with new_cluster() as made:
             knows(made, server, "alpha")
@@ -102,7 +102,7 @@ def test_a_cluster_that_starts_anew_is_told_nothing_of_the_one_before(server: Op
 
 
 def test_a_cluster_of_an_earlier_version_keeps_its_agents(cluster: RunningCluster, server: OpenSshServer) -> None:
-    """They were made for all clusters of a user, and its jobs run under them."""
+    """Earlier agents served all clusters of a user, and the cluster's jobs run under them."""
     knows(cluster, server, "alpha")
     cluster.start()
     cluster.kill()

@@ -1,4 +1,4 @@
-"""A whole host dies: the job goes on from replicas, else from the snapshot that a second host keeps in memory."""
+"""A host dies: the job continues from replicas, else from the state snapshot in a second host's memory."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def lines(cluster: RunningCluster, job: str, attempt: int) -> list[dict[str, Any
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_host_dies_without_replicas_and_the_snapshot_in_memory_goes_on(local_cluster: RunningCluster) -> None:
-    """Sharded over both hosts, each holds the only copy of its part: some steps are done again, and it is said."""
+def test_a_lost_host_without_replicas_is_restored_from_the_state_snapshot(local_cluster: RunningCluster) -> None:
+    """Each host has the only copy of its shard: some steps are repeated, which is reported."""
     job = local_cluster.submit(JOB.format(plan="{ dp = 4, zero = 3 }", more=""), "sharded")
     local_cluster.wait_for(job, lambda row: row["step"] >= 25)
     crash_host(local_cluster.directory, 1)
@@ -42,7 +42,7 @@ def test_a_host_dies_without_replicas_and_the_snapshot_in_memory_goes_on(local_c
     assert last - first < 50
     message = local_cluster.run("why", "sharded").stdout
     assert f"goes on from the snapshot of step {first - 1} in memory" in message
-    # The loss of the step in which the host died was never summed up.
+    # The loss of the step in which the host died was not reduced.
     before = {line["step"]: line["loss"] for line in lines(local_cluster, job, 1) if line.get("loss") is not None}
     again = [line for line in lines(local_cluster, job, 2) if line.get("step") in before]
     assert all(line["loss"] == pytest.approx(before[line["step"]], rel=1e-4) for line in again)
@@ -51,8 +51,8 @@ def test_a_host_dies_without_replicas_and_the_snapshot_in_memory_goes_on(local_c
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_rank_dies_on_the_only_host_and_its_snapshot_goes_on(cluster: RunningCluster) -> None:
-    """Without being asked: the job started over, for there was no second host to have a copy."""
+def test_a_rank_on_the_only_host_is_restored_from_the_state_snapshot(cluster: RunningCluster) -> None:
+    """Regression: without a second host for the replica, the job started over."""
     cluster.start(hosts=1, devices=2)
     text = JOB.format(plan="{ dp = 2, zero = 3 }", more="").replace("snapshots = 5\n", "")
     job = cluster.submit(text.replace("devices = 4", "devices = 2"), "sharded")
@@ -68,8 +68,8 @@ def test_a_rank_dies_on_the_only_host_and_its_snapshot_goes_on(cluster: RunningC
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_host_dies_and_replicas_on_the_other_go_on(local_cluster: RunningCluster) -> None:
-    """Each host has a whole copy: nothing is trained twice, and the attempt is the same."""
+def test_a_lost_host_is_recovered_from_replicas(local_cluster: RunningCluster) -> None:
+    """Each host has a complete copy: no step is repeated, and the attempt continues."""
     job = local_cluster.submit(JOB.format(plan="{ dp = 2, tp = 2 }", more=""), "replicated")
     local_cluster.wait_for(job, lambda row: row["step"] >= 15)
     crash_host(local_cluster.directory, 1)
@@ -83,8 +83,8 @@ def test_a_host_dies_and_replicas_on_the_other_go_on(local_cluster: RunningClust
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_host_loses_its_power_and_replicas_on_the_other_go_on(cluster: RunningCluster) -> None:
-    """No connection is closed, so ranks on the other host wait until they are told; no step is lost."""
+def test_a_host_without_power_is_recovered_from_replicas(cluster: RunningCluster) -> None:
+    """No connection is closed, so ranks on the other host wait until they are informed; no step is lost."""
     settings = cluster.directory / "clusterd.toml"
     settings.write_text('[daemon]\nhost_lost_after = "3s"\n')
     cluster.run("start", "--local", "2", "--devices", "2", "--config", str(settings))
@@ -103,8 +103,8 @@ def test_a_host_loses_its_power_and_replicas_on_the_other_go_on(cluster: Running
 
 
 @pytest.mark.slow
-def test_checkpoints_by_the_clock_take_turns(local_cluster: RunningCluster) -> None:
-    """Two directories, so that one is whole at any moment."""
+def test_periodic_checkpoints_alternate_between_directories(local_cluster: RunningCluster) -> None:
+    """With two directories one checkpoint is complete at any time."""
     directory = local_cluster.directory / "saved"
     more = f'checkpoints = {{ directory = "{directory}", every = "2s" }}'
     job = local_cluster.submit(JOB.format(plan="{ dp = 4 }", more=more), "saved")
@@ -118,8 +118,8 @@ def test_checkpoints_by_the_clock_take_turns(local_cluster: RunningCluster) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_rank_that_hangs_is_replaced_and_the_snapshot_goes_on(local_cluster: RunningCluster) -> None:
-    """It lives, and its agent too, but it makes no step: the others would wait half an hour for it."""
+def test_a_hanging_rank_is_replaced_from_the_state_snapshot(local_cluster: RunningCluster) -> None:
+    """The rank and its agent live, but it makes no step: its peers would wait half an hour."""
     limits = '[limits]\nstall = "5s"\ngrace = "2s"'
     job = local_cluster.submit(JOB.format(plan="{ dp = 4, zero = 3 }", more=limits), "hangs")
     local_cluster.wait_for(job, lambda row: row["step"] >= 15)

@@ -1,4 +1,4 @@
-"""A morning in a small lab: ten jobs of every kind come one after another, and the default pipeline serves them all."""
+"""Ten jobs of every kind arrive one after another, and the default pipeline schedules them all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STREAM = {
     "probe": command("print('one device')", "{ devices = 1 }"),
     "thesis": elastic(120, 2, sizes="--depth 6"),
     "notes": command("print('cores alone')", "{ cpus = 1 }"),
-    "explore": elastic(100000, 1, more="target_loss = 4.5"),  # nobody knows when it will be there
+    "explore": elastic(100000, 1, more="target_loss = 4.5"),  # its last step is not known
     "paper": elastic(80, 2, more="guaranteed = true"),
     "sweep-1": elastic(120, 1),
     "sweep-2": elastic(120, 1),
@@ -35,7 +35,7 @@ STREAM = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ten_jobs_of_every_kind(local_cluster: RunningCluster) -> None:
-    """All finish, each trained step by step; some were moved meanwhile, and `why` has an answer for each."""
+    """All finish without lost steps; some migrate, and `why` explains each."""
     first, *others = STREAM
     ids = {first: local_cluster.submit(STREAM[first], first)}
     local_cluster.wait_for(ids[first], lambda row: row["step"] >= 3)

@@ -1,4 +1,4 @@
-"""A job that takes more than half of its devices' memory: it is moved by stopping it, without losing a step."""
+"""A job that uses more than half of its devices' memory migrates through host memory without losing a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ train.run(
 
 
 def losses(cluster: RunningCluster, job: str, attempts: int) -> dict[int, float]:
-    """By step, over all attempts; a step that was done twice fails."""
+    """Losses by step over all attempts; a repeated step fails."""
     found: dict[int, float] = {}
     for attempt in range(1, attempts + 1):
         for line in cluster.call("steps", job=job, attempt=attempt)["data"].splitlines():
@@ -40,7 +40,7 @@ def losses(cluster: RunningCluster, job: str, attempts: int) -> dict[int, float]
 
 @pytest.mark.slow
 def test_a_job_that_fills_its_devices_goes_through_host_memory(cluster: RunningCluster) -> None:
-    """One host, so no snapshots on a second one: the state of the last step is all there is, and it is enough."""
+    """With one host the state of the last step in its memory is the only copy."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cluster.start(hosts=1, devices=max(total // DEVICE_BYTES, 4))
     script = SCRIPT.replace("STEPS", "60")
@@ -68,7 +68,7 @@ def test_a_job_that_fills_its_devices_goes_through_host_memory(cluster: RunningC
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_job_that_fills_its_devices_is_profiled_through_host_memory(cluster: RunningCluster) -> None:
-    """Each trial is a new start; hours are left, so that is worth it. No step is lost or done twice."""
+    """Each trial is a restart, which pays because hours remain. No step is lost or repeated."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cluster.start(hosts=1, devices=max(total // DEVICE_BYTES, 4))
     job = cluster.submit_script(SCRIPT.replace("STEPS", "100000"), "full", devices=2, trials=True)
