@@ -59,6 +59,9 @@ class Deaf:
             raise AgentLost(f"{host} did not answer {verb!r} within 60 s")
         return {}
 
+    async def slice_server(self, host: str, verb: str, **args: Any) -> list[Any]:
+        return ["127.0.0.1", (await self.request(host, verb, **args)).get("port", 0)]
+
 
 def carried_out(lab: Lab, decided: list[d.Decision], launches: Any = None, deaf: str | None = None) -> list[e.Event]:
     """What is reported when every launch and question of a model meets the bug.

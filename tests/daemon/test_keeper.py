@@ -32,6 +32,9 @@ class Agents:
             raise HostError("no room for a segment")
         return {"port": 1234}
 
+    async def slice_server(self, host: str, verb: str, **args: Any) -> list[Any]:
+        return ["127.0.0.1", (await self.request(host, verb, **args))["port"]]
+
 
 @pytest.fixture
 def state() -> State:

@@ -47,9 +47,9 @@ def test_an_older_copy_of_a_running_daemons_journal_is_refused(cluster: RunningC
     journal, copy = cluster.directory / "journal.db", cluster.directory / "copy.db"
     with contextlib.closing(sqlite3.connect(journal)) as source, contextlib.closing(sqlite3.connect(copy)) as target:
         source.backup(target)
-    later = cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "600").stdout.strip()
+    later = cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "60011").stdout.strip()
     cluster.wait_for(later, lambda row: row["state"] == "running")
-    before = sleeps()
+    before = sleeps(60011)
     cluster.kill()
     for rest in ("-wal", "-shm"):
         journal.with_name(journal.name + rest).unlink(missing_ok=True)
@@ -57,21 +57,21 @@ def test_an_older_copy_of_a_running_daemons_journal_is_refused(cluster: RunningC
     cluster.run("start")
     until(lambda: "the journal is an older copy" in cluster.run("host", "show", "local0").stdout)
     assert "clusterd start --restored" in cluster.run("host", "show", "local0").stdout
-    assert sleeps() == before
+    assert sleeps(60011) == before
     cluster.run("stop")
     cluster.run("start", "--restored")
     cluster.wait_until_up(1)
-    assert sleeps() == before
+    assert sleeps(60011) == before
     cluster.kill()
     cluster.start()  # from now on the host follows the restored history
     cluster.wait_until_up(1)
 
 
-def sleeps() -> list[str]:
+def sleeps(seconds: int = 600) -> list[str]:
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
-            if (place / "cmdline").read_bytes() == b"sleep\x00600\x00":
+            if (place / "cmdline").read_bytes() == f"sleep\0{seconds}\0".encode():
                 found.append(place.name)
         except OSError:
             continue
