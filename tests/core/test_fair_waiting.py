@@ -189,6 +189,25 @@ def test_a_higher_priority_suspends_what_cannot_shrink(lab: Lab) -> None:
     assert lab.state(late) == "starting"
 
 
+def test_devices_that_come_free_serve_one_claim_only(lab: Lab) -> None:
+    """Two claims on one host; the first two of four devices were counted for both, and one job got none of its plan."""
+    lab.host("a", gpus=4)
+    on_two = tuple(x for x in known().estimates if x.devices == 2)
+    lab.tell(e.SpeedLearned(**lab.at(), model="net", table=replace(known(), estimates=on_two), why="trials"))
+    jobs = [submit(lab, name, 30_000, devices=2)[0] for name in ("one", "two")]
+    for job in jobs:
+        progress(lab, job, 10)
+    lab.now_s += 600.0
+    urgent = [submit(lab, name, 100, devices=2, priority=9)[0] for name in ("first", "second")]
+    pass_time(lab, 300.0)
+    assert list(lab.scheduler.state.claims) == urgent
+    lab.stopped(jobs[0])
+    assert sorted(lab.state(job) for job in urgent) == ["queued", "starting"]
+    lab.stopped(jobs[1])
+    assert [lab.state(job) for job in urgent] == ["starting", "starting"]
+    assert [len(lab.attempt(job).devices) for job in urgent] == [2, 2]
+
+
 def test_a_wide_job_that_cannot_shrink_is_suspended_for_a_short_one(lab: Lab) -> None:
     """All of its plans need eight devices; the other is gone in a minute."""
     lab.host("a", gpus=8, cores=64)

@@ -15,7 +15,7 @@ from math import inf
 from clusterd.core.allocation.as_requested import Grant, allocate
 from clusterd.core.allocation.evict import are_being_freed, evict_by_right, evict_by_value, suspend_by_value
 from clusterd.core.allocation.pass_context import PassContext
-from clusterd.core.allocation.suspend import awaits_claimant, claimed_devices, fits_cores, suspendable, suspended_for
+from clusterd.core.allocation.suspend import awaits_claimant, fits_cores, suspendable, suspended_for
 from clusterd.core.allocation.victim_search import EvictionPlan
 from clusterd.core.estimates.availability import Backfill, EarliestStart
 from clusterd.core.estimates.expected_time import limit_left_s, longest_left_s
@@ -42,7 +42,7 @@ MOST_CONSIDERED = 12
 
 
 def start_waiting(
-    ctx: PassContext, job: Job, forecasts: Mapping[JobId, JobForecast], claims: Mapping[JobId, Refusal | None]
+    ctx: PassContext, job: Job, forecasts: Mapping[JobId, JobForecast], claims: Mapping[JobId, list[Device]]
 ) -> None:
     """Start a queued job, free devices for it, or record what it waits for.
 
@@ -50,11 +50,10 @@ def start_waiting(
         claims: see `serve_claims`.
     """
     if job.id in claims:
-        refusal = claims[job.id]
-        if refusal is None:
-            refusal = _start_claimed(ctx, forecasts[job.id])
-        if refusal is not None:
-            ctx.proposal.refusals.append(refusal)
+        if not _start_claimed(ctx, forecasts[job.id], claims[job.id]):
+            claim = ctx.view.claims[job.id]
+            reason = suspended_for(ctx.view, claim)
+            ctx.proposal.refusals.append(Refusal(job.id, reason, devices=claim.offer.devices))
         return
     if (suspended := awaits_claimant(ctx.view, job.id)) is not None:
         ctx.proposal.refusals.append(Refusal(job.id, suspended))
@@ -73,20 +72,22 @@ def start_waiting(
         ctx.proposal.refusals.append(refusal)
 
 
-def _start_claimed(ctx: PassContext, p: JobForecast) -> Refusal | None:
-    """Start a job on the devices that others were suspended for; a refusal where cores or memory beside them lack."""
+def _start_claimed(ctx: PassContext, p: JobForecast, devices: list[Device]) -> bool:
+    """Start a job on the devices that it claims; False: not all are free, or cores or memory beside them are not."""
     claim = ctx.view.claims[p.job.id]
+    if len(devices) < claim.offer.devices:
+        return False
+    ctx.ledger.put(devices, {}, {})
     if p.curve.is_request:  # the claim may be of devices whose cores alone it needs
         answer = allocate(p.job, ctx.view)
         if isinstance(answer, Grant):
             _grant(ctx, p.job, answer, p.steps_left)
-            return None
-        return Refusal(p.job.id, suspended_for(ctx.view, claim), devices=claim.offer.devices)
-    devices = claimed_devices(ctx, p.job.id)
-    if not fits_cores(ctx, p, claim, devices):
-        return Refusal(p.job.id, suspended_for(ctx.view, claim), devices=claim.offer.devices)
-    _start(ctx, p, claim.offer, devices)
-    return None
+            return True
+    elif fits_cores(ctx, p, claim, devices):
+        _start(ctx, p, claim.offer, devices)
+        return True
+    ctx.ledger.take(devices, {}, {})
+    return False
 
 
 # --- jobs without a performance model -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.ledger import bind
 from clusterd.core.reservations import Claim
 from clusterd.core.state import Outcome
-from clusterd.core.view import Refusal, View
+from clusterd.core.view import View
 from clusterd.types import Device, HostState, JobId, JobKind, JobState
 
 CLAIM_S = 900.0
@@ -86,22 +86,21 @@ def _keeps_guarantee(ctx: PassContext, v: JobForecast, lost_s: float) -> bool:
 # --- claims -------------------------------------------------------------------------------------------------------
 
 
-def serve_claims(ctx: PassContext) -> dict[JobId, Refusal | None]:
-    """Keep claimed devices for the jobs that claim them.
+def serve_claims(ctx: PassContext) -> dict[JobId, list[Device]]:
+    """Take claimed devices out of the ledger, each for one claim; drop claims that cannot be met any more.
 
     Returns:
-        By claiming job, the reason why it waits on; None: its devices are free, and it starts on them.
+        Free devices of each claim; it is met where these are all.
     """
-    found: dict[JobId, Refusal | None] = {}
+    found: dict[JobId, list[Device]] = {}
     for job_id, claim in ctx.view.claims.items():
         if ctx.view.jobs[job_id].state is not JobState.QUEUED or not _can_be_met(ctx, claim):
             ctx.proposal.ends_claims.append(job_id)
             continue
-        devices = _claimed(ctx, claim)
-        if len(devices) == claim.offer.devices:
-            found[job_id] = None
-            continue
+        found[job_id] = devices = _claimed(ctx, claim)
         ctx.ledger.take(devices, {}, {})
+        if len(devices) == claim.offer.devices:
+            continue
         ctx.forecast.occupy(devices)
         missing = dict(claim.hosts)
         for device in devices:
@@ -110,13 +109,7 @@ def serve_claims(ctx: PassContext) -> dict[JobId, Refusal | None]:
             if device.name == claim.offer.device_type and missing.get(device.host, 0) > 0:
                 missing[device.host] -= 1
                 ctx.coming.remove(device)
-        found[job_id] = Refusal(job_id, suspended_for(ctx.view, claim), devices=claim.offer.devices)
     return found
-
-
-def claimed_devices(ctx: PassContext, job: JobId) -> list[Device]:
-    """Free devices of a claim that is met."""
-    return _claimed(ctx, ctx.view.claims[job])
 
 
 def _claimed(ctx: PassContext, claim: Claim) -> list[Device]:
