@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from clusterd.core.allocation.rights import requested_devices
+from clusterd.core.allocation.rights import on_loan
 from clusterd.core.decisions import Decision
 from clusterd.core.estimates.attained_service import is_predictable, steps_left
 from clusterd.core.estimates.heterogeneous_speed import believed
@@ -83,7 +83,7 @@ def _on_loan(job: Job) -> int:
     """Devices that a running elastic job holds beyond its request; they go to whoever waits for them."""
     if job.attempt is None or job.attempt.plan is None or job.pinned is not None:
         return 0
-    return max(len(job.attempt.devices) - requested_devices(job), 0)
+    return on_loan(job, len(job.attempt.devices))
 
 
 def promise_row(job: JobId, state: State) -> Row | None:

@@ -24,10 +24,11 @@ from clusterd.agent.threads import in_thread
 from clusterd.protocol.budget import ByteBudget
 
 REPORT_BYTES_MAX = 256 << 10
-"""Of one report to the daemon; ranks of ours send a few hundred bytes."""
+"""Largest report of a rank to the daemon; ranks of clusterd send a few hundred bytes."""
 BURST_BYTES, BYTES_PER_S, REPORT_COST_BYTES = 1 << 20, 256 << 10, 1 << 10
-"""What one rank may report at once and in the long run, and what a report costs beside its bytes: the daemon journals
-some of them, for all jobs."""
+"""Limits on reports of one rank: bytes at once, bytes per second in the long run, cost of a report beside its bytes.
+
+The daemon journals some reports, for all jobs."""
 FRAMES = (16 << 20, 64 << 20)
 """Budget of large frames of ranks: of one attempt, and of all."""
 DATA = (8 * RANGE_BYTES_MAX, 16 * RANGE_BYTES_MAX)

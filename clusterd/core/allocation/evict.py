@@ -80,25 +80,26 @@ def evict_by_right(ctx: PassContext, p: JobForecast) -> EvictionPlan | None:
         None: all that may be taken is not enough.
     """
     least: dict[JobId, int] = {}
-    for v in ctx.able_to_give():
+    givers = ctx.able_to_give()
+    for v in givers:
         to = least_by_right(v, p.job)
         if to is not None and to < len(v.devices):
             least[v.job.id] = to
-    loans = [v for v in ctx.able_to_give() if v.job.id in least and not may_preempt(v.job, p.job)]
-    others = [v for v in ctx.able_to_give() if v.job.id in least and may_preempt(v.job, p.job)]
+    loans = [v for v in givers if v.job.id in least and not may_preempt(v.job, p.job)]
+    others = [v for v in givers if v.job.id in least and may_preempt(v.job, p.job)]
     levels = [-inf, *sorted({float(v.job.priority) for v in others})]
     for level in levels:
         victims = [*loans, *(v for v in others if v.job.priority <= level)]
         best = _cheapest(ctx, p, victims, least, lambda _: None) if victims else None
         if best is not None:
-            return _apply(ctx, p, best, lambda v: claim(v, p.job))
+            return _apply(ctx, p, best, lambda v: claim(v, p.job), may_restart=True)
     stoppable = [v for v in ctx.holding if may_suspend_by_right(ctx, v, p)]
     for level in sorted({float(v.job.priority) for v in stoppable}):
         lost_s = {v.job.id: v.now_s for v in stoppable if v.job.priority <= level}
         victims = [v for v in ctx.holding if v.job.id in lost_s or v.job.id in least]
         best = _cheapest(ctx, p, victims, least, _from(lost_s))
         if best is not None:
-            return _apply(ctx, p, best, lambda v: claim(v, p.job))
+            return _apply(ctx, p, best, lambda v: claim(v, p.job), may_restart=True)
     return None
 
 
@@ -107,8 +108,14 @@ def _from(lost_s: Mapping[JobId, float | None]) -> SuspensionCost:
     return lambda v: lost_s.get(v.job.id)
 
 
-def _apply(ctx: PassContext, p: JobForecast, eviction: EvictionPlan, why: Callable[[Job], str]) -> EvictionPlan:
-    """Propose the changes of an eviction; where jobs are suspended, the queued job claims its devices."""
+def _apply(
+    ctx: PassContext, p: JobForecast, eviction: EvictionPlan, why: Callable[[Job], str], may_restart: bool = False
+) -> EvictionPlan:
+    """Propose the changes of an eviction; where jobs are suspended, the queued job claims its devices.
+
+    Args:
+        may_restart: victims move through host memory if they do not fit beside themselves, whatever that costs.
+    """
     for change in eviction.changes:
         v, reason = change.v, f"{p.job.spec.name}: {why(change.v.job)}"
         if change.offer is None:
@@ -118,7 +125,7 @@ def _apply(ctx: PassContext, p: JobForecast, eviction: EvictionPlan, why: Callab
         ctx.ledger.take(change.devices, {}, {})
         given = len(v.devices) - len(change.devices)
         gives = f"gives {given} device{'s' * (given > 1)} to" if given else "moves for"
-        ctx.migrate(v, change.offer, change.devices, f"{gives} {reason}", may_restart=True)
+        ctx.migrate(v, change.offer, change.devices, f"{gives} {reason}", may_restart)
     ctx.ledger.take(eviction.now, {}, {})
     if suspended := eviction.suspended:
         stopped = tuple(v.job.id for v in suspended)

@@ -25,16 +25,16 @@ def requested_devices(job: Job) -> int:
     return max(job.spec.resources.devices, plan.ranks if plan is not None else 1, 1)
 
 
-def on_loan(p: JobForecast) -> int:
-    """Devices that a running job holds beyond its request."""
-    return max(len(p.devices) - requested_devices(p.job), 0)
+def on_loan(job: Job, devices: int) -> int:
+    """Number of devices beyond the request of a running job that holds `devices` of them."""
+    return max(devices - requested_devices(job), 0)
 
 
 def least_by_right(victim: JobForecast, job: Job) -> int | None:
     """Devices down to which a running job may be shrunk for `job`; None: nothing may be taken from it."""
     if may_preempt(victim.job, job):
         return victim.curve.least
-    if not on_loan(victim):
+    if not on_loan(victim.job, len(victim.devices)):
         return None
     requested = requested_devices(victim.job)
     offers = victim.curve.offers
