@@ -167,8 +167,8 @@ def test_a_guaranteed_job_takes_nothing_from_a_higher_priority(lab: Lab) -> None
     assert attempt.migration is None and attempt.outcome is None
 
 
-def test_a_higher_priority_suspends_what_cannot_shrink(lab: Lab) -> None:
-    """Each of the two runs on its last device; both go on when the urgent one has ended."""
+def suspended_for_urgent(lab: Lab) -> tuple[list[JobId], JobId]:
+    """Two jobs that run on one device only, being suspended for a command of a higher priority."""
     lab.host("a", gpus=2)
     on_one = tuple(x for x in known().estimates if x.devices == 1)
     lab.tell(e.SpeedLearned(**lab.at(), model="net", table=replace(known(), estimates=on_one), why="trials"))
@@ -177,6 +177,12 @@ def test_a_higher_priority_suspends_what_cannot_shrink(lab: Lab) -> None:
         progress(lab, job, 10)
     urgent, _ = lab.submit("urgent", devices=2, priority=9)
     pass_time(lab, 200.0)
+    return jobs, urgent
+
+
+def test_a_higher_priority_suspends_what_cannot_shrink(lab: Lab) -> None:
+    """Each of the two runs on its last device; both go on when the urgent one has ended."""
+    jobs, urgent = suspended_for_urgent(lab)
     assert [lab.state(job) for job in jobs] == ["stopping", "stopping"]
     assert lab.scheduler.state.claims[urgent].suspended == tuple(jobs)
     late, _ = lab.submit("late", devices=1, priority=9)
@@ -230,14 +236,7 @@ def test_a_wide_job_that_cannot_shrink_is_suspended_for_a_short_one(lab: Lab) ->
 
 
 def test_a_cancelled_claimant_leaves_its_devices_to_others(lab: Lab) -> None:
-    lab.host("a", gpus=2)
-    on_one = tuple(x for x in known().estimates if x.devices == 1)
-    lab.tell(e.SpeedLearned(**lab.at(), model="net", table=replace(known(), estimates=on_one), why="trials"))
-    jobs = [submit(lab, name, 30_000)[0] for name in ("one", "two")]
-    for job in jobs:
-        progress(lab, job, 10)
-    urgent, _ = lab.submit("urgent", devices=2, priority=9)
-    pass_time(lab, 200.0)
+    jobs, urgent = suspended_for_urgent(lab)
     lab.tell(e.JobCancelled(**lab.at(), job=urgent, by="ann"))
     assert not lab.scheduler.state.claims
     for job in jobs:

@@ -12,6 +12,7 @@ from clusterd.core import events as e
 from clusterd.core import scheduler as core
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.scheduler import Scheduler
+from clusterd.core.state import State
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
 from clusterd.errors import ClusterError
@@ -68,9 +69,33 @@ def test_an_event_that_raises_is_set_aside_and_all_others_happen(tmp_path: Path,
         assert [kind for (kind,) in db.execute("SELECT kind FROM set_aside")] == ["JobCancelled", "JobCancelled"]
         assert "KeyError: 'bug'" in db.execute("SELECT why FROM set_aside").fetchone()[0]
 
-    again = Journal(tmp_path / "journal.db")
+    assert_restarts(tmp_path, state, set_aside=2)
+
+
+def test_a_daemon_that_died_before_it_could_set_the_event_aside_starts(tmp_path: Path, raising: None) -> None:
+    """As by kill -9 between the journal's commit and the exception: it would have ended every later start."""
+    journal = Journal(tmp_path / "journal.db")
+    engine = Engine(journal, Scheduler(), lambda events, decisions: None)
+
+    async def run() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.run)
+            await engine.post(e.HostAdded(at_s=1.0, host=HostId("a")))
+            await engine.post(submitted(2))
+            group.cancel_scope.cancel()
+
+    anyio.run(run)
+    event = e.JobCancelled(at_s=3.0, job=JobId("2"), by="ann", id=e.EventId(journal.newest[0] + 1))
+    anyio.run(journal.append, [event])
+    journal.close()
+    assert_restarts(tmp_path, engine.scheduler.state, set_aside=1)
+    assert_restarts(tmp_path, engine.scheduler.state, set_aside=1)
+
+
+def assert_restarts(directory: Path, state: State, set_aside: int) -> None:
+    again = Journal(directory / "journal.db")
     restarted = Engine(again, Scheduler(), lambda events, decisions: None)
     restarted.restore()
     again.close()
     assert restarted.scheduler.state == state, "a restart does not meet it again"
-    assert restarted.set_aside == 2
+    assert restarted.set_aside == set_aside

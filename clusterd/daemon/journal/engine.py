@@ -97,6 +97,7 @@ class Engine:
 
     def restore(self) -> int:
         """Bring the scheduler to the end of the journal; returns the number of events replayed."""
+        self.scheduler.state = State()
         snapshot = self.journal.newest_snapshot()
         after = 0
         if snapshot is not None:
@@ -108,7 +109,16 @@ class Engine:
                 after = 0
         count = 0
         for batch in self.journal.replay_after(after):
-            self.scheduler.replay(batch)
+            try:
+                self.scheduler.replay(batch)
+            except Exception:
+                if batch.events[-1].id < self.journal.newest[0]:
+                    raise
+                # The daemon died between writing this batch and finding out that it cannot be handled.
+                why = traceback.format_exc()
+                self._report_bug(batch.events, why)
+                self.journal.set_aside_at_start(batch.events[0].id, batch.events, why)
+                return self.restore()
             count += len(batch.events)
             if batch.proposal is None:  # the daemon died before it stored the proposal: later replays must use this one
                 self._keep_proposal(batch.events[0].id)
@@ -188,7 +198,8 @@ class Engine:
         try:
             decisions = self.scheduler.handle(*events)
         except Exception:
-            return await self._set_aside(batch, events)
+            await self._set_aside(batch, events)
+            return True
         self.scheduling_s += time.process_time() - started_s
         self._keep_proposal(events[0].id)
         self._newest = (self._last_id, self.journal.newest[1].hex())
@@ -201,43 +212,39 @@ class Engine:
             await self.snapshot()
         return True
 
-    async def _set_aside(self, batch: list[_Posted], events: Sequence[Event]) -> bool:
+    async def _set_aside(self, batch: list[_Posted], events: Sequence[Event]) -> None:
         """Go on from the last good state without the event that raises in the scheduler; one event must not end all.
 
         Nobody was told that the batch is done; in the journal it would end every later daemon too, in its replay.
 
-        Returns:
-            False: the journal cannot be written; the batch waits.
+        Raises:
+            ClusterError: the journal cannot be written, and the state is half changed: the next start mends both.
         """
-        why = traceback.format_exc()
-        try:
-            await self.journal.retract(events[0].id)
-            await self.journal.execute(self._pending_rows)  # the replay below needs the newest proposals
-            self._pending_rows.clear()
-            if len(batch) == 1:
-                await self.journal.set_aside(events[0], why)
-        except ClusterError as error:
-            log.error("%s", error)
-            self._put_off(batch, error)
-            return False
+        why, is_alone = traceback.format_exc(), len(batch) == 1
+        await self.journal.execute(self._pending_rows)  # the replay below needs the newest proposals
+        self._pending_rows.clear()
+        await self.journal.set_aside(events[0].id, events if is_alone else (), why)
         before = self.scheduler.state
-        self.scheduler.state = State()
         self.restore()
         for each in fields(State):  # others hold this very object
             setattr(before, each.name, getattr(self.scheduler.state, each.name))
         self.scheduler.state = before
-        if len(batch) > 1:  # one of them raises: the others happen
+        if not is_alone:  # one of them raises: the others happen
             for posted in batch:
                 posted.extra = ()  # the rows beside it are written already
             self._posted, self._one_by_one = [*batch, *self._posted], len(batch)
-            return True
-        kind = type(events[0]).__name__
-        log.error("a bug: the scheduler cannot handle %s, which is set aside; please report this:\n%s", kind, why)
-        self.set_aside += 1
+            return
+        kind = self._report_bug(events, why)
         if not batch[0].has_happened:
             batch[0].error = ClusterError(f"a bug of clusterd: it cannot handle this {kind}; see the daemon's log")
         batch[0].done.set()
-        return True
+
+    def _report_bug(self, events: Sequence[Event], why: str) -> str:
+        """Log events that the scheduler cannot handle, and count them; returns their kinds."""
+        kinds = ", ".join(type(event).__name__ for event in events)
+        log.error("a bug: the scheduler cannot handle %s, which is set aside; please report this:\n%s", kinds, why)
+        self.set_aside += len(events)
+        return kinds
 
     async def snapshot(self) -> None:
         """Write a journal snapshot, so that a restart replays only later events."""

@@ -182,15 +182,23 @@ class Journal:
         await self._transaction([("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)", row) for row in rows] + list(extra))
         self._newest = (rows[-1][0], checksum)
 
-    async def retract(self, first: int) -> None:
-        """Remove the events from `first` on, which no client has seen; the next start removes their extra rows."""
-        await self._transaction([("DELETE FROM events WHERE id >= ?", (first,))])
+    async def set_aside(self, first: int, events: Iterable[Event], why: str) -> None:
+        """Remove the events from `first` on, which no client has seen; the next start removes their extra rows.
+
+        Args:
+            events: those that the scheduler cannot handle; they are stored outside of the journal, for a bug report.
+            why: the traceback.
+        Raises:
+            ClusterError: the journal cannot be written.
+        """
+        await self._transaction(_set_aside(first, events, why))
         self._newest = await self._run(self._read_newest)
 
-    async def set_aside(self, event: Event, why: str) -> None:
-        """Store an event that the scheduler cannot handle outside of the journal, with the reason, for a bug report."""
-        row = (event.at_s, type(event).__name__, codec.encode(event), why)
-        await self._transaction([("INSERT INTO set_aside (at_s, kind, body, why) VALUES (?, ?, ?, ?)", row)])
+    def set_aside_at_start(self, first: int, events: Iterable[Event], why: str) -> None:
+        """The same before the event loop runs."""
+        statements = _set_aside(first, events, why)
+        self._at_start(lambda: self._write(statements))
+        self._newest = self._at_start(self._read_newest)
 
     def count_set_aside(self) -> int:
         """Number of events that were set aside."""
@@ -228,21 +236,22 @@ class Journal:
         except sqlite3.Error as error:
             raise ClusterError(f"the journal {self.path} cannot be read: {error}: check its disk") from None
 
-    async def _transaction(self, statements: list[Statement]) -> None:
-        def write() -> None:
-            self._restore_removed_file()
-            self._db.execute("BEGIN")
-            try:
-                for statement, arguments in statements:
-                    self._db.execute(statement, arguments)
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
-
+    def _write(self, statements: list[Statement]) -> None:
+        """Execute statements in one transaction; in the writer thread."""
+        self._restore_removed_file()
+        self._db.execute("BEGIN")
         try:
-            await self._run(write)
+            for statement, arguments in statements:
+                self._db.execute(statement, arguments)
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    async def _transaction(self, statements: list[Statement]) -> None:
+        try:
+            await self._run(lambda: self._write(statements))
         except (sqlite3.Error, OSError) as error:
             locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
             advice = "end the other program that has it open" if locked else "free space on its disk"
@@ -333,6 +342,12 @@ class Journal:
         """Finish pending writes and close the file."""
         self._thread.submit(self._db.close).result()
         self._thread.shutdown()
+
+
+def _set_aside(first: int, events: Iterable[Event], why: str) -> list[Statement]:
+    insert = "INSERT INTO set_aside (at_s, kind, body, why) VALUES (?, ?, ?, ?)"
+    rows = [(event.at_s, type(event).__name__, codec.encode(event), why) for event in events]
+    return [("DELETE FROM events WHERE id >= ?", (first,)), *((insert, row) for row in rows)]
 
 
 def proposal_row(batch: int, proposal: Proposal) -> Statement:
