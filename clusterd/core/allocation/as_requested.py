@@ -64,8 +64,7 @@ def allocate(job: Job, view: View, free: Ledger | None = None) -> Grant | Refusa
     table = view.performance_tables.get(job.model)
     if table is not None and table.is_whole:
         return Refusal(job.id, "none of the ways in which it can run fits the hosts that are there for it")
-    usable = [d for d in known if wanted.kind is None or d.kind == wanted.kind]
-    choice = _as_pinned(job, view) or _choice(job, max(wanted.devices, 1), usable)
+    choice = _as_pinned(job, view) or _choice(job, max(wanted.devices, 1), known)
     if isinstance(choice, Impossible):
         return Refusal(job.id, choice.reason, is_permanent=True)
     beyond = view.quotas.why_not(job.spec.tenant, choice.plan.ranks)

@@ -94,7 +94,6 @@ class AvailabilityForecast:
         ends.sort(key=lambda e: e[0])
         self._ends = ends
         self._running = sorted(running, key=lambda p: (p.now_s, p.job.id))
-        self._booked = [(p.now_s, p.job.attempt) for p in running if p.job.attempt is not None]
         self._given_back: dict[float, tuple[dict[HostId, int], dict[HostId, int]]] = {}
 
     def take(self, device_type: str, taken: Mapping[HostId, int]) -> None:
@@ -217,8 +216,10 @@ class AvailabilityForecast:
         if known is None:
             known = self._given_back[at_s] = {}, {}
             cores, memory_bytes = known
-            for end_s, attempt in self._booked:
-                if end_s <= at_s + 1e-6:
+            for p in self._running:
+                if p.now_s > at_s + 1e-6:
+                    break
+                if (attempt := p.job.attempt) is not None:
                     for host, count in attempt.cores.items():
                         cores[host] = cores.get(host, 0) + count
                     for host, count in attempt.memory_bytes.items():
