@@ -15,7 +15,7 @@ from clusterd.core.allocation.rights import on_loan
 from clusterd.core.decisions import Decision
 from clusterd.core.estimates.attained_service import is_predictable, steps_left
 from clusterd.core.estimates.heterogeneous_speed import believed
-from clusterd.core.events import Event, HostConnected, HostDisconnected, JobSubmitted, Timer, TimerKind
+from clusterd.core.events import Event, HostConnected, HostDisconnected, JobEdited, JobSubmitted, Timer, TimerKind
 from clusterd.core.ledger import of_ranks
 from clusterd.core.state import Attempt, Host, Job, Migration, State
 from clusterd.types import AttemptState, HostId, HostState, JobId, JobSpec
@@ -249,7 +249,7 @@ def event_row(event: Event) -> Row:
     """Row of an event, without the long description of a model."""
     row = {"kind": type(event).__name__, **msgspec.to_builtins(event)}
     row.pop("shape", None)
-    if isinstance(event, JobSubmitted):
+    if isinstance(event, JobSubmitted | JobEdited):
         row["spec"] = spec_row(event.spec)
     return row
 

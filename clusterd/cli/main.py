@@ -33,6 +33,7 @@ _COMMANDS = {
     "cancel": ("jobs", "cancel", "Cancel jobs and free their devices."),
     "forget": ("files", "forget", "Delete logs and files of finished jobs."),
     "priority": ("jobs", "priority", "Change a job's priority."),
+    "edit": ("queue.edit", "edit", "Change what a job asks for: time limit, devices, name."),
     "hold": ("jobs", "hold", "Keep queued jobs from starting."),
     "release": ("jobs", "release", "Let held jobs start."),
     "requeue": ("jobs", "requeue", "Stop running jobs and queue them again."),

@@ -169,6 +169,16 @@ class JobReprioritised(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobEdited(Event):
+    """The job's user or an operator changed what it asks for."""
+
+    job: JobId
+    spec: JobSpec  # after the change, with its priority
+    what: str  # the change in words
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobHeld(Event):
     """The job's user or an operator keeps it in the queue until it is released."""
 
@@ -427,6 +437,7 @@ EVENTS: dict[str, type[Event]] = {
         JobSubmitted,
         JobCancelled,
         JobReprioritised,
+        JobEdited,
         JobHeld,
         JobReleased,
         JobRequeued,

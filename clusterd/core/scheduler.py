@@ -195,6 +195,7 @@ _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.JobSubmitted: job_events.on_job_submitted,
     e.JobCancelled: job_events.on_job_cancelled,
     e.JobReprioritised: job_events.on_job_reprioritised,
+    e.JobEdited: job_events.on_job_edited,
     e.JobHeld: job_events.on_job_held,
     e.JobReleased: job_events.on_job_released,
     e.JobRequeued: job_events.on_job_requeued,

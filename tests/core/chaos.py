@@ -96,6 +96,17 @@ class Chaos(RuleBasedStateMachine):
             self.world.tell(e.JobReprioritised(**self.world.at(), job=job, priority=priority))
 
     @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), devices=st.integers(0, 3), limit_s=st.sampled_from([None, 60.0, 3600.0]))
+    def edit(self, data: st.DataObject, devices: int, limit_s: float | None) -> None:
+        job = self.some_job(data)
+        wanted = job.spec.resources
+        plain = job.spec.kind is JobKind.COMMAND and wanted.plan is None and wanted.nodes == 1
+        fewer = min(wanted.devices, devices)  # always fits where the job itself does
+        resources = replace(wanted, devices=fewer) if plain and job.attempt is None else wanted
+        spec = replace(job.spec, time_limit_s=limit_s, resources=resources)
+        self.world.tell(e.JobEdited(**self.world.at(), job=job.id, spec=spec, what="edited", by="ann"))
+
+    @precondition(lambda self: self.jobs)
     @rule(data=st.data(), verb=st.sampled_from(["hold", "release", "requeue", "requeue and hold"]))
     def queue_verb(self, data: st.DataObject, verb: str) -> None:
         job, at = self.some_job(data), self.world.at()

@@ -210,6 +210,13 @@ def lease_of(state: State, attempt: Attempt, device: DeviceId, host: HostId, gen
     return Lease(device, host, attempt.job, attempt.number, generation, until_s)
 
 
+def renew_leases(state: State, attempt: Attempt) -> None:
+    """Give the attempt's leases the end that its job's time limit has now."""
+    for device, lease in state.leases.items():
+        if lease.job == attempt.job:
+            state.leases[device] = lease_of(state, attempt, device, lease.host, lease.generation)
+
+
 def _more(these: Mapping[HostId, int], those: Mapping[HostId, int]) -> dict[HostId, int]:
     """Difference of two bookings by host, where positive."""
     return {host: more for host, count in these.items() if (more := max(count - those.get(host, 0), 0))}

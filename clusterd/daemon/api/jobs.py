@@ -17,7 +17,7 @@ import msgspec
 from clusterd import __version__, projection, protocol
 from clusterd.config import Config
 from clusterd.core import events as e
-from clusterd.core.allocation.as_requested import LEARNING, allocate, unsatisfiable
+from clusterd.core.allocation.as_requested import LEARNING, allocate
 from clusterd.core.ledger import Placement
 from clusterd.core.queueing import admission
 from clusterd.core.queueing.dependencies import waits_for
@@ -27,9 +27,10 @@ from clusterd.daemon.api.files import FileVerbs
 from clusterd.daemon.api.hosts import HostVerbs, need_operator
 from clusterd.daemon.api.job_logs import JobLogs
 from clusterd.daemon.api.migration import MigrationVerbs
+from clusterd.daemon.api.queue import QueueVerbs
 from clusterd.daemon.api.retention import RetentionVerbs
 from clusterd.daemon.api.server import Peer, Streaming, Verb
-from clusterd.daemon.api.validation import refuse_malformed, refuse_secrets
+from clusterd.daemon.api.validation import refuse_malformed, refuse_secrets, refuse_unsatisfiable
 from clusterd.daemon.api.watch import Change, Feed
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.registry import HostRegistry
@@ -71,6 +72,7 @@ class JobVerbs:
         self._archive = archive
         self._feed = feed
         self._membership = HostVerbs(engine, hosts, invite)
+        self._queue = QueueVerbs(engine)
         self._by_hand = MigrationVerbs(engine, hosts, feed)
         self._forgetting = RetentionVerbs(engine, hosts, archive)
         self._fetching = FileVerbs(engine, hosts)
@@ -100,10 +102,7 @@ class JobVerbs:
             "why": self.why,
             "history": self.history,
             "cancel": self.cancel,
-            "priority": self.priority,
-            "hold": self.hold,
-            "release": self.release,
-            "requeue": self.requeue,
+            **self._queue.verbs,
             **self._membership.verbs,
             **self._by_hand.verbs,
             **self._forgetting.verbs,
@@ -175,7 +174,7 @@ class JobVerbs:
         """Accept a job: once this is answered, the job is not lost."""
         known = self.admit(peer, spec)
         refuse_secrets(secrets or {})
-        self._refuse_unsatisfiable(known)
+        refuse_unsatisfiable(known, self._state, "--wait-for-hosts queues it all the same")
         job = self._ids.next()
         rows = [("INSERT INTO secrets VALUES (?, ?, ?)", (job, n, v)) for n, v in (secrets or {}).items()]
         await self._engine.post(e.JobSubmitted(at_s=time.time(), job=job, spec=known), rows)
@@ -198,17 +197,6 @@ class JobVerbs:
             return {"starts": False, "ahead": ahead, "reason": reason, "ranks": []}
         where: Placement = answer.placement
         return {"starts": True, "ahead": ahead, "reason": answer.reason, "ranks": codec.plain(where.ranks)}
-
-    def _refuse_unsatisfiable(self, spec: JobSpec) -> None:
-        """Refuse a job that no host of the cluster could ever serve, unless it is to wait for hosts.
-
-        Raises:
-            UsageError: says what the cluster has.
-        """
-        job = Job(JobId("new"), spec, priority=spec.priority, submitted_s=0.0, queued_s=0.0)
-        reason = None if spec.waits_for_hosts else unsatisfiable(job, View(self._state, time.time()))
-        if reason is not None:
-            raise UsageError(f"{spec.name} can never start: it {reason}; --wait-for-hosts queues it all the same")
 
     def admit(self, peer: Peer, spec: dict[str, Any], need_snapshot: bool = True) -> JobSpec:
         """Check a submitted job and make it its user's.
@@ -324,40 +312,6 @@ class JobVerbs:
         if also is None:
             return await _cancel_one(self._engine, peer, job, now)
         return await _cancel_several(self._engine, peer, [job, *also], now)
-
-    async def priority(self, peer: Peer, job: str, priority: int) -> dict[str, Any]:
-        """Change a job's priority."""
-        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
-        if not isinstance(priority, int):
-            raise UsageError(f"priority is {priority!r}; it must be a whole number")
-        admission.refuse_if_over(known)
-        await self._engine.post(e.JobReprioritised(at_s=time.time(), job=known.id, priority=priority, by=peer.user))
-        return projection.job_row(known, self._state)
-
-    async def hold(self, peer: Peer, job: str) -> dict[str, Any]:
-        """Keep a queued job from starting until it is released."""
-        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
-        if known.state is not JobState.QUEUED:
-            again = f": clusterd requeue --hold {known.id} stops it" if known.attempt is not None else ""
-            raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}, not queued{again}")
-        await self._engine.post(e.JobHeld(at_s=time.time(), job=known.id, by=peer.user))
-        return projection.job_row(known, self._state)
-
-    async def release(self, peer: Peer, job: str) -> dict[str, Any]:
-        """Let a held job start."""
-        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
-        if known.held_by is None:
-            raise ClusterError(f"job {known.id} ({known.spec.name}) is not held")
-        await self._engine.post(e.JobReleased(at_s=time.time(), job=known.id, by=peer.user))
-        return projection.job_row(known, self._state)
-
-    async def requeue(self, peer: Peer, job: str, hold: bool = False) -> dict[str, Any]:
-        """Stop a running job and queue it again; `hold`: it stays queued until it is released."""
-        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
-        if known.attempt is None:
-            raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}: it does not run")
-        await self._engine.post(e.JobRequeued(at_s=time.time(), job=known.id, by=peer.user, hold=bool(hold)))
-        return projection.job_row(known, self._state)
 
     async def steps(self, peer: Peer, job: str, attempt: int | None = None) -> dict[str, Any]:
         """The training steps of an attempt, as its rank 0 wrote them."""
