@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from clusterd.cli import jobs
 from clusterd.projection import job_row
 from tests.core.conftest import Lab
-from tests.core.test_trials import progress, running
+from tests.core.lifecycle.test_trials import progress, running
 
 
 class Answers:

@@ -24,8 +24,8 @@ from clusterd.types import (
     Reason,
 )
 from tests.core.conftest import OK
-from tests.core.promises import Generations, broken
-from tests.core.wishes import HOSTS, MODELS, SHAPE, whole
+from tests.core.properties import Generations, broken
+from tests.core.strategies import HOSTS, MODELS, SHAPE, whole
 
 STOPPED = RankEnd(reason=Reason.STOPPED)
 Key = tuple[JobId, int, int]

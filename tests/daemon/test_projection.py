@@ -16,7 +16,7 @@ from clusterd.projection import job_row
 from clusterd.types import HostId
 from plans.plan import Plan
 from tests.core.conftest import Lab
-from tests.core.test_trials import running
+from tests.core.lifecycle.test_trials import running
 from tui.model import columns, rows
 
 
