@@ -1,4 +1,4 @@
-"""How long it will take still: in `ls`, and of whoever holds what a job waits for."""
+"""Remaining time of a job, in `ls` and of the jobs that a job waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that can happen to a cluster, as rules of a hypothesis state machine."""
+"""Faults and requests of a cluster as rules of a hypothesis state machine."""
 
 from __future__ import annotations
 

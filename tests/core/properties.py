@@ -1,4 +1,4 @@
-"""What the core promises, beyond `clusterd.core.invariants`: what users count on, and what the journal does."""
+"""Properties of the core beyond `clusterd.core.invariants`: promises to users, and replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users may ask for, what hosts may be, and what may be believed of speed: drawn at random, all of it legal."""
+"""Hypothesis strategies of requests, hosts and performance tables, all of them legal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job reads data sets of hosts: without these it waits, and is not failed."""
+"""A job whose data sets are on hosts that are away waits and does not fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Those who share a cluster: quotas are kept by starts, growth and moves alike, shares decide who is next."""
+"""Tenants of a cluster: starts, growth and migrations respect quotas; shares order the queue."""
 
 from __future__ import annotations
 

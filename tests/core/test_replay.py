@@ -1,4 +1,4 @@
-"""A daemon that starts with a snapshot knows what it would know without."""
+"""A daemon that starts from a journal snapshot has the same state as one that replays all events."""
 
 from __future__ import annotations
 

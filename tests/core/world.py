@@ -1,4 +1,4 @@
-"""A scheduler, and what truly runs on its hosts: agents that do what they are told, late, twice, or never."""
+"""A scheduler with simulated hosts, whose agents obey late, twice, or never."""
 
 from __future__ import annotations
 

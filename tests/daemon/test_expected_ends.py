@@ -1,4 +1,4 @@
-"""When jobs will be done, and whether that can be said."""
+"""Expected ends of jobs, and reasons where there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command of the operator's hears what happened."""
+"""The operator's command receives notifications."""
 
 from __future__ import annotations
 

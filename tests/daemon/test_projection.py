@@ -1,4 +1,4 @@
-"""What people are told of a job's place, as plain rows."""
+"""Rows of a job's hosts and devices for display."""
 
 from __future__ import annotations
 

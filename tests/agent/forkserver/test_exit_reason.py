@@ -1,4 +1,4 @@
-"""Why a rank ended, where its wait status alone does not say."""
+"""Exit reason of a rank whose wait status is ambiguous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elastic ranks: forks of a process that has imported torch, and yet like programs started on their own."""
+"""Elastic ranks: forks of a process that has imported torch, which behave like programs started separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code that is pushed to hosts: always the same bytes, and enough by itself."""
+"""The code that is sent to hosts is reproducible and complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent finds out by trying: other hosts, an interpreter, what the login's end takes with it."""
+"""Checks of a host: other hosts, an interpreter, processes that end with the login."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a job's working directory, and no others."""
+"""Files of a job's working directory can be read, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that fills the disk of its host takes no other job's exit code with it, and can be stopped."""
+"""A job that fills its host's disk loses no other job's exit code, and can be stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs as the driver tells them, through a library of the tests' own that speaks NVML's binary interface."""
+"""GPUs as reported by a test library with NVML's binary interface."""
 
 from __future__ import annotations
 

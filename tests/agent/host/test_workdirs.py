@@ -1,4 +1,4 @@
-"""Snapshots come from the daemon, but are unpacked as if they came from an attacker."""
+"""Workdirs come from the daemon, and are unpacked as if they came from an attacker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command jobs on one host: started, watched, found again, and ended so that nothing is left."""
+"""Commands on one host: launch, observation, adoption by a new agent, and a complete stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs that grow without end."""
+"""Logs of ranks that print without end stay within their limit."""
 
 from __future__ import annotations
 

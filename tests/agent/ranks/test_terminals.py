@@ -1,4 +1,4 @@
-"""Commands beside a rank: on a terminal or through pipes, and never for longer than the attempt."""
+"""Commands beside a rank, on a terminal or through pipes, which end with the attempt at the latest."""
 
 from __future__ import annotations
 

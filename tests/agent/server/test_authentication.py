@@ -1,4 +1,4 @@
-"""Who may give orders to an agent: daemons that prove their cluster's key; ranks speak for themselves only."""
+"""Daemons must prove their cluster's key to an agent; ranks speak for themselves only."""
 
 from __future__ import annotations
 

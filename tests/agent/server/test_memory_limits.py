@@ -1,4 +1,4 @@
-"""The agent's memory, whatever its peers send or leave unread."""
+"""The agent's memory stays bounded, whatever its peers send or leave unread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent as a process: one per directory, its socket closed to others, its files pulled by offset."""
+"""The agent process: one per directory, with a private socket, and files read by offset."""
 
 from __future__ import annotations
 

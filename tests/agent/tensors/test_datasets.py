@@ -1,4 +1,4 @@
-"""What an agent keeps of data sets, and what it says of them to others."""
+"""Data sets that an agent serves to others, and addresses of those on other hosts."""
 
 from __future__ import annotations
 

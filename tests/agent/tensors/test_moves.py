@@ -1,4 +1,4 @@
-"""What the agent gives to ranks of a move, and what becomes of it when the move is over."""
+"""Segments and messages of a migration in the agent, during the migration and after it."""
 
 from __future__ import annotations
 

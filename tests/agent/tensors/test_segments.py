@@ -1,4 +1,4 @@
-"""The tensor store and the way between two of them."""
+"""The tensor store, and transfers between two of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The port that serves slices, among strangers: whoever reaches it may connect, and no move suffers from that."""
+"""Strangers may connect to the slice port; no migration suffers from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who shrinks for a queued job: only where that lets it start."""
+"""Jobs shrink for a queued job only where that lets it start."""
 
 from __future__ import annotations
 

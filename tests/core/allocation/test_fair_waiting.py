@@ -1,4 +1,4 @@
-"""Nobody starves: reservations, loans that go back, and priorities that are never preempted upwards."""
+"""No job starves: reservations, loans that are returned, and no preemption of higher priorities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job of known speed waits for must be able to come."""
+"""Reasons of waiting name events that can happen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan is found that fits, or the reason why none does."""
+"""A candidate plan that fits, or the reason why none does."""
 
 from __future__ import annotations
 

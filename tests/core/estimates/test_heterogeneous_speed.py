@@ -1,4 +1,4 @@
-"""Beliefs about hosts of different types: shares that follow speed, and how long a step takes with them."""
+"""Speed on hosts of different types: batch shares follow speed, and the step time with them."""
 
 from __future__ import annotations
 

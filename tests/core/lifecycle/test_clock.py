@@ -1,4 +1,4 @@
-"""The wall clock of the head node is set, forward or back, under running and waiting jobs."""
+"""The head node's wall clock is set, forward or back, while jobs run and wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where old and new ranks have no room side by side: the job stops, leaves its state, and starts again at once."""
+"""Source and target ranks that do not fit side by side: the job stops, keeps its state in host memory, and restarts."""
 
 from __future__ import annotations
 

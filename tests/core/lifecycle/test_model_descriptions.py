@@ -1,4 +1,4 @@
-"""Models are told before the first launch, on hosts that train meanwhile."""
+"""Models are described before the first launch, on hosts that train meanwhile."""
 
 from __future__ import annotations
 

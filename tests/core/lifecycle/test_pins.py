@@ -1,4 +1,4 @@
-"""Plans that a person pinned a job to: kept while the job runs so, and never by accident."""
+"""Plans that a user pinned a job to last as long as it runs under them, and are never set by accident."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan that was thought to fit and does not: the job gets one that needs less, and fails only when there is none."""
+"""A plan that runs out of memory: the job gets a smaller one, and fails only where none is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent says it has against what we believe it has."""
+"""Reports of a connecting agent against the scheduler's state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks die while their job is being moved: replicas stand in, as soon as there is room for new ranks."""
+"""Ranks die during a migration: replicas take over as soon as new ranks have devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts that leave while they are used, twice, or before they are spoken of once more."""
+"""Hosts are removed while in use, twice, or before they are mentioned again."""
 
 from __future__ import annotations
 

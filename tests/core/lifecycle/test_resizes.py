@@ -1,4 +1,4 @@
-"""Jobs that restart at other sizes, end at a target, and what comes late on its way."""
+"""Jobs that restart with other sizes, end at a target loss, or get late events on the way."""
 
 from __future__ import annotations
 

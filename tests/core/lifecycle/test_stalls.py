@@ -1,4 +1,4 @@
-"""Jobs that make no step any more although everything is there."""
+"""Jobs that make no progress although all their ranks run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trial runs: a job is moved to the plan that is to be tried, and to where it belongs when there is no more to try."""
+"""Trial runs: a job migrates to the plan under trial, and to its best plan when trials are over."""
 
 from __future__ import annotations
 

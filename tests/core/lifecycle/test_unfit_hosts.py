@@ -1,4 +1,4 @@
-"""Hosts that cannot start a job: it goes elsewhere, and says why."""
+"""Hosts that cannot start a job: it goes elsewhere, with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan under which a job cannot train: it gets another, and is not asked to move there again."""
+"""A plan under which a job cannot train is replaced, and not chosen again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPU cores beside devices: who gets those that are left, and gives them back."""
+"""CPU cores beside devices: assignment and return."""
 
 from __future__ import annotations
 

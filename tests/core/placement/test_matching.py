@@ -1,4 +1,4 @@
-"""Several jobs on mixed workers: near the exact optimum, and legal."""
+"""Assignment of several jobs to mixed hosts: near the exact optimum, and legal."""
 
 from __future__ import annotations
 

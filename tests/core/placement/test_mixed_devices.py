@@ -1,4 +1,4 @@
-"""Jobs on devices of several types: who gets them, with which shares, and when one type is better."""
+"""Jobs on devices of several types: assignment, batch shares, and single types where these are faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A published policy in a daemon: jobs of which it knows nothing are none of its business once they run."""
+"""Published policies in a daemon leave running jobs alone that they know nothing of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenes with jobs whose speed is known: plans, rights, moves that pay, and reasons in words."""
+"""Scenarios with jobs of known speed: plans, rights, migrations that pay, and reasons."""
 
 from __future__ import annotations
 

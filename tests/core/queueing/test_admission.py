@@ -1,4 +1,4 @@
-"""Where a job may go at all: hosts that it named, and what these have, whoever moves it."""
+"""Hosts that a job may use, by its request and by what they have, for starts and migrations alike."""
 
 from __future__ import annotations
 

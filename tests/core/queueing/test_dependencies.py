@@ -1,4 +1,4 @@
-"""A job that comes after others starts when they have finished, and not at all when one of them never will."""
+"""A dependent job starts when its predecessors finished, and never if one cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which job is meant by a name that several have."""
+"""Resolution of a name that several jobs have."""
 
 from __future__ import annotations
 

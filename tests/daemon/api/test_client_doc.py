@@ -1,4 +1,4 @@
-"""docs/client.md says what the socket understands."""
+"""docs/client.md describes every verb of the socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The daemon's memory, whatever its clients send or leave unread."""
+"""The daemon's memory stays bounded, whatever its clients send or leave unread."""
 
 from __future__ import annotations
 

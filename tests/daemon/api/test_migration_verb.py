@@ -1,4 +1,4 @@
-"""What a person may ask of a running job."""
+"""Migrations that a user requests."""
 
 from __future__ import annotations
 

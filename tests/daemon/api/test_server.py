@@ -1,4 +1,4 @@
-"""Whatever comes over the socket: refused with a word, and neither daemon nor journal is any the worse for it."""
+"""Any input on the socket is answered or refused in one line; daemon and journal stay intact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for a job."""
+"""Waiting for a job."""
 
 from __future__ import annotations
 

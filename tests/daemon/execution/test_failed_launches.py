@@ -1,4 +1,4 @@
-"""A launch starts its ranks or fails: nothing leaves a job starting for ever."""
+"""A launch starts its ranks or fails; no job stays in `starting`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hosts are asked to start."""
+"""Launch requests to agents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells a job's model ends with whoever wanted to know."""
+"""A process that describes a model ends with its requester."""
 
 from __future__ import annotations
 

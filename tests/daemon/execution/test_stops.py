@@ -1,4 +1,4 @@
-"""What ends is over: its devices are free, whatever it left behind and whoever did not answer."""
+"""A stopped job frees its devices, whatever it left behind and whichever host does not answer."""
 
 from __future__ import annotations
 

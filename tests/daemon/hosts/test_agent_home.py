@@ -1,4 +1,4 @@
-"""A host whose `agent_home` is changed: one agent lives there, at the new place."""
+"""After a change of `agent_home` one agent runs on the host, in the new directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler is told of a host, from its agent's facts."""
+"""Facts of an agent as the scheduler sees them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts inside this machine, and what ``clusterd start`` makes them offer."""
+"""Embedded hosts, and the resources that ``clusterd start`` gives them."""
 
 from __future__ import annotations
 

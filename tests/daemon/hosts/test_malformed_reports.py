@@ -1,4 +1,4 @@
-"""Jobs run code of users: whatever a rank or a host sends, the daemon and the host's link go on."""
+"""Jobs run code of users: daemon and link survive any message of a rank or host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One machine is one host, under whatever names it is reached."""
+"""One machine is one host, whatever names reach it."""
 
 from __future__ import annotations
 

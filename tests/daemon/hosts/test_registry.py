@@ -1,4 +1,4 @@
-"""Hosts come and go while everything else happens too."""
+"""Hosts are added and removed concurrently with other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that is full for a while loses nothing that happened meanwhile, and ends nothing that runs."""
+"""A full disk loses no event and ends no running job."""
 
 from __future__ import annotations
 

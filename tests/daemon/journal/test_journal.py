@@ -1,4 +1,4 @@
-"""What was acknowledged is there after any end of the daemon, and a journal that cannot be trusted is refused."""
+"""Acknowledged events survive any end of the daemon, and an untrustworthy journal is refused."""
 
 from __future__ import annotations
 

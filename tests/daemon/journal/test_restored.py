@@ -1,4 +1,4 @@
-"""A daemon whose state was restored from a backup, on hosts that remember more than it does."""
+"""A daemon with a restored journal, on hosts that have seen newer events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An event that raises in the scheduler is set aside: the daemon goes on, and so do the events beside it."""
+"""An event that raises in the scheduler is set aside; the daemon and the other events of its batch go on."""
 
 from __future__ import annotations
 

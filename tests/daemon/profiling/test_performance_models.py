@@ -1,4 +1,4 @@
-"""What is known of models' speed, while somebody imports measurements."""
+"""Performance models while measurements are imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last words of ranks whose host has fallen silent."""
+"""Last lines of ranks whose host was lost."""
 
 from __future__ import annotations
 

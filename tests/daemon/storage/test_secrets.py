@@ -1,4 +1,4 @@
-"""A secret is kept for as long as its job, and no longer."""
+"""A secret is stored as long as its job lives, and no longer."""
 
 from __future__ import annotations
 

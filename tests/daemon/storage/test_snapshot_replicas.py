@@ -1,4 +1,4 @@
-"""Who keeps a copy of which snapshot, and what a lost job can go on from."""
+"""Hosts that store replicas of state snapshots, and snapshots that a lost job can resume from."""
 
 from __future__ import annotations
 
