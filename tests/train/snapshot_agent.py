@@ -1,0 +1,44 @@
+"""Test double of an agent that publishes state snapshots, and steps of a rank that takes them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from clusterd.train.migration.snapshots import StateSnapshots
+from clusterd.train.process.control import AgentRefused
+
+DEADLINE_S = 30.0
+
+
+class Agent:
+    """Creates segments, and answers a publish request when the test allows it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.published, self.refuses = directory, [], False
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+        self.may_answer.set()
+
+    def ask(self, verb: str, *, name: str, **more: Any) -> dict[str, Any]:
+        path = self.directory / name
+        if verb == "segment":
+            path.write_bytes(bytes(more["bytes"]))
+            return {"path": str(path)}
+        self.published.append((name, more["meta"]["step"]))
+        self.asked.set()
+        assert self.may_answer.wait(DEADLINE_S)
+        if self.refuses:
+            raise AgentRefused("store", "no room")
+        return {}
+
+
+def settle(taken: StateSnapshots) -> None:
+    assert taken._thread is not None
+    taken._thread.join(DEADLINE_S)
+    assert not taken._thread.is_alive()
+
+
+def at_step(made: Any, taken: StateSnapshots, step: int) -> None:
+    made.step = step
+    taken.begin()
