@@ -201,6 +201,7 @@ def host_row(state: State, host: Host, link: Row | None = None) -> Row:
         "cores_used": host.cores_used,
         "memory_bytes": host.facts.memory_bytes if host.facts else None,
         "memory_used_bytes": host.memory_used_bytes,
+        "labels": list(host.facts.labels) if host.facts else [],
         "boot_id": host.facts.boot_id if host.facts else None,
         "jobs": sorted({state.jobs[a.job].spec.name for a in running}),
         "devices": [
@@ -209,6 +210,7 @@ def host_row(state: State, host: Host, link: Row | None = None) -> Row:
                 "kind": device.kind,
                 "name": device.name,
                 "memory_bytes": device.memory_bytes,
+                "compute_capability": device.compute_capability,
                 "foreign": device.foreign,
                 "job": lease.job if (lease := state.leases.get(device.id)) else None,
                 "job_name": state.jobs[lease.job].spec.name if lease else None,
@@ -229,7 +231,7 @@ def may_still_run(state: State, host: Host) -> list[str]:
 
 def unusable(job: Job, state: State, now_s: float) -> list[str]:
     """Hosts and devices that the job may use but that are unusable now, one line with the reason each."""
-    hosts = [host for host in state.hosts.values() if job.admits(host.id)]
+    hosts = [host for host in state.hosts.values() if job.admits(host)]
     reasons = [host.unusable for host in hosts if host.unusable]
     for host in hosts:
         for device, fault in host.faults.items():

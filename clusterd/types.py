@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import NewType
 
 from clusterd.exit_reasons import Reason as Reason
+from clusterd.units import has_capability
 from plans.plan import Plan
 
 JobId = NewType("JobId", str)
@@ -79,13 +80,18 @@ class Resources:
     nodes: int = 1  # of a command: hosts over which its devices are spread evenly, with one process on each
     device_name: str = ""  # part of the device's name, in any case: "a100"; empty: any
     device_memory_bytes: int = 0  # least memory of each device; 0: any
+    compute_capability: str = ""  # conditions on each GPU's: ">=8.0"; empty: any
+    constraint: tuple[str, ...] = ()  # labels that each host must have
     min_devices: int = 0  # of an elastic job; 0: as few as it can run on
     max_devices: int = 0  # of an elastic job; 0: as many as make it faster
 
-    def admits(self, kind: str, name: str, memory_bytes: int) -> bool:
-        """True where a device of this kind, name and memory serves the request."""
-        named = self.device_name.lower() in name.lower()
-        return self.kind in (None, kind) and named and memory_bytes >= self.device_memory_bytes
+    def admits(self, kind: str, name: str, memory_bytes: int, compute_capability: str) -> bool:
+        """True where a device of this kind, name, memory and compute capability serves the request."""
+        if self.kind not in (None, kind) or memory_bytes < self.device_memory_bytes:
+            return False
+        if self.compute_capability and not has_capability(compute_capability, self.compute_capability):
+            return False
+        return self.device_name.lower() in name.lower()
 
     @property
     def per_node(self) -> int:
@@ -151,6 +157,7 @@ class Device:
     cores: tuple[int, ...] = ()  # of a CPU device
     foreign: str = ""  # description of foreign processes on it; not allocated while set
     exclusive: bool = False  # compute mode allows one process at a time
+    compute_capability: str = ""  # of a GPU: "8.0"; empty: not reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,4 +236,5 @@ class HostFacts:
     address: str  # under which other hosts reach it
     interface: str = ""  # network interface with the address
     link_mbit: int = 0  # reported by its driver; 0: unknown
+    labels: tuple[str, ...] = ()  # set by operators, for constraints of jobs
     devices: tuple[Device, ...] = ()

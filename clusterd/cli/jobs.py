@@ -31,6 +31,9 @@ from clusterd.units import duration
 SILENT_S, SILENT_STEPS = 60.0, 20
 """A job counts as silent after this long and this many step times without a step."""
 
+HOSTS_MAX = 8
+"""Hosts that do not fit a job, named by `why`."""
+
 LINES_MAX = 20
 """With more jobs than this, one summary line replaces a line per job."""
 
@@ -288,6 +291,11 @@ def why(job: str, output: str) -> None:
             left_s = answer.get("holders_left_s", {}).get(name)
             until = f", for about {duration(left_s)} more" if left_s is not None else ""
             print_line(f"  {name} holds {count} device{'s' if count > 1 else ''}{until}")
+        misfits = answer.get("misfits", [])  # absent from the reply of an older daemon
+        for reason in misfits[:HOSTS_MAX]:
+            print_line(f"  {reason}")
+        if len(misfits) > HOSTS_MAX:
+            print_line(f"  and {len(misfits) - HOSTS_MAX} more hosts do not fit either")
         for reason in answer["unusable"]:
             print_line(f"  {reason}")
     for (kind, reason), group in groupby(answer["decisions"], lambda decision: (decision["kind"], decision["reason"])):

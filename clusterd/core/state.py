@@ -6,7 +6,7 @@ derived values, so that it serialises, compares, and is equal after a replay of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import takewhile
@@ -150,6 +150,11 @@ class Host:
         if not self.faults:
             return reported
         return tuple(replace(d, foreign=self.faults[d.id].why) if self.is_faulty(d.id) else d for d in reported)
+
+    def missing_labels(self, constraint: Iterable[str]) -> list[str]:
+        """Labels that the host does not have."""
+        there = self.facts.labels if self.facts else ()
+        return [label for label in constraint if label not in there]
 
     def is_faulty(self, device: DeviceId) -> bool:
         """True while the device is left out because it failed."""
@@ -389,10 +394,12 @@ class Job:
         """Take a step of the job's state machine."""
         transitions.advance(self, transitions.JOB, state, at_s, f"job {self.id}")
 
-    def admits(self, host: HostId) -> bool:
+    def admits(self, host: Host) -> bool:
         """True where its ranks may be placed on the host."""
-        wanted = self.spec.resources.hosts
-        return host not in self.excluded_hosts and (not wanted or host in wanted)
+        wanted = self.spec.resources
+        if host.id in self.excluded_hosts or (wanted.hosts and host.id not in wanted.hosts):
+            return False
+        return not wanted.constraint or not host.missing_labels(wanted.constraint)
 
     @property
     def bounds(self) -> Bounds:

@@ -33,6 +33,7 @@ script=$1; shift; source "$script"
 _SHORT = {
     "-J": "--job-name", "-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-c": "--cpus-per-task", "-t": "--time",
     "-p": "--partition", "-A": "--account", "-o": "--output", "-e": "--error", "-w": "--nodelist", "-d": "--dependency",
+    "-C": "--constraint",
 }  # fmt: skip
 
 IGNORED = (
@@ -216,6 +217,12 @@ def _hosts(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
     resources["hosts"] = value.split(",")
 
 
+def _constraint(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
+    if re.search(r"[|*()\[\]!]", value):
+        raise ValueError("labels are joined by & or a comma: each host must have all of them")
+    resources["constraint"] = re.split("[&,]", value)
+
+
 _MEANINGS: dict[str, Callable[[str, dict[str, Any], dict[str, Any]], None]] = {
     "--job-name": _job_name,
     "--nodes": _set("nodes"),
@@ -229,6 +236,7 @@ _MEANINGS: dict[str, Callable[[str, dict[str, Any], dict[str, Any]], None]] = {
     "--time": _time,
     "--nodelist": _hosts,
     "--dependency": _after,
+    "--constraint": _constraint,
 }
 
 

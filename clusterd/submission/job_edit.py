@@ -7,7 +7,7 @@ from typing import Any
 
 from clusterd.errors import UsageError
 from clusterd.submission.job_file import checked_name
-from clusterd.units import parse_duration_s, parse_gpus, parse_size
+from clusterd.units import parse_capability, parse_duration_s, parse_gpus, parse_size
 from plans.plan import Plan
 
 NONE = ("", "none", "any")
@@ -72,6 +72,11 @@ def _gpus(text: str) -> Fields:
     return _resources(devices=count, kind="cuda", **({"device_name": named} if named else {}))
 
 
+def _capability(text: str) -> str:
+    parse_capability(text)
+    return text
+
+
 def _plan(text: str) -> Fields:
     return _resources(plan=None if text in NONE else Plan.parse(text).to_dict())
 
@@ -95,6 +100,8 @@ _KEYS: dict[str, Callable[[str], Fields]] = {
     "nodes": lambda text: _resources(nodes=_number(text)),
     "gpu_type": lambda text: _resources(device_name="" if text in NONE else text),
     "gpu_memory": lambda text: _resources(device_memory_bytes=0 if text in NONE else parse_size(text)),
+    "compute_capability": lambda text: _resources(compute_capability="" if text in NONE else _capability(text)),
+    "constraint": lambda text: _resources(constraint=_listed(text)),
     "cpus": lambda text: _resources(cpus=_count(text)),
     "memory": lambda text: _resources(memory_bytes=0 if text in NONE else parse_size(text)),
     "hosts": lambda text: _resources(hosts=_listed(text)),

@@ -207,7 +207,7 @@ class AvailabilityForecast:
                 (ledger.memory_bytes.get(host, 0) + memory_bytes.get(host, 0)) // each_bytes,
             )
             for host, count in self.free_at(offer.device_type, at_s).items()
-            if job.admits(host)
+            if host in ledger.hosts and job.admits(ledger.hosts[host])
         }
 
     def _back_at(self, at_s: float) -> tuple[dict[HostId, int], dict[HostId, int]]:

@@ -135,12 +135,12 @@ def describe_models(ctx: HandlerContext) -> None:
     open_hosts = [host for host in usable if asked[host.id] < DESCRIPTIONS_PER_HOST]
     for job in sorted(new, key=lambda job: -job.priority):
         host = min(
-            (h for h in open_hosts if job.admits(h.id)),
+            (h for h in open_hosts if job.admits(h)),
             key=lambda h: (asked[h.id], h.cores_used, h.id),
             default=None,
         )
         if host is None:
-            if not any(job.admits(h.id) for h in usable):
+            if not any(job.admits(h) for h in usable):
                 ctx.hold(job, "waiting for a host to inspect its model")
             continue
         job.description, job.described_on = Description.ASKED, host.id

@@ -152,7 +152,7 @@ def exclude_host(ctx: HandlerContext, job: Job, host: HostId, why: str, devices:
     """
     job.excluded_hosts[host] = why.removeprefix(f"{host}: ")
     kinds = {d.kind for d in devices}
-    left = [h for h in ctx.state.hosts.values() if h.unusable is None and job.admits(h.id)]
+    left = [h for h in ctx.state.hosts.values() if h.unusable is None and job.admits(h)]
     counts = [sum(not kinds or d.kind in kinds for d in h.devices) for h in left]
     enough = holds(job, counts) if job.spec.kind is JobKind.COMMAND else sum(counts) >= len(devices)
     if not left or not enough:

@@ -50,6 +50,8 @@ _KEYS: dict[str, tuple[Callable[[JobSpec], Any], Callable[[Any], str]]] = {
     "nodes": (lambda spec: spec.resources.nodes, str),
     "gpu_type": (lambda spec: spec.resources.device_name, lambda name: name or "any"),
     "gpu_memory": (lambda spec: spec.resources.device_memory_bytes, size),
+    "compute_capability": (lambda spec: spec.resources.compute_capability, lambda text: text or "any"),
+    "constraint": (lambda spec: spec.resources.constraint, _names),
     "cpus": (lambda spec: spec.resources.cpus, str),
     "memory": (lambda spec: spec.resources.memory_bytes, size),
     "hosts": (lambda spec: spec.resources.hosts, lambda hosts: _names(hosts) if hosts else "any"),

@@ -17,7 +17,7 @@ import msgspec
 from clusterd import __version__, projection, protocol
 from clusterd.config import Config
 from clusterd.core import events as e
-from clusterd.core.allocation.as_requested import LEARNING, allocate
+from clusterd.core.allocation.as_requested import LEARNING, allocate, misfit
 from clusterd.core.ledger import Placement
 from clusterd.core.queueing import admission
 from clusterd.core.queueing.dependencies import waits_for
@@ -276,6 +276,7 @@ class JobVerbs:
             "ahead": ahead,
             "holders": holders,
             "holders_left_s": holders_left_s,
+            "misfits": [text for host in self._state.hosts.values() if (text := misfit(known, host)) is not None],
             "unusable": projection.unusable(known, self._state, time.time()),
             "decisions": await self._decisions(known.id),
         }

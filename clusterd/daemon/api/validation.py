@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 
+from clusterd.config import is_label
 from clusterd.core.allocation.as_requested import unsatisfiable
 from clusterd.core.queueing import admission
 from clusterd.core.state import Job, State
@@ -13,6 +14,7 @@ from clusterd.core.view import View
 from clusterd.errors import UsageError
 from clusterd.submission.job_file import checked_name
 from clusterd.types import JobId, JobKind, JobSpec
+from clusterd.units import parse_capability
 
 RETRIES_MAX = 1000
 
@@ -45,6 +47,15 @@ def refuse_malformed(spec: JobSpec) -> None:
     if wanted.max_devices and max(wanted.devices, wanted.min_devices) > wanted.max_devices:
         asked = max(wanted.devices, wanted.min_devices)
         raise UsageError(f"at most {wanted.max_devices} devices are allowed, but {asked} are asked for")
+    try:
+        parse_capability(wanted.compute_capability)
+    except ValueError as error:
+        raise UsageError(f"resources.compute_capability: {error}") from None
+    for label in wanted.constraint:
+        if not is_label(label):
+            raise UsageError(
+                f'resources.constraint: {label!r} is no label of a host; write it as in ["nvlink", "rack=a"]'
+            )
     if spec.command and not spec.command[0]:
         raise UsageError("command begins with an empty word: give the program to run")
     if not 0 <= spec.retries <= RETRIES_MAX:

@@ -57,6 +57,7 @@ def host_facts(host: HostId, reported: Mapping[str, Any], options: HostOptions, 
         interface=near.interface if near is not None else "",
         link_mbit=near.speed_mbit if near is not None else 0,
         devices=tuple(devices),
+        labels=options.labels,
     )
 
 
@@ -75,6 +76,7 @@ def _gpu(host: HostId, gpu: agent.GpuRow) -> Device:
         memory_bytes=gpu.memory_bytes,
         foreign=use,
         exclusive=gpu.exclusive,
+        compute_capability=gpu.compute_capability,
     )
 
 
