@@ -40,6 +40,7 @@ def job_row(job: Job, state: State) -> Row:
         "away": [host.id for host in _away(job, state)],
         "priority": job.priority,
         "held_by": job.held_by,
+        "array": msgspec.to_builtins(job.spec.array),
         "guaranteed": job.spec.guaranteed,
         "user": job.spec.user,
         "tenant": job.spec.tenant,

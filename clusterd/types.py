@@ -108,6 +108,17 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayTask:
+    """Place of a job in an array: jobs that were submitted together, with an index or values of a sweep each."""
+
+    id: JobId  # of the array's first task; empty in the request for that one
+    name: str  # of the array; its tasks have names of their own
+    index: int
+    values: dict[str, str] = field(default_factory=dict)  # of a sweep, by variable
+    most: int = 0  # tasks that may run at once; 0: any number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """Complete specification of a job; nothing is read again after the submission."""
 
@@ -137,6 +148,7 @@ class JobSpec:
     target_loss: float | None = None  # ends the job when reached
     interactive: bool = False  # a person waits for it: before others of its priority
     waits_for_hosts: bool = False  # accepted though no host of the cluster can serve it yet
+    array: ArrayTask | None = None  # None: submitted alone
     trials: bool = True  # it may run a few steps under other plans, to measure their speed
 
     def checkpoint_path(self, job: str, which: str) -> str:

@@ -30,6 +30,7 @@ _COMMANDS = {
     "show": ("jobs", "show", "Show all details of one job."),
     "logs": ("jobs", "logs", "Print a job's output."),
     "get": ("files", "get", "Copy files that a job wrote, from any host."),
+    "results": ("queue.results", "results", "Show the tasks of an array or sweep with what they measured."),
     "cancel": ("jobs", "cancel", "Cancel jobs and free their devices."),
     "forget": ("files", "forget", "Delete logs and files of finished jobs."),
     "priority": ("jobs", "priority", "Change a job's priority."),

@@ -18,6 +18,7 @@ from clusterd.core.lifecycle import attempt_events, host_events, job_events, job
 from clusterd.core.lifecycle import trial_events as trials
 from clusterd.core.lifecycle.context import HOST_LOST_AFTER_S, HandlerContext
 from clusterd.core.policies import POLICIES
+from clusterd.core.queueing.arrays import ArrayLimits
 from clusterd.core.queueing.dependencies import in_vain, waits_for
 from clusterd.core.state import Outcome, State
 from clusterd.core.view import Policy, Proposal, Refusal, View
@@ -123,14 +124,18 @@ def _fail_unsatisfiable(ctx: HandlerContext) -> None:
 
 
 def _hold_dependents(ctx: HandlerContext) -> set[JobId]:
-    """Record what held jobs and dependents wait for before the policy may consider them; returns those jobs."""
+    """Record what held jobs, dependents and tasks of full arrays wait for; returns them, whom policies do not see."""
     blocked: set[JobId] = set()
+    arrays = ArrayLimits(ctx.state)
     for job in map(ctx.state.jobs.__getitem__, ctx.state.queue):
         if job.held_by is not None:
             ctx.hold(job, f"held{f' by {job.held_by}' if job.held_by else ''}: clusterd release {job.id} lets it start")
             blocked.add(job.id)
         elif (awaited := waits_for(job.spec, ctx.state)) is not None:
             ctx.hold(job, awaited)
+            blocked.add(job.id)
+        elif (limited := arrays.waits_for(job, ctx.now_s)) is not None:
+            ctx.hold(job, limited)
             blocked.add(job.id)
     return blocked
 

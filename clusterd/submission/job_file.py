@@ -18,7 +18,7 @@ from plans.plan import Plan, PlanError
 _TOP = {
     "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "tenant", "resources", "limits", "env",
     "secrets", "trials", "datasets", "snapshots", "checkpoints", "target_loss",
-    "after", "wait_for_hosts",
+    "after", "wait_for_hosts", "array",
 }  # fmt: skip
 _RESOURCES = {
     "gpus", "devices", "cpus", "memory", "plan", "plans", "hosts", "gpu_type", "gpu_memory", "nodes", "gpus_per_node",
@@ -39,6 +39,7 @@ class Request:
 
     spec: JobSpec
     secrets: dict[str, str]
+    array: str = ""  # indices of its tasks, "0-99%8"; empty: one job
 
 
 def read_job_file(file: Path) -> Request:
@@ -106,7 +107,7 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
         checkpoint_directory=saved("directory", str, None),
         checkpoint_every_s=saved.duration_s("every", None),
     )
-    return Request(spec, secrets)
+    return Request(spec, secrets, get("array", str, ""))
 
 
 def _exit_codes(given: list[Any], where: str) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ def test_dependencies_keep_their_conditions() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("#SBATCH --array=0-9", "line 2: --array of Slurm is not understood here"),
+        ("#SBATCH --hint=none", "line 2: --hint of Slurm is not understood here"),
         ("#SBATCH --ntasks=4", "4 tasks on 1 nodes: one task per node is started"),
         ("#SBATCH --gres=shard:2", "line 2: --gres=shard:2: only gpu is known"),
         ("#SBATCH --time=soon", "line 2: --time=soon: write it as in 30"),

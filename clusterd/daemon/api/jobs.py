@@ -176,6 +176,8 @@ class JobVerbs:
         refuse_secrets(secrets or {})
         refuse_unsatisfiable(known, self._state, "--wait-for-hosts queues it all the same")
         job = self._ids.next()
+        if known.array is not None and not known.array.id:
+            known = replace(known, array=replace(known.array, id=job))
         rows = [("INSERT INTO secrets VALUES (?, ?, ?)", (job, n, v)) for n, v in (secrets or {}).items()]
         await self._engine.post(e.JobSubmitted(at_s=time.time(), job=job, spec=known), rows)
         return {"id": job, "name": known.name, "reason": self._state.jobs[job].reason}
@@ -215,6 +217,8 @@ class JobVerbs:
             raise UsageError(f"there is no tenant {known.tenant!r}; there are {', '.join(sorted(tenants))}")
         if need_workdir and known.snapshot is not None and not self._archive.has_workdir(known.snapshot):
             raise UsageError("the job's workdir has not arrived here: submit again")
+        if known.array is not None and known.array.id:
+            admission.refuse_other_array(self._state, known.array, peer.user)
         awaited = (admission.find_awaited(self._state, text, peer.user) for text in known.after)
         return replace(known, after=tuple(dict.fromkeys(awaited)))
 

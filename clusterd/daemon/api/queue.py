@@ -12,6 +12,7 @@ import msgspec
 from clusterd import projection
 from clusterd.core import events as e
 from clusterd.core.queueing import admission
+from clusterd.core.queueing.arrays import tasks_of
 from clusterd.core.queueing.dependencies import awaits
 from clusterd.core.queueing.edits import EDITABLE, changed, described, refused_now
 from clusterd.core.state import Job, State
@@ -40,6 +41,8 @@ class QueueVerbs:
             "release": self.release,
             "requeue": self.requeue,
             "edit": self.edit,
+            "arrays": self.arrays,
+            "tasks": self.tasks,
         }
 
     @property
@@ -100,6 +103,28 @@ class QueueVerbs:
                     f"job {known.id} ({known.spec.name}) is {known.state.value} by now: look, and try again"
                 )
         return {**projection.job_row(known, self._state), "edited": what}
+
+    async def arrays(self, peer: Peer, all: bool = False) -> list[dict[str, Any]]:
+        """Arrays with a task that is not over, or all: id, name, limit, and the number of tasks in each state."""
+        state = self._state
+        current = {a.id for job in (*state.queue, *state.active) if (a := state.jobs[job].spec.array) is not None}
+        rows: dict[str, dict[str, Any]] = {}
+        for job in state.jobs.values() if current or all else ():
+            array = job.spec.array
+            if array is None or not (all or array.id in current):
+                continue
+            fields = {"id": array.id, "name": array.name, "user": job.spec.user, "most": array.most, "tasks": 0}
+            row = rows.setdefault(array.id, {**fields, "states": {}})
+            row["tasks"] += 1
+            row["states"][job.state.value] = row["states"].get(job.state.value, 0) + 1
+        return list(rows.values())
+
+    async def tasks(self, peer: Peer, array: str) -> list[dict[str, Any]]:
+        """Rows of all tasks of an array or a sweep, by index."""
+        found = tasks_of(self._state, array, peer.user)
+        if not found:
+            raise UsageError(f"there is no array or sweep {array!r}: clusterd ls --all shows the jobs")
+        return [projection.job_row(job, self._state) for job in found]
 
     def _edited(self, peer: Peer, job: Job, changes: dict[str, Any]) -> JobSpec:
         """Specification of the job after the changes.

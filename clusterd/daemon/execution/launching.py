@@ -148,7 +148,7 @@ class LaunchRequests:
             "generation": generation,
             "kind": spec.kind.value,
             "argv": list(spec.command),
-            "env": {"CLUSTERD_JOB_NAME": spec.name, **spec.env},
+            "env": {"CLUSTERD_JOB_NAME": spec.name, **_array_variables(spec), **spec.env},
             "secrets": secrets,
             "snapshot": spec.snapshot,
             "workdir": None if spec.snapshot else spec.workdir,
@@ -172,6 +172,13 @@ class LaunchRequests:
                     host, "snapshot_put", timeout_s=120.0, digest=digest, offset=offset, data=data, last=last
                 )
                 offset += len(data)
+
+
+def _array_variables(spec: JobSpec) -> dict[str, str]:
+    """Variables of a task of an array."""
+    if spec.array is None:
+        return {}
+    return {"CLUSTERD_ARRAY_JOB_ID": spec.array.id, "CLUSTERD_ARRAY_TASK_ID": str(spec.array.index)}
 
 
 def filled_in(command: Iterable[str], job: str, plan: Plan | None, hosts: int) -> list[str]:

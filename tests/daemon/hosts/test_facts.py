@@ -52,5 +52,5 @@ def test_devices_have_the_compute_capability_and_hosts_the_labels() -> None:
 
 @pytest.mark.parametrize("labels", ["nvlink", ["a b"], [1], [""], ["a,b"]])
 def test_what_is_no_label_is_refused(labels: object) -> None:
-    with pytest.raises(ConfigError, match="labels is .* it must be a list of words"):
+    with pytest.raises(ConfigError, match=r"labels is .* it must be a list of words"):
         host_options({"labels": labels}, "[hosts.a]")
