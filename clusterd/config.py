@@ -42,6 +42,7 @@ class HostOptions:
     cpu_devices: int | None = None  # CPU devices to offer; default: 0 on a host with GPUs, else by cores
     cores_per_device: int = 4  # of a CPU device, if `cpu_devices` is not given
     agent_home: str | None = None  # directory of the agent's state
+    exclude_devices: tuple[int, ...] = ()  # numbers of devices that are not offered
     labels: tuple[str, ...] = ()  # for constraints of jobs: "nvlink", "rack=a"
 
 
@@ -222,7 +223,10 @@ def host_options(table: Any, where: str) -> HostOptions:
     labels = table.get("labels", [])
     if not isinstance(labels, list | tuple) or not all(isinstance(label, str) and is_label(label) for label in labels):
         raise ConfigError(f'{where}: labels is {labels!r}; it must be a list of words, as in ["nvlink", "rack=a"]')
-    return HostOptions(**{**table, "labels": tuple(dict.fromkeys(labels))})
+    excluded = table.get("exclude_devices", [])
+    if not isinstance(excluded, list | tuple) or not all(type(number) is int and number >= 0 for number in excluded):
+        raise ConfigError(f"{where}: exclude_devices is {excluded!r}; it must be a list of numbers, as in [3]")
+    return HostOptions(**{**table, "labels": tuple(dict.fromkeys(labels)), "exclude_devices": tuple(excluded)})
 
 
 def is_label(text: str) -> bool:

@@ -170,6 +170,27 @@ class Device:
     foreign: str = ""  # description of foreign processes on it; not allocated while set
     exclusive: bool = False  # compute mode allows one process at a time
     compute_capability: str = ""  # of a GPU: "8.0"; empty: not reported
+    excluded: bool = False  # by the configuration of its host; then `foreign` says so, too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceClaim:
+    """Devices that an operator keeps from the scheduler for some time, as for maintenance or work by hand."""
+
+    id: str
+    devices: tuple[DeviceId, ...]
+    from_s: float
+    until_s: float | None = None  # None: until it is removed
+    reason: str
+    by: str = ""
+    drain: bool = False  # jobs that cannot move are stopped and queued again at its start
+
+    def is_active(self, now_s: float) -> bool:
+        """True between start and end."""
+        return self.from_s <= now_s and (self.until_s is None or now_s < self.until_s)
+
+    def __str__(self) -> str:
+        return f"claimed by {self.by or 'an operator'} (claim {self.id}): {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,10 @@ def ls(output: str) -> None:
         leased = sum(1 for d in row["devices"] if d["job"])
         state = f"{row['state']}{' (drained)' if row['drained'] is not None else ''}"
         devices = f"{leased}/{len(row['devices'])}" if row["devices"] else ""
-        why = row["why"] or ", ".join(row["jobs"])
+        claims = [
+            f"{_local(claim['devices'], row['name'])} claimed: {claim['reason']}" for claim in row.get("claims", ())
+        ]
+        why = row["why"] or "; ".join(filter(None, (", ".join(row["jobs"]), *claims)))
         memory = size(row["memory_bytes"]) if row["memory_bytes"] else ""
         lines.append([row["name"], state, ago(row["since_s"]), devices, row["cpu_cores"], memory, why])
     headings = ["host", "state", "for", "leased", "cores", "memory", "jobs"]
@@ -109,6 +112,11 @@ def ls(output: str) -> None:
         for row, line in zip(rows, lines, strict=True):
             line.insert(6, " ".join(row.get("labels", ())))
     show_table(headings, lines, "no hosts yet: clusterd host add HOST")
+
+
+def _local(devices: list[str], host: str) -> str:
+    """Names of devices on one host: ``gpu1, gpu3``."""
+    return ", ".join(device.removeprefix(f"{host}:") for device in devices if device.startswith(f"{host}:"))
 
 
 @host.command()

@@ -358,7 +358,7 @@ def promised(job: dict[str, Any]) -> str:
         return f"next to start,{ends or ' as soon as devices are free'}: expected since {_clock(promise['at_s'])}"
     latest_s = promise["latest_s"]
     latest = f", by {_clock(latest_s)} at the latest" if latest_s is not None else ""
-    return f"starts at about {_clock(promise['at_s'])}{latest},{ends}; nobody may delay it"
+    return f"starts at about {_clock(promise['at_s'])}{latest}{',' if ends else ''}{ends}; nobody may delay it"
 
 
 def _clock(at_s: float) -> str:

@@ -22,6 +22,7 @@ _COMMANDS = {
     "stop": ("daemon", "stop", "Stop the daemon; jobs keep running."),
     "status": ("daemon", "status", "Show the state of the daemon."),
     "host": ("hosts", "host", "Add, list, drain and remove hosts."),
+    "claim": ("queue.claims", "claim", "Keep devices from the scheduler for some time."),
     "submit": ("submit", "submit", "Submit a job file; prints the job's id."),
     "run": ("submit", "run", "Run a command on the cluster: streams its log, returns its exit code."),
     "template": ("submit", "template", "Print a job file for torchrun, accelerate, deepspeed or torchtitan."),

@@ -11,7 +11,18 @@ from enum import StrEnum
 from typing import Any, NewType
 
 from clusterd.core.performance_table import PerformanceTable
-from clusterd.types import AttemptReport, DeviceId, HostFacts, HostId, JobId, JobSpec, RankEnd, RankReport, Tenant
+from clusterd.types import (
+    AttemptReport,
+    DeviceClaim,
+    DeviceId,
+    HostFacts,
+    HostId,
+    JobId,
+    JobSpec,
+    RankEnd,
+    RankReport,
+    Tenant,
+)
 from plans.plan import Plan
 
 EventId = NewType("EventId", int)
@@ -24,6 +35,7 @@ class TimerKind(StrEnum):
     ROUND = "round"  # the policy's next round
     RECOVERY = "recovery"  # the daemon stops waiting for hosts to report after its start
     HOST_LOST = "host-lost"  # an unreachable host is given up
+    CLAIM = "claim"  # a claim on devices begins or ends
     FAULT = "fault"  # a faulty device is offered again
     RECOVER = "recover"  # survivors of an attempt must have reported
     CHECKPOINT = "checkpoint"  # a periodic checkpoint is due
@@ -137,6 +149,21 @@ class HostChanged(Event):
 
     host: HostId
     facts: HostFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicesClaimed(Event):
+    """An operator claimed devices: the scheduler does not give them to jobs from its start to its end."""
+
+    claim: DeviceClaim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceClaimRemoved(Event):
+    """An operator removed a claim before its end."""
+
+    claim: str
+    by: str = ""
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
@@ -434,6 +461,8 @@ EVENTS: dict[str, type[Event]] = {
         HostConnected,
         HostDisconnected,
         HostChanged,
+        DevicesClaimed,
+        DeviceClaimRemoved,
         JobSubmitted,
         JobCancelled,
         JobReprioritised,

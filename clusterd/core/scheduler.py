@@ -14,7 +14,15 @@ from typing import Any
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
-from clusterd.core.lifecycle import attempt_events, host_events, job_events, jobs, migration_events, stopping
+from clusterd.core.lifecycle import (
+    attempt_events,
+    device_claims,
+    host_events,
+    job_events,
+    jobs,
+    migration_events,
+    stopping,
+)
 from clusterd.core.lifecycle import trial_events as trials
 from clusterd.core.lifecycle.context import HOST_LOST_AFTER_S, HandlerContext
 from clusterd.core.policies import POLICIES
@@ -177,13 +185,17 @@ def _apply(ctx: HandlerContext, proposal: Proposal) -> list[Refusal]:
 def _explain_drained(ctx: HandlerContext) -> None:
     """Record what keeps a drained host busy as the reason of the jobs that stay there."""
     drained = {host.id for host in ctx.state.hosts.values() if host.drained is not None}
-    for job in map(ctx.state.jobs.__getitem__, ctx.state.active if drained else ()):
+    claimed = {device: why for host in ctx.state.hosts.values() for device, why in host.claimed.items()}
+    for job in map(ctx.state.jobs.__getitem__, ctx.state.active if drained or claimed else ()):
         attempt = job.attempt
         if attempt is None or attempt.state is not AttemptState.RUNNING or attempt.migration or job.resuming:
             continue
         if leaving := sorted(drained.intersection(attempt.hosts)):
             until = "its end" if job.spec.kind is JobKind.COMMAND else "devices are free elsewhere, or its end"
             ctx.hold(job, f"{', '.join(leaving)} is drained: it stays there until {until}")
+        elif held := sorted(claimed.keys() & set(attempt.devices)):
+            until = "its end" if job.spec.kind is JobKind.COMMAND else "devices are free elsewhere, or its end"
+            ctx.hold(job, f"{', '.join(held)} is {claimed[held[0]]}: it stays there until {until}")
 
 
 _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
@@ -197,6 +209,8 @@ _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.HostConnected: host_events.on_host_connected,
     e.HostDisconnected: host_events.on_host_disconnected,
     e.HostChanged: host_events.on_host_changed,
+    e.DevicesClaimed: device_claims.on_devices_claimed,
+    e.DeviceClaimRemoved: device_claims.on_device_claim_removed,
     e.JobSubmitted: job_events.on_job_submitted,
     e.JobCancelled: job_events.on_job_cancelled,
     e.JobReprioritised: job_events.on_job_reprioritised,

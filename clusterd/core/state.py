@@ -20,6 +20,7 @@ from clusterd.core.transitions import MigrationState, SeriesState, TrialState
 from clusterd.types import (
     AttemptState,
     Device,
+    DeviceClaim,
     DeviceId,
     HostFacts,
     HostId,
@@ -113,6 +114,7 @@ class Host:
     unknown_attempts: set[tuple[JobId, int, int]] = field(default_factory=set)  # newer than this state; left running
     cores_used: int = 0
     memory_used_bytes: int = 0
+    claimed: dict[DeviceId, str] = field(default_factory=dict)  # by claims that are active, with their text
     faults: dict[DeviceId, Fault] = field(default_factory=dict)  # since an operator or a reboot last cleared them
     history: History = field(default_factory=list)
 
@@ -145,16 +147,16 @@ class Host:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Reported devices; a faulty one is marked like one that another process uses, and is not offered."""
+        """Reported devices; faulty and claimed ones are marked like those in use by others, and are not offered."""
         reported = self.facts.devices if self.facts else ()
-        if not self.faults:
+        if not self.faults and not self.claimed:
             return reported
-        return tuple(replace(d, foreign=self.faults[d.id].why) if self.is_faulty(d.id) else d for d in reported)
+        left_out = {device: f.why for device, f in self.faults.items() if f.is_left_out} | self.claimed
+        return tuple(replace(d, foreign=left_out[d.id]) if d.id in left_out else d for d in reported)
 
     def missing_labels(self, constraint: Iterable[str]) -> list[str]:
         """Labels that the host does not have."""
-        there = self.facts.labels if self.facts else ()
-        return [label for label in constraint if label not in there]
+        return [label for label in constraint if self.facts is None or label not in self.facts.labels]
 
     def is_faulty(self, device: DeviceId) -> bool:
         """True while the device is left out because it failed."""
@@ -397,9 +399,8 @@ class Job:
     def admits(self, host: Host) -> bool:
         """True where its ranks may be placed on the host."""
         wanted = self.spec.resources
-        if host.id in self.excluded_hosts or (wanted.hosts and host.id not in wanted.hosts):
-            return False
-        return not wanted.constraint or not host.missing_labels(wanted.constraint)
+        named = not wanted.hosts or host.id in wanted.hosts
+        return named and host.id not in self.excluded_hosts and not host.missing_labels(wanted.constraint)
 
     @property
     def bounds(self) -> Bounds:
@@ -457,6 +458,8 @@ class State:
     active: dict[JobId, None] = field(default_factory=dict)  # jobs with an attempt that is not over
     reservation: Reservation | None = None
     claims: dict[JobId, Claim] = field(default_factory=dict)  # by queued job, oldest first
+    device_claims: dict[str, DeviceClaim] = field(default_factory=dict)  # by id; those that are not over
+    last_device_claim: int = 0
     run_times: dict[str, list[float]] = field(default_factory=dict)  # see `estimates.expected_time`
     recovering: set[HostId] = field(default_factory=set)  # hosts that must report before anything is placed
     jobs_by_host: dict[HostId, dict[JobId, None]] = field(default_factory=dict)  # see `index`

@@ -11,7 +11,7 @@ from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.core.policies import POLICIES
 from clusterd.core.state import Job
-from clusterd.types import DeviceId, HostId, JobId, JobKind, JobSpec, JobState, RankEnd, Reason
+from clusterd.types import DeviceClaim, DeviceId, HostId, JobId, JobKind, JobSpec, JobState, RankEnd, Reason
 from plans.plan import Plan
 from tests.core import strategies
 from tests.core.conftest import CRASH, OK
@@ -37,6 +37,7 @@ class Chaos(RuleBasedStateMachine):
         self.policy = data.draw(st.sampled_from(self.policies))
         self.world = World(POLICIES[self.policy]())
         self.jobs = 0
+        self.claims = 0
         self.epoch = 0
         self.kill_daemon()
         for host in HOSTS:
@@ -105,6 +106,24 @@ class Chaos(RuleBasedStateMachine):
         resources = replace(wanted, devices=fewer) if plain and job.attempt is None else wanted
         spec = replace(job.spec, time_limit_s=limit_s, resources=resources)
         self.world.tell(e.JobEdited(**self.world.at(), job=job.id, spec=spec, what="edited", by="ann"))
+
+    @rule(host=HOST, data=st.data(), begin_s=st.sampled_from([0.0, 300.0]), drain=st.booleans(), lasts=st.booleans())
+    def claim(self, host: HostId, data: st.DataObject, begin_s: float, drain: bool, lasts: bool) -> None:
+        """Some devices of a host, for ten minutes or until they are released."""
+        known = [device.id for device in self.world.facts[host].devices]
+        devices = tuple(data.draw(st.lists(st.sampled_from(known), min_size=1, unique=True))) if known else ()
+        at = self.world.at()
+        self.claims += 1
+        until_s = None if lasts else at["at_s"] + begin_s + 600.0
+        made = DeviceClaim(
+            id=str(self.claims),
+            devices=devices,
+            from_s=at["at_s"] + begin_s,
+            until_s=until_s,
+            reason="fan",
+            drain=drain,
+        )
+        self.world.tell(e.DevicesClaimed(**at, claim=made))
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), verb=st.sampled_from(["hold", "release", "requeue", "requeue and hold"]))
@@ -294,6 +313,8 @@ class Chaos(RuleBasedStateMachine):
             world.facts[host] = strategies.whole(host)
             if not world.is_up(host):
                 self.connect(host)
+        for number in list(state.device_claims):
+            world.tell(e.DeviceClaimRemoved(**world.at(), claim=number))
         for job in list(state.jobs):
             world.tell(e.JobReleased(**world.at(), job=job))
         for model in MODELS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -13,15 +12,12 @@ from clusterd.units import duration, size
 from tui.model import rows
 from tui.model.event_words import readable_kind, short_plan, summary
 from tui.model.fleet import tiles
-from tui.model.lines import Line, line, printable
+from tui.model.lines import Line, clock, line, printable
 from tui.model.state_styles import Look, job_colour
 
 R = TypeVar("R")
 
 LOSS_CELLS = 7
-
-SIMULATED_BEFORE_S = 1e8
-"""Timestamps before this (1973) count from the start of a simulation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +82,6 @@ def compact_devices(devices: Sequence[str | None]) -> str:
         ranges = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
         parts.append(f"{host}:{kind}{ranges}")
     return " ".join(parts)
-
-
-def clock(at_s: float, now_s: float) -> str:
-    """Time of day, with the date on other days; elapsed time since the start in simulations."""
-    if now_s < SIMULATED_BEFORE_S:
-        hours, rest_s = divmod(int(at_s), 3600)
-        return f"{hours}:{rest_s // 60:02d}:{rest_s % 60:02d}"
-    at, now = time.localtime(at_s), time.localtime(now_s)
-    return time.strftime("%H:%M:%S" if at[:3] == now[:3] else "%m-%d %H:%M", at)
 
 
 TURNED_DOWN = frozenset({"HoldJob"})

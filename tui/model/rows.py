@@ -125,6 +125,17 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     job_name: str | None = None
 
 
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices that an operator keeps from the scheduler for some time."""
+
+    id: str
+    devices: tuple[str, ...] = ()
+    from_s: Seconds = 0.0
+    until_s: Seconds | None = None
+    reason: str = ""
+    by: str = ""
+
+
 class Host(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of a host."""
 
@@ -133,6 +144,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     since_s: Seconds = 0.0
     drained: str | None = None
+    claims: tuple[Claim, ...] = ()
+    labels: tuple[str, ...] = ()
     address: str | None = None
     cpu_cores: int | None = None
     cores_used: int = 0

@@ -7,9 +7,9 @@ from enum import StrEnum
 
 from clusterd.units import duration, size
 from tui.model import rows
-from tui.model.columns import clock, compact_devices, decision_label, ran_s, waited_s
+from tui.model.columns import compact_devices, decision_label, ran_s, waited_s
 from tui.model.fleet import fleet_totals
-from tui.model.lines import Line, fit, line, printable, width
+from tui.model.lines import Line, clock, fit, line, printable, width
 from tui.model.model import Model
 from tui.model.state_styles import Look, job_colour
 

@@ -88,7 +88,8 @@ def _admitted(job: Job, view: View) -> list[Device]:
     """Devices of all hosts that serve the job's request."""
     wanted = job.spec.resources
     devices = (d for h in view.hosts.values() if job.admits(h) for d in h.devices)
-    return [d for d in devices if wanted.admits(d.kind, d.name, d.memory_bytes, d.compute_capability)]
+    serve = (d for d in devices if wanted.admits(d.kind, d.name, d.memory_bytes, d.compute_capability))
+    return [d for d in serve if not d.excluded]
 
 
 def _least(job: Job) -> int:
@@ -292,7 +293,11 @@ def _its_hosts(wanted: Resources) -> str:
 def _empty(job: Job, view: View) -> list[HostFree]:
     """Hosts that the job may use, as if nothing ran there."""
     hosts = [h for h in view.hosts.values() if h.facts is not None and job.admits(h)]
-    return [HostFree(h, list(h.devices), h.facts.cpu_cores, h.facts.memory_bytes) for h in hosts if h.facts]
+    return [
+        HostFree(h, [d for d in h.devices if not d.excluded], h.facts.cpu_cores, h.facts.memory_bytes)
+        for h in hosts
+        if h.facts
+    ]
 
 
 HOSTS_NAMED = 3

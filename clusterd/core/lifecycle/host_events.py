@@ -8,7 +8,7 @@ from dataclasses import replace
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import TimerKind
-from clusterd.core.lifecycle import attempt_events, attempts, jobs, stopping, trial_events
+from clusterd.core.lifecycle import attempt_events, attempts, device_claims, jobs, stopping, trial_events
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.lifecycle.migration_events import resume
 from clusterd.core.lifecycle.reconcile import reconcile
@@ -79,6 +79,7 @@ def _time_limit_reached(ctx: HandlerContext, job_id: str) -> None:
 _TIMERS: dict[TimerKind, Callable[[HandlerContext, str], None]] = {
     TimerKind.RECOVERY: lambda ctx, _: ctx.state.recovering.clear(),
     TimerKind.HOST_LOST: lambda ctx, host: _declare_lost(ctx, HostId(host)),
+    TimerKind.CLAIM: lambda ctx, _: device_claims.update_claims(ctx),
     TimerKind.FAULT: _fault_over,
     TimerKind.RECOVER: _recovery_due,
     TimerKind.CHECKPOINT: lambda ctx, job: attempt_events.checkpoint_due(ctx, ctx.state.jobs.get(JobId(job))),
@@ -106,6 +107,8 @@ def on_clock_set(ctx: HandlerContext, event: e.ClockSet) -> None:
     for job in state.jobs.values():
         if not job.state.is_final:
             _shift_job(job, by_s)
+    if state.device_claims:
+        device_claims.update_claims(ctx)
 
 
 def _shift_job(job: Job, by_s: float) -> None:
@@ -133,6 +136,8 @@ def _shifted(at_s: float | None, by_s: float) -> float | None:
 def on_host_added(ctx: HandlerContext, event: e.HostAdded) -> None:
     if event.host not in ctx.state.hosts:  # of two concurrent requests the first one's host may have jobs by now
         ctx.state.hosts[event.host] = Host(event.host, since_s=event.at_s, why="not connected yet")
+        if ctx.state.device_claims:
+            device_claims.update_claims(ctx)
 
 
 def on_host_removed(ctx: HandlerContext, event: e.HostRemoved) -> None:

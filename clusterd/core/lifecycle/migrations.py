@@ -50,6 +50,8 @@ def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> s
             return f"{place.device} does not exist"
         if place.device in seen:
             return f"{place.device} is named twice"
+        if place.device in host.claimed and place.device not in own:
+            return f"{place.device} is {host.claimed[place.device]}"
         lease = state.leases.get(place.device)
         if lease is not None and place.device not in own:
             return f"{place.device} is leased to {state.jobs[lease.job].spec.name}"

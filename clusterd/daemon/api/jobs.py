@@ -23,6 +23,7 @@ from clusterd.core.queueing import admission
 from clusterd.core.queueing.dependencies import waits_for
 from clusterd.core.state import Job
 from clusterd.core.view import Refusal, View
+from clusterd.daemon.api.claims import ClaimVerbs
 from clusterd.daemon.api.files import FileVerbs
 from clusterd.daemon.api.hosts import HostVerbs, need_operator
 from clusterd.daemon.api.job_logs import JobLogs
@@ -73,6 +74,7 @@ class JobVerbs:
         self._feed = feed
         self._membership = HostVerbs(engine, hosts, invite)
         self._queue = QueueVerbs(engine)
+        self._claims = ClaimVerbs(engine)
         self._by_hand = MigrationVerbs(engine, hosts, feed)
         self._forgetting = RetentionVerbs(engine, hosts, archive)
         self._fetching = FileVerbs(engine, hosts)
@@ -103,6 +105,7 @@ class JobVerbs:
             "history": self.history,
             "cancel": self.cancel,
             **self._queue.verbs,
+            **self._claims.verbs,
             **self._membership.verbs,
             **self._by_hand.verbs,
             **self._forgetting.verbs,

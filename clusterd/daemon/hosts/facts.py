@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from clusterd.config import HostOptions
@@ -56,9 +57,19 @@ def host_facts(host: HostId, reported: Mapping[str, Any], options: HostOptions, 
         address=address,
         interface=near.interface if near is not None else "",
         link_mbit=near.speed_mbit if near is not None else 0,
-        devices=tuple(devices),
+        devices=tuple(
+            _excluded(device) if _number(device) in options.exclude_devices else device for device in devices
+        ),
         labels=options.labels,
     )
+
+
+def _number(device: Device) -> int:
+    return int(device.id.rpartition(":")[2].removeprefix("gpu").removeprefix("cpu"))
+
+
+def _excluded(device: Device) -> Device:
+    return replace(device, excluded=True, foreign="excluded by exclude_devices in the configuration")
 
 
 def _gpu(host: HostId, gpu: agent.GpuRow) -> Device:
