@@ -136,6 +136,8 @@ def _devices(job: rows.Job, frame: CellContext) -> Line:
 
 
 def _plan(job: rows.Job, frame: CellContext) -> Line:
+    if job.tasks:
+        return _text(job.tasks, "dim")
     if job.plan is None:
         return ()
     return _text(short_plan(job.plan) + (" pinned" if job.pinned else ""), "dim" if job.is_over else "")
@@ -199,6 +201,7 @@ def job_fields(job: rows.Job) -> dict[str, str]:
     """Filter fields of a job."""
     return {
         "id": job.id, "name": job.name, "state": job.shown_state, "kind": job.kind, "reason": job.reason,
+        "array": job.array.name if job.array else "",
         "user": job.user, "tenant": job.tenant, "priority": str(job.priority), "plan": job.plan or "",
         "host": " ".join(job.hosts) if job.holds_devices else "", "devices": str(len(job.devices) or job.asked),
         "step": str(job.step), "loss": "" if job.loss is None else f"{job.loss:.6g}",

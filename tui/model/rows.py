@@ -57,6 +57,15 @@ class Promise(msgspec.Struct, frozen=True, kw_only=True):
     after: tuple[str, ...] = ()  # names of the jobs that it waits for
 
 
+class ArrayTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Place of a job in an array or sweep."""
+
+    id: str  # of the array
+    name: str = ""
+    index: int = 0
+    most: int = 0  # tasks that may run at once; 0: any number
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of a job."""
 
@@ -70,6 +79,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     held_by: str | None = None
     on_loan: int = 0  # devices beyond its request, which go to whoever waits for them
     promise: Promise | None = None
+    array: ArrayTask | None = None
+    tasks: str = ""  # of a row that stands for a whole array: how many are in which state
     guaranteed: bool = False
     user: str = ""
     tenant: str = ""

@@ -136,6 +136,8 @@ def job_summary(job: rows.Job, model: Model, look: Look, now_s: float) -> list[L
     if job.state == "queued":
         made += _queue_position(job, model, now_s)
     made.append(_fact("asked", _requested(job)))
+    if job.tasks:
+        made.append(_fact("tasks", printable(job.tasks)))
     if job.plan:
         made.append(_fact("plan", (job.plan, "bold"), "  pinned by hand" if job.pinned else ""))
     if job.holds_devices:
