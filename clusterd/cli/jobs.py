@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import is_selected, own_jobs, time_s
+from clusterd.cli.common.arguments import is_selected, job_or_tasks, own_jobs, time_s
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.following import first_failure, show_logs, until_over, wait_for
 from clusterd.cli.common.output import (
@@ -223,8 +223,9 @@ def cancel(jobs: tuple[str, ...], and_wait: bool, now: bool) -> None:
 def priority(job: str, priority: int) -> None:
     """Change a job's priority; higher priorities start first."""
     with Client() as cluster:
-        row = cluster.call("priority", job=job, priority=priority)
-    note(f"{row['id']} ({row['name']}) has priority {row['priority']}")
+        for one in own_jobs(cluster, [job], over=False):
+            row = cluster.call("priority", job=one, priority=priority)
+            note(f"{row['id']} ({row['name']}) has priority {row['priority']}")
 
 
 _JOBS = click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
@@ -283,9 +284,9 @@ def wait(jobs: tuple[str, ...], timeout: str | None, output: str) -> int:
     deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
     with Client() as cluster:
         # An unknown name is reported now, not after the jobs before it have ended.
-        ids = [cluster.call("job", job=job)["id"] for job in jobs]
+        ids = {job: name for name in jobs for job in job_or_tasks(cluster, name)}
     ended: list[dict[str, Any]] = []
-    for job, name in zip(ids, jobs, strict=True):
+    for job, name in ids.items():
         left_s = max(deadline_s - time.monotonic(), 0.01) if deadline_s is not None else None
         row = wait_for(job, left_s)
         if row is None:

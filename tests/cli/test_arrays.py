@@ -64,7 +64,10 @@ def test_an_array_is_one_line_and_is_held_and_cancelled_whole(local_cluster: Run
     assert [cluster.job(job)["held_by"] is not None for job in jobs] == [False, True, True, True, True]
     cluster.run("release", f"{jobs[0]}_*")
     assert [cluster.job(job)["held_by"] for job in jobs] == [None] * 5
+    assert cluster.run("priority", "night", "5").stderr.count("has priority 5") == 5
+    assert cluster.run("wait", "night", "--timeout", "0.1s", check=False).returncode == 124
     cluster.run("cancel", "--wait", "night")
+    assert cluster.run("wait", "night", check=False).returncode == 130
     assert [cluster.job(job)["state"] for job in jobs] == ["cancelled"] * 5
     assert "5 cancelled" in cluster.run("ls", "--all").stdout
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
 from clusterd.client import Client
-from clusterd.errors import UsageError
+from clusterd.errors import ClusterError, UsageError
 from clusterd.units import parse_duration_s
 
 
@@ -49,6 +50,20 @@ def own_jobs(
             raise UsageError(f"no {'finished' if over else 'active'} job of yours matches {text}")
         found += ids
     return list(dict.fromkeys(found))
+
+
+def job_or_tasks(cluster: Client, text: str) -> list[str]:
+    """The id of a job, or those of the tasks of an array or sweep.
+
+    Raises:
+        ClusterError: neither is named so.
+    """
+    try:
+        return [cluster.call("job", job=text)["id"]]
+    except ClusterError:
+        with suppress(ClusterError):
+            return [row["id"] for row in cluster.call("tasks", array=text)]
+        raise
 
 
 def _in_array(name: str) -> Callable[[dict[str, Any]], bool]:
