@@ -400,7 +400,8 @@ class Job:
         """True where its ranks may be placed on the host."""
         wanted = self.spec.resources
         named = not wanted.hosts or host.id in wanted.hosts
-        return named and host.id not in self.excluded_hosts and not host.missing_labels(wanted.constraint)
+        labelled = not wanted.constraint or not host.missing_labels(wanted.constraint)
+        return named and labelled and host.id not in self.excluded_hosts
 
     @property
     def bounds(self) -> Bounds:

@@ -31,6 +31,11 @@ def test_a_claimed_device_goes_to_no_job(local_cluster: RunningCluster) -> None:
     assert "new fan" in cluster.run("claim", "ls").stdout
     assert "devices claimed" in cluster.run("history").stdout
     cluster.run("claim", "rm", "1")
+    cluster.run("claim", "local0", "local1", "--from", "+1h", "--reason", "move")
+    dry = ("run", "--dry-run", "--no-snapshot", "--devices", "1")
+    assert "would be queued" in cluster.run(*dry, "--", "true").stdout
+    assert "would start now" in cluster.run(*dry, "--time", "10m", "--", "true").stdout
+    cluster.run("claim", "rm", "2")
     assert cluster.run("wait", two).returncode == 0
     assert cluster.run("claim", "ls", "-o", "json").stdout.strip() == "[]"
     assert "there is no claim '1'" in cluster.run("claim", "rm", "1", check=False).stderr

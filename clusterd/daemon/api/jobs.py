@@ -18,6 +18,7 @@ from clusterd import __version__, projection, protocol
 from clusterd.config import Config
 from clusterd.core import events as e
 from clusterd.core.allocation.as_requested import LEARNING, allocate, misfit
+from clusterd.core.estimates.expected_time import longest_left_s
 from clusterd.core.ledger import Placement
 from clusterd.core.queueing import admission
 from clusterd.core.queueing.dependencies import waits_for
@@ -192,7 +193,10 @@ class JobVerbs:
         job = Job(JobId("new"), known, priority=known.priority, submitted_s=now_s, queued_s=now_s)
         ahead = sum(1 for j in self._state.queue if self._state.jobs[j].priority >= known.priority)
         awaited = waits_for(known, self._state)
-        answer = allocate(job, View(self._state, now_s)) if awaited is None else Refusal(job.id, awaited)
+        view = View(self._state, now_s)
+        claimed = view.calendar.to_withhold([*view.free.all_devices()], longest_left_s(job, view.run_times, now_s))
+        view.free.take(claimed, {}, {})
+        answer = allocate(job, view) if awaited is None else Refusal(job.id, awaited)
         if isinstance(answer, Refusal):
             reason = answer.reason
             if reason == LEARNING:
