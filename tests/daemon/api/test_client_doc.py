@@ -8,7 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from clusterd.daemon.api import files, host_check, hosts, job_logs, jobs, migration, performance, retention, terminals
+from clusterd.daemon.api import (
+    accounts,
+    files,
+    host_check,
+    hosts,
+    job_logs,
+    jobs,
+    migration,
+    performance,
+    retention,
+    terminals,
+)
 from tests.conftest import RunningCluster
 
 PAGE = (Path(__file__).parents[3] / "docs" / "client.md").read_text()
@@ -34,7 +45,7 @@ def test_every_verb_is_told_with_its_arguments() -> None:
     there: dict[str, list[str]] = {}
     for verbs in (
         jobs.JobVerbs, migration.MigrationVerbs, host_check.HostChecks, files.FileVerbs, retention.RetentionVerbs,
-        hosts.HostVerbs, performance.PerformanceVerbs, terminals.Terminals,
+        hosts.HostVerbs, accounts.Accounts, performance.PerformanceVerbs, terminals.Terminals,
     ):  # fmt: skip
         for name, verb in inspect.getmembers(verbs, inspect.isfunction):
             of, *arguments = list(inspect.signature(verb).parameters)[1:] or [""]
