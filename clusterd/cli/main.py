@@ -21,6 +21,7 @@ _COMMANDS = {
     "start": ("daemon", "start", "Start the daemon."),
     "stop": ("daemon", "stop", "Stop the daemon; jobs keep running."),
     "status": ("daemon", "status", "Show the state of the daemon."),
+    "login": ("daemon", "login", "Let the cluster run your jobs under your own account."),
     "host": ("hosts", "host", "Add, list, drain and remove hosts."),
     "claim": ("queue.claims", "claim", "Keep devices from the scheduler for some time."),
     "submit": ("submit", "submit", "Submit a job file; prints the job's id."),

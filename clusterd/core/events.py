@@ -7,10 +7,11 @@ which it happened (`at_s`, seconds since the epoch) and the number that the jour
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, NewType
 
 from clusterd.core.performance_table import PerformanceTable
+from clusterd.core.timers import Timer as Timer
+from clusterd.core.timers import TimerKind as TimerKind
 from clusterd.types import (
     AttemptReport,
     DeviceClaim,
@@ -29,32 +30,9 @@ EventId = NewType("EventId", int)
 NO_EVENT = EventId(0)
 
 
-class TimerKind(StrEnum):
-    """Purposes of timers."""
-
-    ROUND = "round"  # the policy's next round
-    RECOVERY = "recovery"  # the daemon stops waiting for hosts to report after its start
-    HOST_LOST = "host-lost"  # an unreachable host is given up
-    CLAIM = "claim"  # a claim on devices begins or ends
-    FAULT = "fault"  # a faulty device is offered again
-    RECOVER = "recover"  # survivors of an attempt must have reported
-    CHECKPOINT = "checkpoint"  # a periodic checkpoint is due
-    TRIAL = "trial"  # a trial must have been measured
-    STALL = "stall"  # a job without a step is restarted
-    LIMIT = "limit"  # a job's time limit
-    RETRY = "retry"  # the back-off of a job is over
-    SETTLE = "settle"  # a job may be migrated again
-
-
-@dataclass(frozen=True, slots=True)
-class Timer:
-    """Key of a timer: its purpose and the job, host or device that it is about."""
-
-    kind: TimerKind
-    about: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.kind.value}:{self.about}" if self.about else self.kind.value
+def account_on(host: HostId, account: str) -> str:
+    """Subject of a timer of an account on a host; neither name has a space."""
+    return f"{host} {account}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +118,24 @@ class HostDisconnected(Event):
     """The connection to the host's agent broke; its ranks may go on."""
 
     host: HostId
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountConnected(Event):
+    """The agent of an account other than the daemon's answered on a host, and reported its attempts."""
+
+    host: HostId
+    account: str
+    attempts: tuple[AttemptReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountDisconnected(Event):
+    """The agent of an account on a host cannot be reached, or the account has no login there."""
+
+    host: HostId
+    account: str
     why: str
 
 
@@ -463,6 +459,8 @@ EVENTS: dict[str, type[Event]] = {
         HostChanged,
         DevicesClaimed,
         DeviceClaimRemoved,
+        AccountConnected,
+        AccountDisconnected,
         JobSubmitted,
         JobCancelled,
         JobReprioritised,

@@ -15,6 +15,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.core.lifecycle import (
+    accounts,
     attempt_events,
     device_claims,
     host_events,
@@ -211,6 +212,8 @@ _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.HostChanged: host_events.on_host_changed,
     e.DevicesClaimed: device_claims.on_devices_claimed,
     e.DeviceClaimRemoved: device_claims.on_device_claim_removed,
+    e.AccountConnected: accounts.on_account_connected,
+    e.AccountDisconnected: accounts.on_account_disconnected,
     e.JobSubmitted: job_events.on_job_submitted,
     e.JobCancelled: job_events.on_job_cancelled,
     e.JobReprioritised: job_events.on_job_reprioritised,

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose
 from clusterd.core.estimates.request_forecast import requested_plans
+from clusterd.core.host import Host
 from clusterd.core.ledger import HostFree, Ledger, Placement
 from clusterd.core.placement.place import candidates, fitting, holds, kinds_for, per_device, place
-from clusterd.core.state import Description, Host, Job
+from clusterd.core.state import Description, Job
 from clusterd.core.view import Refusal, View
 from clusterd.types import Device, JobKind, Resources
 from clusterd.units import size

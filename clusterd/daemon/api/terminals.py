@@ -34,6 +34,7 @@ class _Open:
     uid: int
     host: HostId
     name: str  # on that host
+    account: str  # whose agent runs it
 
 
 class Terminals:
@@ -60,7 +61,7 @@ class Terminals:
             await anyio.sleep(HELD_EVERY_S)
             for found in list(self._open.values()):
                 with contextlib.suppress(ClusterError):  # whoever reads from it is told
-                    await self._hosts.request(found.host, "terminal_hold", terminal=found.name)
+                    await self._hosts.request(found.host, "terminal_hold", account=found.account, terminal=found.name)
 
     async def shell(
         self,
@@ -101,10 +102,12 @@ class Terminals:
             )  # fmt: skip
             self._count += 1
             number = self._count
-            self._open[number] = _Open(peer.uid, place.host, str(answer["terminal"]))
+            self._open[number] = _Open(peer.uid, place.host, str(answer["terminal"]), known.spec.account)
             yield {"terminal": number, "host": place.host, "device": place.device}
             while True:
-                piece = await self._hosts.request(place.host, "terminal_read", terminal=answer["terminal"])
+                piece = await self._hosts.request(
+                    place.host, "terminal_read", account=known.spec.account, terminal=answer["terminal"]
+                )
                 if piece["data"]:
                     yield {"data": piece["data"]}
                 if piece["exit_code"] is not None:
@@ -142,15 +145,16 @@ class Terminals:
         if found is None or found.uid != peer.uid:
             raise ClusterError(f"there is no terminal {terminal} of yours")
         await self._hosts.request(
-            found.host, "terminal_write", TYPING_S, terminal=found.name, data=data, screen=screen, end=end
-        )
+            found.host, "terminal_write", TYPING_S, account=found.account,
+            terminal=found.name, data=data, screen=screen, end=end,
+        )  # fmt: skip
 
     async def _close(self, number: int) -> None:
         found = self._open.pop(number, None)
         if found is None:
             return
         try:
-            await self._hosts.request(found.host, "terminal_close", terminal=found.name)
+            await self._hosts.request(found.host, "terminal_close", account=found.account, terminal=found.name)
         except ClusterError:
             return  # the agent hangs up by itself on whoever is silent
 

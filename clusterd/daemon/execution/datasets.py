@@ -48,7 +48,7 @@ class DataSets:
             paths = {host: next((path for at, path in places if at in (None, host)), None) for host in found}
             serving: list[list[Any]] = []
             if None in paths.values():
-                serving = await self._serve_all(name, places, token)
+                serving = await self._serve_all(name, places, token, spec.account)
                 if not serving:
                     raise TryLater(f"no host that has the data set {name!r} is connected ({text})")
             for host, mine in paths.items():
@@ -73,17 +73,21 @@ class DataSets:
                 except ClusterError as error:
                     log.info("%s is not told where the data of %s is: %s", reader, job_id, error)
 
-    async def _serve_all(self, name: str, places: Iterable[tuple[str | None, str]], token: str) -> list[list[Any]]:
-        answers = [await self._serve(name, HostId(str(at)), path, token) for at, path in places]
+    async def _serve_all(
+        self, name: str, places: Iterable[tuple[str | None, str]], token: str, account: str
+    ) -> list[list[Any]]:
+        answers = [await self._serve(name, HostId(str(at)), path, token, account) for at, path in places]
         return [address for address in answers if address is not None]
 
-    async def _serve(self, name: str, host: HostId, path: str, token: str) -> list[Any] | None:
+    async def _serve(self, name: str, host: HostId, path: str, token: str, account: str) -> list[Any] | None:
         if host not in self._state.hosts:
             raise ClusterError(
                 f"the data set {name!r} is on {host}, which is no host of ours: clusterd host add {host}"
             )
         try:
-            return await self._hosts.slice_server(host, "data_serve", dataset=name, path=path, token=token)
+            return await self._hosts.slice_server(
+                host, "data_serve", account=account, dataset=name, path=path, token=token
+            )
         except AgentLost:
             return None
 

@@ -146,7 +146,7 @@ class MigrationSaga:
             raise MoveFailed(f"the snapshot of step {whole.step} is not whole: ranks hold steps {sorted(steps)}")
         for host in self.new_hosts:
             await self._ask(host, "resume", self.decision.new_generation, {"move": self.id})
-            await self._hosts.request(host, "drop", move=self.id)
+            await self._hosts.request(host, "drop", account=self._account, move=self.id)
         return whole.step
 
     async def _prepare(self, move: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ class MigrationSaga:
         state = self._engine.scheduler.state
         fabric: dict[str, list[Any]] = {}
         for host in self.all_hosts:
-            fabric[host] = await self._hosts.slice_server(host, "fabric")
+            fabric[host] = await self._hosts.slice_server(host, "fabric", account=self._account)
         decision = self.decision
         return {
             "id": self.id,
@@ -253,6 +253,10 @@ class MigrationSaga:
     def _steps_s(self) -> float:
         job = self._engine.scheduler.state.jobs[self.decision.job]
         return STEPS_AWAITED * (job.step_time_s or 0.0)
+
+    @property
+    def _account(self) -> str:
+        return self._engine.scheduler.state.account_of(self.decision.job)
 
     # --- waiting and telling ------------------------------------------------------------------------------------------
 

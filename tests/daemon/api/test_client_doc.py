@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from clusterd.daemon.api import (
-    claims,
+    accounts,
     files,
     host_check,
     hosts,
@@ -46,7 +46,8 @@ def test_every_verb_is_told_with_its_arguments() -> None:
     there: dict[str, list[str]] = {}
     for verbs in (
         jobs.JobVerbs, migration.MigrationVerbs, host_check.HostChecks, files.FileVerbs, retention.RetentionVerbs,
-        hosts.HostVerbs, queue.QueueVerbs, claims.ClaimVerbs, performance.PerformanceVerbs, terminals.Terminals,
+        hosts.HostVerbs, queue.QueueVerbs, hosts.ClaimVerbs, accounts.Accounts, performance.PerformanceVerbs,
+        terminals.Terminals,
     ):  # fmt: skip
         for name, verb in inspect.getmembers(verbs, inspect.isfunction):
             of, *arguments = list(inspect.signature(verb).parameters)[1:] or [""]

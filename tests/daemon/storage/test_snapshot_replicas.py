@@ -8,7 +8,8 @@ from typing import Any
 import anyio
 import pytest
 
-from clusterd.core.state import Attempt, Host, Job, Rank, State
+from clusterd.core.host import Host
+from clusterd.core.state import Attempt, Job, Rank, State
 from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.errors import HostError
