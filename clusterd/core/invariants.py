@@ -44,8 +44,8 @@ def _jobs(state: State) -> list[str]:
             wrong.append(
                 f"job {job.id} is {job.state.value} and is{'' if job.id in state.queue else ' not'} in the queue"
             )
-        if job.id in state.claims and job.state is not JobState.QUEUED:
-            wrong.append(f"job {job.id} is {job.state.value} and claims devices")
+        if job.id in state.handovers and job.state is not JobState.QUEUED:
+            wrong.append(f"job {job.id} is {job.state.value} and devices are handed over to it")
         if job.state.is_final and (active or job.ended_s is None):
             wrong.append(f"job {job.id} is {job.state.value} but not over")
         if [a.number for a in job.attempts] != list(range(1, len(job.attempts) + 1)):

@@ -19,7 +19,7 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class Handover:
     """Devices that a queued job gets as soon as other jobs, suspended for it, have left them."""
 
     offer: Estimate

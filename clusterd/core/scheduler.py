@@ -156,9 +156,9 @@ def _apply(ctx: HandlerContext, proposal: Proposal) -> list[Refusal]:
         state.reservation = proposal.reservation
     if proposal.again_s is not None:
         ctx.set_timer(TimerKind.ROUND, "", ctx.now_s + proposal.again_s, "jobs wait for devices")
-    for job_id in proposal.ends_claims:
-        state.claims.pop(job_id, None)
-    state.claims.update(proposal.claims)
+    for job_id in proposal.ends_handovers:
+        state.handovers.pop(job_id, None)
+    state.handovers.update(proposal.handovers)
     for preempt in proposal.preempts:
         attempt = state.jobs[preempt.job].attempt
         if attempt is not None and attempt.state is not AttemptState.STOPPING:

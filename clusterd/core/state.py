@@ -15,7 +15,7 @@ from typing import Any
 from clusterd.core import transitions
 from clusterd.core.host import Host
 from clusterd.core.performance_table import PerformanceTable
-from clusterd.core.reservations import Claim, Reservation
+from clusterd.core.reservations import Handover, Reservation
 from clusterd.core.timers import Timer
 from clusterd.core.transitions import History, MigrationState, SeriesState, TrialState
 from clusterd.types import (
@@ -380,7 +380,7 @@ class State:
     queue: dict[JobId, None] = field(default_factory=dict)  # queued jobs, in order of arrival in the queue
     active: dict[JobId, None] = field(default_factory=dict)  # jobs with an attempt that is not over
     reservation: Reservation | None = None
-    claims: dict[JobId, Claim] = field(default_factory=dict)  # by queued job, oldest first
+    handovers: dict[JobId, Handover] = field(default_factory=dict)  # by queued job, oldest first
     device_claims: dict[str, DeviceClaim] = field(default_factory=dict)  # by id; those that are not over
     last_device_claim: int = 0
     run_times: dict[str, list[float]] = field(default_factory=dict)  # see `estimates.expected_time`

@@ -11,7 +11,7 @@ from clusterd.core.fair_share import Quotas
 from clusterd.core.host import Host
 from clusterd.core.ledger import Ledger
 from clusterd.core.performance_table import PerformanceTable
-from clusterd.core.reservations import Claim, Reservation
+from clusterd.core.reservations import Handover, Reservation
 from clusterd.core.state import Attempt, Job, State
 from clusterd.core.timers import Timer, TimerKind
 from clusterd.types import HostId, JobId, RankPlace
@@ -84,8 +84,8 @@ class Proposal:
     reservation: Reservation | None = None  # the new one; None: as it was
     ends_reservation: bool = False  # there is none any more
     again_s: float | None = None  # after which the policy is to be asked again even if nothing happens
-    claims: dict[JobId, Claim] = field(default_factory=dict)  # new ones
-    ends_claims: list[JobId] = field(default_factory=list)  # claims that cannot be met any more
+    handovers: dict[JobId, Handover] = field(default_factory=dict)  # new ones
+    ends_handovers: list[JobId] = field(default_factory=list)  # those that cannot be met any more
 
 
 class View:
@@ -107,7 +107,7 @@ class View:
         self.run_times: Mapping[str, Sequence[float]] = state.run_times
         self.reservation = state.reservation
         self.has_round = Timer(TimerKind.ROUND) in state.timers
-        self.claims: Mapping[JobId, Claim] = state.claims
+        self.handovers: Mapping[JobId, Handover] = state.handovers
         self.running: list[Job] = [state.jobs[job] for job in state.active]
         self.calendar = ClaimCalendar(state, now_s)
         self.free = Ledger(state.hosts.values(), state.leases)

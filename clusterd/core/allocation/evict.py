@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
 from clusterd.core.allocation.pass_context import PassContext
-from clusterd.core.allocation.rights import claim, least_by_right, may_preempt, requested_devices
+from clusterd.core.allocation.rights import least_by_right, may_preempt, requested_devices, right_over
 from clusterd.core.allocation.shrink_to_share import shrink_to_share
 from clusterd.core.allocation.suspend import may_suspend_by_right, suspendable, suspension_s
 from clusterd.core.allocation.victim_search import EvictionPlan, SuspensionCost, VictimSearch
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.performance_table import Estimate
-from clusterd.core.reservations import Claim
+from clusterd.core.reservations import Handover
 from clusterd.core.state import Job
 from clusterd.core.view import Preempt, View
 from clusterd.types import AttemptState, Device, DeviceId, JobId
@@ -92,14 +92,14 @@ def evict_by_right(ctx: PassContext, p: JobForecast) -> EvictionPlan | None:
         victims = [*loans, *(v for v in others if v.job.priority <= level)]
         best = _cheapest(ctx, p, victims, least, lambda _: None) if victims else None
         if best is not None:
-            return _apply(ctx, p, best, lambda v: claim(v, p.job), may_restart=True)
+            return _apply(ctx, p, best, lambda v: right_over(v, p.job), may_restart=True)
     stoppable = [v for v in ctx.holding if may_suspend_by_right(ctx, v, p)]
     for level in sorted({float(v.job.priority) for v in stoppable}):
         lost_s = {v.job.id: v.now_s for v in stoppable if v.job.priority <= level}
         victims = [v for v in ctx.holding if v.job.id in lost_s or v.job.id in least]
         best = _cheapest(ctx, p, victims, least, _from(lost_s))
         if best is not None:
-            return _apply(ctx, p, best, lambda v: claim(v, p.job), may_restart=True)
+            return _apply(ctx, p, best, lambda v: right_over(v, p.job), may_restart=True)
     return None
 
 
@@ -111,7 +111,7 @@ def _from(lost_s: Mapping[JobId, float | None]) -> SuspensionCost:
 def _apply(
     ctx: PassContext, p: JobForecast, eviction: EvictionPlan, why: Callable[[Job], str], may_restart: bool = False
 ) -> EvictionPlan:
-    """Propose the changes of an eviction; where jobs are suspended, the queued job claims its devices.
+    """Propose the changes of an eviction; where jobs are suspended, their devices are handed over to the queued job.
 
     Args:
         may_restart: victims move through host memory if they do not fit beside themselves, whatever that costs.
@@ -129,7 +129,7 @@ def _apply(
     ctx.ledger.take(eviction.now, {}, {})
     if suspended := eviction.suspended:
         stopped = tuple(v.job.id for v in suspended)
-        ctx.proposal.claims[p.job.id] = Claim(eviction.offer, dict(eviction.hosts), stopped, ctx.view.now_s)
+        ctx.proposal.handovers[p.job.id] = Handover(eviction.offer, dict(eviction.hosts), stopped, ctx.view.now_s)
     return eviction
 
 
@@ -175,28 +175,28 @@ def evict_by_value(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate],
     Args:
         ends_s: burden of the best that the job can have without it.
     """
-    claims = {v.job.id for v in ctx.running if may_preempt(v.job, p.job)}
+    preemptible = {v.job.id for v in ctx.running if may_preempt(v.job, p.job)}
     best: tuple[float, EvictionPlan] | None = None
     search = VictimSearch(ctx.ledger, p, [v for v in ctx.migratable() if v.job.priority <= p.job.priority])
     for offer in offers[:3]:
         run_s = ctx.burden_s(p, offer)
-        if run_s >= ends_s and not claims:
+        if run_s >= ends_s and not preemptible:
             break
-        eviction = search.make(offer, lambda v: victim_sizes(ctx, v, v.job.id in claims), ctx.costs.cost_s)
+        eviction = search.make(offer, lambda v: victim_sizes(ctx, v, v.job.id in preemptible), ctx.costs.cost_s)
         if eviction is None:
             continue
-        lost_s = sum(change.lost_s for change in eviction.changes if change.v.job.id not in claims)
+        lost_s = sum(change.lost_s for change in eviction.changes if change.v.job.id not in preemptible)
         saved_s = ends_s - run_s - ctx.thresholds.shrink * lost_s
-        by_right = bool(claims) and all(change.v.job.id in claims for change in eviction.changes)
+        by_right = bool(preemptible) and all(change.v.job.id in preemptible for change in eviction.changes)
         if not eviction.changes or not (saved_s > 0 or (by_right and ends_s > run_s)):
             continue
         if best is None or saved_s > best[0]:
             best = (saved_s, eviction)
     if best is None:
         return None
-    eviction = shrink_to_share(best[1], ctx.sizes, ctx.costs, claims)
+    eviction = shrink_to_share(best[1], ctx.sizes, ctx.costs, preemptible)
     why = f"would be {duration(max(best[0], 0.0))} worse off otherwise" if ends_s < 1e9 else "cannot start otherwise"
-    return _apply(ctx, p, eviction, lambda v: claim(v, p.job) if v.id in claims else f"it {why}")
+    return _apply(ctx, p, eviction, lambda v: right_over(v, p.job) if v.id in preemptible else f"it {why}")
 
 
 def suspend_by_value(

@@ -43,7 +43,7 @@ def least_by_right(victim: JobForecast, job: Job) -> int | None:
     return within[0] if within else min((x.devices for x in offers), default=None)
 
 
-def claim(victim: Job, job: Job) -> str:
+def right_over(victim: Job, job: Job) -> str:
     """Phrase for the right by which `job` takes devices from `victim`."""
     if not may_preempt(victim, job):
         return f"{victim.spec.name} holds more devices than the {requested_devices(victim)} that it asked for"

@@ -17,15 +17,15 @@ from clusterd.types import JobId
 
 
 def shrink_to_share(
-    eviction: EvictionPlan, shares: Mapping[JobId, int], costs: MigrationCosts, claims: Container[JobId] = ()
+    eviction: EvictionPlan, shares: Mapping[JobId, int], costs: MigrationCosts, preemptible: Container[JobId] = ()
 ) -> EvictionPlan:
     """The same evictions, each victim down to its target size.
 
     Args:
-        claims: victims by right of priority or guarantee: these shrink no further than they must.
+        preemptible: victims by right of priority or guarantee: these shrink no further than they must.
     """
     changes = [
-        c if c.v.job.id in claims else _to_share(c, max(shares.get(c.v.job.id, 0), c.v.curve.least), costs)
+        c if c.v.job.id in preemptible else _to_share(c, max(shares.get(c.v.job.id, 0), c.v.curve.least), costs)
         for c in eviction.changes
     ]
     return replace(eviction, changes=tuple(changes))

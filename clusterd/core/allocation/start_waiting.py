@@ -15,7 +15,7 @@ from math import inf
 from clusterd.core.allocation.as_requested import Grant, allocate
 from clusterd.core.allocation.evict import are_being_freed, evict_by_right, evict_by_value, suspend_by_value
 from clusterd.core.allocation.pass_context import PassContext
-from clusterd.core.allocation.suspend import awaits_claimant, fits_cores, suspendable, suspended_for
+from clusterd.core.allocation.suspend import awaits_start_of_other, fits_cores, suspendable, suspended_for
 from clusterd.core.allocation.victim_search import EvictionPlan
 from clusterd.core.estimates.availability import Backfill, EarliestStart
 from clusterd.core.estimates.expected_time import limit_left_s, longest_left_s
@@ -42,20 +42,20 @@ MOST_CONSIDERED = 12
 
 
 def start_waiting(
-    ctx: PassContext, job: Job, forecasts: Mapping[JobId, JobForecast], claims: Mapping[JobId, list[Device]]
+    ctx: PassContext, job: Job, forecasts: Mapping[JobId, JobForecast], handovers: Mapping[JobId, list[Device]]
 ) -> None:
     """Start a queued job, free devices for it, or record what it waits for.
 
     Args:
-        claims: see `serve_claims`.
+        handovers: see `take_handovers`.
     """
-    if job.id in claims:
-        if not _start_claimed(ctx, forecasts[job.id], claims[job.id]):
-            claim = ctx.view.claims[job.id]
-            reason = suspended_for(ctx.view, claim)
-            ctx.proposal.refusals.append(Refusal(job.id, reason, devices=claim.offer.devices))
+    if job.id in handovers:
+        if not _start_handed_over(ctx, forecasts[job.id], handovers[job.id]):
+            handover = ctx.view.handovers[job.id]
+            reason = suspended_for(ctx.view, handover)
+            ctx.proposal.refusals.append(Refusal(job.id, reason, devices=handover.offer.devices))
         return
-    if (suspended := awaits_claimant(ctx.view, job.id)) is not None:
+    if (suspended := awaits_start_of_other(ctx.view, job.id)) is not None:
         ctx.proposal.refusals.append(Refusal(job.id, suspended))
         return
     longest_s = longest_left_s(job, ctx.view.run_times, ctx.view.now_s)
@@ -72,19 +72,19 @@ def start_waiting(
         ctx.proposal.refusals.append(refusal)
 
 
-def _start_claimed(ctx: PassContext, p: JobForecast, devices: list[Device]) -> bool:
-    """Start a job on the devices that it claims; False: not all are free, or cores or memory beside them are not."""
-    claim = ctx.view.claims[p.job.id]
-    if len(devices) < claim.offer.devices:
+def _start_handed_over(ctx: PassContext, p: JobForecast, devices: list[Device]) -> bool:
+    """Start a job on the devices that it handovers; False: not all are free, or cores or memory beside them are not."""
+    handover = ctx.view.handovers[p.job.id]
+    if len(devices) < handover.offer.devices:
         return False
     ctx.ledger.put(devices, {}, {})
-    if p.curve.is_request:  # the claim may be of devices whose cores alone it needs
+    if p.curve.is_request:  # the handover may be of devices whose cores alone it needs
         answer = allocate(p.job, ctx.view)
         if isinstance(answer, Grant):
             _grant(ctx, p.job, answer, p.steps_left)
             return True
-    elif fits_cores(ctx, p, claim, devices):
-        _start(ctx, p, claim.offer, devices)
+    elif fits_cores(ctx, p, handover, devices):
+        _start(ctx, p, handover.offer, devices)
         return True
     ctx.ledger.take(devices, {}, {})
     return False

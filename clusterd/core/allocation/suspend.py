@@ -1,7 +1,7 @@
-"""Suspension: a running job's offer of size zero, and the claims of the jobs for which others are suspended.
+"""Suspension: a running job's offer of size zero, and the handover of its devices to another job.
 
-A suspended job saves its state, stops, and waits until the job that claims its devices has started; then it is queued
-like any other. Suspension and claim are one transaction in the state.
+A suspended job saves its state, stops, and waits until the job that gets its devices has started; then it is queued
+like any other. Suspension and handover are one transaction in the state.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from clusterd.core.estimates.attained_service import executed_s, total_steps
 from clusterd.core.estimates.can_migrate import is_settled
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.ledger import bind
-from clusterd.core.reservations import Claim
+from clusterd.core.reservations import Handover
 from clusterd.core.state import Outcome
 from clusterd.core.view import View
 from clusterd.types import Device, HostState, JobId, JobKind, JobState
 
-CLAIM_S = 900.0
-"""A claim that is not met within this is dropped: what was to be freed does not come free."""
+HANDOVER_S = 900.0
+"""A handover that takes longer than this is dropped: what was to be freed does not come free."""
 
 
 def suspendable(ctx: PassContext) -> dict[JobId, float]:
@@ -83,72 +83,72 @@ def _keeps_guarantee(ctx: PassContext, v: JobForecast, lost_s: float) -> bool:
     return ctx.view.now_s - started_s + lost_s + v.now_s <= promised.step_time_s * total_steps(v.job)
 
 
-# --- claims -------------------------------------------------------------------------------------------------------
+# --- handovers ----------------------------------------------------------------------------------------------------
 
 
-def serve_claims(ctx: PassContext) -> dict[JobId, list[Device]]:
-    """Take claimed devices out of the ledger, each for one claim; drop claims that cannot be met any more.
+def take_handovers(ctx: PassContext) -> dict[JobId, list[Device]]:
+    """Take devices to be handed over out of the ledger, each once; drop handovers that cannot be completed any more.
 
     Returns:
-        Free devices of each claim; it is met where these are all.
+        Free devices of each handover; it is complete where these are all.
     """
     found: dict[JobId, list[Device]] = {}
-    for job_id, claim in ctx.view.claims.items():
-        if ctx.view.jobs[job_id].state is not JobState.QUEUED or not _can_be_met(ctx, claim):
-            ctx.proposal.ends_claims.append(job_id)
+    for job_id, handover in ctx.view.handovers.items():
+        if ctx.view.jobs[job_id].state is not JobState.QUEUED or not _can_be_completed(ctx, handover):
+            ctx.proposal.ends_handovers.append(job_id)
             continue
-        found[job_id] = devices = _claimed(ctx, claim)
+        found[job_id] = devices = _handed_over(ctx, handover)
         ctx.ledger.take(devices, {}, {})
-        if len(devices) == claim.offer.devices:
+        if len(devices) == handover.offer.devices:
             continue
         ctx.forecast.occupy(devices)
-        missing = dict(claim.hosts)
+        missing = dict(handover.hosts)
         for device in devices:
             missing[device.host] -= 1
         for device in list(ctx.coming):
-            if device.name == claim.offer.device_type and missing.get(device.host, 0) > 0:
+            if device.name == handover.offer.device_type and missing.get(device.host, 0) > 0:
                 missing[device.host] -= 1
                 ctx.coming.remove(device)
     return found
 
 
-def _claimed(ctx: PassContext, claim: Claim) -> list[Device]:
+def _handed_over(ctx: PassContext, handover: Handover) -> list[Device]:
     found: list[Device] = []
-    for host, count in claim.hosts.items():
-        here = ctx.ledger.devices.get(host, {}).get(claim.offer.device_type, {})
+    for host, count in handover.hosts.items():
+        here = ctx.ledger.devices.get(host, {}).get(handover.offer.device_type, {})
         found += sorted(here.values(), key=lambda d: d.id)[:count]
     return found
 
 
-def _can_be_met(ctx: PassContext, claim: Claim) -> bool:
-    """True while the claimed devices are free or being freed."""
-    if ctx.view.now_s - claim.since_s > CLAIM_S:
+def _can_be_completed(ctx: PassContext, handover: Handover) -> bool:
+    """True while the devices are free or being freed."""
+    if ctx.view.now_s - handover.since_s > HANDOVER_S:
         return False
-    kind = claim.offer.device_type
+    kind = handover.offer.device_type
     coming = [d.host for d in ctx.coming if d.name == kind]
     return all(
         host in ctx.ledger.devices and len(ctx.ledger.devices[host].get(kind, {})) + coming.count(host) >= count
-        for host, count in claim.hosts.items()
+        for host, count in handover.hosts.items()
     )
 
 
-def suspended_for(view: View, claim: Claim) -> str:
+def suspended_for(view: View, handover: Handover) -> str:
     """Reason of a job that waits for suspended ones to leave their devices."""
-    names = " and ".join(view.jobs[job].spec.name for job in claim.suspended)
-    return f"{names} {'are' if len(claim.suspended) > 1 else 'is'} suspended for it"
+    names = " and ".join(view.jobs[job].spec.name for job in handover.suspended)
+    return f"{names} {'are' if len(handover.suspended) > 1 else 'is'} suspended for it"
 
 
-def awaits_claimant(view: View, job: JobId) -> str | None:
-    """Reason of a suspended job that waits until the claiming job has started; None: it is not suspended."""
-    for claimant, claim in view.claims.items():
-        if job in claim.suspended:
-            return f"suspended for {view.jobs[claimant].spec.name}, which is to start first"
+def awaits_start_of_other(view: View, job: JobId) -> str | None:
+    """Reason of a suspended job that waits until the other job has started; None: it is not suspended."""
+    for other, handover in view.handovers.items():
+        if job in handover.suspended:
+            return f"suspended for {view.jobs[other].spec.name}, which is to start first"
     return None
 
 
-def fits_cores(ctx: PassContext, p: JobForecast, claim: Claim, devices: list[Device]) -> bool:
-    """True where the cores and memory beside the claimed devices are free, too."""
-    where = bind(p.job, claim.offer, devices)
+def fits_cores(ctx: PassContext, p: JobForecast, handover: Handover, devices: list[Device]) -> bool:
+    """True where the cores and memory beside the devices are free, too."""
+    where = bind(p.job, handover.offer, devices)
     ledger = ctx.ledger
     return all(
         ledger.cores.get(host, 0) >= cores and ledger.memory_bytes.get(host, 0) >= where.memory_bytes.get(host, 0)

@@ -102,7 +102,7 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
     job.reason = start.reason
     job.started_s = job.started_s if job.started_s is not None else now_s
     state.queue.pop(job.id)
-    state.claims.pop(job.id, None)
+    state.handovers.pop(job.id, None)
     if state.reservation is not None and state.reservation.job == job.id:
         state.reservation = None
     state.active[job.id] = None

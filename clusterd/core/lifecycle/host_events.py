@@ -106,7 +106,7 @@ def on_clock_set(ctx: HandlerContext, event: e.ClockSet) -> None:
     if (promise := state.reservation) is not None:
         latest_s = _shifted(promise.latest_s, by_s)
         state.reservation = replace(promise, at_s=promise.at_s + by_s, latest_s=latest_s)
-    state.claims = {job: replace(claim, since_s=claim.since_s + by_s) for job, claim in state.claims.items()}
+    state.handovers = {job: replace(h, since_s=h.since_s + by_s) for job, h in state.handovers.items()}
     for host in state.hosts.values():
         host.since_s += by_s
     for job in state.jobs.values():

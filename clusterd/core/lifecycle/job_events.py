@@ -78,8 +78,8 @@ def _hold(ctx: HandlerContext, job: Job, by: str) -> None:
 
 
 def _withdraw_promises(ctx: HandlerContext, job: Job) -> None:
-    """Drop the job's claim and reservation; a pass gives new ones to whoever is next."""
-    ctx.state.claims.pop(job.id, None)
+    """Drop the reservation of the job, and what others hand over to it; a pass gives new ones to whoever is next."""
+    ctx.state.handovers.pop(job.id, None)
     if ctx.state.reservation is not None and ctx.state.reservation.job == job.id:
         ctx.state.reservation = None
 

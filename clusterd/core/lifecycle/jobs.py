@@ -102,7 +102,7 @@ def end(ctx: HandlerContext, job: Job, state: JobState, reason: str, exit_code: 
     ctx.state.active.pop(job.id, None)
     if ctx.state.reservation is not None and ctx.state.reservation.job == job.id:
         ctx.state.reservation = None
-    ctx.state.claims.pop(job.id, None)
+    ctx.state.handovers.pop(job.id, None)
     if state is JobState.FINISHED:
         _record_run_time(ctx, job)
     ctx.cancel_timer(TimerKind.RETRY, job.id)

@@ -12,7 +12,7 @@ from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.rebalance import rebalance
 from clusterd.core.allocation.scale_up import evacuate, scale_up
 from clusterd.core.allocation.start_waiting import exchange_devices, start_waiting
-from clusterd.core.allocation.suspend import serve_claims
+from clusterd.core.allocation.suspend import take_handovers
 from clusterd.core.allocation.target_sizes import by_work, shares
 from clusterd.core.estimates.can_migrate import is_settled
 from clusterd.core.estimates.expected_time import limit_left_s, longest_left_s
@@ -42,11 +42,11 @@ class _Forecasts(dict[JobId, JobForecast]):
 
 
 def _start_before_claims(
-    ctx: PassContext, job: Job, forecasts: Mapping[JobId, JobForecast], claims: Mapping[JobId, list[Device]]
+    ctx: PassContext, job: Job, forecasts: Mapping[JobId, JobForecast], handovers: Mapping[JobId, list[Device]]
 ) -> None:
     """Start a queued job, or record what it waits for, without devices that are claimed before it would end."""
     if not ctx.view.calendar:
-        start_waiting(ctx, job, forecasts, claims)
+        start_waiting(ctx, job, forecasts, handovers)
         return
     p = forecasts[job.id]
     run_s = longest_left_s(job, ctx.view.run_times, ctx.view.now_s)
@@ -55,7 +55,7 @@ def _start_before_claims(
     withheld = ctx.view.calendar.to_withhold([*ctx.ledger.all_devices()], run_s)
     ctx.ledger.take(withheld, {}, {})
     ctx.forecast.run_s = run_s
-    start_waiting(ctx, job, forecasts, claims)
+    start_waiting(ctx, job, forecasts, handovers)
     ctx.ledger.put(withheld, {}, {})
 
 
@@ -77,7 +77,7 @@ class Default:
         self._estimates = HeterogeneousEstimates()
 
     def propose(self, view: View) -> Proposal:
-        """Evacuate drained hosts, serve claims, start queued jobs in order or free devices for them, then scale up.
+        """Evacuate drained hosts, take handovers, start queued jobs in order or free devices for them, then scale up.
 
         CPU cores come last: they follow the devices, and no job waits for cores that another only borrows.
         """
@@ -113,11 +113,11 @@ class Default:
             spare=total - sum(sizes.values()),
         )
         evacuate(ctx)
-        claims = serve_claims(ctx)
-        # A claim is met first: its devices are free for nobody else.
+        handovers = take_handovers(ctx)
+        # What was suspended for a job goes to nobody else.
         ordered_jobs = order(view, forecasts)
-        for job in [*(j for j in ordered_jobs if j.id in claims), *(j for j in ordered_jobs if j.id not in claims)]:
-            _start_before_claims(ctx, job, forecasts, claims)
+        for job in sorted(ordered_jobs, key=lambda j: j.id not in handovers):
+            _start_before_claims(ctx, job, forecasts, handovers)
         if ctx.backfill is None and view.reservation is not None:
             proposal.ends_reservation = True
         if view.calendar:  # nobody else's end is known: what is to be claimed goes to nobody

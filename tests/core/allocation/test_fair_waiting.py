@@ -184,12 +184,12 @@ def test_a_higher_priority_suspends_what_cannot_shrink(lab: Lab) -> None:
     """Each of the two runs on its last device; both go on when the urgent one has ended."""
     jobs, urgent = suspended_for_urgent(lab)
     assert [lab.state(job) for job in jobs] == ["stopping", "stopping"]
-    assert lab.scheduler.state.claims[urgent].suspended == tuple(jobs)
+    assert lab.scheduler.state.handovers[urgent].suspended == tuple(jobs)
     late, _ = lab.submit("late", devices=1, priority=9)
     for job in jobs:
         lab.stopped(job)
     assert lab.state(urgent) == "starting", "the claim is served before anybody else"
-    assert lab.state(late) == "queued" and not lab.scheduler.state.claims
+    assert lab.state(late) == "queued" and not lab.scheduler.state.handovers
     lab.run(urgent)
     lab.finish(urgent)
     assert lab.state(late) == "starting"
@@ -206,7 +206,7 @@ def test_devices_that_come_free_serve_one_claim_only(lab: Lab) -> None:
     lab.now_s += 600.0
     urgent = [submit(lab, name, 100, devices=2, priority=9)[0] for name in ("first", "second")]
     pass_time(lab, 300.0)
-    assert list(lab.scheduler.state.claims) == urgent
+    assert list(lab.scheduler.state.handovers) == urgent
     lab.stopped(jobs[0])
     assert sorted(lab.state(job) for job in urgent) == ["queued", "starting"]
     lab.stopped(jobs[1])
@@ -238,7 +238,7 @@ def test_a_wide_job_that_cannot_shrink_is_suspended_for_a_short_one(lab: Lab) ->
 def test_a_cancelled_claimant_leaves_its_devices_to_others(lab: Lab) -> None:
     jobs, urgent = suspended_for_urgent(lab)
     lab.tell(e.JobCancelled(**lab.at(), job=urgent, by="ann"))
-    assert not lab.scheduler.state.claims
+    assert not lab.scheduler.state.handovers
     for job in jobs:
         lab.stopped(job)
     assert [lab.state(job) for job in jobs] == ["starting", "starting"]
