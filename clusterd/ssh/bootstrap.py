@@ -32,6 +32,9 @@ TIMEOUT_S = 90.0
 
 _NOISE_LINES_MAX = 1000
 _SENT_AT_ONCE = 1 << 16
+_FIRST_WORDS = ("Fatal Python error", "sudo: ")
+"""Beginnings of messages whose first line tells more than the last."""
+
 _REPLY = re.compile(rb"clusterd-(need|failed|attached) ")
 _NO_PYTHON = re.compile(rb"python3: (command )?not found|(command not found|unknown command): python3", re.IGNORECASE)
 _SHELL = re.compile(rb"fish:|command not found|unknown command|syntax error", re.IGNORECASE)
@@ -52,7 +55,7 @@ class _Noise:
         lines = (self.errors.strip() or self.output).decode(errors="replace").splitlines()
         if not lines:
             return ""
-        telling = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1])
+        telling = next((line for line in lines if line.startswith(_FIRST_WORDS)), lines[-1])
         shell = (
             "; a shell, not Python, may have answered: see that its start-up files start none (`exec fish`)"
             if _SHELL.search(self.errors) and b"Traceback" not in self.errors
@@ -208,6 +211,8 @@ def _no_python(process: asyncssh.SSHClientProcess[bytes], name: str, noise: _Noi
         )
     code = f"with exit code {process.exit_status}" if process.exit_status is not None else "without an exit code"
     program = "Python" if noise.errors else "the login"
+    if noise.errors.startswith(b"sudo: "):
+        program = "sudo"
     return f"{name}: {program} ended {code} before the agent was reached{noise}"
 
 

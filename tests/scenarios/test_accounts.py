@@ -232,3 +232,19 @@ def test_a_person_whose_agent_is_killed_loses_nothing(site: Site, people: tuple[
     row = site.cluster.wait_for(job, lambda row: row["state"] == "finished")
     assert row["attempt"] == 1
     assert log_of(site, job).split() == list("123456")
+
+
+@pytest.mark.skipif(shutil.which("sudo") is None, reason="needs sudo: apt-get install sudo")
+def test_sudo_is_the_other_way_to_people_s_accounts(site: Site, people: tuple[Person, Person]) -> None:
+    """Nobody has to authorize a key; a user without an account there is refused with what sudo says."""
+    ann, _ = people
+    site.settings(f'accounts = "own"\nbecome = "sudo"\n[users.{people[1].name}]\naccount = "nosuchaccount"\n')
+    site.cluster.start()
+    site.cluster.run("host", "add", "--yes", "--cpu-devices", "2", "node")
+    assert ann.calls(site.socket, "login") == {"account": ann.name, "key": None, "hosts": {"node": ""}}
+    job = ann.calls(site.socket, "submit", spec=command("mine", "id -un; echo $HOME"))["id"]
+    site.cluster.wait_for(job, lambda row: row["state"] == "finished")
+    assert log_of(site, job).split() == [ann.name, str(ann.home)]
+    refused = people[1].calls(site.socket, "login")
+    assert refused["account"] == "nosuchaccount"
+    assert "unknown user" in refused["hosts"]["node"]
