@@ -1,8 +1,9 @@
 """Messages between client, daemon, agent, fork server and rank, and the frames that carry them.
 
 Each message of a protocol is defined once, as a frozen dataclass: `agent` holds what agents report to the daemon,
-`rank` what ranks report through their agent. `codec` checks a received map against its class, `frames` cuts bytes into
-maps. Runs on hosts: standard library and msgpack only, Python 3.10.
+`rank` what ranks report through their agent, `launch` and `migration` what starts and moves ranks. `codec` checks a
+received map against its class, `frames` cuts bytes into maps. Runs on hosts: standard library and msgpack only, Python
+3.10.
 """
 
 from clusterd.protocol.frames import FRAME_BYTES_MAX as FRAME_BYTES_MAX

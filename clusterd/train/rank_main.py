@@ -202,7 +202,7 @@ _trained_here: set[tuple[Path | None, Any, int, int]] = set()
 def train(job: Job, context: Context, control: Control, on_step: OnStep, on_end: OnEnd | None = None) -> Outcome:
     """Train on one rank, from creating process groups to destroying them."""
     target = MigrationTarget(context, control) if context.standby and context.migration is not None else None
-    shape = ModelShape.from_dict(context.migration["shape"]) if context.migration is not None else None
+    shape = ModelShape.from_dict(context.migration.shape) if context.migration is not None else None
     shape = check_plan(job, context, shape)
     if context.rank == 0 and job.save is not None:
         export.check(job.save)  # also in standby: then the migration fails, not the job after the switch

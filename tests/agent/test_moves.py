@@ -15,7 +15,7 @@ import pytest
 from clusterd.agent.host.attempt_records import Attempt
 from clusterd.agent.tensors.datasets import Datasets
 from clusterd.agent.tensors.moves import Moves
-from tests.agent.client import launch
+from tests.agent.client import accepted
 
 SIZE = 4 << 20
 
@@ -41,7 +41,7 @@ def moves(tmp_path: Path) -> Iterator[Moves]:
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> Attempt:
-    return Attempt(tmp_path / "j.1", launch(["true"]))
+    return Attempt(tmp_path / "j.1", accepted())
 
 
 def segment(moves: Moves, attempt: Attempt, name: str, size: int = SIZE) -> Path:

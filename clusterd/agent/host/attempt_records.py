@@ -12,6 +12,9 @@ from typing import Any
 from clusterd import protocol
 from clusterd.agent.host import processes
 from clusterd.agent.host.home import read_json, write_durably, write_json
+from clusterd.agent.log import log_line
+from clusterd.protocol.codec import from_map, to_map
+from clusterd.protocol.launch import LaunchRequest
 
 Report = dict[str, Any]
 
@@ -87,7 +90,7 @@ class Attempt:
     """One generation of an attempt on this host."""
 
     directory: Path
-    launch: dict[str, Any]  # the request as accepted, without secrets
+    launch: LaunchRequest  # as accepted, without secrets
     ranks: dict[int, Rank] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # over launching and stopping
     stopping: asyncio.Task[list[int]] | None = None
@@ -100,17 +103,17 @@ class Attempt:
     @property
     def job(self) -> str:
         """Id of the job."""
-        return str(self.launch["job"])
+        return self.launch.job
 
     @property
     def attempt(self) -> int:
         """Number of the attempt."""
-        return int(self.launch["attempt"])
+        return self.launch.attempt
 
     @property
     def generation(self) -> int:
         """Generation of the lease under which the ranks run."""
-        return int(self.launch["generation"])
+        return self.launch.generation
 
     @property
     def name(self) -> str:
@@ -131,8 +134,8 @@ class Attempt:
     def held(self) -> set[str]:
         """Uuids of the devices of the running ranks."""
         running = {rank.rank for rank in self.ranks.values() if rank.state == "running"}
-        devices = [given.get("device") or {} for given in self.launch["ranks"] if int(given["rank"]) in running]
-        return {uuid for device in devices for uuid in str(device.get("uuid", "")).split(",")}
+        devices = [spec.device for spec in self.launch.ranks if spec.rank in running]
+        return {uuid for device in devices for uuid in device.uuid.split(",")}
 
     @property
     def stop_marker(self) -> Path:
@@ -172,7 +175,7 @@ class Attempt:
 
     def store(self) -> None:
         """Write the launch to disk, where a restarted agent finds it."""
-        write_durably(self.directory / "launch.msgpack", protocol.pack(self.launch))
+        write_durably(self.directory / "launch.msgpack", protocol.pack(to_map(self.launch)))
 
     def record_end(self, rank: int, exit_code: int, reason: str, at_s: float) -> None:
         """Write the exit record of a rank whose process was never started."""
@@ -201,7 +204,7 @@ class Attempt:
             "job": self.job,
             "attempt": self.attempt,
             "generation": self.generation,
-            "kind": self.launch["kind"],
+            "kind": self.launch.kind,
             "ranks": [self.ranks[rank].report() for rank in sorted(self.ranks)],
             "step": self.step,
         }
@@ -213,12 +216,15 @@ def load(directory: Path) -> Attempt | None:
     Ranks have the state of their records. The caller must check that ranks recorded as running still live.
     """
     try:
-        launch = protocol.decode((directory / "launch.msgpack").read_bytes())
-    except (OSError, protocol.ProtocolError):
+        launch = from_map(LaunchRequest, protocol.decode((directory / "launch.msgpack").read_bytes()), "launch")
+    except FileNotFoundError:
+        return None
+    except (OSError, protocol.ProtocolError) as error:
+        log_line(f"agent: cannot read the launch in {directory}: {error}")
         return None
     attempt = Attempt(directory, launch)
-    for given in launch["ranks"]:
-        number = int(given["rank"])
+    for spec in launch.ranks:
+        number = spec.rank
         attempt.ranks[number] = rank = Rank(number)
         if record := attempt.read_rank(number):
             rank.take(record)

@@ -74,7 +74,7 @@ class ExitReports:
 
     async def _clear_and_report(self, attempt: Attempt, rank: Rank) -> None:
         """Report one of several ranks; if it failed, kill its leftovers first: a replacement may start at once."""
-        died = rank.end is not None and rank.end["exit_code"] != 0 and attempt.launch["kind"] == "elastic"
+        died = rank.end is not None and rank.end["exit_code"] != 0 and attempt.launch.kind == "elastic"
         if died and rank.pid in attempt.sessions:
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # two distinct classes in Python 3.10
                 await asyncio.wait_for(stopping.clear_session(rank.pid, self._tag(attempt.name)), CLEAR_S)

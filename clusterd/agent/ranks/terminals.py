@@ -53,7 +53,7 @@ class Terminals:
         Raises:
             Refused: ``unknown`` (no such rank runs here), ``workdir``.
         """
-        given = next((one for one in attempt.launch["ranks"] if int(one["rank"]) == rank), None)
+        given = next((spec for spec in attempt.launch.ranks if spec.rank == rank), None)
         if given is None or attempt.stopped or not attempt.running:
             raise Refused("unknown", f"rank {rank} of {attempt.name} does not run here")
         work = rank_environment.work_of(attempt)
@@ -64,7 +64,7 @@ class Terminals:
         if screen is not None:
             env["TERM"] = str(screen["term"])
         shell = pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
-        cores = ",".join(str(core) for core in (given.get("device") or {}).get("cores") or ())
+        cores = ",".join(str(core) for core in given.device.cores)
         # A separate program acquires the controlling terminal: this process has threads, and running code in a fork
         # of it would be unsafe.
         command = programs.command("inside", str(work), cores, *(argv or [shell]))

@@ -216,6 +216,8 @@ async def outcome(verb: object, work: Awaitable[Message]) -> Message:
         return {"ok": await work}
     except Refused as refused:
         return {"error": {"kind": refused.kind, "message": str(refused)}}
+    except protocol.ProtocolError as error:
+        return {"error": {"kind": "request", "message": f"{verb}: {error}"}}
     except (KeyError, TypeError, ValueError) as error:
         log_line(traceback.format_exc())
         return {"error": {"kind": "request", "message": f"{verb}: {type(error).__name__}: {error}"}}

@@ -17,6 +17,8 @@ from clusterd.agent.server.connection import Message
 from clusterd.agent.tensors.datasets import Datasets, evict_cached_files
 from clusterd.agent.tensors.moves import Moves
 from clusterd.agent.threads import in_thread
+from clusterd.protocol.codec import from_map
+from clusterd.protocol.launch import DatasetSpec, LaunchRequest
 
 Verb = Callable[[Message], Awaitable[Message]]
 
@@ -75,12 +77,13 @@ class Verbs:
         }
 
     async def _launch(self, message: Message) -> Message:
-        snapshot = self._workdirs.need(message["snapshot"]) if message.get("snapshot") else None
-        if message.get("datasets"):
+        request = from_map(LaunchRequest, message, "launch")
+        snapshot = self._workdirs.need(request.snapshot) if request.snapshot else None
+        if request.datasets:
             await in_thread(lambda: evict_cached_files(self._home.root / "data"), "data")
-        if message.get("move"):
-            self._moves.admit(message["move"])
-        return await self._attempts.launch(message, self._home.rank_socket, snapshot)
+        if request.move is not None:
+            self._moves.admit(request.move)
+        return await self._attempts.launch(request, self._home.rank_socket, snapshot)
 
     async def _stop(self, message: Message) -> Message:
         job, attempt = message["job"], message["attempt"]
@@ -156,7 +159,7 @@ class Verbs:
         return self._moves.replicas.confirm(str(message["name"]))
 
     async def _snapshot_admit(self, message: Message) -> Message:
-        self._moves.admit({"id": message["set"], "token": message["token"]})
+        self._moves.admit_reader(str(message["set"]), str(message["token"]))
         return self._moves.fabric(str(message.get("address") or ""))
 
     async def _data_serve(self, message: Message) -> Message:
@@ -164,7 +167,8 @@ class Verbs:
         return self._moves.fabric(str(message.get("address") or ""))
 
     async def _data_from(self, message: Message) -> Message:
-        self._datasets.know(f"{message['job']}.{message['attempt']}", message["datasets"])
+        datasets = {n: from_map(DatasetSpec, d, f"datasets.{n}") for n, d in message["datasets"].items()}
+        self._datasets.know(f"{message['job']}.{message['attempt']}", datasets)
         return {}
 
     async def _fabric(self, message: Message) -> Message:

@@ -21,6 +21,8 @@ from clusterd.agent.tensors.segments import Segment, Store
 from clusterd.agent.tensors.slice_server import ANY_ADDRESS, SliceServer
 from clusterd.agent.tensors.snapshot_replicas import SnapshotReplicas, set_of
 from clusterd.agent.threads import in_thread
+from clusterd.protocol.codec import from_map
+from clusterd.protocol.migration import MigrationRequest
 
 Message = dict[str, Any]
 SendToRanks = Callable[[Attempt, Message], int]
@@ -83,12 +85,15 @@ class Moves:
             log_line(f"agent: serving slices on all interfaces, not on {address} alone: {error}")
             return SliceServer(self._store, self._tokens.get, self._datasets)
 
-    def admit(self, move: Message) -> None:
+    def admit(self, move: MigrationRequest) -> None:
         """Accept this migration's token for its segments, and the tokens of the state snapshots it restores from."""
-        for group, token in (move.get("sets") or {}).items():
-            self._tokens[str(group)] = str(token)
-        self._tokens[str(move["id"])] = str(move["token"])
-        self._ended.discard(str(move["id"]))
+        self._tokens.update(move.sets)
+        self.admit_reader(move.id, move.token)
+
+    def admit_reader(self, move: str, token: str) -> None:
+        """Accept a token for the segments of a migration, or of a set of state snapshots."""
+        self._tokens[move] = token
+        self._ended.discard(move)
 
     def forward(self, attempt: Attempt, message: Message) -> Message:
         """Forward a daemon's message to the ranks of one generation, also to those that connect later."""
@@ -96,7 +101,7 @@ class Moves:
         if kind in _REMEMBERED:
             self._last[attempt.name] = message
         if kind == "move":
-            self.admit(message["move"])
+            self.admit(from_map(MigrationRequest, message["move"], "move"))
         if kind == "abort":
             self.drop(str(message["move"]))
         return {"ranks": self._send_to_ranks(attempt, message)}

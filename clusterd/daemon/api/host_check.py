@@ -15,6 +15,7 @@ from clusterd.daemon.api.server import Peer, Verb
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError
+from clusterd.protocol.migration import Address
 from clusterd.types import HostId, HostState
 from clusterd.units import duration, size
 
@@ -49,7 +50,7 @@ class HostChecks:
         asked = [admission.find_host(state, name) for name in hosts] or list(state.hosts.values())
         names = {host.id for host in asked}
         up = [host for host in state.hosts.values() if host.state is HostState.UP]
-        places: dict[HostId, list[Any]] = {}
+        places: dict[HostId, Address] = {}
 
         async def served(host: Host) -> Row:
             places[host.id] = await self._hosts.slice_server(host.id, "fabric")

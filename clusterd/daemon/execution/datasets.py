@@ -13,12 +13,15 @@ from clusterd.core.state import State
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import AgentLost, ClusterError, TryLater
+from clusterd.protocol.codec import to_map
+from clusterd.protocol.launch import DatasetSpec
+from clusterd.protocol.migration import Address
 from clusterd.types import HostId, JobSpec
 
 log = logging.getLogger(__name__)
 
-Where = dict[str, dict[str, Any]]
-"""Data sets by name: ``path`` on the host itself, if any; ``from``: addresses of serving hosts; ``token``."""
+Where = dict[str, DatasetSpec]
+"""Data sets by name."""
 
 
 class DataSets:
@@ -46,13 +49,13 @@ class DataSets:
             token = self._token(job, name)
             places = places_of(text)
             paths = {host: next((path for at, path in places if at in (None, host)), None) for host in found}
-            serving: list[list[Any]] = []
+            serving: tuple[Address, ...] = ()
             if None in paths.values():
                 serving = await self._serve_all(name, places, token)
                 if not serving:
                     raise TryLater(f"no host that has the data set {name!r} is connected ({text})")
             for host, mine in paths.items():
-                found[host][name] = {"path": mine, "from": serving if mine is None else [], "token": token}
+                found[host][name] = DatasetSpec(mine, serving if mine is None else (), token)
         return found
 
     async def host_is_up(self, host: HostId) -> None:
@@ -69,15 +72,16 @@ class DataSets:
             which: dict[str, Any] = {"job": job_id, "attempt": job.attempt.number}
             for reader, known in by_reader.items():
                 try:
-                    await self._hosts.request(reader, "data_from", datasets=known, **which)
+                    datasets = {name: to_map(dataset) for name, dataset in known.items()}
+                    await self._hosts.request(reader, "data_from", datasets=datasets, **which)
                 except ClusterError as error:
                     log.info("%s is not told where the data of %s is: %s", reader, job_id, error)
 
-    async def _serve_all(self, name: str, places: Iterable[tuple[str | None, str]], token: str) -> list[list[Any]]:
+    async def _serve_all(self, name: str, places: Iterable[tuple[str | None, str]], token: str) -> tuple[Address, ...]:
         answers = [await self._serve(name, HostId(str(at)), path, token) for at, path in places]
-        return [address for address in answers if address is not None]
+        return tuple(address for address in answers if address is not None)
 
-    async def _serve(self, name: str, host: HostId, path: str, token: str) -> list[Any] | None:
+    async def _serve(self, name: str, host: HostId, path: str, token: str) -> Address | None:
         if host not in self._state.hosts:
             raise ClusterError(
                 f"the data set {name!r} is on {host}, which is no host of ours: clusterd host add {host}"

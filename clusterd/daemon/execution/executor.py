@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -23,6 +24,9 @@ from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.unexpected import in_a_line
 from clusterd.errors import AgentLost, ClusterError, NotStarted, TryLater, without_host
+from clusterd.protocol.codec import to_map
+from clusterd.protocol.launch import LaunchRequest
+from clusterd.protocol.migration import MigrationRequest
 from clusterd.types import AttemptState, HostId, JobKind
 
 log = logging.getLogger(__name__)
@@ -158,13 +162,13 @@ class Executor:
                 _launch_failed(decision, host, without_host(host, error), is_infrastructure, error.is_permanent)
             )
 
-        async def on(host: HostId, request: dict[str, Any]) -> None:
+        async def on(host: HostId, request: LaunchRequest) -> None:
             attempt = self._engine.scheduler.state.attempt(decision.job, decision.attempt, decision.generation)
             if attempt is None or attempt.state is not AttemptState.LAUNCHING:
                 # The host went and came back meanwhile, and its devices may be somebody else's by now.
                 raise AgentLost(f"{decision.job}.{decision.attempt} is not wanted any more")
             try:
-                await self._hosts.request(host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **request)
+                await self._hosts.request(host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **to_map(request))
             except AgentLost:
                 raise
             except ClusterError as error:
@@ -182,7 +186,7 @@ class Executor:
             async with anyio.create_task_group() as group:
                 for host in decision.hosts:
                     group.start_soon(prepare, host)
-            requests: dict[HostId, dict[str, Any]] = {}
+            requests: dict[HostId, LaunchRequest] = {}
             if not failures:
                 try:
                     requests = await self._launches.requests(decision, spec, secrets)
@@ -226,7 +230,7 @@ class Executor:
                 await self._hosts.request(host, "stop", timeout_s=None, grace_s=0.0, reason=why, **which)
             raise
 
-    async def _launch_standby(self, decision: d.StartMigration, move: dict[str, Any]) -> None:
+    async def _launch_standby(self, decision: d.StartMigration, move: MigrationRequest) -> None:
         """Start the target ranks of a migration; they wait for the switch."""
         spec = self._engine.scheduler.state.jobs[decision.job].spec
         target = d.LaunchAttempt(
@@ -243,12 +247,10 @@ class Executor:
                 group.start_soon(self._launches.send_snapshot, host, spec)
         requests = await self._launches.requests(target, spec, await self._archive.secrets(decision.job))
 
-        async def on(host: HostId, request: dict[str, Any]) -> None:
-            here = {**move, "host": host}
+        async def on(host: HostId, request: LaunchRequest) -> None:
+            standby = replace(request, standby=True, move=replace(move, host=host))
             try:
-                await self._hosts.request(
-                    host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **request, standby=True, move=here
-                )
+                await self._hosts.request(host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **to_map(standby))
             except AgentLost:
                 raise
             except ClusterError as error:

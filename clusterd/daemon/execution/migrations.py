@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
@@ -16,6 +15,7 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.snapshot_replicas import Whole
 from clusterd.errors import ClusterError
 from clusterd.protocol.agent import RankExited
+from clusterd.protocol.migration import Address
 from clusterd.protocol.rank import FromRank, Trains
 from clusterd.types import HostId, JobId, RankPlace
 
@@ -48,7 +48,7 @@ class Migrations:
             if not move.verified:
                 self._finishing.pop(key, None)
 
-    async def restore(self, decision: d.LaunchAttempt, whole: Whole, served: dict[str, list[Any]]) -> int:
+    async def restore(self, decision: d.LaunchAttempt, whole: Whole, served: dict[str, Address]) -> int:
         """Start the ranks of a lost job from state snapshots in memory; returns their step.
 
         Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -21,6 +22,8 @@ from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.unexpected import in_a_line
 from clusterd.errors import AgentLost, ClusterError
 from clusterd.protocol.agent import RankExited
+from clusterd.protocol.codec import to_map
+from clusterd.protocol.launch import DeviceSpec, RankSpec
 from clusterd.types import HostId, JobId, JobSpec, Reason
 from plans.model_shape import ModelShape
 
@@ -119,23 +122,15 @@ class ModelInspector:
         await self._launches.send_snapshot(decision.host, spec)
         base = self._launches.request_base(decision.job, DESCRIPTION, 1, spec, secrets)
         key: dict[str, Any] = {"job": decision.job, "attempt": DESCRIPTION, "generation": 1}
-        base["env"] = {**base["env"], "CLUSTERD_DESCRIBE": "1"}
-        base["datasets"] = (await self._datasets.where(decision.job, spec, [decision.host]))[decision.host]
-        rank = {
-            "rank": 0,
-            "world_size": 1,
-            "local_rank": 0,
-            "local_world_size": 1,
-            "master_addr": "",
-            "master_port": 0,
-            "interface": "",
-            "plan": {},
-            "device": {"kind": "cpu", "uuid": "", "cores": [], "threads": 1},
-            "hosts": 1,
-        }
+        request = replace(
+            base,
+            env={**base.env, "CLUSTERD_DESCRIBE": "1"},
+            datasets=(await self._datasets.where(decision.job, spec, [decision.host]))[decision.host],
+            ranks=(RankSpec(rank=0, plan={}, device=DeviceSpec("cpu", threads=1)),),
+        )
         ended = self._hosts.exits.expect((decision.host, decision.job, DESCRIPTION))
         try:
-            await self._hosts.request(decision.host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **base, ranks=[rank])
+            await self._hosts.request(decision.host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **to_map(request))
             with anyio.move_on_after(DESCRIBE_TIMEOUT_S) as waiting:
                 report = await ended.wait()
             if waiting.cancelled_caught:

@@ -27,6 +27,7 @@ from clusterd.daemon.journal.journal import Journal
 from clusterd.daemon.unexpected import guarded
 from clusterd.errors import AgentLost, ClusterError, HostError
 from clusterd.protocol import ProtocolError, agent, rank
+from clusterd.protocol.migration import Address
 from clusterd.ssh.host import HostLink, LinkState
 from clusterd.types import HostId, JobId
 
@@ -300,7 +301,7 @@ class HostRegistry:
             raise AgentLost(f"{host} is no longer part of the cluster")
         return await managed.link.request(verb, timeout_s=timeout_s, **args)
 
-    async def slice_server(self, host: HostId, verb: str, **args: Any) -> list[Any]:
+    async def slice_server(self, host: HostId, verb: str, **args: Any) -> Address:
         """Have a host's agent serve slices at the address by which other hosts know it; return address and port.
 
         Args:
@@ -309,7 +310,7 @@ class HostRegistry:
             ClusterError: as `request`.
         """
         address = self._address(host) or "127.0.0.1"
-        return [address, (await self.request(host, verb, address=address, **args))["port"]]
+        return address, (await self.request(host, verb, address=address, **args))["port"]
 
     async def everywhere(
         self, decision: d.ToRanks, verb: str, **args: Any

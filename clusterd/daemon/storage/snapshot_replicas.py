@@ -10,7 +10,6 @@ import hmac
 import logging
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.hosts.registry import HostRegistry
@@ -18,6 +17,7 @@ from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import AgentLost, ClusterError, NotStarted
 from clusterd.protocol import agent
+from clusterd.protocol.migration import Address
 from clusterd.types import HostId, HostState, JobId
 from plans.plan import Plan
 
@@ -126,7 +126,7 @@ class SnapshotReplicas:
         names, hosts = zip(*(by_rank[rank] for rank in range(plan.ranks)), strict=True)
         return Whole(of, plan, step, names, hosts, {_set(of): self._token(of)})
 
-    async def admit(self, whole: Whole) -> dict[str, list[Any]]:
+    async def admit(self, whole: Whole) -> dict[str, Address]:
         """Ask every holder of a state snapshot to admit readers; returns address and port of each.
 
         Raises:
@@ -134,7 +134,7 @@ class SnapshotReplicas:
                 retry.
             ClusterError: a holder refuses.
         """
-        served: dict[str, list[Any]] = {}
+        served: dict[str, Address] = {}
         for host in dict.fromkeys(whole.hosts):
             try:
                 served[host] = await self._admitted(whole.of, host)
@@ -169,7 +169,7 @@ class SnapshotReplicas:
                 except ClusterError as error:
                     log.info("%s could not drop old state snapshots: %s", host, error)
 
-    async def _admitted(self, of: Generation, host: HostId) -> list[Any]:
+    async def _admitted(self, of: Generation, host: HostId) -> Address:
         return await self._hosts.slice_server(host, "snapshot_admit", set=_set(of), token=self._token(of))
 
     def _second(self, host: HostId, attempt: Attempt) -> HostId | None:

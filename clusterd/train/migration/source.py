@@ -13,6 +13,9 @@ import time
 
 import torch
 
+from clusterd.protocol import ProtocolError
+from clusterd.protocol.codec import from_map
+from clusterd.protocol.migration import MigrationRequest
 from clusterd.train.migration.spec import MigrationSpec, sums_to_bytes
 from clusterd.train.process.control import Control, Message
 from clusterd.train.state import scalars
@@ -160,8 +163,8 @@ class MigrationSource:
             if migration_id in self._aborted or (self._migration is not None and self._migration.id == migration_id):
                 return  # repeated by an agent that reconnected
         try:
-            migration = MigrationSpec.from_dict(message["move"])
-        except (KeyError, TypeError, ValueError) as error:
+            migration = MigrationSpec.of(from_map(MigrationRequest, message["move"], "move"))
+        except (ProtocolError, KeyError, TypeError, ValueError) as error:
             self._control.report("failed", id=migration_id, phase="prepare", why=f"cannot parse the migration: {error}")
             return
         if self._training.context.rank in migration.lost:

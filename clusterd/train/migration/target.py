@@ -54,7 +54,7 @@ class MigrationTarget:
         self._context, self._control = context, control
         self._phase = "prepare"
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self.migration_id = str(context.migration.get("id", ""))
+        self.migration_id = context.migration.id
         self._mapped: dict[str, Segment] = {}  # by path
         self._copies: dict[tuple[str, int], CopyBatch] = {}  # out of mapped segments, by path and source
         self._map_budget_bytes = MAPPED_AHEAD_BYTES
@@ -88,7 +88,8 @@ class MigrationTarget:
         return training
 
     def _prepare_and_load(self, make: Callable[[], Target]) -> Target:
-        migration = MigrationSpec.from_dict(self._context.migration or {})
+        assert self._context.migration is not None
+        migration = MigrationSpec.of(self._context.migration)
         rank = self._context.rank
         training = make()
         training.rehearse()
