@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from clusterd.exit_reasons import Reason
+from clusterd.protocol.control import Ready
+from clusterd.protocol.rank import Probed
 from clusterd.train.checkpoint import dcp, dcp_files, export
 from clusterd.train.data import loader
 from clusterd.train.inspect import describe, loss_mean
@@ -217,11 +219,11 @@ def train(job: Job, context: Context, control: Control, on_step: OnStep, on_end:
             if context.restore:
                 training.optimizer.make_state()
                 dcp.restore(training, training.shape, context.restore)
-        control.send_status({"event": "ready"})
+        control.send_status(Ready())
         if context.probe and target is None:
             figures = probe(device, context.hosts, precision.dtype_of(job.precision))
             if context.rank == 0:
-                control.report("probe", figures=figures)
+                control.report(Probed(figures))
         migration_id = target.migration_id if target is not None else ""
         training_loop = TrainingLoop(training, control, on_step, migration_id=migration_id)
         outcome = training_loop.run()

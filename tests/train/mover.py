@@ -289,7 +289,7 @@ class Mover:
             self._tell(self.now, {"event": "peers_lost", "reason": "the test killed some"})
         left = self.now.plan.ranks - len(ranks)
         self.wait(lambda: len(self._said(self.now, "orphaned", "")) == left, "orphaned")
-        return {said["step"] for said in self._said(self.now, "orphaned", "").values() if said["updated"]}
+        return {said["step"] for said in self._said(self.now, "orphaned", "").values()}
 
     def _said(self, generation: Generation, what: str, move: str) -> dict[int, Message]:
         return {r: s for agent in self.agents.values() for r, s in agent.said(generation.number, what, move).items()}

@@ -13,6 +13,8 @@ import pytest
 import torch
 from scenarios import Recorded, job
 
+from clusterd.protocol.control import MakeSegment, PublishSegment, SegmentReply
+from clusterd.protocol.messages import Done
 from clusterd.train.migration import snapshots
 from clusterd.train.migration.snapshots import StateSnapshots
 from clusterd.train.process.context import Context
@@ -35,17 +37,17 @@ class Agent:
         self.asked, self.may_answer = threading.Event(), threading.Event()
         self.may_answer.set()
 
-    def ask(self, verb: str, *, name: str, **more: Any) -> dict[str, Any]:
-        path = self.directory / name
-        if verb == "segment":
-            path.write_bytes(bytes(more["bytes"]))
-            return {"path": str(path)}
-        self.published.append((name, more["meta"]["step"]))
+    def ask(self, request: MakeSegment | PublishSegment) -> SegmentReply | Done:
+        path = self.directory / request.name
+        if isinstance(request, MakeSegment):
+            path.write_bytes(bytes(request.bytes))
+            return SegmentReply(str(path))
+        self.published.append((request.name, request.meta["step"]))
         self.asked.set()
         assert self.may_answer.wait(DEADLINE_S)
         if self.refuses:
             raise AgentRefused("store", "no room")
-        return {}
+        return Done()
 
 
 def training(rank: int = 0, plan: Plan | None = None, **options: Any) -> Training:
@@ -94,7 +96,7 @@ def test_buffers_are_those_of_the_step_though_the_next_forward_pass_changes_them
     settle(taken)
     shared = layout(made.shape, Plan()).deduplicated()
     part = next(p for p in state_snapshot_outbox(shared, 0).parts if shared.tensors[p.tensor].name == "embed.seen")
-    assert Segment(str(tmp_path / "..g0.snap0.0")).view(torch.int64, (), part.offset).item() == 160
+    assert Segment(str(tmp_path / ".0.g0.snap0.0")).view(torch.int64, (), part.offset).item() == 160
 
 
 def test_the_newest_snapshot_is_never_written_over(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from clusterd import protocol
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.log import log_line
 from clusterd.protocol.budget import FREE_BYTES, ByteBudget
+from clusterd.protocol.codec import to_map
 from clusterd.protocol.proof import CHALLENGE_BYTES_MAX
 
 QUEUE_BYTES_MAX = 4 << 20
@@ -210,10 +211,11 @@ def _requested_bytes(message: Message) -> int:
     return min(limit, protocol.FRAME_BYTES_MAX) if isinstance(limit, int) and limit > 0 else 0
 
 
-async def outcome(verb: object, work: Awaitable[Message]) -> Message:
-    """Reply to a request: ``ok`` with the result of `work`, or ``error``."""
+async def outcome(verb: object, work: Awaitable[object]) -> Message:
+    """Reply to a request: ``ok`` with the result of `work`, a message or its map, or ``error``."""
     try:
-        return {"ok": await work}
+        result = await work
+        return {"ok": result if isinstance(result, dict) else to_map(result)}
     except Refused as refused:
         return {"error": {"kind": refused.kind, "message": str(refused)}}
     except protocol.ProtocolError as error:

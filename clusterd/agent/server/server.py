@@ -31,6 +31,7 @@ from clusterd.agent.server.verbs import Verbs
 from clusterd.agent.tensors.datasets import Datasets
 from clusterd.agent.tensors.moves import Moves
 from clusterd.protocol.budget import ByteBudget
+from clusterd.protocol.messages import Event
 from clusterd.protocol.proof import new_nonce, proves
 from clusterd.socket_files import inode, is_still
 from clusterd.umask import make_files_private
@@ -208,10 +209,10 @@ class Agent:
             )
         connection.proven = True
 
-    def _send_to_attempt(self, job: str, number: int, message: Message) -> None:
+    def _send_to_attempt(self, job: str, number: int, event: Event) -> None:
         """Send to the connected ranks of an attempt, of all its generations."""
         for attempt in self._attempts.generations(job, number):
-            self._sessions.send_to_ranks(attempt, message)
+            self._sessions.send_to_ranks(attempt, event)
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import read_json, write_json
 from clusterd.agent.log import log_line
 from clusterd.agent.server.connection import Connection, Message
+from clusterd.protocol.control import Stop
+from clusterd.protocol.messages import Event
 
 EPOCH_STEP_MAX = 24 * 3600
 """An epoch counts starts of a daemon, or is its wall clock in seconds after `start --restored`. One that is further
@@ -167,16 +169,16 @@ class Sessions:
         asked = set()
         for connection in self._connections:
             if connection.rank is not None and connection.rank[0] is attempt:
-                connection.send({"event": "stop", "reason": reason, "deadline_s": grace_s, **flags})
+                connection.send(Stop(reason, grace_s, **flags).to_message())
                 # The pid of the forked process: behind a shell, the process that listens has another one.
                 asked.add(attempt.ranks[connection.rank[1]].pid)
         return asked
 
-    def send_to_ranks(self, attempt: Attempt, message: Message) -> int:
+    def send_to_ranks(self, attempt: Attempt, event: Event) -> int:
         """Send to the connected ranks of one generation; return their number."""
         receivers = [c for c in self._connections if c.rank is not None and c.rank[0] is attempt]
         for connection in receivers:
-            connection.send(message)
+            connection.send(event.to_message())
         return len(receivers)
 
 

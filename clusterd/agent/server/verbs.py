@@ -18,7 +18,10 @@ from clusterd.agent.tensors.datasets import Datasets, evict_cached_files
 from clusterd.agent.tensors.moves import Moves
 from clusterd.agent.threads import in_thread
 from clusterd.protocol.codec import from_map
+from clusterd.protocol.control import TO_RANKS, BeginMigration
 from clusterd.protocol.launch import DatasetSpec, LaunchRequest
+from clusterd.protocol.messages import read_event
+from clusterd.protocol.migration import MigrationRequest
 
 Verb = Callable[[Message], Awaitable[Message]]
 
@@ -179,15 +182,17 @@ class Verbs:
 
     async def _move(self, message: Message) -> Message:
         attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
-        return self._moves.forward(attempt, {"event": "move", "move": message["move"]})
+        event = BeginMigration(from_map(MigrationRequest, message["move"], "move"))
+        return self._moves.forward(attempt, event)
 
     async def _forward(self, message: Message) -> Message:
         attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
-        return self._moves.forward(attempt, {"event": message["verb"], "move": message["move"]})
+        event = read_event(TO_RANKS, {"event": message["verb"], "move": message["move"]})
+        return self._moves.forward(attempt, event)
 
     async def _message_ranks(self, message: Message) -> Message:
         attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
-        return self._moves.forward(attempt, dict(message["message"]))
+        return self._moves.forward(attempt, read_event(TO_RANKS, message["message"]))
 
     async def _drop(self, message: Message) -> Message:
         return await asyncio.get_running_loop().run_in_executor(None, self._moves.drop, str(message["move"]))

@@ -17,6 +17,8 @@ from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.tensors.fabric import FetchFailed, ask, data_name
 from clusterd.datasets import FREE_SHARE, UNREACHABLE, DataUnavailable, File, Folders, Found
 from clusterd.protocol import FRAME_BYTES_MAX
+from clusterd.protocol.codec import to_map
+from clusterd.protocol.control import LookUpData, ReadData
 from clusterd.protocol.launch import DatasetSpec
 
 Message = dict[str, Any]
@@ -85,15 +87,14 @@ class Datasets:
         with self._lock:
             self._elsewhere.pop(attempt, None)
 
-    def ask(self, attempt: Attempt, verb: str, message: Message) -> Message:
+    def ask(self, attempt: Attempt, question: LookUpData | ReadData) -> Message:
         """Forward a rank's question about a remote data set to a host that has it; blocks.
 
         Raises:
             Refused: no host has it, or none that has it can be reached.
         """
-        dataset = str(message["dataset"])
-        request = {"data": verb.removeprefix("data_")}
-        request |= {k: message[k] for k in ("path", "file", "offset", "length") if k in message}
+        dataset = question.dataset
+        request = {"data": question.verb.removeprefix("data_"), **to_map(question)}
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
             known = self._where(attempt, dataset)

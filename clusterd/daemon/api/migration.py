@@ -26,6 +26,7 @@ from clusterd.daemon.hosts.pending_replies import PendingReply
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError, TryLater, UsageError
+from clusterd.protocol.control import TakeCheckpoint
 from clusterd.protocol.rank import CheckpointFailed
 from clusterd.types import AttemptState, DeviceId, JobId, JobKind
 from plans.plan import Plan, PlanError
@@ -163,7 +164,7 @@ class MigrationVerbs:
                 hosts=attempt.hosts,
                 path=path,
             )
-            answers, errors = await self._hosts.everywhere(asked, "tell", message={"event": "checkpoint", "path": path})
+            answers, errors = await self._hosts.everywhere(asked, "tell", message=TakeCheckpoint(path).to_message())
             if not answers:  # one is enough: ranks of an elastic job pass it on
                 raise errors[0]
             if not any(answer["ranks"] for answer in answers):

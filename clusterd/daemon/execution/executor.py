@@ -25,6 +25,7 @@ from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.unexpected import in_a_line
 from clusterd.errors import AgentLost, ClusterError, NotStarted, TryLater, without_host
 from clusterd.protocol.codec import to_map
+from clusterd.protocol.control import PeersLost, TakeCheckpoint, UseCores
 from clusterd.protocol.launch import LaunchRequest
 from clusterd.protocol.migration import MigrationRequest
 from clusterd.types import AttemptState, HostId, JobKind
@@ -261,13 +262,13 @@ class Executor:
                 group.start_soon(on, host, request)
 
     async def _checkpoint(self, decision: d.TakeCheckpoint) -> None:
-        await self._hosts.everywhere(decision, "tell", message={"event": "checkpoint", "path": decision.path})
+        await self._hosts.everywhere(decision, "tell", message=TakeCheckpoint(decision.path).to_message())
 
     async def _use_cores(self, decision: d.UseCores) -> None:
-        await self._hosts.everywhere(decision, "tell", message={"event": "cores", "each": decision.each})
+        await self._hosts.everywhere(decision, "tell", message=UseCores(decision.each).to_message())
 
     async def _cut_off(self, decision: d.AbortCollectives) -> None:
-        await self._hosts.everywhere(decision, "tell", message={"event": "peers_lost", "reason": decision.reason})
+        await self._hosts.everywhere(decision, "tell", message=PeersLost(decision.reason).to_message())
 
     # --- stop ---------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from clusterd.datasets import DataUnavailable, File, Folder, Folders, Source
+from clusterd.protocol.control import DataHello
 from clusterd.train.data.dataset_sources import BLOCK_BYTES, AgentSource, CachedSource
 from clusterd.train.process.context import rank_file
 
@@ -55,9 +56,9 @@ class DatasetSources:
             folders = {name: folder for name, folder in file.datasets.items() if folder}
             if not file.control_socket:
                 return cls(folders)
-            identity = {key: getattr(file, key) for key in ("job", "attempt", "generation", "rank", "token")}
+            hello = DataHello(file.job, file.attempt, file.generation, file.rank, file.token)
             cache = file.data_cache or f"{environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/clusterd/data"
-            return cls(folders, CachedSource(AgentSource(file.control_socket, identity), Path(cache)))
+            return cls(folders, CachedSource(AgentSource(file.control_socket, hello), Path(cache)))
         pairs = [p.partition("=") for p in environ.get("CLUSTERD_DATASETS", "").split(":") if p]
         return cls({name: folder for name, _, folder in pairs})
 
