@@ -7,7 +7,6 @@ import hmac
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from clusterd.agent.background_tasks import Background
 from clusterd.agent.forkserver import child
@@ -18,6 +17,7 @@ from clusterd.agent.host.home import Home, read_json, write_json
 from clusterd.agent.log import log_line
 from clusterd.agent.ranks import launching, stopping
 from clusterd.agent.ranks.exit_reports import STRAGGLER_GRACE_S, Emit, ExitReports
+from clusterd.protocol.forkserver import RankRecord
 from clusterd.protocol.launch import LaunchRequest
 
 FAILURE_CHARACTERS_MAX = 1 << 14
@@ -129,7 +129,7 @@ class Attempts:
         """Sweep an attempt whose agent died between the last rank's exit and the sweep."""
         for rank in attempt.ranks.values():
             record = attempt.read_rank(rank.rank)
-            rank.end = record if record and record["state"] == "exited" else rank.lost(time.time())
+            rank.end = record if record and record.state == "exited" else rank.lost(time.time())
             rank.state = "running"
         self._exit_reports.flush(attempt)
 
@@ -140,11 +140,11 @@ class Attempts:
             if attempt.running and not attempt.lock.locked():
                 self._exit_reports.poll(attempt)
 
-    def _on_exited(self, state: str, record: dict[str, Any]) -> None:
+    def _on_exited(self, state: str, record: RankRecord) -> None:
         path = Path(state)
         attempt = self._known.get(path.parent.name)
         number = path.name.removeprefix("rank-").removesuffix(".state.json")
-        if attempt is None or not number.isdigit() or record["generation"] != attempt.generation:
+        if attempt is None or not number.isdigit() or record.generation != attempt.generation:
             return
         rank = attempt.ranks.get(int(number))
         if rank is not None:

@@ -13,6 +13,7 @@ from clusterd.agent.forkserver.client import ForkServers, SpawnFailed
 from clusterd.agent.host import programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Rank, Refused
 from clusterd.exit_reasons import EXIT_CODE_OF, Reason
+from clusterd.protocol.forkserver import Spawn
 from clusterd.protocol.launch import LaunchRequest, RankSpec
 
 
@@ -95,25 +96,25 @@ class Launcher:
         rank = attempt.ranks[spec.rank]
         forked = rank_environment.runs_in_fork(launch)
         env = rank_environment.variables(attempt, spec, self._tag(attempt.name), secrets)
-        request = {
-            "generation": attempt.generation,
-            "kind": launch.kind,
-            "mode": "python" if forked else "exec",
-            "argv": rank_environment.forked_argv(launch) if forked else rank_environment.exec_argv(launch),
-            "env": env,
-            "cwd": str(work),
-            "cores": list(spec.device.cores),
-            "threads": int(env["OMP_NUM_THREADS"]) if env["OMP_NUM_THREADS"].isdigit() else 0,
-            "log": str(attempt.log(rank.rank)),
-            "state": str(attempt.state_file(rank.rank)),
-            "stop_marker": str(attempt.stop_marker),
-        }
+        request = Spawn(
+            generation=attempt.generation,
+            kind=launch.kind,
+            mode="python" if forked else "exec",
+            argv=tuple(rank_environment.forked_argv(launch) if forked else rank_environment.exec_argv(launch)),
+            env=env,
+            cwd=str(work),
+            cores=spec.device.cores,
+            threads=int(env["OMP_NUM_THREADS"]) if env["OMP_NUM_THREADS"].isdigit() else 0,
+            log=str(attempt.log(rank.rank)),
+            state=str(attempt.state_file(rank.rank)),
+            stop_marker=str(attempt.stop_marker),
+        )
         python = programs.interpreter(launch.python) if forked else None
         await self._fork_servers.spawn(request, python, forked)
         # The rank may have exited, and its exit been recorded, before this line.
         if rank.end is None and (record := attempt.read_rank(rank.rank)):
             rank.take(record)
-            if record["state"] == "exited":
+            if record.state == "exited":
                 rank.state, rank.end = "running", record
 
 
