@@ -115,6 +115,16 @@ def test_first_lines_say_what_a_thing_is_or_does(package: str) -> None:
     assert wrong == []
 
 
+def test_test_modules_say_what_they_test() -> None:
+    wrong = []
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        first = (ast.get_docstring(tree) or "").partition("\n")[0]
+        if tree.body and (VAGUE_OPENING.match(first) or not first.endswith((".", ":"))):
+            wrong.append(f"{file.relative_to(ROOT)}: {first}")
+    assert wrong == []
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_names_are_terms_of_the_field(package: str) -> None:
     wrong = {f"{file}: {name}" for file, name in _names(package) if _is_everyday(name)}

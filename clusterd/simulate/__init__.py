@@ -1,1 +1,1 @@
-"""The scheduler under a virtual clock: same events, same decisions, other effects."""
+"""The scheduler under a virtual clock: the same events and decisions, with simulated effects."""

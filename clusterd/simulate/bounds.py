@@ -21,12 +21,12 @@ from clusterd.simulate.truth import ModelTruth, Truth
 from clusterd.simulate.workload import Arrival, Workload
 
 INTERVALS = 250
-"""Between the first arrival and when all would be over; more make the bound tighter by half of one at the most."""
+"""Intervals of the horizon; more of them tighten the bound by half an interval at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Seconds; least that any schedule needs."""
+    """Lower bounds in seconds, valid for every schedule."""
 
     average_completion_s: float
     makespan_s: float
@@ -34,7 +34,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One way to run: devices of a type, and steps per second."""
+    """One mode of execution: devices of a type, and steps per second."""
 
     device_type: str
     devices: int
@@ -42,7 +42,7 @@ class _Way:
 
 
 def bounds(cluster: Cluster, workload: Workload, truth: Truth) -> Bounds:
-    """Of this workload on this cluster, under any plans of the truth."""
+    """Lower bounds of this workload on this cluster, under any plans of the truth."""
     there = _devices(cluster)
     ways = {name: _ways(model, there) for name, model in truth.models.items()}
     arrivals = workload.arrivals
@@ -67,10 +67,10 @@ def _devices(cluster: Cluster) -> dict[str, int]:
 
 
 def _ways(model: ModelTruth, there: Mapping[str, int]) -> tuple[_Way, ...]:
-    """The fastest for each type and number of devices.
+    """The fastest mode for each type and number of devices.
 
-    A job on several types is as fast as a mixture of the same shape on each type alone, in shares of its devices: it
-    needs no way of its own, but counts shapes that one type alone could not hold.
+    A job on mixed types is as fast as a combination of the same shape on each type, in proportion to its devices, so it
+    needs no mode of its own; shapes that no single type could hold count here.
     """
     best: dict[tuple[str, int], float] = {}
     for (_, device_type, shape), time in [*model.step_times_s.items(), *model.beyond.items()]:
@@ -87,7 +87,7 @@ def _least_sum_s(
     there: Mapping[str, int],
     makespan_s: float,
 ) -> float:
-    """Least sum of completion times; jobs shorter than an interval count as if they were alone and took no devices."""
+    """Least sum of completion times; a job shorter than an interval counts as if alone and without devices."""
     first_s, types = arrivals[0].at_s, {name: i for i, name in enumerate(there)}
     edges = np.linspace(0.0, 1.2 * makespan_s, INTERVALS + 1)
     width_s = float(edges[1])
@@ -114,7 +114,7 @@ def _least_sum_s(
                 share.append((len(spans), column, 1.0))
                 progress.append((jobs, column, done))
             spans.append(float(edges[interval + 1]) - begin_s)
-        # What does not fit is done at the end, on devices that nobody has: the programme always has a solution.
+        # Work that does not fit is done at the end on extra devices, so the programme always has a solution.
         progress.append((jobs, len(costs), 1.0))
         costs.append(float(edges[-1]) - at_s)
         jobs += 1

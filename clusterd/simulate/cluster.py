@@ -14,7 +14,7 @@ _PART = re.compile(r"(\d+)x(\d+):([A-Za-z0-9_.-]+)")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Alike hosts."""
+    """Hosts of one kind."""
 
     hosts: int
     devices: int  # on each
@@ -25,7 +25,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Hosts by groups, in the order in which they were written."""
+    """Hosts by group, in the order of the text."""
 
     groups: tuple[Group, ...]
 
@@ -34,12 +34,12 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """In all."""
+        """Number of devices of all hosts."""
         return sum(g.hosts * g.devices for g in self.groups)
 
     @property
     def types(self) -> dict[str, int]:
-        """Devices of each type."""
+        """Number of devices of each type."""
         found: dict[str, int] = {}
         for group in self.groups:
             found[group.device_type] = found.get(group.device_type, 0) + group.hosts * group.devices
@@ -47,7 +47,7 @@ class Cluster:
 
     @property
     def sizes(self) -> dict[str, list[int]]:
-        """Devices on each host, by type."""
+        """Device counts of the hosts, by type."""
         found: dict[str, list[int]] = {}
         for group in self.groups:
             found.setdefault(group.device_type, []).extend([group.devices] * group.hosts)
@@ -81,10 +81,10 @@ class Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster that `text` describes.
+    """Parse the description of a cluster.
 
     Raises:
-        InputError: it describes none.
+        InputError: the text is no description of a cluster.
     """
     groups: list[Group] = []
     for part in text.split("+"):

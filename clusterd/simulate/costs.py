@@ -10,46 +10,46 @@ from clusterd.types import HostId
 from plans.plan import Plan
 
 STATE_BYTES_PER_PARAMETER = 16
-"""Parameters, gradients' master copies and two moments of Adam, as training keeps them in mixed precision."""
+"""Training state per parameter byte: master copy and two moments of Adam, in mixed precision."""
 
 WHOLE_BYTES_PER_PARAMETER = 2
-"""Of these what ZeRO-1 and ZeRO-2 leave whole on every replica."""
+"""Part of it that ZeRO-1 and ZeRO-2 replicate on every rank."""
 
 LIVE_FIXED_S = 0.1
-"""Agreement on the last step, messages and the commit of the switch: as `daemon.api.migration_cost` reckons."""
+"""Consensus on the last step, messages, and the commit of the switch; as in `daemon.api.migration_cost`."""
 
 LIVE_COPY_BYTES_PER_S = 2e9
-"""Of one rank, out of its memory or into it: seen with four ranks on two cores (tests/benchmarks/migration.py)."""
+"""Copy rate of one rank, measured with four ranks on two cores (tests/benchmarks/migration.py)."""
 
 LIVE_NETWORK_BYTES_PER_S = 1e9
-"""Of one host: half of what streams over the loopback of the same machine do, and less than a card of 10 Gbit/s."""
+"""Network rate of one host: half of the loopback's on the machine that measured the copy rate, below 10 Gbit/s."""
 
 LIVE_PREPARE_S = 5.0
-"""New ranks start and rehearse while the old ones train."""
+"""Target ranks start and rehearse while the source ranks train."""
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Ranks of one plan, before a move or after it."""
+    """Ranks of one plan, on one side of a migration."""
 
     plan: Plan
     hosts: Sequence[HostId]  # of each rank
 
     @property
     def share(self) -> float:
-        """Of the state that one rank holds."""
+        """Share of the state that one rank holds."""
         plan = self.plan
         whole = {0: 1.0, 3: 0.0}.get(plan.zero, WHOLE_BYTES_PER_PARAMETER / STATE_BYTES_PER_PARAMETER)
         return (whole + (1.0 - whole) / plan.dp) / (plan.tp * plan.pp)
 
     def on_hosts(self) -> dict[HostId, float]:
-        """Of the state that each host holds."""
+        """Share of the state that each host holds."""
         return {host: min(count * self.share, 1.0) for host, count in Counter(self.hosts).items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds; what `move_s` is None for is reckoned from the model's size, as live migration takes."""
+    """Costs in seconds. Where `move_s` is None, a migration is priced by the bytes that it moves."""
 
     move_s: float | None = 78.0  # without progress, on the new devices
     start_s: float = 0.0  # before the first step of a job
@@ -62,10 +62,11 @@ class Costs:
         return LIVE_PREPARE_S if self.move_s is None else 0.0
 
     def downtime_s(self, parameters: int, old: Side, new: Side) -> float:
-        """Time in which no rank trains.
+        """Downtime of a migration: seconds in which no rank trains.
 
-        Replicas share the sending, so each old rank copies out its part of the state once; each new one copies in what
-        it holds. A host fetches what it needs and has not: of the parts that it holds, as many are of use as of any.
+        Replicas share the sending: each source rank copies its part of the state out once, each target rank copies in
+        what it holds. A host fetches the parts that it needs and lacks; of the parts that it has, the average share is
+        useful.
         """
         if self.move_s is not None:
             return self.move_s

@@ -1,7 +1,7 @@
-"""A daemon's own past as a simulation: the jobs that it had, on the hosts that it had, as fast as they were.
+"""A journal as a simulation: its jobs, on its hosts, at their speeds.
 
-Elastic jobs run as fast as the performance model says in the end, and where they really ran as fast as they did. What
-nobody knows the speed of (commands, checkpointable jobs) takes as long as it took, on as many devices as it had.
+Elastic jobs run at the speed that the performance model predicted last, and at the measured speed where they ran. Jobs
+without a speed model (commands, checkpointable jobs) take as long as they took, on as many devices as they held.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A journal's jobs, ready to be simulated, and how they fared."""
+    """Jobs of a journal, ready to be simulated, and their outcome."""
 
     cluster: Cluster
     truth: Truth
@@ -50,13 +50,13 @@ class History:
 
 
 def history(batches: Iterable[Batch], policy: str = "default") -> History:
-    """The past that these events tell.
+    """Build a simulation from a journal's events.
 
     Args:
-        batches: of a journal, from its first event on.
-        policy: what decided there.
+        batches: batches of a journal, from its first event on.
+        policy: name of the policy that made its decisions.
     Raises:
-        ClusterError: there was no job that ran, or another policy was at work.
+        ClusterError: no job ran, or another policy made its decisions.
     """
     scheduler = Scheduler(POLICIES[policy]())
     state, seen = scheduler.state, _Seen()
@@ -144,14 +144,14 @@ def _own_model(job: Job) -> str:
 
 
 def _held(job: Job, seen: _Seen) -> list[Device]:
-    """Devices of its last attempt, on hosts that may be gone by now."""
+    """Number of devices of a job's last attempt, also on hosts that were removed since."""
     places = [rank.place for rank in job.attempts[-1].ranks.values()]
     known = {d.id: d for place in places if place.host in seen.hosts for d in seen.hosts[place.host].devices}
     return [known[place.device] for place in places if place.device in known]
 
 
 def _as_it_was(job: Job, seen: _Seen) -> ModelTruth:
-    """One step that takes as long as the job ran, on what it held last."""
+    """One step that takes the job's run time on the devices that it held last."""
     attempt = job.attempts[-1]
     devices = _held(job, seen)
     shape, kind = shape_of(devices), devices[0].name
@@ -180,7 +180,7 @@ def _arrival(job: Job, at_s: float, models: dict[str, ModelTruth], before: Itera
     if own in models:
         ((plan, _, shape),) = models[own].step_times_s
         return replace(one, devices=sum(shape), plan=plan)
-    # A job that was stopped early would have gone on: as far as it got is what there is to compare.
+    # A job that was stopped early is simulated up to the step that it reached.
     steps = job.step if job.state is not JobState.FINISHED else max(total_steps(job) or 0, job.step)
     held = {sum(shape) for _, _, shape in models[job.model].step_times_s}
     devices = next((n for n in sorted(held) if n >= one.devices), max(held))
@@ -189,7 +189,7 @@ def _arrival(job: Job, at_s: float, models: dict[str, ModelTruth], before: Itera
 
 
 def _cluster(seen: _Seen) -> Cluster:
-    """Every host that was ever there, by device type: hosts with two types become two."""
+    """All hosts that the journal names, by device type: a host with two types becomes two."""
     groups: Counter[Group] = Counter()
     for facts in seen.hosts.values():
         for name in dict.fromkeys(d.name for d in facts.devices):

@@ -1,7 +1,7 @@
-"""The virtual clock: events go to the scheduler, its decisions are carried out against the truth.
+"""The virtual clock: events go to the scheduler, and its decisions are carried out against the truth.
 
-Everything of one instant is one batch, as in the daemon. Reports of progress come with each batch and at completion,
-not step by step.
+All events of one instant are one batch, as in the daemon. Progress is reported with each batch and at completion, not
+step by step.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from clusterd.simulate.world import World
 from clusterd.types import JobId
 
 TURNS_MAX = 2000
-"""Batches of one instant: beyond these a policy undoes what it has just done, again and again."""
+"""Limit of batches in one instant; a policy beyond it undoes its own decisions in a loop."""
 
 IDLE_MAX = 1000
-"""Batches in which nobody holds a device and nothing is to come but the policy's own timers: it will start nobody."""
+"""Limit of batches without a running job where only the policy's own timers are pending: it will start no job."""
 
 NOT_SIMULATED = (d.DescribeModel, d.HoldJob, d.AbortMigration, d.TakeCheckpoint, d.UseCores)
 """Decisions without effect on the virtual clock: jobs come with their model, and migrations and hosts do not fail in
@@ -32,7 +32,7 @@ class Simulation(World):
     # --- the clock ----------------------------------------------------------------------------------------------------
 
     def run(self) -> Result:
-        """Until every job is over, nothing more can happen, or the horizon."""
+        """Run until every job is over, no event is pending, or the horizon is reached."""
         start_s = self.workload.arrivals[0].at_s
         self._begin(start_s)
         for number, arrival in enumerate(self.workload.arrivals, 1):
@@ -90,7 +90,7 @@ class Simulation(World):
         self._handle(first)
 
     def _advance(self, at_s: float) -> None:
-        """Nothing happens until then: what holds devices keeps them, what waits goes on waiting."""
+        """Advance the clock: running jobs make progress, waiting jobs accumulate waiting time."""
         passed_s = at_s - self.now_s
         if passed_s > 0:
             for job in self._going:

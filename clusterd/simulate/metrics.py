@@ -1,4 +1,4 @@
-"""Figures of one simulated run, over all jobs: those that are not over count as if they ended at the horizon."""
+"""Metrics of one simulated run. A job that has not completed counts as completed at the horizon."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from clusterd.simulate.workload import asked_step_s
 
 
 def figures(result: Result) -> dict[str, Any]:
-    """By name; seconds, shares, counts.
+    """Metrics by name: seconds, shares, counts.
 
-    Finish-time fairness is Shockwave's: completion time over the time that the job would take alone with what it asks
-    for, times how many jobs contend for a device on average while it lives (at least 1). The Jain index is of these
-    ratios without contention, inverted: of the speed at which each job got through, relative to what it asked for.
+    Finish-time fairness is Shockwave's: the completion time divided by the time that the job would take alone with its
+    requested devices, times the average number of jobs per device during its life (at least 1). The Jain index is
+    computed on the inverse of these ratios without contention: the speed of each job relative to its request.
     """
     runs = result.runs
     ends = [r.end_s for r in runs if r.end_s is not None]
-    # Where there are rounds, the last end is heard of after it was.
+    # With rounds the last completion is observed after it happened.
     end_s = max(ends) if len(ends) == len(runs) else max([result.ended_s, *ends])
     completion = sorted(_completion_s(r, end_s) for r in runs)
     asked = [_asked_s(r) for r in runs]
@@ -69,14 +69,14 @@ def _asked_s(run: Run) -> float:
 
 
 def _met(run: Run, alone_s: float) -> bool:
-    """From its first start to its end, moves and interruptions included, it went at least as fast as it asked to."""
+    """True if the job ran, from its first start to its completion, at least as fast as its request would."""
     if run.end_s is None or run.first_start_s is None:
         return False
     return run.end_s - run.first_start_s <= alone_s * (1.0 + 1e-6) + 1e-6
 
 
 def _contention(runs: Sequence[Run], end_s: float, devices: int) -> list[float]:
-    """Of each job: jobs per device, averaged over its life; at least 1."""
+    """Jobs per device averaged over each job's life, at least 1."""
     changes: list[tuple[float, int]] = []
     for run in runs:
         changes += [(run.arrival.at_s, 1), (run.arrival.at_s + _completion_s(run, end_s), -1)]

@@ -19,10 +19,10 @@ _COLOURS = (
 
 
 def write_plot(path: Path, found: Mapping[str, Outcome], about: Mapping[str, Any]) -> None:
-    """Distribution of completion times of all policies; below, who held how many devices when.
+    """Draw the distribution of completion times of all policies and, below, the devices of each job over time.
 
     Raises:
-        UsageError: neither .svg nor .html.
+        UsageError: the name ends in neither .svg nor .html.
         ClusterError: the file cannot be written.
     """
     if path.suffix not in (".svg", ".html"):

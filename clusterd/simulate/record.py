@@ -1,4 +1,4 @@
-"""A simulated run as rows, one JSON object a line: the terminal UI plays it as it plays a cluster's past."""
+"""Recording of a simulated run, one JSON object per line, which the terminal UI replays like a journal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clusterd.projection import change_row, host_row, job_row
 
 
 class Recording:
-    """Writes the first batch as a snapshot, and each later one as a change."""
+    """Writer of a recording: the first batch as a full snapshot, later batches as changes."""
 
     def __init__(self, path: Path) -> None:
         """Raises ClusterError: the file cannot be written."""
@@ -28,7 +28,7 @@ class Recording:
             raise ClusterError(f"--record {path}: cannot be written ({error.strerror}); name another file") from None
 
     def batch(self, state: State, events: Sequence[Event], decisions: Sequence[Decision]) -> None:
-        """One handled batch."""
+        """Write one handled batch."""
         if self._number == 0:
             snapshot = {
                 "status": {"at_s": events[-1].at_s, "epoch": state.epoch, "simulated": True},
@@ -38,7 +38,7 @@ class Recording:
             self._write({"snapshot": snapshot, "number": 0, "at_s": events[-1].at_s})
         else:
             row = change_row(state, self._number, events, decisions)
-            # How far each job is stands in the jobs' rows; as events they would be most of the file.
+            # Progress is in the jobs' rows; its events would be most of the file.
             row["events"] = [
                 shown
                 for shown, event in zip(row["events"], events, strict=True)
@@ -61,5 +61,5 @@ class Recording:
 
 
 def _with_all_steps(job: dict[str, Any]) -> dict[str, Any]:
-    """A simulated job finishes when its steps are done, which is told by its end alone."""
+    """The row of a simulated job at completion, with all its steps done."""
     return {**job, "step": job["steps"]} if job["state"] == "finished" and job["steps"] else job

@@ -29,7 +29,7 @@ RESTART_S = 78.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Everything but the policy."""
+    """A simulation without its policy."""
 
     cluster: Cluster
     workload: Workload
@@ -45,7 +45,7 @@ class Setting:
     timeline: bool = False
 
     def costs(self, policy: str) -> Costs:
-        """Of this policy's moves; preempted jobs start again from a checkpoint, whoever stops them."""
+        """Migration and restart costs of a policy; preempted jobs restart from a checkpoint under every policy."""
         move_s = self.move_s if self.move_s is not None else (None if migrates(policy) else RESTART_S)
         restart_s = self.move_s if self.move_s is not None else RESTART_S
         return Costs(move_s=move_s, start_s=self.start_s, restart_s=restart_s)
@@ -57,10 +57,10 @@ def migrates(policy: str) -> bool:
 
 
 def check_policies(names: Sequence[str]) -> None:
-    """All are known.
+    """Check that all policies exist.
 
     Raises:
-        UsageError: one is not.
+        UsageError: one is unknown.
     """
     for name in names:
         if name not in POLICIES and name not in PUBLISHED:
@@ -70,7 +70,7 @@ def check_policies(names: Sequence[str]) -> None:
 
 
 def simulate(setting: Setting, policy: str, on_batch: OnBatch | None = None) -> Result:
-    """One run."""
+    """Run one workload under one policy."""
     return Simulation(
         setting.cluster,
         setting.workload,
@@ -90,7 +90,7 @@ def simulate(setting: Setting, policy: str, on_batch: OnBatch | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Figures of a run."""
+    """Metrics of a run."""
 
     policy: str
     figures: dict[str, Any]
@@ -100,7 +100,7 @@ class Outcome:
 
 
 def outcome(setting: Setting, policy: str) -> Outcome:
-    """One run, as figures."""
+    """Run one workload under one policy, and return its metrics."""
     result = simulate(setting, policy)
     end_s = result.ended_s
     times = tuple((r.end_s if r.end_s is not None else end_s) - r.arrival.at_s for r in result.runs)
@@ -110,7 +110,7 @@ def outcome(setting: Setting, policy: str) -> Outcome:
 def side_by_side(
     setting: Setting, policies: Sequence[str], processes: int | None, on_done: Callable[[str], None]
 ) -> dict[str, Outcome]:
-    """All policies, in the order named; `on_done` is told each that is over."""
+    """Run all policies, and report each that completes to `on_done`."""
     count = min(processes or os.cpu_count() or 1, len(policies))
     if count <= 1:
         found = {}
@@ -133,7 +133,7 @@ def believe(
     """Performance tables that policies see, by model.
 
     Args:
-        counts_only: of the truth no more than the step time by number of devices, on as few hosts as possible.
+        counts_only: hide all but the step time by number of devices, on as few hosts as possible.
     """
     known = {
         name: by_count(truth.models[name]) if counts_only else truth.models[name] for name in dict.fromkeys(models)
@@ -155,10 +155,10 @@ def faults(cluster: Cluster, per_host_day: float, repair_s: float, span_s: float
 
 
 def drains(cluster: Cluster, texts: Sequence[str]) -> list[Disturbance]:
-    """``HOST@START-END`` in seconds, HOST by number.
+    """Parse ``HOST@START-END``: seconds, and the host's number.
 
     Raises:
-        UsageError: one is none of that.
+        UsageError: a text has another form.
     """
     hosts = sum(g.hosts for g in cluster.groups)
     found: list[Disturbance] = []
@@ -180,5 +180,5 @@ def drains(cluster: Cluster, texts: Sequence[str]) -> list[Disturbance]:
 
 
 def over(setting: Setting, **changes: Any) -> Setting:
-    """The same with these changes."""
+    """A copy of the setting with these changes."""
     return replace(setting, **changes)

@@ -1,4 +1,4 @@
-"""Jobs as they truly go, and what came of all of them."""
+"""True progress of jobs, and the results of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clusterd.types import JobId
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """Something that happens to a host."""
+    """A scheduled fault, repair or drain of a host."""
 
     at_s: float
     host: int  # number, in the order of the cluster
@@ -20,7 +20,7 @@ class Disturbance:
 
 @dataclass(slots=True)
 class Run:
-    """A job as it truly goes."""
+    """True progress of one job."""
 
     arrival: Arrival
     job: JobId
@@ -41,7 +41,7 @@ class Run:
     refused: str = ""
 
     def go_to(self, now_s: float) -> None:
-        """Count the steps up to now."""
+        """Count the steps made until this time."""
         if self.rate > 0 and now_s > self.since_s:
             self.done = min(self.done + (now_s - self.since_s) * self.rate, float(self.arrival.steps))
             self.since_s = now_s

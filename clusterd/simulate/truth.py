@@ -1,6 +1,6 @@
 """True speed of jobs: step times by model, plan, device type and shape of allocation.
 
-Progress follows the truth. What it does not hold cannot be run, and is offered to no policy.
+Progress follows the truth. A plan on a shape without an entry cannot run, and no policy is offered it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from profiling.table import Measured, TableError, read_table
 Key = tuple[Plan, str, Shape]
 
 TRIALS = 7
-"""Runs from which a model's speed is learned, at most."""
+"""Limit of trial runs from which a model's speed is learned."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTruth:
-    """One model: its step times, and what a policy may be told of it."""
+    """Step times of one model, and the part of them that a policy may see."""
 
     name: str
     global_batch: int
@@ -41,11 +41,11 @@ class ModelTruth:
     beyond: Mapping[Key, float] = field(default_factory=dict)  # on shapes that only hosts of several types make up
 
     def step_time_s(self, plan: Plan, device_type: str, shape: Iterable[int]) -> float | None:
-        """Seconds per step there; None: it is not known to run there."""
+        """Seconds per step of a plan on a shape; None where it is not known to run."""
         return self.step_times_s.get((plan, device_type, tuple(sorted(shape, reverse=True))))
 
     def best(self, devices: int, device_type: str | None = None) -> tuple[Key, float] | None:
-        """The fastest way to run on so many devices."""
+        """The fastest plan and shape with this many devices."""
         some = [
             (key, time)
             for key, time in self.step_times_s.items()
@@ -56,13 +56,13 @@ class ModelTruth:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """All models."""
+    """Step times of all models."""
 
     models: Mapping[str, ModelTruth]
     source: str = ""
 
     def on(self, sizes: Mapping[str, Sequence[int]]) -> Truth:
-        """Only what can be placed on hosts with so many devices, by device type."""
+        """The part of the truth that can be placed on hosts with these device counts, by type."""
         runnable: dict[str, ModelTruth] = {}
         hosts = {kind: sorted(counts, reverse=True) for kind, counts in sizes.items()}
         together = sorted((count for counts in sizes.values() for count in counts), reverse=True)
@@ -84,9 +84,9 @@ class Truth:
 
 
 def by_count(model: ModelTruth) -> ModelTruth:
-    """The same, of which policies are told the step time by number of devices alone: that on fewest hosts.
+    """The same truth, of which policies see the step time by number of devices alone, that on fewest hosts.
 
-    Many published schedulers model speed so, and place afterwards; how the devices really lie counts all the same.
+    Many published schedulers model speed so and place afterwards; true progress still depends on the placement.
     """
     packed: dict[tuple[Plan, str, int], tuple[Shape, float]] = {}
     for (plan, kind, shape), time in model.step_times_s.items():
@@ -126,7 +126,7 @@ def read_truth(path: Path, device_type: str) -> Truth:
         models[name] = ModelTruth(
             name=name,
             global_batch=workload.global_batch,
-            # Several measurements of one plan on one shape: none of them is the true one.
+            # The median of several measurements of one plan on one shape.
             step_times_s={key: statistics.median(times) for key, times in found.items()},
             parameters=workload.parameters,
             families={family: tuple(keys) for family, keys in families.items()},
@@ -146,7 +146,7 @@ def _types_by_line(path: Path) -> dict[int, str]:
 
 
 def oracle(model: ModelTruth) -> PerformanceTable:
-    """The truth itself as what is believed."""
+    """The truth itself as the performance table."""
     known = model.known if model.known is not None else model.step_times_s
     return PerformanceTable(
         _certain(known), model.global_batch, measured=len(known), beyond=_certain(model.beyond), is_whole=True
@@ -161,9 +161,9 @@ def _certain(times: Mapping[Key, float]) -> tuple[Estimate, ...]:
 
 
 def learned(model: ModelTruth, seed: int, trials: int = TRIALS) -> PerformanceTable:
-    """Predictions of the performance model for every row after at most `trials` of them were run.
+    """Predictions of the performance model for every row after at most `trials` trial runs.
 
-    A table that says more than single step times (`known`), or has no rows to pick trials from, is taken as it is.
+    A truth that says more than single step times (`known`), or has no rows to choose trials from, is used as it is.
     """
     if model.known is not None or not model.rows:
         return oracle(model)
@@ -205,10 +205,10 @@ def _key(one: Measured, kind: str) -> Key:
 
 
 def mixed_step_time_s(model: ModelTruth, plan: Plan, hosts: Sequence[Sequence[str]]) -> float | None:
-    """Seconds per step of a plan with these device types on each host; None: it is not known to run there.
+    """Seconds per step of a plan with these device types on each host; None where it is not known to run.
 
     On mixed types every replica lies on one type and takes a share of the batch; the slowest sets the pace. A replica's
-    speed is that of the same plan on the same shape, were all of its type: so the traffic between replicas counts
+    speed is that of the same plan on the same shape with all devices of its type, so traffic between replicas counts
     once, at the pace of the slower type.
     """
     kinds = sorted({kind for some in hosts for kind in some})
@@ -232,7 +232,7 @@ def mixed_step_time_s(model: ModelTruth, plan: Plan, hosts: Sequence[Sequence[st
 
 
 def _alone(model: ModelTruth, plan: Plan, kind: str, shape: Sequence[int]) -> tuple[float, int] | None:
-    """Step time of the plan all on one type, its batch split as evenly as possible, and the largest share there."""
+    """Step time of the plan on one type with an even batch split, and the largest share there."""
     even = replicas(plan.dp, model.global_batch).shares
     cuts = [replace(plan, shares=shares) for shares in dict.fromkeys(((), even))]
     key = tuple(sorted(shape, reverse=True))

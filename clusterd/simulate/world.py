@@ -1,9 +1,10 @@
-"""Events under the virtual clock: arrivals, ends, finished migrations, faults.
+"""Events under the virtual clock: arrivals, completions, finished migrations, faults.
 
-What the daemon learns from agents, the scheduler learns here from arithmetic.
+The daemon learns these from agents; here they are computed.
 
-Systems that schedule in rounds hear of arrivals and ends at the next round only: so does the scheduler here where a
-round is set. What a round decides is carried out at once; a job that ends within a round keeps its devices to its end.
+A published scheduler that works in rounds sees arrivals and completions at the next round, so with a round length the
+scheduler here does too. A round's decisions take effect at once; a job that completes within a round keeps its devices
+to the end of the round.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _STOPPED = RankEnd(reason=Reason.STOPPED)
 
 
 class _Timed:
-    """The policy, with the processor time that its answers take."""
+    """A policy, and the processor time of its proposals."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.name, self.interval_s = policy, policy.name, policy.interval_s
@@ -50,7 +51,7 @@ class _Timed:
 
 
 class World:
-    """The cluster and its jobs at one moment of virtual time, and what is yet to happen."""
+    """The cluster and its jobs at one instant of virtual time, and all pending events."""
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class World:
         ]
 
     def _shape(self, model: ModelTruth) -> dict[str, Any]:
-        """A model that weighs nothing, and has a layer for every stage of the longest pipeline that is known."""
+        """Model shape without weights, with a layer for each stage of the deepest known pipeline."""
         if model.name not in self._shapes:
             stages = range(max(plan.pp for plan, _, _ in model.step_times_s))
             self._shapes[model.name] = {
@@ -175,12 +176,12 @@ class World:
             for number, rank in attempt.ranks.items()
         ]
         if self.round_s:
-            # By the next round its devices are free: who divides the cluster then divides these too.
+            # Its devices are free at the next round, so the round's policy may assign them.
             events += [e.AttemptStopped(**self._stamp(), **about, host=host, ranks=()) for host in attempt.hosts]
         return events
 
     def _when_cut_off(self, payload: d.AbortCollectives) -> list[e.Event]:
-        """Nobody's replicas stand in for what was lost with a host: after a fault all policies go on from snapshots."""
+        """Recovery from replicas is not simulated: after a fault every policy resumes from a snapshot."""
         attempt = self.scheduler.state.attempt(payload.job, payload.attempt, payload.generation)
         if attempt is None:
             return []
@@ -254,7 +255,7 @@ class World:
         ]
 
     def _when_round(self, payload: None) -> list[e.Event]:
-        """A round is over: steps begun in it and not ended are not made."""
+        """End of a round: steps begun in it and not completed are lost."""
         for job in self._going:
             run = self.runs[job]
             run.go_to(self.now_s)
@@ -289,14 +290,14 @@ class World:
                 self._fall_back(self.runs[attempt.job])
             return [e.HostDisconnected(**self._stamp(), host=host, why="fault")]
         self.down.discard(host)
-        # Rebooted: nothing of ours runs there any more.
+        # It rebooted: no rank survives.
         events: list[e.Event] = [e.HostConnected(**self._stamp(), host=host, facts=self.facts[host])]
         for stop in self._deferred.pop(host, []):
             events += self._when_stopped(stop)
         return events
 
     def _fall_back(self, run: Run) -> None:
-        """A fault: the steps since the last snapshot are lost, and nothing goes on until the job runs again."""
+        """Handle a fault: the steps since the last snapshot are lost, and the job stops until its next attempt."""
         run.go_to(self.now_s)
         if run.rate > 0:
             every = max(self.checkpoint_s * run.rate, 1e-9)
@@ -307,7 +308,7 @@ class World:
     # --- how a job goes on --------------------------------------------------------------------------------------------
 
     def _go(self, run: Run, plan: Plan, places: Sequence[RankPlace], from_s: float) -> None:
-        """The job goes on under this plan on these devices."""
+        """Continue the job under this plan on these devices."""
         by_host: dict[HostId, list[str]] = {}
         for place in places:
             assert place.device is not None
@@ -321,7 +322,7 @@ class World:
         self._tick()
 
     def _foresee(self, run: Run) -> None:
-        """Schedule the end of a run at its current rate."""
+        """Schedule the completion of a job at its current rate."""
         run.version += 1
         left_s = (run.arrival.steps - run.done) / run.rate
         self._at(max(run.since_s, self.now_s) + left_s, "done", (run.job, run.version))

@@ -14,7 +14,7 @@ _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\+-]*\$?")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A host as the user wrote it; what is not written comes from the SSH configuration."""
+    """A host as the user wrote it; the SSH configuration supplies what is missing."""
 
     host: str
     user: str | None = None
@@ -28,13 +28,13 @@ class Address:
 
 
 def parse(text: str) -> Address:
-    """The address that `text` names: ``ALIAS``, ``USER@HOST``, ``HOST:PORT``, ``USER@[IPV6]:PORT``, or an IPv6 address.
+    """Parse an address: ``ALIAS``, ``USER@HOST``, ``HOST:PORT``, ``USER@[IPV6]:PORT``, or an IPv6 address.
 
-    What could be taken for an option of ssh, or holds anything a name cannot hold, is refused here, once, for all that
-    later puts it on a command line.
+    Text that a program could take for an option, or that holds characters no name has, is refused here, so that every
+    later command line is safe.
 
     Raises:
-        UsageError: it is no address; says what is wrong with it.
+        UsageError: the text is no address; the message says why.
     """
     user, at, rest = text.strip().rpartition("@")
     if at and not _USER.fullmatch(user):

@@ -1,4 +1,4 @@
-"""From a shell on a host to its agent: one constant command, everything else over its stdin."""
+"""Start of an agent from a shell on a host: one constant command; everything else goes over its stdin."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from clusterd import protocol
 from clusterd.agent.host.bundle import Bundle
 from clusterd.errors import AgentLost, HostError
 
-# The same bytes for every host and user: nothing is ever put into it. Parses alike in sh, bash, zsh, csh and fish.
-# What modules and start-up files set for Python (-E) is for jobs: a PYTHONPATH has other people's msgpack.
+# The same bytes for every host and user, with nothing interpolated; valid in sh, bash, zsh, csh and fish.
+# -E: environment modules set PYTHONPATH for jobs, and it may hold another msgpack.
 COMMAND = (
     'exec python3 -E -c "import sys;n=int(sys.stdin.buffer.readline());'
     "exec(compile(sys.stdin.buffer.read(n),'clusterd','exec'))\""
 )
 
 TIMEOUT_S = 90.0
-"""For the first answer, with shells that do a lot at login, and home directories that are slow."""
+"""Timeout of the first reply; login shells and network home directories may be slow."""
 
 _NOISE_LINES_MAX = 1000
 _SENT_AT_ONCE = 1 << 16
@@ -40,7 +40,7 @@ class BootstrapFailed(HostError):
 
 @dataclass(slots=True)
 class _Noise:
-    """Output of a host other than the bootstrap's own replies."""
+    """Output of a host that is not a reply of the bootstrap."""
 
     errors: bytearray = field(default_factory=bytearray)
     output: bytes = b""  # its last line
@@ -67,7 +67,7 @@ class AgentStream:
     agent_home: str
 
     async def send(self, message: protocol.Message) -> None:
-        """One frame, when the connection has room for it.
+        """Send one frame, waiting while the connection has no room for it.
 
         Raises:
             AgentLost: the connection is gone.
@@ -79,11 +79,11 @@ class AgentStream:
             raise AgentLost(f"the connection ended: {error}") from error
 
     async def receive(self) -> protocol.Message:
-        """The next frame; raises as `receive_sized`."""
+        """Return the next frame; raises as `receive_sized`."""
         return (await self.receive_sized())[0]
 
     async def receive_sized(self) -> tuple[protocol.Message, int]:
-        """The next frame, and its length.
+        """Return the next frame and its length in bytes.
 
         Raises:
             AgentLost: the connection is gone, or what came is no frame.
@@ -107,16 +107,16 @@ async def attach(
     former: str | None = None,
     key: str = "",
 ) -> AsyncIterator[AgentStream]:
-    """The agent of the host at the other end, its code sent and its process started where need be.
+    """Connect to the host's agent; send its code and start it where needed.
 
     Args:
-        name: of the host, for messages.
-        agent_home: where agents keep their records there; None: their default.
-        cluster: whose agent: each has its own, below that directory; "": the one of the directory itself.
-        former: the agent that still lives in this other directory ("": the default) is wanted, or none.
-        key: of the cluster, for an agent that is started; without one it obeys nobody.
+        name: name of the host, for messages.
+        agent_home: directory of the agents' state there; None: their default.
+        cluster: cluster of the agent, which lives in a folder of that directory; "": in the directory itself.
+        former: connect to the agent that still runs in this other directory ("": the default), and start none.
+        key: key of the cluster, for an agent that is started; without a key it accepts no daemon.
     Raises:
-        BootstrapFailed: no Python, one that is too old, no space, an agent that does not start.
+        BootstrapFailed: no Python, too old a Python, no space, or the agent does not start.
         HostError: the connection broke.
     """
     try:
@@ -149,7 +149,7 @@ async def _speak(
     process.stdin.write(b"%d\n" % len(source) + source)
     status, fields = await _next_reply(process, name, noise)
     if status == "need":
-        # Not all at once: the window of the channel is what the host has room for.
+        # In chunks, as the channel's window is limited.
         for start in range(0, len(bundle.data), _SENT_AT_ONCE):
             process.stdin.write(bundle.data[start : start + _SENT_AT_ONCE])
             await process.stdin.drain()
@@ -187,12 +187,12 @@ def _find_reply(line: bytes) -> tuple[str, dict[str, Any]] | None:
 
 
 def readable(text: str) -> str:
-    """With escapes for what is no text, such as the bytes of a path: it could neither be written down nor sent on."""
+    """Escape bytes that are not text, such as those of a path, so that the message can be stored and sent."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _no_python(process: asyncssh.SSHClientProcess[bytes], name: str, noise: _Noise) -> str:
-    broken = b"shared librar" in noise.errors  # the dynamic linker has the shell's code for what is not there
+    broken = b"shared librar" in noise.errors  # the dynamic linker exits like a shell whose command is missing
     if (process.exit_status == 127 and not broken) or _NO_PYTHON.search(noise.errors):
         return f"{name}: `ssh {name} python3` finds no python3 in its PATH; clusterd needs Python 3.10 or newer there"
     if b"invalid literal for int()" in noise.errors:
@@ -206,7 +206,7 @@ def _no_python(process: asyncssh.SSHClientProcess[bytes], name: str, noise: _Noi
 
 
 async def _keep_errors(stream: asyncssh.SSHReader[bytes], noise: _Noise) -> None:
-    """The end of what the host says on stderr; read always, or a talkative one would block itself."""
+    """Keep the end of the host's stderr; it is always read, or a host that prints much would block."""
     try:
         while data := await stream.read(4096):
             noise.errors += data

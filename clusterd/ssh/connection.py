@@ -20,16 +20,16 @@ from clusterd.ssh.resolve import Route, fill
 KEEPALIVE_S = 15.0
 KEEPALIVES_MISSED_MAX = 3
 AUTHENTICATION_S = 20.0
-"""On top of the time to connect: agents may ask their user, servers may ask a directory."""
+"""Added to the connect timeout, as SSH agents may ask their user and servers a directory service."""
 
 Tunnel = asyncssh.SSHClientConnection
 
 
 class Dialer:
-    """Opens connections, few at a time, and shares the connections to jump hosts.
+    """Opens SSH connections, a few at a time, and shares the connections to jump hosts.
 
     sshd drops new connections at random when ten have not authenticated yet (MaxStartups 10:30:100), so a start with
-    fifty hosts must not dial them all at once, and fifty hosts behind one jump host not be fifty connections there.
+    fifty hosts must not dial all at once, nor open fifty connections to one jump host.
 
     Args:
         at_once: dials under way in this process.
@@ -45,11 +45,11 @@ class Dialer:
 
     @asynccontextmanager
     async def connect(self, route: Route) -> AsyncIterator[Tunnel]:
-        """A connection to the last hop of `route`, closed at the end, and its jumps with their last user.
+        """Open a connection to the last hop of `route`; connections to jump hosts are shared.
 
         Raises:
             HostKeyUnknown, HostKeyChanged: of any hop.
-            HostError: whatever else is in the way, in one line.
+            HostError: any other obstacle, in one line.
         """
         async with AsyncExitStack() as stack:
             tunnel = await stack.enter_async_context(self._through(route))
@@ -112,13 +112,13 @@ class _Jump:
 
 
 class _Watcher(asyncssh.SSHClient):
-    """Sees the host's key where no known_hosts file vouches for it, and why the connection ended."""
+    """Records the host's key where no known_hosts file vouches for it, and why the connection ended."""
 
     def __init__(self) -> None:
         self.shown: asyncssh.SSHKey | None = None
 
     def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
-        """Never vouches itself: what is known was given with the connection."""
+        """Never accept a key: known keys were passed with the connection."""
         self.shown = key
         return False
 
@@ -150,7 +150,7 @@ async def dial(route: Route, tunnel: Tunnel | None, keys: HostKeys) -> Tunnel:
 async def inspect(route: Route, tunnel: Tunnel | None, keys: HostKeys) -> Known | Unknown | Changed:
     """Compare the key that the host presents now with the known ones. Errors as of `Dialer.inspect`."""
     if any(entry.marker == "cert-authority" for entry in keys.entries(route)):
-        # Only a handshake shows the host's certificate; whether it would also let us in is not asked here.
+        # A handshake shows the host's certificate; authentication is not tried.
         try:
             connection = await dial(route, tunnel, keys)
             await close(connection)
@@ -162,13 +162,13 @@ async def inspect(route: Route, tunnel: Tunnel | None, keys: HostKeys) -> Known 
 
 
 async def _judge_shown_key(route: Route, tunnel: Tunnel | None, keys: HostKeys) -> Known | Unknown | Changed:
-    """As `inspect`, without a look at certificates."""
+    """Compare the key without looking at certificates."""
     try:
         key = await asyncio.wait_for(
             asyncssh.get_server_host_key(
                 route.host, route.port, **_way(route, tunnel), config=None, server_host_key_algs="default"
             ),
-            route.connect_timeout_s,  # nobody is asked for anything but the key
+            route.connect_timeout_s,  # only the key is requested
         )
     except (OSError, asyncssh.Error) as error:
         raise HostError(f"{_place(route)}: {_why(error, route, route.connect_timeout_s)}") from error
@@ -180,10 +180,10 @@ async def _judge_shown_key(route: Route, tunnel: Tunnel | None, keys: HostKeys) 
 def _options(route: Route, tunnel: Tunnel | None, watcher: _Watcher) -> dict[str, Any]:
     return {
         **_way(route, tunnel),
-        "config": None,  # what the user's files say is in the route already
+        "config": None,  # the route holds the user's settings already
         "client_factory": lambda: watcher,
         "host_key_alias": route.host_key_alias,
-        "agent_path": None,  # its keys are among ours already
+        "agent_path": None,  # its keys are loaded already
         "agent_forwarding": False,
         "password_auth": False,
         "kbdint_auth": False,
@@ -202,7 +202,7 @@ def _way(route: Route, tunnel: Tunnel | None) -> dict[str, Any]:
 
 
 def proxy_argv(route: Route) -> list[str]:
-    """The ProxyCommand as an argv. Without shell syntax there is no shell; with it, host and port are its arguments."""
+    """The ProxyCommand as an argv. Shell syntax in it needs a shell, whose arguments are host and port."""
     command = route.proxy_command or ""
     values = {"h": route.host, "p": str(route.port), "r": route.user, "n": route.name}
     if not any(mark in command for mark in "|&;<>()$`\n*?~"):
@@ -227,10 +227,10 @@ class Credentials:
 
 
 async def load_credentials(route: Route) -> Credentials:
-    """Keys of the agent, then of files, as the route names them. Never raises: what cannot be used is in `skipped`.
+    """Load keys of the SSH agent, then of files, in the order of the route; never raises.
 
-    A server hears out six keys by default, and an agent may hold more: the ones that the route names come first, as in
-    OpenSSH, and none comes twice.
+    What cannot be used is in `skipped`. A server accepts six attempts by default, and an SSH agent may hold more keys:
+    those that the route names come first, as in OpenSSH, and no key is offered twice.
     """
     found = Credentials([], [], [])
     files = [
@@ -273,7 +273,7 @@ def _public_blobs(files: list[str]) -> list[bytes]:
 
 
 async def close(connection: Tunnel) -> None:
-    """Close and wait, but not for long: the other side may be gone."""
+    """Close the connection to the SSH agent."""
     connection.close()
     try:
         await asyncio.wait_for(connection.wait_closed(), 2.0)
@@ -284,7 +284,7 @@ async def close(connection: Tunnel) -> None:
 async def _explain(
     error: Exception, route: Route, tunnel: Tunnel | None, keys: HostKeys, watcher: _Watcher, credentials: Credentials
 ) -> HostError:
-    """`error` in one line: what happened, where, what to do."""
+    """Describe an error in one line: what happened, where, what to do."""
     if isinstance(error, asyncssh.HostKeyNotVerifiable) and watcher.shown is not None:
         verdict = keys.judge(route, watcher.shown)
         if not isinstance(verdict, Known):

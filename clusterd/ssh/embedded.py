@@ -1,7 +1,7 @@
-"""A host inside this machine, behind a real SSH server on loopback: the demo, the test bed and the laptop mode.
+"""Hosts inside this machine, each behind a real SSH server on loopback: for the demo, tests and laptops.
 
-Every command runs as a process with a home of its own, so several of them are several hosts, reached by the same code
-as remote ones. Their agents and ranks outlive the daemon as those do.
+Every command runs with a home of its own, so several embedded hosts behave as several machines, reached by the same
+code as remote ones. Their agents and ranks outlive the daemon as remote ones do.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _CHUNK = 1 << 16
 
 
 class EmbeddedHost:
-    """One host in `directory`, which keeps its key, its home and its agent over restarts.
+    """One embedded host in `directory`, which holds its key, its home and its agent across restarts.
 
     Args:
-        port: on 127.0.0.1; 0 takes a free one, a new one at every start.
-        cores: that its commands may use; none: all.
+        port: port on 127.0.0.1; 0: a free port, new at every start.
+        cores: cores that its commands may use; none: all.
     """
 
     def __init__(self, name: str, directory: Path, port: int = 0, cores: Sequence[int] = ()) -> None:
@@ -48,7 +48,7 @@ class EmbeddedHost:
 
     @property
     def route(self) -> Route:
-        """The way in, its key known: valid while the host is started."""
+        """The route to the host with its key; valid while the host is started."""
         assert self._server is not None and self._host_key is not None, (
             "an embedded host has a route once it is started"
         )
@@ -63,7 +63,7 @@ class EmbeddedHost:
         )
 
     async def start(self) -> None:
-        """Listen. Raises OSError where the port is taken."""
+        """Listen. Raises OSError if the port is in use."""
         for place in (self.directory, self.directory / "home", self.agent_home):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._host_key = _persistent_key(self.directory / "host_key")
@@ -86,7 +86,7 @@ class EmbeddedHost:
         )
 
     async def stop(self) -> None:
-        """Hang up and stop listening; its agent and ranks live on."""
+        """Disconnect and stop listening; its agent and ranks go on."""
         self.hang_up()
         if self._server is not None:
             self._server.close()
@@ -99,13 +99,13 @@ class EmbeddedHost:
             await asyncio.wait(self._handlers)
 
     def hang_up(self) -> None:
-        """Cut all connections, as a network does."""
+        """Cut all connections, like a broken network."""
         for connection in self._connections:
             connection.abort()
         self._connections.clear()
 
     def environment(self) -> dict[str, str]:
-        """Of the commands that run here: this machine's, with a home and XDG directories of its own."""
+        """Environment of its commands: this machine's, with a home and XDG directories of its own."""
         home = self.directory / "home"
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERD_", "SSH_", "XDG_"))}
         return {
@@ -147,7 +147,7 @@ class EmbeddedHost:
             umask=inherited(),
         )
         if self._cores:
-            # What it is to do comes on its stdin, which is fed below: nothing was started from it yet.
+            # Its instructions come over stdin, fed below, so it has started nothing yet.
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(child.pid, self._cores)
         self._running.add(child)
@@ -166,7 +166,7 @@ class EmbeddedHost:
         finally:
             feeding.cancel()
             if child.returncode is None:
-                # The connection is gone. A bridge ends by itself when its stdin does; anything else is told to.
+                # The connection is gone. A bridge exits when its stdin closes; other commands are terminated.
                 child.stdin.close()
                 with contextlib.suppress(ProcessLookupError):
                     child.terminate()
@@ -175,10 +175,10 @@ class EmbeddedHost:
 
 
 def shared_out(cores: Sequence[int], hosts: int, devices: int) -> list[tuple[int, ...]]:
-    """Divide this machine's cores evenly among its hosts, if there is one core for each device.
+    """Divide this machine's cores evenly among its hosts, if there is one core per device.
 
-    Threads of ranks that share cores wait for each other, and steps take far longer. With fewer cores than devices,
-    all hosts use all cores, and each device computes with one thread.
+    Threads of ranks that share cores wait for each other, and steps take far longer. With fewer cores than devices, all
+    hosts use all cores, and each device computes with one thread.
     """
     each = len(cores) // max(hosts, 1)
     if each < max(devices, 1):
@@ -207,7 +207,7 @@ async def _drain(source: asyncio.StreamReader, sink: asyncssh.SSHWriter[bytes]) 
 
 
 def _persistent_key(path: Path) -> asyncssh.SSHKey:
-    """The key in `path`, made at the first call."""
+    """The key in `path`, generated at the first call."""
     if not path.exists():
         key = asyncssh.generate_private_key("ssh-ed25519", comment="clusterd")
         beside = path.with_name(f".{path.name}.{os.getpid()}")

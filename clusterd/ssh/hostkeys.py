@@ -26,7 +26,7 @@ from clusterd.ssh.resolve import Route
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of a known_hosts file that speaks of the host in question."""
+    """One known_hosts line that matches the host."""
 
     key: asyncssh.SSHKey
     marker: str  # "", "cert-authority" or "revoked"
@@ -36,7 +36,7 @@ class Entry:
 
     @property
     def fingerprint(self) -> str:
-        """As ``ssh-keygen -lf`` prints it."""
+        """Fingerprint as ``ssh-keygen -lf`` prints it."""
         return str(self.key.get_fingerprint())
 
 
@@ -47,7 +47,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """No file speaks of this host."""
+    """No known_hosts file holds a key of this host."""
 
     route: Route
     key: asyncssh.SSHKey
@@ -58,7 +58,7 @@ class Unknown:
         return str(self.key.get_fingerprint())
 
     def error(self) -> HostKeyUnknown:
-        """For whoever wanted to connect."""
+        """The error of a connection to this host."""
         return HostKeyUnknown(
             f"{self.route}: its host key is unknown ({self.fingerprint}). "
             f"If that is its fingerprint: clusterd host add {self.route.name}"
@@ -67,7 +67,7 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A file speaks of this host, but holds another key, or has revoked this one."""
+    """A known_hosts file holds another key of this host, or has revoked this one."""
 
     route: Route
     key: asyncssh.SSHKey
@@ -75,11 +75,11 @@ class Changed:
 
     @property
     def fingerprint(self) -> str:
-        """Of the key that is shown now."""
+        """Fingerprint of the key that is shown now."""
         return str(self.key.get_fingerprint())
 
     def error(self) -> HostKeyChanged:
-        """For whoever wanted to connect: what changed, and where the way back is."""
+        """The error of a connection to this host: what changed, and how to undo it."""
         name = self.route.name
         if self.old.marker == "revoked":
             return HostKeyChanged(f"{name} refused: its host key {self.fingerprint} is revoked by {self.old.place}")
@@ -94,7 +94,7 @@ class Changed:
 
 
 class HostKeys:
-    """Known host keys. Files are read at every look: another `ssh` may have added to them a moment ago.
+    """Known host keys. Files are read at every lookup, as another `ssh` may have changed them.
 
     Args:
         ours: our own known_hosts file; it and its directory are made when the first key is accepted.
@@ -104,7 +104,7 @@ class HostKeys:
         self._ours = ours
 
     def entries(self, route: Route) -> list[Entry]:
-        """All lines that speak of this host, the user's files first."""
+        """All lines that match this host, those of the user's files first."""
         found = [Entry(asyncssh.import_public_key(key), "", "clusterd", True) for key in route.trusted_keys]
         return found + self._lookup(route, route.lookup_name)
 
@@ -115,7 +115,7 @@ class HostKeys:
         return found
 
     def _without_port(self, route: Route) -> list[Entry]:
-        """Lines for the host at its default port. As in ssh, they can vouch for another port, but not contradict it."""
+        """Lines for the host at the default port. As in ssh, they can vouch for another port but not contradict it."""
         if route.host_key_alias or route.port == 22:
             return []
         return [entry for entry in self._lookup(route, route.host) if entry.marker == ""]
@@ -130,7 +130,7 @@ class HostKeys:
         if any(entry.key == key for entry in plain):
             return Known()
         if plain:
-            # The one of the same type is the one that was replaced; a key of a new type is as suspicious.
+            # A key of the same type was replaced; a key of a new type is as suspicious.
             same = [entry for entry in plain if entry.key.algorithm == key.algorithm]
             return Changed(route, key, (same or plain)[0])
         if any(entry.key == key for entry in self._without_port(route)):
@@ -145,10 +145,10 @@ class HostKeys:
         return trusted, by_marker["cert-authority"], by_marker["revoked"]
 
     def accept(self, route: Route, key: asyncssh.SSHKey) -> None:
-        """Remember, in our own file, that the user took `key` for this host's.
+        """Store `key` as this host's, in our own file, after the user accepted it.
 
         Raises:
-            HostKeyChanged: another key is known meanwhile.
+            HostKeyChanged: another key became known meanwhile.
         """
         with self._locked():
             verdict = self.judge(route, key)
@@ -158,10 +158,10 @@ class HostKeys:
                 self._write([*self._lines(), _line(route, key)])
 
     def trust(self, route: Route, key: asyncssh.SSHKey) -> None:
-        """Take `key` in place of what our own file holds for this host.
+        """Replace the keys that our own file holds for this host by `key`.
 
         Raises:
-            UsageError: a file of the user's or the system's holds the old key; names the lines to remove there.
+            UsageError: a file of the user or the system holds the old key; names the lines to remove.
         """
         foreign = [
             entry for entry in self.entries(route) if not entry.ours and (entry.key != key or entry.marker == "revoked")
@@ -178,7 +178,7 @@ class HostKeys:
             self._write([*others, _line(route, key)])
 
     def forget(self, route: Route) -> None:
-        """Remove what our own file holds for this host."""
+        """Remove this host's keys from our own file."""
         with self._locked():
             lines = self._lines()
             others = [line for line in lines if not _speaks_of(line, route.lookup_name)]
@@ -216,7 +216,7 @@ def _read(path: Path, name: str, ours: bool) -> list[Entry]:
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
-        return []  # as ssh does: a file that is not there, or not ours to read, knows nobody
+        return []  # as ssh does: a missing or unreadable file holds no keys
     found = []
     for number, line in enumerate(lines, 1):
         if not _speaks_of(line, name):
@@ -225,7 +225,7 @@ def _read(path: Path, name: str, ours: bool) -> list[Entry]:
         try:
             key = asyncssh.import_public_key(" ".join(rest.split()[:2]))
         except asyncssh.KeyImportError:
-            continue  # a kind of key that cannot be checked here
+            continue  # a type of key that cannot be checked here
         found.append(Entry(key, marker, f"{path}:{number}", ours, _since(rest)))
     return found
 
@@ -237,7 +237,7 @@ def _since(rest: str) -> str:
 
 
 def _fields(line: str) -> tuple[str, str, str]:
-    """Marker, patterns and the rest of a line; empty patterns where it is none of an entry."""
+    """Marker, patterns and the rest of a line; patterns are empty where the line is no entry."""
     line = line.strip()
     if not line or line.startswith("#"):
         return "", "", ""
@@ -265,7 +265,7 @@ def _speaks_of(line: str, name: str) -> bool:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    # Only * and ? are wild in known_hosts; brackets stand around names with ports.
+    # Only * and ? are wildcards in known_hosts; brackets enclose names with ports.
     return fnmatch.fnmatchcase(name.lower(), pattern.lower().replace("[", "[[]"))
 
 

@@ -1,4 +1,4 @@
-"""The way to a host, as OpenSSH itself would go: asked of ``ssh -G``, never parsed from its files here."""
+"""Route to a host as OpenSSH resolves it: by ``ssh -G``; its configuration files are never parsed here."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SAFE_HOST = re.compile(r"[A-Za-z0-9_.:%-]+")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Complete connection parameters of one host, nothing left to defaults."""
+    """Complete connection parameters of one host, without defaults left open."""
 
-    name: str  # what the user calls it; errors name it so
+    name: str  # name as the user wrote it, used in errors
     host: str  # name or address to connect to
     port: int
     user: str
@@ -38,7 +38,7 @@ class Route:
     user_known_hosts: tuple[str, ...] = ()
     global_known_hosts: tuple[str, ...] = ()
     connect_timeout_s: float = 15.0
-    trusted_keys: tuple[str, ...] = field(default=(), repr=False)  # in OpenSSH's public form, for hosts made by us
+    trusted_keys: tuple[str, ...] = field(default=(), repr=False)  # in OpenSSH's public form, for embedded hosts
 
     @property
     def lookup_name(self) -> str:
@@ -49,7 +49,7 @@ class Route:
 
     @property
     def hops(self) -> tuple[Route, ...]:
-        """All routes on the way, the first to be connected first, this one last."""
+        """All routes on the path, in the order of connection; this one is last."""
         return (*(self.via.hops if self.via else ()), self)
 
     def __str__(self) -> str:
@@ -60,10 +60,10 @@ class Route:
 async def resolve(
     address: Address, *, config: Path | None = None, program: str = "ssh", timeout_s: float = TIMEOUT_S
 ) -> Route:
-    """The route that ``ssh ADDRESS`` would take, jump hosts resolved by their own names.
+    """Resolve the route that ``ssh ADDRESS`` would take, with each jump host resolved by its own name.
 
     Args:
-        config: read in place of the user's and the system's configuration, as by ``ssh -F``.
+        config: file to read in place of the user's and the system's configuration, as by ``ssh -F``.
     Raises:
         HostError: no ssh program, a configuration that it refuses (with its own words), or jumps that go in circles.
     """
@@ -89,7 +89,7 @@ async def _resolve(
     jumps = options.get("proxyjump", [""])[-1] if jump is None else jump
     if not jumps or jumps.lower() == "none":
         return route
-    # As ssh does: the last hop is reached through the ones before it; the first one's own configuration may add more.
+    # As in ssh, each hop is reached through those before it, and the first one's own configuration may add more.
     before, _, last = jumps.rpartition(",")
     try:
         hop = parse(last.removeprefix("ssh://"))
@@ -172,7 +172,7 @@ def _route(name: str, options: dict[str, list[str]]) -> Route:
 
 
 def _agent(given: str) -> str | None:
-    """The agent's socket: of the environment, of a variable it names, or a path."""
+    """Path of the SSH agent's socket: given, or in the environment or a variable that the configuration names."""
     if given.lower() == "none":
         return None
     if given == "SSH_AUTH_SOCK":
@@ -183,7 +183,7 @@ def _agent(given: str) -> str | None:
 
 
 def _files(text: str) -> tuple[str, ...]:
-    """Paths of a list that ssh prints without quotes: one name with a space in it, or several names."""
+    """Split a list of paths that ssh prints without quotes: one path with a space, or several paths."""
     if " " in text and os.path.exists(_expand(text)):
         return (_expand(text),)
     return tuple(_expand(part) for part in text.split() if part.lower() != "none")
@@ -194,6 +194,6 @@ def _expand(path: str) -> str:
 
 
 def fill(text: str, values: dict[str, str]) -> str:
-    """`text` with ssh's tokens (``%h``) filled in; the man page's section TOKENS names them."""
+    """Replace ssh's tokens (``%h``) in a text; section TOKENS of its man page names them."""
     known = {"%": "%", "d": os.path.expanduser("~"), "u": getpass.getuser(), "i": str(os.getuid()), **values}
     return re.sub(r"%(.)", lambda token: known.get(token[1], token[0]), text)

@@ -45,7 +45,7 @@ def unpack(data, target):  # type: (bytes, str) -> None
         try:
             os.rename(beside, target)
         except OSError:
-            # Another host of the same home, or another connection, was faster: its copy is as good.
+            # Another host with the same home, or another connection, was faster; its copy is equal.
             if not os.path.isdir(target):
                 raise
     finally:
@@ -53,7 +53,7 @@ def unpack(data, target):  # type: (bytes, str) -> None
 
 
 def piped(key):  # type: (str) -> int
-    """The reading end of a pipe that holds the cluster's key: arguments and environments can be read by others."""
+    """Read end of a pipe that holds the cluster's key, as arguments and environments can be read by others."""
     source, sink = os.pipe()
     os.write(sink, key.encode())
     os.close(sink)
@@ -64,7 +64,7 @@ def piped(key):  # type: (str) -> int
 def main(given, source):  # type: (dict[str, Any], str) -> None
     if "key" in given:
         given["key_fd"] = piped(given.pop("key"))
-    if sys.version_info < (3, 10):  # noqa: UP036  # it runs on what the host has
+    if sys.version_info < (3, 10):  # noqa: UP036  # it runs on the host's Python
         newer = find_newer()
         if newer is None:
             have = f"{sys.version_info[0]}.{sys.version_info[1]} ({sys.executable})"

@@ -1,4 +1,4 @@
-"""An agent of a test's own, spoken to as the daemon does: through `attach`, in frames."""
+"""A client of an agent for tests: it speaks through `attach`, in frames, as the daemon does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents that live for one test, and nothing of them after it."""
+"""Agents that live for one test; nothing of them remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine itself allows: memory copies and loopback TCP in as many processes as a move has, and bounds."""
+"""Limits of the machine: memory copies and loopback TCP in as many processes as a migration has, and bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How every benchmark prints: a table with the aim beside each figure, or with ``--json`` one object."""
+"""Output of benchmarks: a table with the aim beside each figure, or with ``--json`` one object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy as a filter: a situation a line in, an answer a line out."""
+"""`clusterd advise` as a filter: one situation per line in, one answer per line out."""
 
 from __future__ import annotations
 

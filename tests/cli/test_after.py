@@ -1,4 +1,4 @@
-"""Jobs that come after others, as a person has them."""
+"""Dependent jobs from the command line."""
 
 from __future__ import annotations
 

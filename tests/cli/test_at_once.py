@@ -1,4 +1,4 @@
-"""What is asked for several at once, and by several at once."""
+"""One request for several jobs, and several requests at once."""
 
 from __future__ import annotations
 

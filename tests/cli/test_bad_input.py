@@ -1,4 +1,4 @@
-"""Every mistake is one line that says what, where and what to do, with its exit code; nothing accepted is lost."""
+"""Every mistake gets one line (what, where, what to do) and its exit code; nothing accepted is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disk space back from jobs that are over."""
+"""`clusterd forget` frees the disk space of jobs that are over."""
 
 from __future__ import annotations
 

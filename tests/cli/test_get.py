@@ -1,4 +1,4 @@
-"""What a job wrote comes back."""
+"""`clusterd get` fetches files that a job wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened, as somebody asks who was asleep."""
+"""`clusterd history` for somebody who was away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`clusterd host check`: what would be in the way of jobs, before one finds out."""
+"""`clusterd host check` finds obstacles before a job does."""
 
 from __future__ import annotations
 

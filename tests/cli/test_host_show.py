@@ -1,4 +1,4 @@
-"""What is said of one host."""
+"""`clusterd host show`."""
 
 from __future__ import annotations
 

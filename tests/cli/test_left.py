@@ -1,4 +1,4 @@
-"""How long it will take still: in `ls`, and of whoever holds what a job waits for."""
+"""Remaining time of a job, in `ls` and of the jobs that a job waits for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from clusterd.cli import jobs
 from clusterd.projection import job_row
 from tests.core.conftest import Lab
-from tests.core.test_trials import progress, running
+from tests.core.lifecycle.test_trials import progress, running
 
 
 class Answers:

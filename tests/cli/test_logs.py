@@ -1,4 +1,4 @@
-"""A job's log from whichever host it is on, over attempts that never started."""
+"""A job's log from any host, across attempts that never started."""
 
 from __future__ import annotations
 

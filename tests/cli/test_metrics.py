@@ -1,4 +1,4 @@
-"""Numbers that Prometheus can read."""
+"""Metrics in Prometheus's text format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a daemon refuses: one line each, nothing is accepted, and the daemon is none the worse for it."""
+"""Requests that a daemon refuses: one line each, nothing is accepted, the daemon stays intact."""
 
 from __future__ import annotations
 

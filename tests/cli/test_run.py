@@ -1,4 +1,4 @@
-"""``clusterd run``: a job that is watched."""
+"""``clusterd run`` follows its job."""
 
 from __future__ import annotations
 

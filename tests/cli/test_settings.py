@@ -1,4 +1,4 @@
-"""``clusterd config``: what it calls right is taken, and what it shows is what holds."""
+"""``clusterd config``: it accepts valid files and shows the settings in effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shells: in a reservation of their own, or inside a job that runs."""
+"""Shells: with an allocation of their own, or inside a running job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A daemon that takes its time over one answer is not one that is stopped."""
+"""A slow answer is told apart from a stopped daemon."""
 
 from __future__ import annotations
 

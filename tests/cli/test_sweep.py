@@ -1,4 +1,4 @@
-"""One job file, many jobs."""
+"""Sweeps: one job file, many jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates are job files that are accepted as they are."""
+"""Templates are job files that are accepted unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for a job is told how it ended, also where the daemon is restarted meanwhile."""
+"""`clusterd wait` returns a job's end, also across a restart of the daemon."""
 
 from __future__ import annotations
 

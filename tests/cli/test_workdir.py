@@ -1,4 +1,4 @@
-"""Working directories as people have them: odd files, two submits at once, folders that cannot be read."""
+"""Working directories of users: unusual files, two submits at once, unreadable folders."""
 
 from __future__ import annotations
 

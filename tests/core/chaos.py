@@ -1,4 +1,4 @@
-"""Everything that can happen to a cluster, as rules of a hypothesis state machine."""
+"""Faults and requests of a cluster as rules of a hypothesis state machine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from clusterd.core.policies import POLICIES
 from clusterd.core.state import Job
 from clusterd.types import DeviceId, HostId, JobId, JobKind, JobSpec, JobState, RankEnd, Reason
 from plans.plan import Plan
-from tests.core import wishes
+from tests.core import strategies
 from tests.core.conftest import CRASH, OK
-from tests.core.promises import replayed
-from tests.core.wishes import HOSTS, MODELS, PLANS
+from tests.core.properties import replayed
+from tests.core.strategies import HOSTS, MODELS, PLANS
 from tests.core.world import World
 
 LOST = RankEnd(reason=Reason.LOST)
@@ -53,7 +53,7 @@ class Chaos(RuleBasedStateMachine):
 
     # --- users and operators ------------------------------------------------------------------------------------------
 
-    @rule(spec=wishes.specs(), after=st.sampled_from([0, 0, 1, 2]))
+    @rule(spec=strategies.specs(), after=st.sampled_from([0, 0, 1, 2]))
     def submit(self, spec: JobSpec, after: int = 0) -> None:
         """`after`: so many jobs, the newest there are."""
         self.jobs += 1
@@ -65,7 +65,7 @@ class Chaos(RuleBasedStateMachine):
         self.world.tell(e.JobSubmitted(**self.world.at(), job=JobId(str(self.jobs)), spec=spec))
         self.world.handle()
 
-    @rule(spec=wishes.specs(JobKind.ELASTIC), step=st.integers(0, 5))
+    @rule(spec=strategies.specs(JobKind.ELASTIC), step=st.integers(0, 5))
     def train(self, spec: JobSpec, step: int) -> None:
         """An elastic job, in a quiet hour: what moves can only be seen once something runs."""
         self.submit(spec)
@@ -122,8 +122,8 @@ class Chaos(RuleBasedStateMachine):
 
     # --- speed --------------------------------------------------------------------------------------------------------
 
-    @rule(model=st.sampled_from(MODELS), table=wishes.performance_tables())
-    def learn(self, model: str, table: wishes.PerformanceTable) -> None:
+    @rule(model=st.sampled_from(MODELS), table=strategies.performance_tables())
+    def learn(self, model: str, table: strategies.PerformanceTable) -> None:
         self.world.tell(e.SpeedLearned(**self.world.at(), model=model, table=table, why="trials"))
 
     @precondition(lambda self: self.jobs)
@@ -141,7 +141,9 @@ class Chaos(RuleBasedStateMachine):
         self.world.tell(e.TrialMeasured(**self.world.at(), job=job.id, plan=plan, **what))
 
     @precondition(lambda self: self.trains())
-    @rule(data=st.data(), step=st.integers(1, wishes.STEPS), loss=st.sampled_from([2.0, 0.5]), foreseen=st.booleans())
+    @rule(
+        data=st.data(), step=st.integers(1, strategies.STEPS), loss=st.sampled_from([2.0, 0.5]), foreseen=st.booleans()
+    )
     def progress(self, data: st.DataObject, step: int, loss: float, foreseen: bool) -> None:
         job = data.draw(st.sampled_from(self.trains()))
         self.progress_of(job, step, loss)
@@ -193,7 +195,7 @@ class Chaos(RuleBasedStateMachine):
 
     @rule(data=st.data(), host=HOST)
     def change_host(self, data: st.DataObject, host: HostId) -> None:
-        self.world.facts[host] = data.draw(wishes.changed(host))
+        self.world.facts[host] = data.draw(strategies.changed(host))
         if self.world.is_up(host):
             self.world.tell(e.HostChanged(**self.world.at(), host=host, facts=self.world.facts[host]))
 
@@ -207,7 +209,7 @@ class Chaos(RuleBasedStateMachine):
         """Decisions that were not carried out are forgotten, as by kill -9."""
         self.world.todo.clear()
         self.epoch += 1
-        self.world.tell(e.DaemonStarted(**self.world.at(), epoch=self.epoch, tenants=wishes.TENANTS))
+        self.world.tell(e.DaemonStarted(**self.world.at(), epoch=self.epoch, tenants=strategies.TENANTS))
         self.world.handle()
 
     @rule(events=st.integers(1, 3))
@@ -276,15 +278,15 @@ class Chaos(RuleBasedStateMachine):
         there = {name: 1.0 for host, (_, name) in HOSTS.items() if host not in world.gone}
         for host in HOSTS:
             world.tell(e.HostUndrained(**world.at(), host=host))
-            if world.facts[host] != wishes.whole(host) and world.is_up(host):
-                world.tell(e.HostChanged(**world.at(), host=host, facts=wishes.whole(host)))
-            world.facts[host] = wishes.whole(host)
+            if world.facts[host] != strategies.whole(host) and world.is_up(host):
+                world.tell(e.HostChanged(**world.at(), host=host, facts=strategies.whole(host)))
+            world.facts[host] = strategies.whole(host)
             if not world.is_up(host):
                 self.connect(host)
         for job in list(state.jobs):
             world.tell(e.JobReleased(**world.at(), job=job))
         for model in MODELS:
-            table = wishes.believed((1, 2, 3, 4, 6), there)
+            table = strategies.believed((1, 2, 3, 4, 6), there)
             world.tell(e.SpeedLearned(**world.at(), model=model, table=table))
         for _ in range(ROUNDS):
             if not self.one_round():

@@ -1,4 +1,4 @@
-"""A small lab without machines: events in, decisions out."""
+"""A small cluster without machines: events in, decisions out."""
 
 from __future__ import annotations
 

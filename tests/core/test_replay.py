@@ -1,4 +1,4 @@
-"""A daemon that starts with a snapshot knows what it would know without."""
+"""A daemon that starts from a journal snapshot has the same state as one that replays all events."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from clusterd.core.scheduler import Batch
 from clusterd.types import RankEnd, Reason
 from plans.plan import Plan
 from tests.core.conftest import OK, Lab
-from tests.core.promises import replayed
-from tests.core.test_trials import move, progress, running
+from tests.core.lifecycle.test_trials import move, progress, running
+from tests.core.properties import replayed
 
 
 def test_how_ranks_end_after_a_move_is_the_same_after_a_snapshot(lab: Lab) -> None:

@@ -1,4 +1,4 @@
-"""Scenes from the life of a lab."""
+"""Scenarios of a lab."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scheduler, and what truly runs on its hosts: agents that do what they are told, late, twice, or never."""
+"""A scheduler with simulated hosts, whose agents obey late, twice, or never."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from clusterd.types import (
     Reason,
 )
 from tests.core.conftest import OK
-from tests.core.promises import Generations, broken
-from tests.core.wishes import HOSTS, MODELS, SHAPE, whole
+from tests.core.properties import Generations, broken
+from tests.core.strategies import HOSTS, MODELS, SHAPE, whole
 
 STOPPED = RankEnd(reason=Reason.STOPPED)
 Key = tuple[JobId, int, int]

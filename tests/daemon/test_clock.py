@@ -1,4 +1,4 @@
-"""A daemon whose machine's wall clock is set."""
+"""The wall clock of the daemon's machine is set while it runs."""
 
 from __future__ import annotations
 

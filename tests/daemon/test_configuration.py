@@ -1,4 +1,4 @@
-"""The configuration that the documentation shows is one that the daemon takes, and shows every key there is."""
+"""The daemon accepts the documented configuration, which shows every key."""
 
 from __future__ import annotations
 

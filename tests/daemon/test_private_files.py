@@ -1,4 +1,4 @@
-"""Nobody else on the machine reads what daemon and agents write; jobs keep the mask of their user."""
+"""Files of daemon and agents are private; jobs run with their user's umask."""
 
 from __future__ import annotations
 

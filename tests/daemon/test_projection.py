@@ -1,4 +1,4 @@
-"""What people are told of a job's place, as plain rows."""
+"""Rows of a job's hosts and devices for display."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clusterd.projection import job_row
 from clusterd.types import HostId
 from plans.plan import Plan
 from tests.core.conftest import Lab
-from tests.core.test_trials import running
+from tests.core.lifecycle.test_trials import running
 from tui.model import columns, rows
 
 

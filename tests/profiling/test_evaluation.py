@@ -1,4 +1,4 @@
-"""The command that anyone can hold the model to, and what it says of tables that cannot be used."""
+"""`profiling evaluate`: errors of the model on any table, and messages about unusable ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worlds with a known truth are found again, and uncertainty is honest."""
+"""Fits recover known truths, and their uncertainty is calibrated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much longer a job will train, and whether that can be said."""
+"""Forecast of a job's remaining training, and cases without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a model on a type of device: shapes, plans worth trying, and when to stop."""
+"""Knowledge of a model on a device type: shapes, plans worth a trial, and the end of trials."""
 
 from __future__ import annotations
 

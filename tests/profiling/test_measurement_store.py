@@ -1,4 +1,4 @@
-"""Measurements outlive their jobs and travel between clusters."""
+"""Measurements outlive their jobs and can be moved to other clusters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports say what was measured, learned and foretold, and stand alone."""
+"""Reports show measurements, fits and predictions, and need no other file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown of a model's speed: rows and curves that agree with each other."""
+"""Rows and curves of a model's speed agree with each other."""
 
 from __future__ import annotations
 

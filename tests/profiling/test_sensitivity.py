@@ -1,4 +1,4 @@
-"""Curves: what more of each resource brings."""
+"""Sensitivity curves: the gain from more of each resource."""
 
 from __future__ import annotations
 

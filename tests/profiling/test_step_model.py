@@ -1,4 +1,4 @@
-"""What anyone would expect of a step time, whatever the coefficients."""
+"""Properties of a step time under any coefficients."""
 
 from __future__ import annotations
 

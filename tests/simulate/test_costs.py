@@ -1,4 +1,4 @@
-"""What a live move takes in the simulator: the bytes that must go where, at the rates that were measured."""
+"""Cost of a live migration in the simulator: bytes over measured rates."""
 
 from __future__ import annotations
 

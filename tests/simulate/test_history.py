@@ -1,4 +1,4 @@
-"""A daemon's journal, simulated again: its jobs, hosts and speeds, and what another policy would have made of it."""
+"""A daemon's journal simulated again: its jobs, hosts and speeds, and the outcome of another policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers' published tables and traces: what stands in the real files, and one clear line about wrong ones."""
+"""Published tables and traces: content of the real files, and one clear line about wrong ones."""
 
 from __future__ import annotations
 

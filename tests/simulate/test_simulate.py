@@ -1,4 +1,4 @@
-"""Traces under a virtual clock: what comes out is what arithmetic says, and what policies promise."""
+"""Traces under a virtual clock: results match arithmetic, and policies keep their properties."""
 
 from __future__ import annotations
 

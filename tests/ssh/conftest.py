@@ -1,4 +1,4 @@
-"""Hosts inside the test: real SSH servers on loopback, real agents behind them, nothing of them left after."""
+"""Hosts inside the test: real SSH servers on loopback with real agents; nothing of them remains."""
 
 from __future__ import annotations
 

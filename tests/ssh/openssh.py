@@ -1,4 +1,4 @@
-"""OpenSSH's own server, started for a test on a loopback port, with keys and a configuration of its own."""
+"""OpenSSH's own server, started for a test on a loopback port with its own keys and configuration."""
 
 from __future__ import annotations
 

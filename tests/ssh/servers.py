@@ -1,4 +1,4 @@
-"""SSH servers of the tests' own: keys that change, jump hosts, and commands that say what a test wants to hear."""
+"""SSH servers for tests: changing keys, jump hosts, and commands with prepared output."""
 
 from __future__ import annotations
 

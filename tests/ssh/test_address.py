@@ -1,4 +1,4 @@
-"""What a user may call a host, and what is refused before any program sees it."""
+"""Valid addresses of hosts, and text that is refused before any program sees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dialing: every hop's key is checked, and whatever is in the way is one line that says what to do."""
+"""Connections: every hop's key is checked, and every obstacle is one line with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From `EmbeddedHost` to a running agent: the whole way that a remote host goes, on loopback."""
+"""From `EmbeddedHost` to a running agent: the whole path of a remote host, on loopback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The link to a host: up, cut, up again, and nothing lost in between."""
+"""The link to a host: connected, cut, connected again, without loss in between."""
 
 from __future__ import annotations
 

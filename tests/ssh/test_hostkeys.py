@@ -1,4 +1,4 @@
-"""Who is known: files of the user's and the system's are read, ours is written, and no other ever."""
+"""Known host keys: files of the user and the system are read, only ours is written."""
 
 from __future__ import annotations
 

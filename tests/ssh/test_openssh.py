@@ -1,4 +1,4 @@
-"""Against OpenSSH itself: its configuration, its keys, its servers, with a jump host in between."""
+"""Against OpenSSH itself: its configuration, keys and servers, with a jump host in between."""
 
 from __future__ import annotations
 

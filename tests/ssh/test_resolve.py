@@ -1,4 +1,4 @@
-"""The way to a host is what OpenSSH says it is."""
+"""The route to a host is the one that OpenSSH resolves."""
 
 from __future__ import annotations
 

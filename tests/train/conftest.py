@@ -33,7 +33,7 @@ def pools(ranks: RankPool) -> Iterator[tuple[RankPool, RankPool]]:
 
 @pytest.fixture
 def moving(pools: tuple[RankPool, RankPool], tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    from mover import Mover  # it needs the model that is on the path by now
+    from migration_driver import Mover  # it needs the model that is on the path by now
 
     movers: list[Mover] = []
 

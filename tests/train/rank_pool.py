@@ -26,6 +26,14 @@ from plans.plan import Plan
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
+
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": str(ROOT),
+}
 DEADLINE_S = 90.0
 _CHANCE = random.SystemRandom()  # parallel tests seed the global generator alike
 

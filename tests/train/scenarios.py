@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import changing_models
-import closed_ways
 import counting_models
 import fsspec
 import gradient_models
-import odd_models
 import recorded_state
 import torch
+import torch_limits
+import unusual_models
+import unusual_optimizers
 import writing_models
 from model import GPT
 from torch import nn
@@ -141,11 +142,11 @@ class Broken(GPT):
 
 MODELS = {
     "huge": Huge, "broken": Broken, "gpt": GPT, "tied": Tied, "stray": Stray, "tables": Tables, "frozen": Frozen,
-    **odd_models.MODELS, **writing_models.MODELS, **gradient_models.MODELS,
+    **unusual_models.MODELS, **writing_models.MODELS, **gradient_models.MODELS,
     **counting_models.MODELS, **changing_models.MODELS,
 }  # fmt: skip
 OPTIMIZERS = {
-    **odd_models.OPTIMIZERS,
+    **unusual_optimizers.OPTIMIZERS,
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -244,10 +245,10 @@ def job(
         seed=3,
         layers=names if layers else (),
         tp_plan=cuts if tp_plan else None,
-        scheduler=odd_models.SCHEDULERS.get("warmup" if warmup else schedule),
+        scheduler=unusual_optimizers.SCHEDULERS.get("warmup" if warmup else schedule),
         clip_norm=clip_norm,
         num_workers=num_workers,
-        collate_fn=odd_models.turned if model == "turned" else default_collate,
+        collate_fn=unusual_models.turned if model == "turned" else default_collate,
         precision=precision,
         find_unused_parameters=find_unused_parameters,
         save=save,
@@ -267,13 +268,13 @@ def rank(
     """Train on one rank, and save the requested samples and the final parameters.
 
     Args:
-        way: run this one of `closed_ways` instead.
+        way: run this one of `torch_limits` instead.
         record: folder for the complete state at both ends of every migration.
         filed: read samples from a data set that is opened by name.
     """
     if way:
         rank_file = json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())
-        closed_ways.attempt(way, rank_file["rank"], rank_file["master_port"])
+        torch_limits.attempt(way, rank_file["rank"], rank_file["master_port"])
         return
     if record:
         recorded_state.record(Path(record))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mover import Mover
+from migration_driver import Mover
 from rank_pool import RankPool
 
 from clusterd.train.state.copying import SegmentPart, copies_from_segment, copies_to_segment

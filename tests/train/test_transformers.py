@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mover import Mover
+from migration_driver import Mover
 from rank_pool import RankPool
 
 pytestmark = [

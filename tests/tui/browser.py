@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its DevTools protocol: the text that the page's terminal holds, and keys for it."""
+"""A headless Chromium driven over its DevTools protocol: reads the terminal's text on the page, and sends keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of day are UTC, and no user's saved views get in."""
+"""Times of day in UTC, and no saved views of a user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster that was never there: rows as the daemon sends them, and a source that tells them."""
+"""A made-up cluster: rows as the daemon sends them, and a source that serves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A terminal to run the interface in: a pseudo-terminal of a given size, and the bytes that it was sent."""
+"""A terminal for the interface: a pseudo-terminal of a given size, and the bytes sent to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must not break the interface: garbage from the socket, tiny terminals, floods, and a daemon that dies."""
+"""The interface survives garbage from the socket, tiny terminals, floods, and a daemon that dies."""
 
 from __future__ import annotations
 

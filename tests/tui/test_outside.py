@@ -1,4 +1,4 @@
-"""What comes from outside: files of wrong types, recordings with holes, answers of another form. It is said."""
+"""Files of wrong types, recordings with gaps, answers of another form: each is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every verb through its key, against a real daemon with embedded hosts and jobs that train."""
+"""Every verb through its key, against a real daemon with embedded hosts and training jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The half that knows no widget: filters, listings, lines, logs, charts and recordings."""
+"""The part without widgets: filters, listings, lines, logs, charts and recordings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated run, played: every screen over simulated time, forward and back, at any speed."""
+"""Playback of a simulated run: every screen over simulated time, forward and back, at any speed."""
 
 from __future__ import annotations
 

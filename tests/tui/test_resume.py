@@ -1,4 +1,4 @@
-"""Numbers of the stream: who comes back with the last one it saw gets what it missed, or a snapshot; never a gap."""
+"""A client that returns with its last number gets the missed changes or a snapshot; never a gap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same in a browser: the page is served on loopback alone, and its socket speaks."""
+"""The interface in a browser: served on loopback alone, with a working socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every screen as a picture: with everything, with nothing, without a daemon, refused by one."""
+"""Every screen as a picture: full, empty, without a daemon, refused by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the interface loads before its first picture: its start is measured in imports more than in anything else."""
+"""Imports before the interface's first picture, which dominate its start."""
 
 from __future__ import annotations
 

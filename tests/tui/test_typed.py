@@ -1,4 +1,4 @@
-"""Nothing that is typed ends the interface: it is taken, or said what is wrong with it, right under it."""
+"""Typed text is accepted, or its mistake is shown below it; none ends the interface."""
 
 from __future__ import annotations
 

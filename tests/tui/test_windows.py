@@ -1,4 +1,4 @@
-"""What windows ask of the source, and what they leave alone."""
+"""Requests of windows to the source."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Home:
         return self.root / "attempts"
 
     @property
-    def snapshots(self) -> Path:
+    def workdirs(self) -> Path:
         """Directory of the unpacked workdirs, each in a directory named by its digest."""
         return self.root / "snapshots"
 
@@ -104,7 +104,7 @@ class Home:
         Raises:
             UnsafeDirectory: the directory for sockets belongs to another user.
         """
-        for directory in (self.root, self.attempts, self.snapshots, self.sockets):
+        for directory in (self.root, self.attempts, self.workdirs, self.sockets):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for directory in (self.root, self.sockets):
             status = directory.lstat()

@@ -66,7 +66,7 @@ class Agent:
             self._progress.poll,
             os.environ.get("CLUSTERD_PRELOAD", PRELOAD),
         )
-        self._workdirs = Workdirs(home.snapshots)
+        self._workdirs = Workdirs(home.workdirs)
         self._datasets = Datasets()
         sessions = self._sessions
         self._moves = Moves(

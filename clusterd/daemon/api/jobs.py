@@ -183,7 +183,7 @@ class JobVerbs:
 
     async def dry_run(self, peer: Peer, spec: dict[str, Any]) -> dict[str, Any]:
         """Report how a job would start now, without submitting it."""
-        known = self.admit(peer, spec, need_snapshot=False)
+        known = self.admit(peer, spec, need_workdir=False)
         now_s = time.time()
         job = Job(JobId("new"), known, priority=known.priority, submitted_s=now_s, queued_s=now_s)
         ahead = sum(1 for j in self._state.queue if self._state.jobs[j].priority >= known.priority)
@@ -210,7 +210,7 @@ class JobVerbs:
         if reason is not None:
             raise UsageError(f"{spec.name} can never start: it {reason}; --wait-for-hosts queues it all the same")
 
-    def admit(self, peer: Peer, spec: dict[str, Any], need_snapshot: bool = True) -> JobSpec:
+    def admit(self, peer: Peer, spec: dict[str, Any], need_workdir: bool = True) -> JobSpec:
         """Check a submitted job and make it its user's.
 
         Raises:
@@ -225,20 +225,20 @@ class JobVerbs:
         tenants = {*self._config.tenants, "default"}
         if self._config.tenants and known.tenant not in tenants:
             raise UsageError(f"there is no tenant {known.tenant!r}; there are {', '.join(sorted(tenants))}")
-        if need_snapshot and known.snapshot is not None and not self._archive.has_snapshot(known.snapshot):
+        if need_workdir and known.snapshot is not None and not self._archive.has_workdir(known.snapshot):
             raise UsageError("the job's workdir has not arrived here: submit again")
         awaited = (admission.find_awaited(self._state, text, peer.user) for text in known.after)
         return replace(known, after=tuple(dict.fromkeys(awaited)))
 
     async def snapshot_has(self, peer: Peer, digest: str) -> dict[str, Any]:
         """Report whether a workdir of this digest is stored, and the size limit."""
-        return {"have": self._archive.has_snapshot(digest), "bytes_max": self._config.workdir_bytes_max}
+        return {"have": self._archive.has_workdir(digest), "bytes_max": self._config.workdir_bytes_max}
 
     async def snapshot_put(self, peer: Peer, digest: str, offset: int, data: bytes, last: bool) -> None:
         """Store one chunk of a workdir."""
         if offset + len(data) > self._config.workdir_bytes_max + (1 << 20):
             raise UsageError(f"the workdir is larger than {self._config.workdir_bytes_max} bytes")
-        await self._archive.put_snapshot(digest, offset, data, last, peer.connection)
+        await self._archive.put_workdir(digest, offset, data, last, peer.connection)
 
     async def jobs(self, peer: Peer, all: bool = False, before: str | None = None) -> list[dict[str, Any]]:
         """Rows of the jobs that are not over; with `all`, of the newest that are over, too, oldest first.

@@ -29,7 +29,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.storage.snapshot_replicas import Whole
+from clusterd.daemon.storage.snapshot_replicas import CompleteSnapshot
 from clusterd.daemon.unexpected import first_of
 from clusterd.errors import ClusterError, NotStarted
 from clusterd.protocol.codec import to_map
@@ -132,7 +132,7 @@ class MigrationSaga:
             refused = HostId(cause.host) if isinstance(cause, NotStarted) else None
             await self._failed(str(cause) or type(cause).__name__, refused)
 
-    async def restore(self, whole: Whole, served: dict[str, Address]) -> int:
+    async def restore(self, whole: CompleteSnapshot, served: dict[str, Address]) -> int:
         """Start target ranks from state snapshots, without source ranks; returns their step."""
         move = await self._describe()
         segments = SnapshotSegments(whole.names, whole.hosts)

@@ -12,7 +12,7 @@ from clusterd.daemon.hosts import facts
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostDown
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.storage.snapshot_replicas import Whole
+from clusterd.daemon.storage.snapshot_replicas import CompleteSnapshot
 from clusterd.errors import ClusterError
 from clusterd.protocol.agent import RankExited
 from clusterd.protocol.migration import Address
@@ -48,7 +48,7 @@ class Migrations:
             if not move.verified:
                 self._finishing.pop(key, None)
 
-    async def restore(self, decision: d.LaunchAttempt, whole: Whole, served: dict[str, Address]) -> int:
+    async def restore(self, decision: d.LaunchAttempt, whole: CompleteSnapshot, served: dict[str, Address]) -> int:
         """Start the ranks of a lost job from state snapshots in memory; returns their step.
 
         Args:

@@ -53,11 +53,11 @@ class Archive:
 
     # --- workdirs -----------------------------------------------------------------------------------------------------
 
-    def has_snapshot(self, digest: str) -> bool:
+    def has_workdir(self, digest: str) -> bool:
         """True if the packed workdir was received completely."""
         return self._snapshot(digest).exists()
 
-    async def put_snapshot(self, digest: str, offset: int, data: bytes, last: bool, sender: int = 0) -> None:
+    async def put_workdir(self, digest: str, offset: int, data: bytes, last: bool, sender: int = 0) -> None:
         """Receive one chunk of a packed workdir; after the last one, check the file against the digest.
 
         Chunks of each `sender` go to a separate file, so that two clients can submit the same directory at once.

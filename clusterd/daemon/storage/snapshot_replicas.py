@@ -30,7 +30,7 @@ Generation = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class CompleteSnapshot:
     """State snapshots of all ranks of one step, each on a host that is up."""
 
     of: Generation
@@ -102,9 +102,9 @@ class SnapshotReplicas:
                 known.step, known.holders = max(known.step, row.step), set()
             known.holders.add(host)
 
-    def newest(self, job: Job) -> Whole | None:
+    def newest(self, job: Job) -> CompleteSnapshot | None:
         """Newest state snapshot that is complete on hosts that are up; None if there is none."""
-        best: Whole | None = None
+        best: CompleteSnapshot | None = None
         for of, copies in self._copies.items():
             plan = _plan_of(job, of)
             if plan is None:
@@ -115,7 +115,7 @@ class SnapshotReplicas:
                     best = whole
         return best
 
-    def _whole(self, of: Generation, plan: Plan, step: int, copies: dict[str, _Replicas]) -> Whole | None:
+    def _whole(self, of: Generation, plan: Plan, step: int, copies: dict[str, _Replicas]) -> CompleteSnapshot | None:
         by_rank: dict[int, tuple[str, HostId]] = {}
         for name, copy in copies.items():
             up = [h for h in sorted(copy.holders) if self._is_up(h)]
@@ -124,9 +124,9 @@ class SnapshotReplicas:
         if set(by_rank) != set(range(plan.ranks)):
             return None
         names, hosts = zip(*(by_rank[rank] for rank in range(plan.ranks)), strict=True)
-        return Whole(of, plan, step, names, hosts, {_set(of): self._token(of)})
+        return CompleteSnapshot(of, plan, step, names, hosts, {_set(of): self._token(of)})
 
-    async def admit(self, whole: Whole) -> dict[str, Address]:
+    async def admit(self, whole: CompleteSnapshot) -> dict[str, Address]:
         """Ask every holder of a state snapshot to admit readers; returns address and port of each.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Readers of public workloads and tables, one module for each authors' format."""
+"""Readers of public workloads and tables, one module per authors' format."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FORMATS = ("a800", "arena", "gavel", "pollux")
 
 
 def read(form: str, workload: Path, truth: Path, cluster: Cluster) -> tuple[Truth, Workload]:
-    """Step times and jobs.
+    """Read step times and jobs.
 
     Args:
-        form: one of `FORMATS`, or ``auto``: as the truth looks.
+        form: one of `FORMATS`, or ``auto``: detected from the truth.
     Raises:
         InputError: a file cannot be read, a line is wrong, or nothing of the workload can be run.
     """
@@ -40,7 +40,7 @@ def read(form: str, workload: Path, truth: Path, cluster: Cluster) -> tuple[Trut
 
 
 def _form_of(truth: Path) -> str:
-    """Pollux's truth is a folder, Gavel's and Arena's are JSON, and Arena's says ``optimal``."""
+    """Detect the format of a truth: Pollux's is a folder, Gavel's and Arena's are JSON, Arena's says ``optimal``."""
     if truth.is_dir():
         return "pollux"
     if truth.suffix != ".json":

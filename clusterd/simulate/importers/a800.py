@@ -1,4 +1,4 @@
-"""Jobs of Rubick's published artifact: name, time, model, devices and plan asked for, steps, guarantee.
+"""Jobs of Rubick's published artifact: name, time, model, requested devices and plan, steps, guarantee.
 
 A plan is a family of the truth's table (``zero-dp``) or three digits ``PTD`` for pp, tp and dp.
 """
@@ -17,7 +17,7 @@ COLUMNS = ("name", "submission_time", "application", "num_gpus", "exec_plan", "s
 
 
 def read(path: Path, truth: Truth) -> Workload:
-    """Jobs whose model the truth holds; the others are counted.
+    """Read the jobs whose model the truth holds, and count the others.
 
     Raises:
         InputError: the file cannot be read, or a line of it, or nothing of it can be run.

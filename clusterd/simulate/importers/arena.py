@@ -1,7 +1,7 @@
 """Arena's published tables and traces: seconds per iteration by model, batch, device type and count.
 
-The table gives the best plan that Arena's search found, but not which: it stands here as plain replicas. Jobs name a
-model, a global batch, and a type and number of devices.
+The table gives the best plan that Arena's search found without naming it, so it is read as plain data parallelism. Jobs
+name a model, a global batch, and a type and number of devices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _UNIT = {"M": 1e6, "B": 1e9}
 
 
 def read_truth(path: Path) -> Truth:
-    """The table of best plans (``prof_database_optimal.json``); what it marks as infeasible is left out.
+    """Read the table of best plans (``prof_database_optimal.json``) without entries that it marks infeasible.
 
     Raises:
         InputError: it is none.
@@ -55,7 +55,7 @@ def read_truth(path: Path) -> Truth:
 
 
 def read(path: Path, truth: Truth) -> Workload:
-    """Jobs whose model and batch the truth holds; the others are counted.
+    """Read the jobs whose model and batch the truth holds, and count the others.
 
     Raises:
         InputError: the file cannot be read, or a line of it, or nothing of it can be run.

@@ -37,12 +37,12 @@ _BATCH = re.compile(r"batch size (\d+)")
 
 
 def model_of(job_type: str, scale: int) -> str:
-    """Its name here."""
+    """Name of the model of a job type at a scale factor."""
     return f"{job_type} x{scale}"
 
 
 def read_truth(path: Path, sizes: Mapping[str, Sequence[int]]) -> Truth:
-    """Step times on these hosts (devices on each, by type); what has no throughput somewhere is not run there.
+    """Read step times on these hosts (device counts by type), without entries that have no throughput.
 
     Raises:
         InputError: the file is no table of throughputs, or has none for these types.
@@ -85,7 +85,7 @@ def _key(path: Path, text: str) -> tuple[str, int]:
 
 
 def _shapes(devices: int, hosts: Sequence[int], most: int | None = None) -> Iterator[Shape]:
-    """All ways to take so many devices from hosts of these sizes (largest first), most first."""
+    """All ways to take this many devices from hosts of these sizes (largest first), largest first."""
     if devices == 0:
         yield ()
     elif hosts:
@@ -95,7 +95,7 @@ def _shapes(devices: int, hosts: Sequence[int], most: int | None = None) -> Iter
 
 
 def read(path: Path, truth: Truth) -> Workload:
-    """Jobs whose type the truth holds at their scale; the others are counted.
+    """Read the jobs whose type and scale the truth holds, and count the others.
 
     Raises:
         InputError: the file cannot be read, or a line of it, or nothing of it can be run.

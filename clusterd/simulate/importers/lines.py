@@ -1,4 +1,4 @@
-"""Lines of text files with their numbers, so that what is wrong with one can be said in one line."""
+"""Numbered lines of text files, for one-line messages about a wrong one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def text_of(path: Path) -> str:
 def rows(
     path: Path, columns: Sequence[str], delimiter: str = ",", header: bool = True
 ) -> list[tuple[int, dict[str, str]]]:
-    """Lines of a table with their numbers.
+    """Read the lines of a table with their numbers.
 
     Args:
         header: the first line names the columns; otherwise they are as given, in that order.
@@ -50,7 +50,7 @@ def rows(
 
 
 def table_of(path: Path, expected: str) -> dict[str, Any]:
-    """The object that a JSON file holds.
+    """Read the object that a JSON file holds.
 
     Args:
         expected: description of the content, for the message.

@@ -34,7 +34,7 @@ from plans.plan import replicas
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 DEVICE_TYPE = "t4"
 LOCAL_MAX = {"yolov3": 8}
-"""Largest batch per device where the authors' simulator allows less than they measured."""
+"""Largest batch per device, where the authors' simulator allows less than was measured."""
 
 ONE_DEVICE = frozenset({"ncf"})
 """Applications that the authors' simulator never gives more than one device to when it chooses the number."""
@@ -42,7 +42,7 @@ ONE_DEVICE = frozenset({"ncf"})
 DEVICES_MAX = 64
 
 Times = tuple[float, float]
-"""Seconds of a step, and of its synchronisation."""
+"""Seconds of a step and of its synchronization."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Progress:
 
 
 class Application:
-    """One application's measurements."""
+    """Measurements of one application."""
 
     def __init__(self, folder: Path) -> None:
         """Raises InputError: a file of it cannot be read, or is wrong."""
@@ -97,10 +97,10 @@ class Application:
         self.updates = cache(self._updates)
 
     def times(self, places: Sequence[tuple[Shape, int]]) -> list[Times | None]:
-        """On these hosts with so much of the batch on each device; None: neither measured nor between measurements.
+        """Step time on these hosts at this batch per device; None where it can be neither read nor interpolated.
 
-        A placement is the same whichever host comes first; those not measured are read between others by numbers of
-        hosts and devices.
+        A placement does not depend on the order of hosts; unmeasured placements are interpolated over numbers of hosts
+        and devices.
         """
         found = [self._on(shape, local) for shape, local in places]
         between = {(len(shape), sum(shape), local): () for shape, local in places}
@@ -113,7 +113,7 @@ class Application:
         return answers
 
     def _on(self, shape: Shape, local: int) -> Times | None:
-        """As measured on this very placement; not a number where nothing was measured with so large a batch."""
+        """Step time measured on exactly this placement; NaN where no batch so large was measured."""
         turned = min(shape[n:] + shape[:n] for n in range(len(shape)))
         measured = self._placed.get(turned)
         if measured is None:
@@ -124,16 +124,16 @@ class Application:
         return float(np.interp(local, sizes, steps)), float(np.interp(local, sizes, syncs))
 
     def split(self, batch: int, devices: int) -> tuple[int, int]:
-        """Samples on each device at a time, and how often they are accumulated before the last of a step."""
+        """Micro-batch of each device, and the number of accumulation steps before the last."""
         local = math.ceil(batch / devices - 1e-8)
         more = math.ceil(local / self.local_max - 1e-8) - 1
         if devices == 1 and batch > self.batch_min:
-            more = max(more, 1)  # one sample of the gradient says nothing of its variance
+            more = max(more, 1)  # one gradient sample has no variance
         at_once = math.ceil(local / (more + 1) - 1e-8)
         return min(at_once, self.batch_max // (devices * (more + 1))), more
 
     def _updates(self, batch: int) -> float:
-        """Updates with this batch until the last epoch is over."""
+        """Updates at this batch until the last epoch is complete."""
         scale = batch / self.batch_min
         low = max((b for b in self.validation if b <= batch), default=self.batch_min)
         high = min((b for b in self.validation if b >= batch), default=self.batch_max)
@@ -149,7 +149,7 @@ class Application:
         return float(np.sum(np.diff(reached, prepend=0.0) / gain))
 
     def step_times_s(self, some: Iterable[Shape], batch: int) -> dict[Shape, float]:
-        """Seconds in which a job advances by one update of this batch, wherever it is known to run."""
+        """Seconds per update of this batch on every known placement."""
         split = {
             shape: self.split(batch, sum(shape)) for shape in some if sum(shape) <= max(batch // self.local_min, 1)
         }
@@ -165,7 +165,7 @@ class Application:
 
 
 def shapes(hosts: int, each: int, devices_max: int) -> Iterator[Shape]:
-    """All ways to spread up to so many devices over alike hosts, most first."""
+    """All ways to distribute up to this many devices over equal hosts, largest first."""
 
     def more(left: int, most: int, hosts_left: int) -> Iterator[Shape]:
         yield ()
@@ -178,7 +178,7 @@ def shapes(hosts: int, each: int, devices_max: int) -> Iterator[Shape]:
 
 
 def read(path: Path, folder: Path, cluster: Cluster) -> tuple[Truth, Workload]:
-    """Step times of every application and batch that the workload names, and the jobs.
+    """Read step times of every application and batch that the workload names, and its jobs.
 
     Args:
         folder: of measurements, with a folder for each application (``t4``).

@@ -1,7 +1,7 @@
-"""Policies as peers' published simulators run them, for parity with their published figures and nothing else.
+"""Policies as their authors' simulators run them, to reproduce published figures.
 
-What ours is compared with are the baselines of `clusterd.core.policies`, which do what the papers say. Here stand the
-parameters and, where it makes the published figure, the faults of the published code.
+Our own comparisons use the baselines of `clusterd.core.policies`, which follow the papers. Here are the parameters of
+the published code and, where a published figure depends on them, its faults.
 """
 
 from __future__ import annotations
@@ -22,5 +22,5 @@ PUBLISHED: dict[str, Callable[[], Policy]] = {
 
 
 def policy_named(name: str) -> Policy:
-    """A fresh one."""
+    """A new instance of the policy of this name."""
     return (POLICIES.get(name) or PUBLISHED[name])()

@@ -1,4 +1,4 @@
-"""Gavel's first come first served, as its published simulator runs it."""
+"""Gavel's first-come-first-served policy as its published simulator runs it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ from clusterd.types import JobId
 
 
 class GavelFifo:
-    """`fifo` of Gavel's simulator: first come first served, each on one device type for as long as it lives.
+    """`fifo` of Gavel's simulator: first come first served, each job on one device type for its whole life.
 
-    Types are given out when jobs come or go, at least `reset_s` after the last time. A job that waits at the head takes
-    over the type of one that has ended, else gets one drawn from those with room. Every round the jobs of a type run in
-    order of the time that they have got since types were last given out, least first.
-
-    The published code draws a type but then uses the alphabetically last one with any device free, room or not, and
-    passes a type on before the devices of later jobs are counted: more jobs are given a type than it has devices, and
-    take turns on it. With `faults` off, the type drawn is used, and no more is given than there is.
+    Types are assigned when jobs arrive or complete, at least `reset_s` after the last assignment. The job at the head
+    of the queue takes over the type of a completed job, else draws one from those with free devices. In each round the
+    jobs of a type run in order of the device time that they have received since the last assignment.
     """
 
     name = "gavel-fifo"
@@ -42,7 +38,7 @@ class GavelFifo:
         self._now_s = float("-inf")
 
     def propose(self, view: View) -> Proposal:
-        """Decision of this round; repeated calls within a round return the same."""
+        """Decision of this round; repeated calls within a round return the same decision."""
         jobs = {j.id: j for j in sorted([*view.queued, *view.running], key=lambda j: (j.submitted_s, len(j.id), j.id))}
         candidates_cache = {name: self._candidates_of(job, view) for name, job in jobs.items()}
         if view.now_s != self._now_s:
@@ -69,7 +65,7 @@ class GavelFifo:
     def _credit(
         self, jobs: Mapping[JobId, Job], candidates_cache: Mapping[JobId, Mapping[str, Sequence[Estimate]]]
     ) -> None:
-        """Time got in the round that is over, in whole steps."""
+        """Add the device time of the last round, in whole steps."""
         for name, before in self._round.items():
             if name in jobs:
                 self._got_s[name] += (jobs[name].step - before) * candidates_cache[name][self._types[name]][
@@ -138,7 +134,7 @@ class GavelFifo:
 
 
 def devices_of(view: View) -> dict[str, int]:
-    """Devices of each type on hosts that may be used."""
+    """Devices of each type on usable hosts."""
     found: dict[str, int] = {}
     for host in view.hosts.values():
         if host.unusable is None:

@@ -1,7 +1,7 @@
 """Tiresias and Optimus as Pollux's published simulator runs them beside Pollux.
 
-Both divide the cluster every 60 s, and place alike: who has as many devices as before keeps them, the others take what
-they need from the host with most free devices, again and again. Whoever's devices change restarts. Hosts are alike.
+Both assign devices every 60 s and place alike: a job with an unchanged count keeps its devices, the others take theirs
+repeatedly from the host with most free devices. A job whose devices change restarts. Hosts are homogeneous.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _MostFreeFirst:
         self._places: dict[JobId, tuple[Estimate, list[Device]]] = {}
 
     def propose(self, view: View) -> Proposal:
-        """Decision of this round: first the devices are freed, then, at the same instant, taken."""
+        """Decisions of this round: first the releases, then, at the same instant, the grants."""
         if view.now_s != self._now_s:
             self._now_s = view.now_s
             jobs = sorted(self.baseline.managed(view), key=lambda j: (j.submitted_s, len(j.id), j.id))
@@ -84,12 +84,12 @@ def _devices_of(job: Job, view: View) -> list[Device]:
 
 
 def ids(devices: Iterable[Device]) -> set[str]:
-    """Of these devices."""
+    """Ids of these devices."""
     return {device.id for device in devices}
 
 
 class PolluxTiresias(_MostFreeFirst):
-    """Two queues, the limit at 16 device-hours, within a queue in order of arrival."""
+    """Two queues with a limit of 16 device-hours; first come first served within a queue."""
 
     def __init__(self) -> None:
         super().__init__(Tiresias(limits_device_s=(57_600.0,), running_first=False), narrow_first=False)
@@ -98,7 +98,7 @@ class PolluxTiresias(_MostFreeFirst):
 
 
 class _ByEpochs(Optimus):
-    """Of the remaining steps those of the epoch under way are left out."""
+    """Remaining steps without those of the current epoch."""
 
     def left(self, job: Job) -> float:
         steps = super().left(job)
@@ -108,7 +108,7 @@ class _ByEpochs(Optimus):
 
 
 class PolluxOptimus(_MostFreeFirst):
-    """Every 60 s, by the epochs that are left after this one; the narrowest jobs are placed first."""
+    """Assignment every 60 s by the epochs that remain after the current one; the narrowest jobs are placed first."""
 
     def __init__(self) -> None:
         super().__init__(_ByEpochs(interval_s=60.0), narrow_first=True)

@@ -1,0 +1,86 @@
+"""The code that is sent to hosts is reproducible and complete."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from clusterd.agent.host.bundle import bundle
+from tests.agent.client import end_all
+
+MAKE = "from clusterd.agent.host.bundle import bundle; print(bundle().sha256)"
+
+
+def test_the_bundle_is_the_same_in_every_process(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONHASHSEED": "1", "TZ": "Asia/Tokyo"}
+    made = subprocess.run(
+        [sys.executable, "-c", MAKE], env=env, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert made.stdout.strip() == bundle().sha256
+
+
+def test_the_bundle_holds_what_hosts_run_and_nothing_of_the_head() -> None:
+    names = zipfile.ZipFile(io.BytesIO(bundle().data)).namelist()
+    assert {"__main__.py", "clusterd/agent/server/server.py", "clusterd/protocol/frames.py"} <= set(names)
+    assert "plans/plan.py" in names
+    assert {"vendor/msgpack/fallback.py", "clusterd/train/process/preload.py"} <= set(names)
+    assert not [n for n in names if n.startswith(("clusterd/core", "clusterd/daemon", "clusterd/ssh", "clusterd/cli"))]
+
+
+def test_the_bundle_is_made_from_an_installed_package_too(tmp_path: Path) -> None:
+    """From a zip, as from a wheel or the one-file binary: read as resources, not as paths."""
+    installed = tmp_path / "installed.zip"
+    with zipfile.ZipFile(installed, "w") as archive:
+        for name in ("clusterd", "plans"):
+            root = Path(__file__).parents[3] / name
+            for path in root.rglob("*.py"):
+                archive.write(path, path.relative_to(root.parent))
+    command = f"import sys; sys.path.insert(0, {str(installed)!r}); {MAKE}"
+    made = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert made.stdout.strip() == bundle().sha256
+
+
+@pytest.mark.parametrize("version", ["python3", "python3.10", "python3.12", "python3.13"])
+def test_the_bundle_runs_on_a_bare_python(tmp_path: Path, version: str) -> None:
+    """Only the standard library there: the carried msgpack is used."""
+    found = shutil.which(version)
+    ask = [found or "", "-c", "import sys; print(sys.executable)"]
+    asked = subprocess.run(ask, capture_output=True, text=True, check=False) if found else None
+    if asked is None or asked.returncode != 0:
+        pytest.skip(f"no {version} on this machine")
+    python = asked.stdout.strip()
+    code = tmp_path / f"agent-{bundle().version}"
+    zipfile.ZipFile(io.BytesIO(bundle().data)).extractall(code)
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CLUSTERD_AGENT_HOME": str(tmp_path / "agent")}
+    program = [python, "-I", "-S", str(code)]
+    hello = (
+        f"import subprocess, sys; sys.path[:0] = [{str(code)!r}, {str(code / 'vendor')!r}]\n"
+        "from clusterd import protocol; import msgpack; assert 'vendor' in msgpack.__file__\n"
+        "import os; from clusterd.protocol.proof import proof\n"
+        "r, w = os.pipe(); os.write(w, b'key'); os.close(w)\n"
+        f"p = subprocess.Popen({[*program, 'attach', '--key-fd']!r} + [str(r)], stdin=-1, stdout=-1, pass_fds=[r])\n"
+        "assert p.stdout.readline().startswith(b'clusterd-attached')\n"
+        "d = protocol.Decoder()\n"
+        "def ask(**request):\n"
+        "    p.stdin.write(protocol.encode({'id': 1, **request})); p.stdin.flush()\n"
+        "    while not (m := d.feed(p.stdout.read1())): pass\n"
+        "    return m[0]['ok']\n"
+        "shown = proof('key', 'hello', ask(verb='challenge')['nonce'], 'd', 1)\n"
+        "told = ask(verb='hello', protocol=1, daemon='d', epoch=1, proof=shown)\n"
+        "print(told['version'], told['facts']['python'])\n"
+        "p.stdin.close(); p.wait(); p.stdout.close()"
+    )
+    try:
+        done = subprocess.run(
+            [python, "-I", "-S", "-c", hello], env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.stdout.split()[:1] == [bundle().version], done.stderr
+    finally:
+        end_all(tmp_path / "agent")

@@ -1,0 +1,124 @@
+"""Hosts that a job may use, by its request and by what they have, for starts and migrations alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clusterd.core import events as e
+from clusterd.types import HostId, JobKind
+from plans.plan import Plan
+from tests.core.conftest import GIB, Lab
+from tests.core.lifecycle.test_trials import running
+
+
+def test_a_drain_does_not_take_a_job_where_it_may_not_be(lab: Lab) -> None:
+    lab.host("a", gpus=2)
+    lab.host("b", gpus=2)
+    job = running(lab, devices=2, hosts=(HostId("a"),))
+    lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), why="a fan"))
+    assert lab.attempt(job).migration is None
+    assert lab.why(job) == "a is drained: it stays there until devices are free elsewhere, or its end"
+    lab.tell(e.HostUndrained(**lab.at(), host=HostId("a")))
+    assert "drained" not in lab.why(job)
+
+
+@pytest.mark.parametrize("what", [{"memory_bytes": 200 * GIB}, {"cpus": 30}])
+def test_a_drain_does_not_crowd_a_host(lab: Lab, what: dict[str, int]) -> None:
+    """Two jobs that each want most of a host's memory, or cores, do not run on one."""
+    lab.host("a", gpus=4)
+    job = running(lab, devices=2, **what)
+    lab.host("b", gpus=4)
+    other, _ = lab.submit(devices=1, hosts=(HostId("b"),), **what)
+    lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), why="a fan"))
+    assert lab.attempt(job).migration is None
+    lab.finish(other)
+    assert {place.host for place in lab.attempt(job).migration.places} == {"b"}
+
+
+def test_after_a_loss_a_job_goes_on_where_it_may_be(lab: Lab) -> None:
+    for host in ("a", "b", "c"):
+        lab.host(host, gpus=2)
+    job = running(lab, devices=4, hosts=(HostId("a"), HostId("b")))
+    lab.attempt(job).plan = Plan(dp=4)
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("b"), why="no answer"))
+    for rank in (0, 1):
+        lab.tell(e.RankOrphaned(**lab.at(), job=job, attempt=1, generation=1, rank=rank, step=5))
+    assert {place.host for place in lab.attempt(job).migration.places} == {"a"}
+
+
+def test_a_move_by_hand_goes_where_the_job_may_be(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    lab.host("b", gpus=2)
+    job = running(lab, devices=1, hosts=(HostId("a"),))
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2), by="ann"))
+    assert lab.attempt(job).migration is None
+    assert "needs 2 devices, 1 are given or free for it" in lab.why(job)
+
+
+def test_a_job_for_any_devices_takes_the_cpu_devices_of_a_host_with_gpus(lab: Lab) -> None:
+    """Two GPUs are too few; their cores and memory are no less free for that."""
+    lab.host("a", gpus=2, cpus=4, cores=4)
+    job, _ = lab.submit(devices=4)
+    assert lab.state(job) == "starting"
+    assert {str(device) for device in lab.attempt(job).devices} == {f"a:cpu{i}" for i in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ({"devices": 5}, "asks for 5 devices, the cluster has 2 GPUs and 4 CPU devices"),
+        ({"devices": 0, "cpus": 400}, "needs 400 CPU cores; no host has that much: at most 32 CPU cores"),
+        ({"devices": 0, "memory_bytes": 900 * GIB}, "needs 1 CPU core and 900 GiB of memory; no host has that much"),
+        ({"devices": 2, "cpus": 50}, "needs 25 CPU cores beside each of 2 devices; no host has that much"),
+    ],
+)
+def test_what_no_host_can_ever_serve_is_said(lab: Lab, what: dict[str, int], why: str) -> None:
+    lab.host("a", gpus=2, cpus=4)
+    job, _ = lab.submit(**what)
+    assert lab.state(job) == "queued"
+    assert why in lab.why(job)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ({"devices": 3, "hosts": "a"}, "asks for 3 devices, its hosts (a) have 2 GPUs and 0 CPU devices"),
+        (
+            {"devices": 3, "hosts": "ab"},
+            "on one host (see --nodes); none of its hosts (a, b) has more than 2",
+        ),
+        ({"devices": 0, "cpus": 20, "hosts": "a"}, "needs 20 CPU cores; none of its hosts (a) has that much"),
+    ],
+)
+def test_a_job_for_hosts_of_its_own_is_told_what_these_have(lab: Lab, what: dict[str, Any], why: str) -> None:
+    """It was said of the cluster, in which another host has more."""
+    for name, gpus, cores in (("a", 2, 8), ("b", 2, 8), ("c", 8, 64)):
+        lab.host(name, gpus=gpus, cores=cores)
+    job, _ = lab.submit(**{**what, "hosts": tuple(map(HostId, what["hosts"]))})
+    assert why in lab.why(job)
+
+
+def test_a_job_of_several_sizes_waits_for_the_least_on_any_hosts(lab: Lab) -> None:
+    lab.host("a", gpus=2)
+    lab.host("b", gpus=2)
+    other, _ = lab.submit(devices=2)
+    plans = (Plan(dp=4), Plan(dp=3))
+    job, _ = lab.submit(devices=4, plans=plans, kind=JobKind.CHECKPOINTABLE)
+    assert lab.why(job) == "waits for 3 free devices (with their cores and memory)"
+    lab.finish(other)
+    assert lab.attempt(job).plan == Plan(dp=4)
+
+
+def test_a_host_that_was_not_drained_is_not_in_use_again(lab: Lab) -> None:
+    """Why said so of every job there, and no more why the job was started so."""
+    lab.host("a", gpus=1)
+    job, _ = lab.submit()
+    lab.run(job)
+    before = lab.why(job)
+    lab.tell(e.HostUndrained(**lab.at(), host=HostId("a"), by="ann"))
+    assert lab.why(job) == before != ""
+    for kind in (e.HostDrained, e.HostUndrained):
+        lab.tell(kind(**lab.at(), host=HostId("a"), by="ann"))
+    assert lab.why(job) == "a is in use again"

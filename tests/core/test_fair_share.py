@@ -1,0 +1,84 @@
+"""Tenants of a cluster: starts, growth and migrations respect quotas; shares order the queue."""
+
+from __future__ import annotations
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.core.performance_table import Estimate, PerformanceTable
+from clusterd.types import JobId, JobKind, Tenant
+from plans.plan import Plan
+from tests.core.conftest import Lab
+from tests.core.lifecycle.test_trials import SHAPE, progress, running
+
+
+def shared(lab: Lab, **tenants: Tenant) -> None:
+    """The daemon starts with these agreements."""
+    lab.tell(e.DaemonStarted(**lab.at(), epoch=1, tenants=tenants))
+
+
+def learned(lab: Lab) -> None:
+    """A model that is twice as fast on twice the devices."""
+    rows = tuple(
+        Estimate(plan=Plan(dp=n), device_type="cuda", shape=(n,), step_time_s=s, lower_s=s, upper_s=s)
+        for n, s in ((1, 8.0), (2, 4.0), (4, 2.0))
+    )
+    lab.tell(e.SpeedLearned(**lab.at(), model="m", table=PerformanceTable(rows, measured=3)))
+
+
+def test_a_tenant_with_all_its_devices_in_use_waits_and_holds_up_nobody(lab: Lab) -> None:
+    shared(lab, vision=Tenant(quota=2))
+    lab.host("a", gpus=4)
+    first, _ = lab.submit(devices=2, tenant="vision")
+    lab.run(first)
+    second, decided = lab.submit(devices=1, tenant="vision")
+    assert d.LaunchAttempt.match(decided, job=second) is None
+    assert lab.why(second) == "tenant vision may hold 2 devices, and holds 2: 1 more are wanted"
+    other, decided = lab.submit(devices=2, tenant="speech")
+    assert d.LaunchAttempt.match(decided, job=other)
+    lab.finish(first)
+    assert lab.scheduler.state.jobs[second].attempt is not None
+
+
+def test_a_job_that_could_use_more_gets_what_its_tenant_may_have(lab: Lab) -> None:
+    """Neither start nor growth passes the quota, though the cluster is idle."""
+    shared(lab, vision=Tenant(quota=2))
+    lab.host("a", gpus=4)
+    learned(lab)
+    job, _ = lab.submit(kind=JobKind.ELASTIC, devices=4, tenant="vision")
+    decided = lab.tell(e.ModelDescribed(**lab.at(), job=job, shape=SHAPE, model="m"))
+    launch = d.LaunchAttempt.match(decided, job=job)
+    assert launch is not None and launch.plan == Plan(dp=2)
+    lab.run(job)
+    for step in range(5, 60, 5):
+        lab.now_s += 60.0
+        assert d.StartMigration.match(progress(lab, job, step), job=job) is None
+
+
+def test_a_move_by_hand_keeps_the_quota(lab: Lab) -> None:
+    shared(lab, vision=Tenant(quota=2))
+    lab.host("a", gpus=4)
+    job = running(lab, devices=2, tenant="vision")
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=4), by="ann"))
+    assert "tenant vision may hold 2 devices" in lab.why(job)
+    assert lab.attempt(job).migration is None
+
+
+def test_the_tenant_below_its_share_is_next(lab: Lab) -> None:
+    """Two thirds are agreed on for one of them; it waits with less, and comes before whoever came earlier."""
+    shared(lab, large=Tenant(share=2.0))
+    lab.host("a", gpus=4)
+    held = [lab.submit(devices=2, tenant=tenant)[0] for tenant in ("large", "small")]
+    for job in held:
+        lab.run(job)
+    early, _ = lab.submit(devices=2, tenant="small")
+    late, _ = lab.submit(devices=2, tenant="large")
+    lab.finish(held[0])
+    assert [lab.scheduler.state.jobs[JobId(j)].attempt is not None for j in (early, late)] == [False, True]
+
+
+def test_a_job_beyond_its_tenants_quota_is_told_that_it_is(lab: Lab) -> None:
+    """It sounded as if it were a matter of time."""
+    shared(lab, vision=Tenant(quota=1))
+    lab.host("a", gpus=4)
+    job, _ = lab.submit(devices=2, tenant="vision")
+    assert lab.why(job) == "needs 2 devices at once, and tenant vision may hold 1 in all"

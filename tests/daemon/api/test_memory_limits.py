@@ -1,0 +1,68 @@
+"""The daemon's memory stays bounded, whatever its clients send or leave unread."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+
+import pytest
+
+from clusterd import protocol
+from clusterd.errors import UsageError
+from tests.agent.server.test_memory_limits import MEBIBYTE, peak_bytes, send_until_blocked
+from tests.conftest import RunningCluster
+
+SPEC = {"name": "x", "command": ["true"], "env": {"LARGE": "x" * 500_000}}
+
+
+def connected(cluster: RunningCluster, stack: ExitStack) -> socket.socket:
+    client = stack.enter_context(socket.socket(socket.AF_UNIX))
+    client.settimeout(30)
+    client.connect(str(cluster.socket))
+    return client
+
+
+@pytest.mark.parametrize(
+    ("length", "clients"), [(63 * MEBIBYTE, 6), (MEBIBYTE, 100)], ids=["beyond what a request may have", "within it"]
+)
+def test_large_requests_that_are_sent_by_half(cluster: RunningCluster, length: int, clients: int) -> None:
+    """40 of them took the daemon to gigabytes."""
+    cluster.start()
+    before = peak_bytes(cluster.pid)
+    with ExitStack() as stack:
+        for _ in range(clients):
+            client = connected(cluster, stack)
+            client.sendall(length.to_bytes(4, "big"))
+            send_until_blocked(client, b"x" * MEBIBYTE, length - MEBIBYTE // 8, quiet_s=0.1)
+        assert cluster.call("status")["jobs"] == {}
+        assert peak_bytes(cluster.pid) - before < 64 * MEBIBYTE
+
+
+def test_answers_that_nobody_reads(cluster: RunningCluster) -> None:
+    """Three connections with 500 large answers each took 1.5 GB."""
+    cluster.start()
+    job = cluster.call("submit", spec=SPEC, secrets={})["id"]
+    cluster.call("job", job=job)
+    before = peak_bytes(cluster.pid)
+    with ExitStack() as stack:
+        for _ in range(3):
+            client = connected(cluster, stack)
+            send_until_blocked(client, protocol.encode({"id": 1, "verb": "job", "job": job}), 30_000)
+        assert cluster.call("job", job=job)["id"] == job
+        assert peak_bytes(cluster.pid) - before < 128 * MEBIBYTE
+
+
+def test_many_large_answers_are_read_by_a_client_that_reads(cluster: RunningCluster) -> None:
+    """However many it asked for at once."""
+    cluster.start()
+    job = cluster.call("submit", spec=SPEC, secrets={})["id"]
+    with cluster.client() as client:
+        answers = client.call_many("job", ({"job": job} for _ in range(600)))
+    assert len(answers) == 600 and all(len(row["spec"]["env"]["LARGE"]) == 500_000 for row in answers[:3])
+
+
+def test_a_request_that_is_too_long_is_refused_in_words(cluster: RunningCluster) -> None:
+    cluster.start()
+    with pytest.raises(UsageError, match=r"submit: a request of 2000\d+ bytes is longer than 1114112"):
+        cluster.call("submit", spec={**SPEC, "env": {"LARGE": "x" * 2_000_000}}, secrets={})
+    assert cluster.call("status")["jobs"] == {}

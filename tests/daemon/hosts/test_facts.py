@@ -1,0 +1,41 @@
+"""Facts of an agent as the scheduler sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clusterd.config import HostOptions
+from clusterd.daemon.hosts.facts import host_facts
+from clusterd.types import HostId
+
+GIB = 1 << 30
+
+
+def foreign(total_gib: int = 80, **gpu: Any) -> str:
+    """What is said of foreign use of a host's one GPU."""
+    one = {"uuid": "GPU-1", "index": 0, "name": "A100", "memory_bytes": total_gib * GIB, "processes": [], **gpu}
+    answer = {"boot_id": "b", "cpu_cores": 4, "cpu_ids": [0, 1, 2, 3], "memory_bytes": GIB, "gpus": [one]}
+    [device] = host_facts(HostId("a"), answer, HostOptions(), "10.0.0.1").devices
+    return device.foreign
+
+
+def test_a_process_of_somebody_else_keeps_the_gpu_from_being_offered() -> None:
+    theirs = {"pid": 42, "user": "bob", "memory_bytes": 3 * GIB, "ours": False}
+    assert foreign(processes=[theirs]) == "in use by bob (pid 42)"
+    assert foreign(processes=[{**theirs, "ours": True}]) == ""
+    assert foreign(processes=[{**theirs, "memory_bytes": 100 << 20}]) == ""  # a display
+
+
+@pytest.mark.parametrize(("total_gib", "unlisted_gib", "is_foreign"), [
+    (80, 60, True), (80, 6, False), (24, 6, True), (24, 3, False),
+])  # fmt: skip
+def test_use_by_somebody_who_is_not_listed_is_foreign(total_gib: int, unlisted_gib: int, is_foreign: bool) -> None:
+    """In another container, say; a little is the driver's own."""
+    message = foreign(total_gib, unlisted_bytes=unlisted_gib * GIB)
+    assert message == ("in use, the driver does not say by whom" if is_foreign else "")
+
+
+def test_facts_of_an_agent_from_before_are_understood() -> None:
+    assert foreign() == ""

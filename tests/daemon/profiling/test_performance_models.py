@@ -1,0 +1,94 @@
+"""Performance models while measurements are imported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from clusterd.core.state import State
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.profiling.performance_models import PerformanceModels, _enough_cores
+from plans.memory import MemoryEstimate
+from plans.plan import Plan
+from profiling.coefficients import INDEX
+from profiling.fleet import DeviceType
+from profiling.knowledge import Knowledge, Ranked, workload_of
+from profiling.model import Row
+from profiling.placement import Allocation
+from profiling.store import Key, Measurement, Store
+from tests.plans.shapes import gpt
+
+DEVICES = DeviceType("a100", "cuda", (4,), 80 << 30, cores_per_device=12)
+
+
+def test_what_is_imported_while_the_store_is_read_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The read began before: its answer is old, and was kept until the daemon's end."""
+    store = tmp_path / "measurements.db"
+    engine = SimpleNamespace(
+        journal=SimpleNamespace(fact=lambda name, default: default), scheduler=SimpleNamespace(state=State())
+    )
+    learned = PerformanceModels(cast(Engine, engine), store)
+    read = learned._load
+
+    def slowly(*wanted: Any) -> Any:
+        found = read(*wanted)
+        if not found.online.observations:
+            row = Row(workload_of(gpt()), Plan(), Allocation.of((1,), device_type="a100"))
+            with Store(store) as stored:
+                stored.add(Measurement(Key("net", "a100", "", ""), row, 1.0))
+            learned.forget()
+        return found
+
+    monkeypatch.setattr(learned, "_load", slowly)
+
+    async def ask() -> int:
+        return len((await learned._on("net", gpt(), DEVICES)).online.observations)
+
+    assert anyio.run(ask) == 1
+
+
+def test_a_promise_is_kept_with_a_fair_share_of_the_cores_at_most() -> None:
+    """Steps of the ladder are some per cent apart: none may be as fast as the share of which the promise was made."""
+    for times, enough in (
+        (((1, 3.0), (4, 1.005)), 4),
+        (((1, 3.0), (8, 1.02)), 12),
+        (((1, 3.0), (8, 1.02), (16, 0.9)), 12),
+        ((), 0),
+    ):
+        assert _enough_cores(DEVICES, known(times)) == enough
+
+
+def known(core_times: tuple[tuple[int, float], ...]) -> Ranked:
+    """A plan whose step takes a second with a fair share."""
+    nothing = MemoryEstimate(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    return Ranked(Plan(), (1,), 1.0, 0.9, 1.1, 0.1, nothing, core_times)
+
+
+@pytest.mark.parametrize(("kind", "shared"), [("cuda", True), ("cpu", False)])
+def test_what_one_model_shows_of_the_links_is_believed_of_the_next(tmp_path: Path, kind: str, shared: bool) -> None:
+    store = tmp_path / "measurements.db"
+    devices = DeviceType("x", kind, (4, 4), 80 << 30, cores_per_device=12)
+    engine = SimpleNamespace(
+        journal=SimpleNamespace(fact=lambda name, default: default), scheduler=SimpleNamespace(state=State())
+    )
+    large = replace(workload_of(gpt()), parameters=10**9, flops_per_sample=1e12)
+    with Store(store) as stored:
+        for plan, counts, seconds in ((Plan(dp=4), (4,), 1.0), (Plan(dp=8), (4, 4), 2.0), (Plan(dp=2), (1, 1), 4.0)):
+            row = Row(large, plan, Allocation.of(counts, device_type="x"))
+            stored.add(Measurement(Key("first", "x", "", ""), row, seconds))
+    learned = PerformanceModels(cast(Engine, engine), store)
+
+    async def ask() -> tuple[Knowledge, Knowledge]:
+        return await learned._on("first", gpt(), devices), await learned._on("second", gpt(), devices)
+
+    first, second = anyio.run(ask)
+    link = INDEX["network_rate"]
+    assert bool(second.online.prior.width[link] < 0.9 * first.online.prior.width[link]) is shared
+    assert (second.online.options.cards != first.online.options.cards) is shared

@@ -1,0 +1,140 @@
+"""Hosts that store replicas of state snapshots, and snapshots that a lost job can resume from."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+
+from clusterd.core.state import Attempt, Host, Job, Rank, State
+from clusterd.daemon.hosts.reports import HostUp
+from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
+from clusterd.errors import HostError
+from clusterd.protocol.agent import HelloReply, StateSnapshotRow, StateSnapshotTaken
+from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId, JobKind, JobSpec, RankPlace
+from plans.plan import Plan
+
+JOB = JobId("7")
+
+
+class Agents:
+    """What hosts are asked; one that is named in `full` keeps nothing more."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, dict[str, Any]]] = []
+        self.full: set[str] = set()
+
+    async def request(self, host: str, verb: str, **what: Any) -> dict[str, Any]:
+        self.asked.append((host, verb, what))
+        if verb == "snapshot_keep" and host in self.full:
+            raise HostError("no room for a segment")
+        return {"port": 1234}
+
+    async def slice_server(self, host: str, verb: str, **args: Any) -> list[Any]:
+        return ["127.0.0.1", (await self.request(host, verb, **args))["port"]]
+
+
+@pytest.fixture
+def state() -> State:
+    """Job 7 under dp=2, zero=3: a rank on a, and one on b; c is free."""
+    state = State()
+    for name in "abc":
+        state.hosts[HostId(name)] = Host(HostId(name), state=HostState.UP)
+    ranks = {i: Rank(RankPlace(rank=i, host=HostId(h), device=DeviceId(f"{h}:gpu0"))) for i, h in enumerate("ab")}
+    spec = JobSpec(name="j", kind=JobKind.ELASTIC, command=("x",))
+    job = Job(JOB, spec, priority=0, submitted_s=0.0, queued_s=0.0)
+    job.attempts.append(Attempt(JOB, 1, 1, Plan(dp=2, zero=3), ranks, 0.0, state=AttemptState.RUNNING))
+    state.jobs[JOB] = job
+    return state
+
+
+@pytest.fixture
+def agents() -> Agents:
+    return Agents()
+
+
+@pytest.fixture
+def keeper(state: State, agents: Agents) -> SnapshotReplicas:
+    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(state=state))
+    hosts: Any = agents
+    return SnapshotReplicas(engine, hosts, "secret")
+
+
+def report_snapshot(keeper: SnapshotReplicas, rank: int, step: int, slot: int = 0, generation: int = 1) -> None:
+    host = HostId("ab"[rank])
+    name = f"7.1.g{generation}.snap{rank}.{slot}"
+    anyio.run(keeper.on_taken, host, StateSnapshotTaken("7", 1, generation, rank, name, step, 9))
+
+
+def up(*snapshots: StateSnapshotRow) -> HostUp:
+    return HostUp(HelloReply("agent", "1", "boot", 0.0, {}, (), snapshots))
+
+
+def lost(state: State, *hosts: str) -> None:
+    for host in hosts:
+        state.hosts[HostId(host)].state = HostState.LOST
+
+
+def test_each_rank_is_kept_by_the_other_host(keeper: SnapshotReplicas, agents: Agents, state: State) -> None:
+    """Either host may die: the other has both parts. The rank is answered last."""
+    report_snapshot(keeper, 0, 20)
+    report_snapshot(keeper, 1, 20)
+    stored = [(host, what["name"]) for host, verb, what in agents.asked if verb == "snapshot_keep"]
+    assert stored == [("b", "7.1.g1.snap0.0"), ("a", "7.1.g1.snap1.0")]
+    assert [verb for host, verb, _ in agents.asked if host == "a"][:2] == ["snapshot_admit", "snapshot_kept"]
+    lost(state, "b")
+    whole = keeper.newest(state.jobs[JOB])
+    assert whole is not None and (whole.step, whole.hosts, whole.plan) == (20, ("a", "a"), Plan(dp=2, zero=3))
+
+
+def test_a_step_counts_when_every_rank_has_it(keeper: SnapshotReplicas, state: State) -> None:
+    """A newer snapshot of one rank alone is worth nothing; the older whole one is in the other slot."""
+    report_snapshot(keeper, 0, 20)
+    report_snapshot(keeper, 1, 20)
+    report_snapshot(keeper, 0, 40, slot=1)
+    whole = keeper.newest(state.jobs[JOB])
+    assert whole is not None and whole.step == 20
+    report_snapshot(keeper, 1, 40, slot=1)
+    newer = keeper.newest(state.jobs[JOB])
+    assert newer is not None and newer.step == 40
+
+
+def test_without_room_elsewhere_the_rank_goes_on_and_a_lost_host_takes_it_with_it(
+    keeper: SnapshotReplicas, agents: Agents, state: State
+) -> None:
+    agents.full = {"a", "b", "c"}
+    report_snapshot(keeper, 0, 20)
+    report_snapshot(keeper, 1, 20)
+    assert sum(verb == "snapshot_kept" for _, verb, _ in agents.asked) == 2
+    assert keeper.newest(state.jobs[JOB]) is not None
+    lost(state, "b")
+    assert keeper.newest(state.jobs[JOB]) is None
+
+
+def test_a_daemon_that_starts_learns_from_agents(keeper: SnapshotReplicas, state: State) -> None:
+    keeper.on_up(HostId("a"), up(StateSnapshotRow("7.1.g1.snap0.0", 20)))
+    keeper.on_up(HostId("b"), up(StateSnapshotRow("7.1.g1.snap1.0", 20), StateSnapshotRow("x.out0", 1)))
+    whole = keeper.newest(state.jobs[JOB])
+    assert whole is not None and whole.step == 20
+    keeper.on_up(HostId("b"), up())  # its agent was started anew
+    assert keeper.newest(state.jobs[JOB]) is None
+
+
+def test_older_generations_are_dropped_and_all_when_the_job_is_over(
+    keeper: SnapshotReplicas, agents: Agents, state: State
+) -> None:
+    report_snapshot(keeper, 0, 20)
+    report_snapshot(keeper, 1, 20)
+    attempt = state.jobs[JOB].attempts[0]
+    assert attempt.plan is not None
+    attempt.plans_by_generation[1] = attempt.plan
+    attempt.generation = 2
+    report_snapshot(keeper, 0, 40, generation=2)
+    assert not any(verb == "drop" for _, verb, _ in agents.asked)
+    report_snapshot(keeper, 1, 40, generation=2)
+    assert {what["move"] for _, verb, what in agents.asked if verb == "drop"} == {"7.1.g1.snaps"}
+    anyio.run(keeper.forget, "7")
+    assert {what["move"] for _, verb, what in agents.asked if verb == "drop"} == {"7.1.g1.snaps", "7.1.g2.snaps"}
+    assert keeper.newest(state.jobs[JOB]) is None

@@ -1,0 +1,144 @@
+"""The operator's command receives notifications."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from clusterd import config
+from clusterd.cli.daemon import _has_ended
+from clusterd.core.state import Host, State
+from clusterd.daemon import notifications
+from clusterd.daemon.notifications import Notifier
+from clusterd.errors import ConfigError
+from clusterd.types import HostId, HostState
+from tests.conftest import RunningCluster, crash_host, until
+
+
+def test_ends_of_jobs_are_told_in_order(cluster: RunningCluster, tmp_path: Path) -> None:
+    inbox = tmp_path / "inbox"
+    teller = tmp_path / "teller"
+    # It fails the first time: what comes later is told all the same.
+    teller.write_text(
+        f"#!/bin/sh\nsleep 0.2\ncat >> {inbox}\ntest -e {inbox}.failed || {{ touch {inbox}.failed; exit 1; }}\n"
+    )
+    teller.chmod(0o755)
+    settings = tmp_path / "clusterd.toml"
+    settings.write_text(f'[notify]\ncommand = ["{teller}"]\n')
+    cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+    cluster.start(hosts=1)
+    cluster.run("run", "--no-snapshot", "--name", "good", "--", "true")
+    cluster.run("run", "--no-snapshot", "--name", "bad", "--", "sh", "-c", "exit 9", check=False)
+    gone = cluster.run("run", "-d", "--no-snapshot", "--name", "gone", "--", "sleep", "1000").stdout.strip()
+    cluster.run("cancel", "--wait", gone)  # by default, whoever cancelled it knows
+    cluster.run("run", "--no-snapshot", "--name", "last", "--", "true")
+
+    def notifications() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in inbox.read_text().splitlines()] if inbox.exists() else []
+
+    until(lambda: len(notifications()) == 3, 30.0, lambda: str(notifications()))
+    assert [(one["kind"], one["name"], one["exit_code"]) for one in notifications()] == [
+        ("job finished", "good", 0),
+        ("job failed", "bad", 9),
+        ("job finished", "last", 0),
+    ]
+    assert notifications()[1]["text"].startswith("bad (2) failed: ")
+    assert f"notify: {teller} ended with 1" in cluster.log()
+
+
+def test_a_job_that_starts_again_is_told_of(cluster: RunningCluster, tmp_path: Path) -> None:
+    inbox = tmp_path / "inbox"
+    settings = tmp_path / "clusterd.toml"
+    settings.write_text(f'[notify]\ncommand = ["tee", "-a", "{inbox}"]\non = ["job queued again"]\n')
+    cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+    cluster.start(hosts=2)
+    cluster.wait_until_up(2)
+    command = ("run", "-d", "--devices", "1", "--name", "long", "--", "sleep", "1000")
+    job = cluster.run(*command, cwd=tmp_path).stdout.strip()
+    host = cluster.wait_for(job, lambda row: row["state"] == "running")["hosts"][0]
+    crash_host(cluster.directory, int(host.removeprefix("local")))
+    until(lambda: inbox.exists() and inbox.read_text().endswith("\n"), 30.0, cluster.log)
+    notification = json.loads(inbox.read_text())
+    assert notification["text"].startswith("long (1): attempt 1 was lost")
+    assert notification["text"].count("again") == 1
+    assert (notification["job"], notification["hosts"]) == (job, [host])
+
+
+@pytest.mark.parametrize("command", [("true",), ("no-such-command",), ("sleep", "1000")])
+def test_a_command_that_does_not_work_harms_nothing(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notifications, "PATIENCE_S", 0.1)
+    host = Host(HostId("gpu01"), HostState.LOST, why="x" * 1_000_000)  # more than a pipe takes
+    notifier = Notifier(config.Notify(command, config.NOTIFICATIONS), State(hosts={host.id: host}))
+    notifier.handled([])
+    anyio.run(notifier.deliver)
+    assert ("it was to tell that gpu01 is lost" in caplog.text) == (command != ("true",))
+
+
+def test_a_host_is_told_of_when_it_is_lost_and_when_it_is_back(tmp_path: Path) -> None:
+    inbox = tmp_path / "inbox"
+    host = Host(HostId("gpu01"), HostState.UP)
+    notifier = Notifier(config.Notify(("tee", "-a", str(inbox)), config.NOTIFICATIONS), State(hosts={host.id: host}))
+    for state in (HostState.UNREACHABLE, HostState.LOST, HostState.CONNECTING, HostState.UP):
+        host.go(state, 0.0, "no answer" if state is HostState.LOST else "")
+        notifier.handled([])
+    anyio.run(notifier.deliver)
+    notifications = [json.loads(line) for line in inbox.read_text().splitlines()]
+    assert [(one["kind"], one["text"]) for one in notifications] == [
+        ("host lost", "gpu01 is lost: no answer"),
+        ("host back", "gpu01 is back"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("notify = 3", "must be a table"),
+        ("[notify]", "command is None"),
+        ('[notify]\ncommand = "mail"', "must be a command"),
+        ('[notify]\ncommand = ["mail"]\non = ["job done"]', "job finished"),
+        ('[notify]\ncommand = ["mail"]\nonly = []', "unknown key 'only'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(text: str, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "clusterd.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        config.load(file)
+
+
+def test_a_slow_command_holds_up_neither_stop_nor_what_it_left_behind(cluster: RunningCluster, tmp_path: Path) -> None:
+    """The first ends and leaves a child with its streams open; the second would take an hour."""
+    inbox, child = tmp_path / "inbox", tmp_path / "child"
+    teller = tmp_path / "teller"
+    teller.write_text(
+        f"#!/bin/sh\ncat >> {inbox}\nif test -e {inbox}.once; then echo $$ > {child}; exec sleep 3600; fi\n"
+        f"touch {inbox}.once; sleep 3600 & echo $! > {child}.left\n"
+    )
+    teller.chmod(0o755)
+    settings = tmp_path / "clusterd.toml"
+    settings.write_text(f'[notify]\ncommand = ["{teller}"]\n')
+    cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+    cluster.start(hosts=1)
+    for name in ("first", "second"):
+        cluster.run("run", "--no-snapshot", "--name", name, "--", "true")
+    until(lambda: child.exists() and child.read_text().strip() != "", 30.0)
+    os.kill(int(Path(f"{child}.left").read_text()), signal.SIGKILL)  # nobody's but the teller's
+    cluster.run("stop")
+    assert not Path(f"/proc/{child.read_text().strip()}").exists()
+
+
+def test_stop_is_done_when_nobody_takes_the_exit_code() -> None:
+    """As where the first process of a container takes none."""
+    with subprocess.Popen(["true"]) as nobody_waits:
+        until(lambda: _has_ended(nobody_waits.pid))
+        assert Path(f"/proc/{nobody_waits.pid}").exists()
+    assert _has_ended(nobody_waits.pid) and not _has_ended(os.getpid())
