@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
+from clusterd.protocol.messages import Request
 from clusterd.protocol.migration import Address, MigrationRequest
 
 
@@ -44,11 +45,25 @@ class RankSpec:
     node: int | None = None  # of a command: position of this host among them
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchRequest:
-    """Ranks of one generation of an attempt to start on a host; agents store it without its secrets."""
+@dataclass(frozen=True)
+class StartedRank:
+    """A rank with its process; `pid` is 0 where a stop came first."""
 
-    verb: ClassVar[str] = "launch"
+    rank: int
+    pid: int
+    start_time: int
+
+
+@dataclass(frozen=True)
+class Launched:
+    """All ranks of the generation on this host."""
+
+    ranks: tuple[StartedRank, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest(Request[Launched], verb="launch"):
+    """Ranks of one generation of an attempt to start on a host; agents store it without its secrets."""
 
     job: str
     attempt: int

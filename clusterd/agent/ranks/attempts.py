@@ -18,7 +18,7 @@ from clusterd.agent.log import log_line
 from clusterd.agent.ranks import launching, stopping
 from clusterd.agent.ranks.exit_reports import STRAGGLER_GRACE_S, Emit, ExitReports
 from clusterd.protocol.forkserver import RankRecord
-from clusterd.protocol.launch import LaunchRequest
+from clusterd.protocol.launch import Launched, LaunchRequest, StartedRank
 
 FAILURE_CHARACTERS_MAX = 1 << 14
 """Of a rank's failure message, which goes into the journal."""
@@ -152,7 +152,7 @@ class Attempts:
 
     # ---- launch --------------------------------------------------------------------------------------------------
 
-    async def launch(self, request: LaunchRequest, control_socket: Path, snapshot: Path | None) -> Report:
+    async def launch(self, request: LaunchRequest, control_socket: Path, snapshot: Path | None) -> Launched:
         """Start the ranks of a generation; return the pids and start times of all of them.
 
         The launch, without its secrets, is on disk before the first process starts. A repeated request starts only the
@@ -191,7 +191,7 @@ class Attempts:
                         self._background.start(self._abandon(attempt))
                     raise
         self._exit_reports.flush(attempt)
-        return {"ranks": [{"rank": r.rank, "pid": r.pid, "start_time": r.start_time} for r in attempt.ranks.values()]}
+        return Launched(tuple(StartedRank(r.rank, r.pid, r.start_time) for r in attempt.ranks.values()))
 
     async def _abandon(self, attempt: Attempt) -> None:
         """Stop the ranks that a failed launch had started."""

@@ -27,12 +27,14 @@ from clusterd.agent.server.hardware_reports import Hardware
 from clusterd.agent.server.housekeeping import Housekeeping
 from clusterd.agent.server.rank_requests import RankRequests
 from clusterd.agent.server.sessions import Sessions
-from clusterd.agent.server.verbs import Verbs
+from clusterd.agent.server.verbs import Handlers, Verbs
 from clusterd.agent.tensors.datasets import Datasets
 from clusterd.agent.tensors.moves import Moves
 from clusterd.protocol.budget import ByteBudget
-from clusterd.protocol.messages import Event
+from clusterd.protocol.codec import from_map
+from clusterd.protocol.messages import Done, Event
 from clusterd.protocol.proof import new_nonce, proves
+from clusterd.protocol.requests import REQUESTS, Facts, Heartbeat, Shutdown
 from clusterd.socket_files import inode, is_still
 from clusterd.umask import make_files_private
 
@@ -88,7 +90,12 @@ class Agent:
         self._ranks = RankRequests(
             self._attempts, self._sessions, self._moves, self._datasets, self._housekeeping.mark_needed
         )
-        self._verbs = {"facts": self._facts, "heartbeat": self._heartbeat, "shutdown": self._shutdown, **verbs.table}
+        self._verbs: Handlers = {
+            Facts: self._facts,
+            Heartbeat: self._heartbeat,
+            Shutdown: self._shutdown,
+            **verbs.table,
+        }
 
     async def run(self) -> None:
         """Adopt the attempts of an earlier agent, then serve until asked to exit."""
@@ -179,7 +186,7 @@ class Agent:
         finally:
             finish()
 
-    async def _answer(self, connection: Connection, verb: str, message: Message) -> Message:
+    async def _answer(self, connection: Connection, verb: str, message: Message) -> object:
         if verb == "challenge":
             connection.nonce = new_nonce()
             return {"nonce": connection.nonce, "seen": self._sessions.seen(str(message.get("daemon")))}
@@ -187,9 +194,10 @@ class Agent:
             self._check_proof(connection, message)
             return await self._hello(connection, message)
         self._sessions.check(connection, verb, message)
-        if verb not in self._verbs:
+        kind = REQUESTS.get(verb)
+        if kind is None:
             raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r}")
-        return await self._verbs[verb](message)
+        return await self._verbs[kind](from_map(kind, message, verb))
 
     def _check_proof(self, connection: Connection, message: Message) -> None:
         """Check that a daemon knows the key that this agent was started with.
@@ -238,21 +246,21 @@ class Agent:
             "snapshots": self._moves.replicas.report(),
         }
 
-    async def _facts(self, _message: Message) -> Message:
+    async def _facts(self, _request: Facts) -> Message:
         return await self._hardware.facts()
 
-    async def _heartbeat(self, _message: Message) -> Message:
-        return {}
+    async def _heartbeat(self, _request: Heartbeat) -> Done:
+        return Done()
 
-    async def _shutdown(self, message: Message) -> Message:
+    async def _shutdown(self, request: Shutdown) -> Done:
         running = self._attempts.running
-        if running and not message.get("force"):
+        if running and not request.force:
             raise Refused("busy", f"{len(running)} attempts run here: {', '.join(sorted(running))}")
         await self._attempts.settle()
         await self._attempts.fork_servers.shutdown()
         # The delay lets the reply leave first.
         asyncio.get_running_loop().call_later(0.05, self._done.set)
-        return {}
+        return Done()
 
 
 def main() -> int:

@@ -38,6 +38,7 @@ from clusterd.protocol.control import (
 )
 from clusterd.protocol.messages import Done, Event
 from clusterd.protocol.migration import MigrationRequest
+from clusterd.protocol.requests import Port, Receivers
 
 Message = dict[str, Any]
 SendToRanks = Callable[[Attempt, Event], int]
@@ -82,7 +83,7 @@ class Moves:
 
     # ---- the daemon's verbs --------------------------------------------------------------------------------------
 
-    def fabric(self, address: str) -> Message:
+    def serve(self, address: str) -> Port:
         """Return the port that other agents fetch from; listen from the first call on.
 
         Args:
@@ -91,7 +92,7 @@ class Moves:
         address = address or ANY_ADDRESS
         if address not in self._servers:
             self._servers[address] = self._listen(address)
-        return {"port": self._servers[address].port}
+        return Port(self._servers[address].port)
 
     def _listen(self, address: str) -> SliceServer:
         try:
@@ -110,7 +111,7 @@ class Moves:
         self._tokens[move] = token
         self._ended.discard(move)
 
-    def forward(self, attempt: Attempt, event: Event) -> Message:
+    def forward(self, attempt: Attempt, event: Event) -> Receivers:
         """Forward a daemon's event to the ranks of one generation, also to those that connect later."""
         if isinstance(event, _REMEMBERED):
             self._last[attempt.name] = event
@@ -118,15 +119,14 @@ class Moves:
             self.admit(event.move)
         if isinstance(event, Abort):
             self.drop(event.move)
-        return {"ranks": self._send_to_ranks(attempt, event)}
+        return Receivers(self._send_to_ranks(attempt, event))
 
-    def drop(self, move: str) -> Message:
+    def drop(self, move: str) -> None:
         """End a migration, completed or aborted, and drop its segments."""
         self._ended.add(move)
         self._tokens.pop(move, None)
         self._arrived.pop(move, None)
         self._store.drop(move)
-        return {}
 
     def end(self, job: str, attempt: int) -> None:
         """Drop all migrations of an attempt that no longer runs here; its state snapshots stay."""

@@ -16,6 +16,7 @@ from clusterd.agent.tensors.fabric import FetchFailed, fetch
 from clusterd.agent.tensors.segments import Segment, Store
 from clusterd.agent.threads import in_thread
 from clusterd.niceness import lower_priority
+from clusterd.protocol.requests import KeepReplica, Step
 
 Message = dict[str, Any]
 
@@ -70,26 +71,24 @@ class SnapshotReplicas:
         finally:
             self._waiting.pop(segment.name, None)
 
-    def confirm(self, name: str) -> Message:
+    def confirm(self, name: str) -> None:
         """Release the waiting rank: the daemon reports that the replica is complete or given up."""
         answer = self._waiting.get(name)
         if answer is not None and not answer.done():
             answer.set_result(None)
-        return {}
 
-    async def keep(self, message: Message) -> Message:
+    async def keep(self, wanted: KeepReplica) -> Step:
         """Bring a snapshot from the host of its rank.
 
         Raises:
             Refused: no room, or it could not be fetched.
         """
-        name, group = str(message["name"]), str(message["set"])
-        self._tokens[group] = str(message["token"])
+        name, group = wanted.name, wanted.set
+        self._tokens[group] = wanted.token
         loop = asyncio.get_running_loop()
-        segment = await loop.run_in_executor(None, self._store.make, name, int(message["bytes"]), group)
+        segment = await loop.run_in_executor(None, self._store.make, name, wanted.bytes, group)
         segment.complete = False
-        host, port = message["address"]
-        request = ((str(host), int(port)), str(message["token"]), group, name, [(0, segment.size)], segment, 0)
+        request = (wanted.address, wanted.token, group, name, [(0, segment.size)], segment, 0)
 
         def bring() -> Message:
             lower_priority()
@@ -100,7 +99,7 @@ class SnapshotReplicas:
         except FetchFailed as failed:
             raise Refused("snapshot", str(failed)) from failed
         self._store.publish(name, result)
-        return {"step": int(result.get("step", -1))}
+        return Step(int(result.get("step", -1)))
 
     def report(self) -> list[Message]:
         """Complete state snapshots on this host, for a newly connected daemon."""

@@ -20,6 +20,14 @@ from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import AgentLost, ClusterError, UsageError
+from clusterd.protocol.requests import (
+    CloseTerminal,
+    HoldTerminal,
+    OpenTerminal,
+    ReadTerminal,
+    Screen,
+    WriteTerminal,
+)
 from clusterd.types import AttemptState, HostId, JobState
 
 CLOSE_S = 5.0
@@ -60,7 +68,7 @@ class Terminals:
             await anyio.sleep(HELD_EVERY_S)
             for found in list(self._open.values()):
                 with contextlib.suppress(ClusterError):  # whoever reads from it is told
-                    await self._hosts.request(found.host, "terminal_hold", terminal=found.name)
+                    await self._hosts.request(found.host, HoldTerminal(found.name))
 
     async def shell(
         self,
@@ -68,7 +76,7 @@ class Terminals:
         job: str,
         argv: list[str] | None = None,
         rank: int = 0,
-        screen: dict[str, Any] | None = None,
+        screen: Screen | None = None,
         holds: bool = False,
     ) -> AsyncIterator[dict[str, Any]]:
         """Run `argv`, or a shell, beside a rank: ``{terminal, host, device}``, then ``{data}``, then ``{exit_code}``.
@@ -77,7 +85,7 @@ class Terminals:
         time limit is 124, as it is the job's.
 
         Args:
-            screen: (term, columns, rows) of the person's terminal; None: pipes.
+            screen: of the person's terminal; None: pipes.
             holds: the job is only there for this shell: waited for, with ``{waits}``, and cancelled when the shell ends
                 or its person goes.
         """
@@ -95,20 +103,19 @@ class Terminals:
             if rank not in attempt.ranks:
                 raise UsageError(f"job {known.id} ({known.spec.name}) has no rank {rank}: 0 to {max(attempt.ranks)}")
             place = attempt.ranks[rank].place
-            answer = await self._hosts.request(
-                place.host, "terminal_open", job=known.id, attempt=attempt.number, generation=attempt.generation,
-                rank=rank, argv=argv or [], screen=screen, secrets=await self._archive.secrets(known.id),
-            )  # fmt: skip
+            secrets = await self._archive.secrets(known.id)
+            named = (known.id, attempt.number, attempt.generation, rank)
+            answer = await self._hosts.request(place.host, OpenTerminal(*named, tuple(argv or ()), secrets, screen))
             self._count += 1
             number = self._count
-            self._open[number] = _Open(peer.uid, place.host, str(answer["terminal"]))
+            self._open[number] = _Open(peer.uid, place.host, answer.terminal)
             yield {"terminal": number, "host": place.host, "device": place.device}
             while True:
-                piece = await self._hosts.request(place.host, "terminal_read", terminal=answer["terminal"])
-                if piece["data"]:
-                    yield {"data": piece["data"]}
-                if piece["exit_code"] is not None:
-                    yield _ended(attempt, piece["exit_code"])
+                piece = await self._hosts.request(place.host, ReadTerminal(answer.terminal))
+                if piece.data:
+                    yield {"data": piece.data}
+                if piece.exit_code is not None:
+                    yield _ended(attempt, piece.exit_code)
                     return
         except AgentLost:
             lost = True  # nobody gave the devices back
@@ -134,23 +141,21 @@ class Terminals:
         peer: Peer,
         terminal: int,
         data: bytes = b"",
-        screen: dict[str, Any] | None = None,
+        screen: Screen | None = None,
         end: bool = False,
     ) -> None:
         """Pass input on; `screen`: new size of the window; `end`: end of piped input."""
         found = self._open.get(terminal)
         if found is None or found.uid != peer.uid:
             raise ClusterError(f"there is no terminal {terminal} of yours")
-        await self._hosts.request(
-            found.host, "terminal_write", TYPING_S, terminal=found.name, data=data, screen=screen, end=end
-        )
+        await self._hosts.request(found.host, WriteTerminal(found.name, data, screen, end), TYPING_S)
 
     async def _close(self, number: int) -> None:
         found = self._open.pop(number, None)
         if found is None:
             return
         try:
-            await self._hosts.request(found.host, "terminal_close", terminal=found.name)
+            await self._hosts.request(found.host, CloseTerminal(found.name))
         except ClusterError:
             return  # the agent hangs up by itself on whoever is silent
 

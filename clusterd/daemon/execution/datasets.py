@@ -6,16 +6,15 @@ import hashlib
 import hmac
 import logging
 from collections.abc import Iterable
-from typing import Any
 
 from clusterd.core.data_locality import places_of
 from clusterd.core.state import State
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import AgentLost, ClusterError, TryLater
-from clusterd.protocol.codec import to_map
 from clusterd.protocol.launch import DatasetSpec
 from clusterd.protocol.migration import Address
+from clusterd.protocol.requests import ServeDataset, SetDatasets
 from clusterd.types import HostId, JobSpec
 
 log = logging.getLogger(__name__)
@@ -69,11 +68,9 @@ class DataSets:
             except ClusterError as error:
                 log.info("the ranks of %s are not told where their data is: %s", job_id, error)
                 continue
-            which: dict[str, Any] = {"job": job_id, "attempt": job.attempt.number}
             for reader, known in by_reader.items():
                 try:
-                    datasets = {name: to_map(dataset) for name, dataset in known.items()}
-                    await self._hosts.request(reader, "data_from", datasets=datasets, **which)
+                    await self._hosts.request(reader, SetDatasets(job_id, job.attempt.number, known))
                 except ClusterError as error:
                     log.info("%s is not told where the data of %s is: %s", reader, job_id, error)
 
@@ -87,7 +84,7 @@ class DataSets:
                 f"the data set {name!r} is on {host}, which is no host of ours: clusterd host add {host}"
             )
         try:
-            return await self._hosts.slice_server(host, "data_serve", dataset=name, path=path, token=token)
+            return await self._hosts.slice_server(host, ServeDataset("", name, path, token))
         except AgentLost:
             return None
 

@@ -24,10 +24,10 @@ from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.unexpected import in_a_line
 from clusterd.errors import AgentLost, ClusterError, NotStarted, TryLater, without_host
-from clusterd.protocol.codec import to_map
 from clusterd.protocol.control import PeersLost, TakeCheckpoint, UseCores
 from clusterd.protocol.launch import LaunchRequest
 from clusterd.protocol.migration import MigrationRequest
+from clusterd.protocol.requests import SendToRanks, StopRanks
 from clusterd.types import AttemptState, HostId, JobKind
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class Executor:
                 # The host went and came back meanwhile, and its devices may be somebody else's by now.
                 raise AgentLost(f"{decision.job}.{decision.attempt} is not wanted any more")
             try:
-                await self._hosts.request(host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **to_map(request))
+                await self._hosts.request(host, request, timeout_s=LAUNCH_TIMEOUT_S)
             except AgentLost:
                 raise
             except ClusterError as error:
@@ -223,12 +223,9 @@ class Executor:
             log.warning("%s cannot go on from the snapshot of step %d: %s", decision.job, whole.step, error)
             if not isinstance(error, AgentLost | NotStarted):  # then it is not the snapshot that is at fault
                 await self._keeper.forget(decision.job)
-            which: dict[str, Any] = {
-                "job": decision.job, "attempt": decision.attempt, "generation": decision.generation,
-            }  # fmt: skip
-            why = "the snapshot was not whole"
+            named, why = (decision.job, decision.attempt, decision.generation), "the snapshot was not whole"
             for host in decision.hosts:
-                await self._hosts.request(host, "stop", timeout_s=None, grace_s=0.0, reason=why, **which)
+                await self._hosts.request(host, StopRanks(*named, reason=why), timeout_s=None)
             raise
 
     async def _launch_standby(self, decision: d.StartMigration, move: MigrationRequest) -> None:
@@ -251,7 +248,7 @@ class Executor:
         async def on(host: HostId, request: LaunchRequest) -> None:
             standby = replace(request, standby=True, move=replace(move, host=host))
             try:
-                await self._hosts.request(host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **to_map(standby))
+                await self._hosts.request(host, standby, timeout_s=LAUNCH_TIMEOUT_S)
             except AgentLost:
                 raise
             except ClusterError as error:
@@ -262,13 +259,13 @@ class Executor:
                 group.start_soon(on, host, request)
 
     async def _checkpoint(self, decision: d.TakeCheckpoint) -> None:
-        await self._hosts.everywhere(decision, "tell", message=TakeCheckpoint(decision.path).to_message())
+        await self._hosts.everywhere(decision, SendToRanks, message=TakeCheckpoint(decision.path).to_message())
 
     async def _use_cores(self, decision: d.UseCores) -> None:
-        await self._hosts.everywhere(decision, "tell", message=UseCores(decision.each).to_message())
+        await self._hosts.everywhere(decision, SendToRanks, message=UseCores(decision.each).to_message())
 
     async def _cut_off(self, decision: d.AbortCollectives) -> None:
-        await self._hosts.everywhere(decision, "tell", message=PeersLost(decision.reason).to_message())
+        await self._hosts.everywhere(decision, SendToRanks, message=PeersLost(decision.reason).to_message())
 
     # --- stop ---------------------------------------------------------------------------------------------------------
 

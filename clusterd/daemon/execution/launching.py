@@ -16,6 +16,7 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import NotStarted
 from clusterd.protocol.launch import DeviceSpec, LaunchRequest, RankSpec
+from clusterd.protocol.requests import HasWorkdir, LeasePort, PutWorkdir
 from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
 from clusterd.types import TEMPLATE_NAMES, Device, HostId, JobId, JobKind, JobSpec, RankPlace
 from plans.model_shape import ModelShape
@@ -60,10 +61,8 @@ class LaunchRequests:
         address, interface, port = "", "", 0
         first = decision.hosts[0]
         if spec.kind is not JobKind.COMMAND or len(decision.hosts) > 1:
-            key: dict[str, Any] = {
-                "job": decision.job, "attempt": decision.attempt, "generation": decision.generation,
-            }  # fmt: skip
-            port = (await self._hosts.request(first, "port", **key))["port"]
+            wanted = LeasePort(decision.job, decision.attempt, decision.generation)
+            port = (await self._hosts.request(first, wanted)).port
             if len(decision.hosts) == 1:
                 address, interface = "127.0.0.1", "lo"
             else:
@@ -168,13 +167,11 @@ class LaunchRequests:
             return
         # Two launches at a time on one host must not send the same content twice.
         async with self._sending.setdefault((host, digest), anyio.Lock()):
-            if (await self._hosts.request(host, "snapshot_has", digest=digest))["have"]:
+            if (await self._hosts.request(host, HasWorkdir(digest))).have:
                 return
             offset = 0
             async for data, last in self._archive.snapshot_chunks(digest, CHUNK_BYTES):
-                await self._hosts.request(
-                    host, "snapshot_put", timeout_s=120.0, digest=digest, offset=offset, data=data, last=last
-                )
+                await self._hosts.request(host, PutWorkdir(digest, offset, data, last), timeout_s=120.0)
                 offset += len(data)
 
 

@@ -32,10 +32,10 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.snapshot_replicas import CompleteSnapshot
 from clusterd.daemon.unexpected import first_of
 from clusterd.errors import ClusterError, NotStarted
-from clusterd.protocol.codec import to_map
 from clusterd.protocol.migration import Address, MigrationRequest, SideRequest, SnapshotSegments
 from clusterd.protocol.rank import Failed, Loaded, Prepared, Quiesced, RankMessage
-from clusterd.types import HostId, RankPlace
+from clusterd.protocol.requests import DropMigration, MoveRanks, QuiesceRanks, ResumeRanks, ServeSegments
+from clusterd.types import HostId, JobId, RankPlace
 from clusterd.units import size
 
 log = logging.getLogger(__name__)
@@ -147,8 +147,9 @@ class MigrationSaga:
         if steps != {whole.step} or not all(report.verified for report in loaded.values()):
             raise MoveFailed(f"the snapshot of step {whole.step} is not whole: ranks hold steps {sorted(steps)}")
         for host in self.new_hosts:
-            await self._ask(host, "resume", self.decision.new_generation, {"move": self.id})
-            await self._hosts.request(host, "drop", move=self.id)
+            named = (self.decision.job, self.decision.attempt, self.decision.new_generation)
+            await self._hosts.request(host, ResumeRanks(*named, self.id))
+            await self._hosts.request(host, DropMigration(self.id))
         return whole.step
 
     async def _prepare(self, move: MigrationRequest) -> None:
@@ -169,8 +170,7 @@ class MigrationSaga:
     async def _tell_old(self, move: MigrationRequest) -> None:
         async with anyio.create_task_group() as group:
             for host in self.old_hosts:
-                here = to_map(replace(move, host=host))
-                group.start_soon(self._ask, host, "move", self.decision.generation, {"move": here})
+                group.start_soon(self._hosts.request, host, MoveRanks(*self._source, replace(move, host=host)))
 
     def _old(self) -> set[tuple[int, int]]:
         return {(self.decision.generation, p.rank) for p in self.old_ranks}
@@ -192,7 +192,7 @@ class MigrationSaga:
         assert shape is not None
         fabric: dict[str, Address] = {}
         for host in self.all_hosts:
-            fabric[host] = await self._hosts.slice_server(host, "fabric")
+            fabric[host] = await self._hosts.slice_server(host, ServeSegments())
         decision = self.decision
         return MigrationRequest(
             id=self.id,
@@ -210,7 +210,7 @@ class MigrationSaga:
         self._phase = "quiesce"
         async with anyio.create_task_group() as group:
             for host in self.old_hosts:
-                group.start_soon(self._ask, host, "quiesce", self.decision.generation, {"move": self.id})
+                group.start_soon(self._hosts.request, host, QuiesceRanks(*self._source, self.id))
         quiesced = await self._wait(Quiesced, self._old(), QUIESCE_TIMEOUT_S + self._steps_s)
         steps = {report.step for report in quiesced.values()}
         if len(steps) != 1:
@@ -259,13 +259,10 @@ class MigrationSaga:
 
     # --- waiting and telling ------------------------------------------------------------------------------------------
 
-    async def _ask(self, host: HostId, verb: str, generation: int, more: dict[str, Any]) -> None:
-        which: dict[str, Any] = {
-            "job": self.decision.job,
-            "attempt": self.decision.attempt,
-            "generation": generation,
-        }
-        await self._hosts.request(host, verb, **which, **more)
+    @property
+    def _source(self) -> tuple[JobId, int, int]:
+        """Job, attempt and generation of the source ranks."""
+        return self.decision.job, self.decision.attempt, self.decision.generation
 
     async def _wait(self, kind: type[M], wanted: set[tuple[int, int]], timeout_s: float) -> dict[tuple[int, int], M]:
         """Wait until each of these ranks, by generation and number, has sent a report of this kind."""

@@ -18,6 +18,7 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import AgentLost, ClusterError, NotStarted
 from clusterd.protocol import agent
 from clusterd.protocol.migration import Address
+from clusterd.protocol.requests import AdmitReaders, DropMigration, KeepReplica, ReplicaIsDone
 from clusterd.types import HostId, HostState, JobId
 from plans.plan import Plan
 
@@ -74,15 +75,13 @@ class SnapshotReplicas:
             second = self._second(host, attempt) if attempt is not None else None
             if second is not None:
                 address = await self._admitted(of, host)
-                await self._hosts.request(
-                    second, "snapshot_keep", timeout_s=None, name=name, set=_set(of), token=self._token(of),
-                    address=address, bytes=report.bytes,
-                )  # fmt: skip
+                wanted = KeepReplica(name, _set(of), self._token(of), address, report.bytes)
+                await self._hosts.request(second, wanted, timeout_s=None)
                 copy.holders.add(second)
         except ClusterError as error:
             log.info("state snapshot %s has no replica: %s", name, error)
         try:
-            await self._hosts.request(host, "snapshot_kept", name=name)
+            await self._hosts.request(host, ReplicaIsDone(name))
             await self._drop_older(of)
         except ClusterError as error:
             log.info("%s: %s", host, error)
@@ -165,12 +164,12 @@ class SnapshotReplicas:
             self._ports.pop((_set(of), host), None)
             if self._is_up(host):
                 try:
-                    await self._hosts.request(host, "drop", move=_set(of))
+                    await self._hosts.request(host, DropMigration(_set(of)))
                 except ClusterError as error:
                     log.info("%s could not drop old state snapshots: %s", host, error)
 
     async def _admitted(self, of: Generation, host: HostId) -> Address:
-        return await self._hosts.slice_server(host, "snapshot_admit", set=_set(of), token=self._token(of))
+        return await self._hosts.slice_server(host, AdmitReaders(_set(of), self._token(of)))
 
     def _second(self, host: HostId, attempt: Attempt) -> HostId | None:
         """Host of the replica: the job's next host in a ring; for a job on one host, the least busy other one."""
