@@ -16,6 +16,7 @@ import asyncssh
 from clusterd import protocol
 from clusterd.agent.host.bundle import Bundle, bundle
 from clusterd.errors import AgentLost, ClusterError, HostError
+from clusterd.protocol import calls
 from clusterd.protocol.agent import SeenByAgent, Superseded
 from clusterd.protocol.codec import from_map
 from clusterd.protocol.proof import proof
@@ -150,8 +151,7 @@ class HostLink:
         self._connection: asyncssh.SSHClientConnection | None = None
         self._stream: AgentStream | None = None
         self._broken: Callable[[ClusterError], None] = lambda error: None  # ends what `_serve` does
-        self._waiting: dict[int, asyncio.Future[Message]] = {}
-        self._next_id = 0
+        self._calls = calls.Calls()
         self._read_on = asyncio.Event()  # set when events were handled, or a request waits
         self._wake = anyio.Event()
 
@@ -218,22 +218,20 @@ class HostLink:
         return await self._ask(self._stream, verb, arguments, timeout_s)
 
     async def _ask(self, stream: AgentStream, verb: str, arguments: Message, timeout_s: float | None) -> Message:
-        self._next_id += 1
-        number = self._next_id
-        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
+        future: asyncio.Future[calls.Reply] = asyncio.get_running_loop().create_future()
+        number = self._calls.open(calls.resolve(future))
         self._read_on.set()
         try:
             with anyio.fail_after(timeout_s):
-                await stream.send({**arguments, **self._newest(), "id": number, "verb": verb})
-                return _unpack(self.name, await future)
+                await stream.send(calls.request(number, verb, {**arguments, **self._newest()}))
+                return _result(self.name, await future)
         except TimeoutError:
             lost = AgentLost(f"{self.name} did not answer {verb!r} within {timeout_s:.0f} s")
             # Whoever asked counts on what is compared after a new connection: no link stays up over an unknown outcome.
             self._break(stream, lost)
             raise lost from None
         finally:
-            self._waiting.pop(number, None)
+            self._calls.close(number)
 
     def _newest(self) -> Message:
         return {"newest": list(self._history.newest())} if self._history is not None else {}
@@ -284,15 +282,20 @@ class HostLink:
 
     async def _exchange(self, stream: AgentStream, verb: str, arguments: Message) -> Message:
         """Ask when nobody else listens yet."""
-        self._next_id += 1
+        replies: list[calls.Reply] = []
+        number = self._calls.open(replies.append)
         try:
             with anyio.fail_after(REQUEST_TIMEOUT_S):
-                await stream.send({**arguments, "id": self._next_id, "verb": verb})
-                while (message := await stream.receive()).get("id") != self._next_id:
-                    continue
+                await stream.send(calls.request(number, verb, arguments))
+                while not replies:
+                    self._calls.take(await stream.receive())
         except TimeoutError:
             raise AgentLost(f"{self.name}: its agent did not answer {verb!r}") from None
-        return _unpack(self.name, message)
+        except protocol.ProtocolError as error:
+            raise AgentLost(f"{self.name}: its agent answered {verb!r} with {error}") from None
+        finally:
+            self._calls.close(number)
+        return _result(self.name, replies[0])
 
     async def _serve(self, stream: AgentStream, hello: Message) -> None:
         """Until the link breaks; raises why then."""
@@ -307,7 +310,7 @@ class HostLink:
                 def broken(error: ClusterError) -> None:
                     failure.append(error)
                     self._stream = None
-                    self._fail_requests(AgentLost(str(error)))
+                    self._calls.end(AgentLost(str(error)))
                     tasks.cancel_scope.cancel()
 
                 self._broken = broken
@@ -344,7 +347,7 @@ class HostLink:
                     while True:
                         # A handler may wait for an answer, which comes behind the events: only without one is it safe
                         # to stop reading, so that the agent, and in turn its ranks, stop sending.
-                        while waiting_bytes > EVENT_BYTES_MAX and not self._waiting:
+                        while waiting_bytes > EVENT_BYTES_MAX and not self._calls:
                             self._read_on.clear()
                             await self._read_on.wait()
                         if waiting_bytes > EVENT_BYTES_LIMIT:
@@ -357,24 +360,19 @@ class HostLink:
                         elif "event" in message:
                             waiting_bytes += length
                             events.put_nowait((message, length))
-                        elif (future := self._waiting.get(message.get("id", 0))) and not future.done():
-                            future.set_result(message)
+                        else:
+                            self._calls.take(message)
                 except (AgentLost, protocol.ProtocolError) as lost:
                     self._break(stream, AgentLost(f"{self.name}: {lost}"))
         finally:
             self._stream = None
-            self._fail_requests(AgentLost(f"{self.name}: the link was closed"))
+            self._calls.end(AgentLost(f"{self.name}: the link was closed"))
         raise failure[0]
 
     def _break(self, stream: AgentStream, error: ClusterError) -> None:
         """End the link over `stream`, unless that is over already."""
         if self._stream is stream:
             self._broken(error)
-
-    def _fail_requests(self, lost: AgentLost) -> None:
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(lost)
 
     async def _wait(self, error: ClusterError, failures: int) -> None:
         longest_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(failures - 1, 16))
@@ -390,10 +388,12 @@ class HostLink:
         self._on_state(self.state)
 
 
-def _unpack(name: str, message: Message) -> Message:
-    if "error" in message:
-        raise AgentRefused(message["error"]["kind"], f"{name}: {message['error']['message']}")
-    answer: Message = message["ok"]
+def _result(name: str, reply: calls.Reply) -> Message:
+    if isinstance(reply, calls.Ended):
+        raise reply.why
+    if isinstance(reply, calls.Failure):
+        raise AgentRefused(reply.kind, f"{name}: {reply.message}")
+    answer: Message = reply.value
     return answer
 
 

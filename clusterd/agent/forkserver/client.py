@@ -10,13 +10,14 @@ import os
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from clusterd import protocol
 from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import processes, programs
 from clusterd.agent.host.home import Home
-from clusterd.protocol.codec import from_map
+from clusterd.protocol import calls
+from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.forkserver import Exited, ProcessIdentity, RankRecord, ServerHello, Shutdown, Spawn
 from clusterd.protocol.messages import Request
 from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
@@ -209,8 +210,7 @@ class _Server:
         self.lost = False
         self._reader = reader
         self._writer = writer
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._next = 0
+        self._calls = calls.Calls()
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -236,20 +236,20 @@ class _Server:
     async def request(self, request: Request[R]) -> R:
         if self.lost:
             raise ConnectionResetError("the fork server is gone")
-        self._next += 1
-        number = self._next
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
+        future: asyncio.Future[calls.Reply] = asyncio.get_running_loop().create_future()
+        number = self._calls.open(calls.resolve(future))
         try:
-            self._writer.write(protocol.encode({"id": number, **request.to_message()}))
+            self._writer.write(protocol.encode(calls.request(number, request.verb, to_map(request))))
             await self._writer.drain()
-            message = await future
+            outcome = await future
         finally:
-            self._waiting.pop(number, None)
-        if "error" in message:
-            raise SpawnFailed(message["error"]["kind"], message["error"]["message"])
+            self._calls.close(number)
+        if isinstance(outcome, calls.Ended):
+            raise outcome.why
+        if isinstance(outcome, calls.Failure):
+            raise SpawnFailed(outcome.kind, outcome.message)
         try:
-            reply: R = from_map(request.reply, message.get("ok"), request.verb)
+            reply: R = from_map(request.reply, outcome.value, request.verb)
         except protocol.ProtocolError as error:
             raise SpawnFailed("spawn", f"the fork server's answer is malformed: {error}") from error
         return reply
@@ -262,8 +262,8 @@ class _Server:
                 if message.get("event") == Exited.event:
                     exited = from_map(Exited, message, Exited.event)
                     on_exited(exited.state, exited.record)
-                elif (future := self._waiting.get(message.get("id", 0))) and not future.done():
-                    future.set_result(message)
+                else:
+                    self._calls.take(message)
         except (asyncio.IncompleteReadError, OSError):
             pass
         except protocol.ProtocolError as error:
@@ -271,9 +271,7 @@ class _Server:
         finally:
             self.lost = True
             self._writer.close()
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(ConnectionResetError(why))
+            self._calls.end(ConnectionResetError(why))
 
     async def close(self) -> None:
         self.lost = True

@@ -28,6 +28,7 @@ from clusterd.agent.forkserver import child, exit_reason
 from clusterd.agent.host import processes
 from clusterd.agent.host.home import forget_directory, read_json, write_json
 from clusterd.agent.log import log_line
+from clusterd.protocol import calls
 from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.forkserver import REQUESTS, Exited, ProcessIdentity, RankRecord, ServerState, Shutdown, Spawn
 from clusterd.protocol.messages import Done, Request
@@ -191,7 +192,7 @@ class ForkServer:
                     self._drop(peer)
                     return
                 for message in peer.decoder.feed(data):
-                    self._send(peer, {"id": message.get("id"), **self._answer(message)})
+                    self._send(peer, calls.reply(message.get("id"), self._answer(message)))
         except BlockingIOError:
             return
         except (OSError, protocol.ProtocolError):
@@ -213,16 +214,16 @@ class ForkServer:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outgoing else 0)
         self._selector.modify(peer.connection, events)
 
-    def _answer(self, message: protocol.Message) -> protocol.Message:
+    def _answer(self, message: protocol.Message) -> calls.Ok | calls.Failure:
         verb = str(message.get("verb"))
         if verb not in REQUESTS:
-            return {"error": {"kind": "verb", "message": f"a fork server knows no {verb!r}"}}
+            return calls.Failure(f"a fork server knows no {verb!r}", "verb")
         try:
-            return {"ok": to_map(self._carry_out(from_map(REQUESTS[verb], message, verb)))}
+            return calls.Ok(to_map(self._carry_out(from_map(REQUESTS[verb], message, verb))))
         except protocol.ProtocolError as error:
-            return {"error": {"kind": "request", "message": str(error)}}
+            return calls.Failure(str(error), "request")
         except OSError as error:
-            return {"error": {"kind": "spawn", "message": f"cannot start a process: {error}"}}
+            return calls.Failure(f"cannot start a process: {error}", "spawn")
 
     def _carry_out(self, request: Request[Any]) -> ServerState | ProcessIdentity | Done:
         if isinstance(request, Spawn):
@@ -381,7 +382,7 @@ def _listen(path: Path) -> socket.socket:
     return listener
 
 
-def _preload(module: str) -> dict[str, str] | None:
+def _preload(module: str) -> calls.Failure | None:
     """Import `module`; return the error to reply with if that fails."""
     if not module:
         return None
@@ -392,16 +393,13 @@ def _preload(module: str) -> dict[str, str] | None:
         importlib.import_module(module)
     except ImportError as error:
         version = ".".join(map(str, sys.version_info[:3]))
-        return {"kind": "no-torch", "message": f"{sys.executable} (Python {version}) cannot import torch: {error}"}
+        return calls.Failure(f"{sys.executable} (Python {version}) cannot import torch: {error}", "no-torch")
     except Exception as error:
-        return {
-            "kind": "no-torch",
-            "message": f"{sys.executable} fails to import torch: {type(error).__name__}: {error}",
-        }
+        return calls.Failure(f"{sys.executable} fails to import torch: {type(error).__name__}: {error}", "no-torch")
     return None
 
 
-def _refuse(listener: socket.socket, failure: dict[str, str]) -> None:
+def _refuse(listener: socket.socket, failure: calls.Failure) -> None:
     """Reply to the agent with the failure, then exit: torch may be installed by the next try."""
     listener.settimeout(30.0)
     try:
@@ -410,10 +408,10 @@ def _refuse(listener: socket.socket, failure: dict[str, str]) -> None:
         decoder = protocol.Decoder()
         while not (messages := decoder.feed(connection.recv(1 << 16))):
             continue
-        connection.sendall(protocol.encode({"id": messages[0].get("id"), "error": failure}))
+        connection.sendall(protocol.encode(calls.reply(messages[0].get("id"), failure)))
         connection.close()
     except (OSError, protocol.ProtocolError) as error:
-        log_line(f"spawner: {failure['message']} (and no agent connected: {error})")
+        log_line(f"spawner: {failure.message} (and no agent connected: {error})")
 
 
 def _adopt_orphans() -> None:

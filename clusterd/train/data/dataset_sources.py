@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 from clusterd import protocol
 from clusterd.datasets import FREE_SHARE, UNREACHABLE, DataUnavailable, DataUnreachable, File, Folder, Found, Source
-from clusterd.protocol.codec import from_map
+from clusterd.protocol import calls
+from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.control import DataHello, LookUpData, ReadData
 from clusterd.protocol.messages import Request
 
@@ -110,7 +111,7 @@ class AgentSource:
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._process = 0
-        self._request_id = 0
+        self._calls = calls.Calls()
         self._decoder = protocol.Decoder()
 
     def look(self, dataset: str, path: str) -> Found:
@@ -133,28 +134,33 @@ class AgentSource:
         with self._lock:
             for again in (True, False):
                 try:
-                    answer = self._exchange(request)
-                    reply: R | None = from_map(request.reply, answer["ok"], request.verb) if "ok" in answer else None
+                    outcome = self._exchange(request)
+                    if isinstance(outcome, calls.Ok):
+                        reply: R = from_map(request.reply, outcome.value, request.verb)
+                        return reply
                     break
                 except (OSError, protocol.ProtocolError) as error:
                     self._disconnect()  # a restarted agent answers the second time
                     if not again:
                         raise DataUnreachable(f"the agent did not answer {request.verb!r}: {error}") from error
-        if reply is None:
-            away = answer["error"].get("kind") == UNREACHABLE
-            raise (DataUnreachable if away else DataUnavailable)(str(answer["error"].get("message", "")))
-        return reply
+        assert isinstance(outcome, calls.Failure)
+        raise (DataUnreachable if outcome.kind == UNREACHABLE else DataUnavailable)(outcome.message)
 
-    def _exchange(self, request: Request[Any]) -> protocol.Message:
+    def _exchange(self, request: Request[Any]) -> calls.Reply:
         if self._connection is None or self._process != os.getpid():  # after a fork the connection is the parent's
             self._connect()
         assert self._connection is not None
-        self._request_id += 1
-        self._connection.sendall(protocol.encode({"id": self._request_id, **request.to_message()}))
-        while data := self._connection.recv(1 << 20):
-            for message in self._decoder.feed(data):
-                if message.get("id") == self._request_id:
-                    return message
+        replies: list[calls.Reply] = []
+        number = self._calls.open(replies.append)
+        try:
+            self._connection.sendall(protocol.encode(calls.request(number, request.verb, to_map(request))))
+            while data := self._connection.recv(1 << 20):
+                for message in self._decoder.feed(data):
+                    self._calls.take(message)
+                if replies:
+                    return replies[0]
+        finally:
+            self._calls.close(number)
         raise ConnectionError("the agent closed the connection")
 
     def __del__(self) -> None:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from clusterd import protocol
-from clusterd.protocol.codec import from_map
+from clusterd.protocol import calls
+from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.control import TO_RANKS, Connected, RankHello, Report, ReportFailure, Stop
 from clusterd.protocol.messages import Event, Request, read_event
 from clusterd.protocol.rank import RankMessage
@@ -61,8 +62,7 @@ class Control:
         self._last_report: Report | None = None
         self._handlers: dict[type[Event], Callable[[Any], None]] = {}
         self._unhandled: list[Event] = []
-        self._answers: dict[int, protocol.Message | None] = {}
-        self._number = 0
+        self._calls = calls.Calls()
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -151,23 +151,21 @@ class Control:
                     raise AgentAbsent(f"{verb!r} was requested after the rank's end")
                 connection = self._connection
                 assert connection is not None
-                self._number = number = self._number + 1
-                self._answers[number] = None
+                replies: list[calls.Reply] = []
+                number = self._calls.open(replies.append)
                 with contextlib.suppress(OSError):
-                    connection.sendall(protocol.encode({"id": number, **request.to_message()}))
-                answered = self._changed.wait_for(
-                    lambda n=number, c=connection: self._answers[n] is not None or self._connection is not c,  # type: ignore[misc]
-                    deadline - time.monotonic(),
-                )
-                answer = self._answers.pop(number)
-                if answer is not None:
-                    break
-                if not answered:
+                    connection.sendall(protocol.encode(calls.request(number, verb, to_map(request))))
+                self._changed.wait_for(lambda found=replies: found, deadline - time.monotonic())  # type: ignore[misc]
+                self._calls.close(number)
+                if not replies:
                     raise AgentAbsent(f"no agent answered {verb!r} within {timeout_s:.0f} s")
-        if "error" in answer:
-            raise AgentRefused(str(answer["error"].get("kind", "")), str(answer["error"].get("message", "")))
+                outcome = replies[0]
+                if not isinstance(outcome, calls.Ended):
+                    break
+        if isinstance(outcome, calls.Failure):
+            raise AgentRefused(outcome.kind, outcome.message)
         try:
-            reply: R = from_map(request.reply, answer.get("ok"), verb)
+            reply: R = from_map(request.reply, outcome.value, verb)
         except protocol.ProtocolError as error:
             raise AgentAbsent(f"the agent's answer is malformed: {error}") from error
         return reply
@@ -215,13 +213,13 @@ class Control:
             finally:
                 with self._changed:
                     self._connection = None
+                    self._calls.end(ConnectionResetError("the agent closed the connection"))
                     self._changed.notify_all()
 
     def _dispatch(self, message: protocol.Message) -> None:
         if "event" not in message:
             with self._changed:
-                if message.get("id") in self._answers:
-                    self._answers[message["id"]] = message
+                if self._calls.take(message):
                     self._changed.notify_all()
             return
         try:
