@@ -33,24 +33,25 @@ class BeginMigration(Event, event="move"):
 
 
 @dataclass(frozen=True)
-class Quiesce(Event, event="quiesce"):
+class OfMigration:
+    """Base of events about a migration under way."""
+
+    move: str  # its id
+
+
+@dataclass(frozen=True)
+class Quiesce(OfMigration, Event, event="quiesce"):
     """Finish the step and publish the state."""
 
-    move: str  # id of the migration
-
 
 @dataclass(frozen=True)
-class Abort(Event, event="abort"):
+class Abort(OfMigration, Event, event="abort"):
     """The migration failed: train on."""
 
-    move: str
-
 
 @dataclass(frozen=True)
-class Resume(Event, event="resume"):
+class Resume(OfMigration, Event, event="resume"):
     """The migration switched: target ranks train."""
-
-    move: str
 
 
 @dataclass(frozen=True)
@@ -143,26 +144,26 @@ OF_RANKS = by_event(Ready, Report, FailedEvent)
 
 
 @dataclass(frozen=True)
-class RankHello(Request[Done], verb="rank_hello"):
-    """First message of a rank: which one it is, and its proof."""
+class RankIdentity:
+    """Base of first messages on a connection: the rank, and its proof."""
 
     job: str
     attempt: int
     generation: int
     rank: int
     token: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class RankHello(RankIdentity, Request[Done], verb="rank_hello"):
+    """First message of a rank."""
+
     pid: int = 0
 
 
 @dataclass(frozen=True)
-class DataHello(Request[Done], verb="data_hello"):
+class DataHello(RankIdentity, Request[Done], verb="data_hello"):
     """First message of a connection over which a rank's process reads data sets."""
-
-    job: str
-    attempt: int
-    generation: int
-    rank: int
-    token: str = field(repr=False)
 
 
 @dataclass(frozen=True)

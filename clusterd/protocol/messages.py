@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar, get_args
+from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
 
 from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.frames import Message, ProtocolError
@@ -21,7 +21,8 @@ class Request(Generic[R]):
 
     def __init_subclass__(cls, verb: str) -> None:
         cls.verb = verb
-        (cls.reply,) = get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]
+        bases: tuple[Any, ...] = cls.__orig_bases__  # type: ignore[attr-defined]
+        ((cls.reply,),) = (get_args(base) for base in bases if get_origin(base) is Request)
 
     def to_message(self) -> Message:
         """The request as it is sent, but for its number."""

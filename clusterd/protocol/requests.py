@@ -10,6 +10,22 @@ from clusterd.protocol.launch import DatasetSpec, LaunchRequest
 from clusterd.protocol.messages import Done, Request, by_verb
 from clusterd.protocol.migration import Address, MigrationRequest
 
+
+@dataclass(frozen=True)
+class OfAttempt:
+    """Base of requests about all generations of an attempt."""
+
+    job: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class OfGeneration(OfAttempt):
+    """Base of requests about one generation of an attempt."""
+
+    generation: int
+
+
 # ---- attempts ----------------------------------------------------------------------------------------------------
 
 
@@ -22,12 +38,9 @@ class Stopped:
 
 
 @dataclass(frozen=True)
-class StopRanks(Request[Stopped], verb="stop"):
+class StopRanks(OfGeneration, Request[Stopped], verb="stop"):
     """Stop a generation of an attempt; answered when no process of it is left."""
 
-    job: str
-    attempt: int
-    generation: int
     grace_s: float = 0.0
     reason: str = "stopped"
     keep: bool = False  # leave the state of the last step in the host's memory
@@ -42,11 +55,8 @@ class Forgotten:
 
 
 @dataclass(frozen=True)
-class ForgetAttempt(Request[Forgotten], verb="forget"):
+class ForgetAttempt(OfAttempt, Request[Forgotten], verb="forget"):
     """Remove an attempt's files."""
-
-    job: str
-    attempt: int
 
 
 @dataclass(frozen=True)
@@ -60,11 +70,9 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadLog(Request[Chunk], verb="logs"):
+class ReadLog(OfAttempt, Request[Chunk], verb="logs"):
     """Read a rank's output."""
 
-    job: str
-    attempt: int
     generation: int | None = None  # None: the newest
     rank: int
     offset: int
@@ -72,11 +80,9 @@ class ReadLog(Request[Chunk], verb="logs"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadSteps(Request[Chunk], verb="steps"):
+class ReadSteps(OfAttempt, Request[Chunk], verb="steps"):
     """Read the training steps, one JSON object a line."""
 
-    job: str
-    attempt: int
     generation: int | None = None
     offset: int
     limit: int
@@ -100,11 +106,8 @@ class Files:
 
 
 @dataclass(frozen=True)
-class ListFiles(Request[Files], verb="files"):
+class ListFiles(OfAttempt, Request[Files], verb="files"):
     """List the files that an attempt wrote."""
-
-    job: str
-    attempt: int
 
 
 @dataclass(frozen=True)
@@ -116,11 +119,9 @@ class FileChunk:
 
 
 @dataclass(frozen=True)
-class ReadFile(Request[FileChunk], verb="file"):
+class ReadFile(OfAttempt, Request[FileChunk], verb="file"):
     """Read a file of an attempt."""
 
-    job: str
-    attempt: int
     path: str
     offset: int
     limit: int
@@ -134,11 +135,9 @@ class Model:
 
 
 @dataclass(frozen=True)
-class ReadModel(Request[Model], verb="model"):
+class ReadModel(OfAttempt, Request[Model], verb="model"):
     """Read the result of a model's inspection."""
 
-    job: str
-    attempt: int
     generation: int | None = None
 
 
@@ -177,12 +176,8 @@ class Port:
 
 
 @dataclass(frozen=True)
-class LeasePort(Request[Port], verb="port"):
+class LeasePort(OfGeneration, Request[Port], verb="port"):
     """Lease a port for the ranks' rendezvous."""
-
-    job: str
-    attempt: int
-    generation: int
 
 
 @dataclass(frozen=True)
@@ -196,11 +191,9 @@ class ServeDataset(Request[Port], verb="data_serve"):
 
 
 @dataclass(frozen=True)
-class SetDatasets(Request[Done], verb="data_from"):
+class SetDatasets(OfAttempt, Request[Done], verb="data_from"):
     """Tell an attempt's ranks where their data sets are now."""
 
-    job: str
-    attempt: int
     datasets: dict[str, DatasetSpec]
 
 
@@ -273,52 +266,38 @@ class Receivers:
 
 
 @dataclass(frozen=True)
-class MoveRanks(Request[Receivers], verb="move"):
-    """Have source ranks prepare for a migration."""
+class OfMigration(OfGeneration):
+    """Base of requests about the ranks of one side of a migration."""
 
-    job: str
-    attempt: int
-    generation: int
-    move: MigrationRequest
-
-
-@dataclass(frozen=True)
-class QuiesceRanks(Request[Receivers], verb="quiesce"):
-    """Have source ranks publish their state."""
-
-    job: str
-    attempt: int
-    generation: int
     move: str  # id of the migration
 
 
 @dataclass(frozen=True)
-class AbortRanks(Request[Receivers], verb="abort"):
+class MoveRanks(OfGeneration, Request[Receivers], verb="move"):
+    """Have source ranks prepare for a migration."""
+
+    move: MigrationRequest
+
+
+@dataclass(frozen=True)
+class QuiesceRanks(OfMigration, Request[Receivers], verb="quiesce"):
+    """Have source ranks publish their state."""
+
+
+@dataclass(frozen=True)
+class AbortRanks(OfMigration, Request[Receivers], verb="abort"):
     """Have source ranks train on."""
 
-    job: str
-    attempt: int
-    generation: int
-    move: str
-
 
 @dataclass(frozen=True)
-class ResumeRanks(Request[Receivers], verb="resume"):
+class ResumeRanks(OfMigration, Request[Receivers], verb="resume"):
     """Have target ranks train."""
 
-    job: str
-    attempt: int
-    generation: int
-    move: str
-
 
 @dataclass(frozen=True)
-class SendToRanks(Request[Receivers], verb="tell"):
+class SendToRanks(OfGeneration, Request[Receivers], verb="tell"):
     """Send ranks another event of `clusterd.protocol.control`."""
 
-    job: str
-    attempt: int
-    generation: int
     message: dict[str, Any]
 
 
@@ -349,16 +328,20 @@ class Terminal:
 
 
 @dataclass(frozen=True)
-class OpenTerminal(Request[Terminal], verb="terminal_open"):
+class OpenTerminal(OfGeneration, Request[Terminal], verb="terminal_open"):
     """Run a command, or a shell, beside a rank."""
 
-    job: str
-    attempt: int
-    generation: int
     rank: int
     argv: tuple[str, ...]
     secrets: dict[str, str] = field(repr=False)
     screen: Screen | None = None  # None: pipes
+
+
+@dataclass(frozen=True)
+class OfTerminal:
+    """Base of requests about an open terminal."""
+
+    terminal: str
 
 
 @dataclass(frozen=True)
@@ -370,34 +353,27 @@ class Output:
 
 
 @dataclass(frozen=True)
-class ReadTerminal(Request[Output], verb="terminal_read"):
+class ReadTerminal(OfTerminal, Request[Output], verb="terminal_read"):
     """Wait for output."""
-
-    terminal: str
 
 
 @dataclass(frozen=True)
-class WriteTerminal(Request[Done], verb="terminal_write"):
+class WriteTerminal(OfTerminal, Request[Done], verb="terminal_write"):
     """Write input, resize the window, or end piped input."""
 
-    terminal: str
     data: bytes | None = field(default=None, repr=False)
     screen: Screen | None = None
     end: bool = False
 
 
 @dataclass(frozen=True)
-class HoldTerminal(Request[Done], verb="terminal_hold"):
+class HoldTerminal(OfTerminal, Request[Done], verb="terminal_hold"):
     """Keep a terminal open."""
-
-    terminal: str
 
 
 @dataclass(frozen=True)
-class CloseTerminal(Request[Done], verb="terminal_close"):
+class CloseTerminal(OfTerminal, Request[Done], verb="terminal_close"):
     """Hang up."""
-
-    terminal: str
 
 
 # ---- the agent itself --------------------------------------------------------------------------------------------

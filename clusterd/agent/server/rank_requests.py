@@ -22,26 +22,9 @@ from clusterd.agent.server.sessions import Sessions
 from clusterd.agent.tensors.datasets import RANGE_BYTES_MAX, Datasets
 from clusterd.agent.tensors.moves import Moves
 from clusterd.agent.threads import in_thread
+from clusterd.protocol import control
 from clusterd.protocol.budget import ByteBudget
 from clusterd.protocol.codec import from_map
-from clusterd.protocol.control import (
-    OF_RANKS,
-    REQUESTS,
-    DataHello,
-    FailedEvent,
-    FetchSegments,
-    ListSegments,
-    LookUpData,
-    MakeSegment,
-    PublishSegment,
-    RankHello,
-    ReadData,
-    Report,
-    ReportFailure,
-    SegmentReply,
-    SegmentsReply,
-    Stop,
-)
 from clusterd.protocol.messages import Done, Request, read_event
 
 REPORT_BYTES_MAX = 256 << 10
@@ -114,49 +97,53 @@ class RankRequests:
         finally:
             finish()
 
-    async def _answer(self, connection: Connection, verb: str, message: Message) -> Done | SegmentReply | SegmentsReply:
-        kind = REQUESTS.get(verb)
-        if connection.rank is None and kind not in (RankHello, DataHello):
+    async def _answer(
+        self, connection: Connection, verb: str, message: Message
+    ) -> Done | control.SegmentReply | control.SegmentsReply:
+        kind = control.REQUESTS.get(verb)
+        if connection.rank is None and kind not in (control.RankHello, control.DataHello):
             raise Refused("hello", f"{verb} came before a rank's hello")
-        if kind is None or kind in (LookUpData, ReadData):
+        if kind is None or kind in (control.LookUpData, control.ReadData):
             raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r} of a rank's")
         request = from_map(kind, message, verb)
-        if isinstance(request, (RankHello, DataHello)):
+        if isinstance(request, (control.RankHello, control.DataHello)):
             return self._hello(connection, request)
         assert connection.rank is not None
         return await self._request(*connection.rank, request)
 
-    def _hello(self, connection: Connection, hello: RankHello | DataHello) -> Done:
+    def _hello(self, connection: Connection, hello: control.RankHello | control.DataHello) -> Done:
         attempt = self._attempts.admit(hello.job, hello.attempt, hello.generation, hello.rank, hello.token)
-        if isinstance(hello, DataHello):
+        if isinstance(hello, control.DataHello):
             connection.reads_for = attempt
             return Done()
         connection.rank = (attempt, hello.rank)
         if attempt.stopped:
-            connection.send(Stop("stopped").to_message())
+            connection.send(control.Stop("stopped").to_message())
         elif missed := self._moves.missed(attempt):
             connection.send(missed.to_message())
         return Done()
 
-    async def _request(self, attempt: Attempt, rank: int, request: Request[Any]) -> Done | SegmentReply | SegmentsReply:
+    async def _request(
+        self, attempt: Attempt, rank: int, request: Request[Any]
+    ) -> Done | control.SegmentReply | control.SegmentsReply:
         match request:
-            case MakeSegment():
+            case control.MakeSegment():
                 _check_own(attempt, request.name)
                 return await self._moves.segment(attempt, request)
-            case PublishSegment():
+            case control.PublishSegment():
                 _check_own(attempt, request.name)
                 return await self._moves.publish(attempt, request)
-            case FetchSegments():
+            case control.FetchSegments():
                 _check_own(attempt, request.move)
                 _check_own(attempt, request.name)
                 for source in request.sources:
                     # A state snapshot may be of an earlier attempt.
                     _check_own(attempt, source.name, any_attempt=True)
                 return await self._moves.fetch(attempt, request)
-            case ListSegments():
+            case control.ListSegments():
                 _check_own(attempt, request.move)
                 return self._moves.segments(request.move)
-            case ReportFailure():
+            case control.ReportFailure():
                 self._attempts.failed(attempt, rank, request.reason, request.message)
                 return Done()
         raise AssertionError(request)
@@ -171,8 +158,8 @@ class RankRequests:
             self._data_budget.release(attempt.name, RANGE_BYTES_MAX)
 
     async def _data(self, attempt: Attempt, verb: str, message: Message) -> Message:
-        kind = REQUESTS.get(verb)
-        if kind not in (LookUpData, ReadData):
+        kind = control.REQUESTS.get(verb)
+        if kind not in (control.LookUpData, control.ReadData):
             raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r} of data sets")
         request = from_map(kind, message, verb)
         return await in_thread(lambda: self._datasets.ask(attempt, request), "data")
@@ -186,13 +173,13 @@ class RankRequests:
             log_line(f"agent: dropped a report of {connection.received_bytes} bytes by {sender}")
             return
         try:
-            event = read_event(OF_RANKS, message)
+            event = read_event(control.OF_RANKS, message)
         except protocol.ProtocolError as error:
             log_line(f"agent: dropped a malformed message of {sender}: {error}")
             return
-        if isinstance(event, FailedEvent):
+        if isinstance(event, control.FailedEvent):
             self._attempts.failed(attempt, rank, event.reason, event.message)
-        elif isinstance(event, Report):
+        elif isinstance(event, control.Report):
             self._sessions.send_to_daemons(
                 {
                     "event": "rank_said",

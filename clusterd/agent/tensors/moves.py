@@ -21,21 +21,7 @@ from clusterd.agent.tensors.segments import Segment, Store
 from clusterd.agent.tensors.slice_server import ANY_ADDRESS, SliceServer
 from clusterd.agent.tensors.snapshot_replicas import SnapshotReplicas, set_of
 from clusterd.agent.threads import in_thread
-from clusterd.protocol.control import (
-    Abort,
-    BeginMigration,
-    FetchFailed,
-    FetchSegments,
-    FetchSource,
-    MakeSegment,
-    PublishSegment,
-    Quiesce,
-    Resume,
-    SegmentMade,
-    SegmentPublished,
-    SegmentReply,
-    SegmentsReply,
-)
+from clusterd.protocol import control
 from clusterd.protocol.messages import Done, Event
 from clusterd.protocol.migration import MigrationRequest
 from clusterd.protocol.requests import Port, Receivers
@@ -47,7 +33,7 @@ SendToAttempt = Callable[[str, int, Event], None]
 _OUTBOX = re.compile(r"\.out(\d+)$")
 """Suffix of segments that a source rank fills, with the rank."""
 
-_REMEMBERED = (BeginMigration, Quiesce, Abort, Resume)
+_REMEMBERED = (control.BeginMigration, control.Quiesce, control.Abort, control.Resume)
 """Events that a rank gets on connecting if it missed them."""
 
 
@@ -79,7 +65,7 @@ class Moves:
         self._send_to_ranks = send_to_ranks
         self._send_to_attempt = send_to_attempt
         self._fetching: set[asyncio.Task[None]] = set()
-        self._arrived: dict[str, dict[str, SegmentPublished]] = {}  # by migration, by segment
+        self._arrived: dict[str, dict[str, control.SegmentPublished]] = {}  # by migration, by segment
 
     # ---- the daemon's verbs --------------------------------------------------------------------------------------
 
@@ -115,9 +101,9 @@ class Moves:
         """Forward a daemon's event to the ranks of one generation, also to those that connect later."""
         if isinstance(event, _REMEMBERED):
             self._last[attempt.name] = event
-        if isinstance(event, BeginMigration):
+        if isinstance(event, control.BeginMigration):
             self.admit(event.move)
-        if isinstance(event, Abort):
+        if isinstance(event, control.Abort):
             self.drop(event.move)
         return Receivers(self._send_to_ranks(attempt, event))
 
@@ -141,12 +127,12 @@ class Moves:
         """Return the last event that a newly connected rank missed."""
         return self._last.get(attempt.name)
 
-    async def segment(self, attempt: Attempt, request: MakeSegment) -> SegmentReply:
+    async def segment(self, attempt: Attempt, request: control.MakeSegment) -> control.SegmentReply:
         """Make a segment for a rank to fill."""
         move = set_of(request.name) or request.name.rpartition(".")[0]
         made = await self._make(request.name, request.bytes, move, rank_writes=True)
         self._announce_segment(attempt, made)
-        return SegmentReply(str(made.path), "shm" if made.path.is_relative_to("/dev/shm") else "file")
+        return control.SegmentReply(str(made.path), "shm" if made.path.is_relative_to("/dev/shm") else "file")
 
     async def _make(self, name: str, size: int, move: str, *, rank_writes: bool = False) -> Segment:
         def make() -> Segment:
@@ -160,7 +146,7 @@ class Moves:
             raise Refused("over", f"move {move} is over")
         return made
 
-    async def publish(self, attempt: Attempt, request: PublishSegment) -> Done:
+    async def publish(self, attempt: Attempt, request: control.PublishSegment) -> Done:
         """Mark a rank's segment as complete: announce it to the attempt's ranks and serve waiting agents."""
         snapshot = set_of(request.name) is not None
         # A rank's state snapshots alternate between two segments; the last one is published without waiting.
@@ -171,10 +157,12 @@ class Moves:
         source = _OUTBOX.search(made.name)
         if source is not None:
             path = str(made.path)
-            self._announce(attempt, SegmentPublished(made.move, made.name, path, made.meta, "outbox", int(source[1])))
+            self._announce(
+                attempt, control.SegmentPublished(made.move, made.name, path, made.meta, "outbox", int(source[1]))
+            )
         return Done()
 
-    async def fetch(self, attempt: Attempt, request: FetchSegments) -> SegmentReply:
+    async def fetch(self, attempt: Attempt, request: control.FetchSegments) -> control.SegmentReply:
         """Make this host's inbox of a migration and start to fill it; announce each source when it is complete."""
         inbox = await self._make(request.name, request.bytes, request.move)
         self._announce_segment(attempt, inbox)
@@ -182,20 +170,20 @@ class Moves:
             task = asyncio.create_task(self._bring(attempt, request.move, inbox, source))
             self._fetching.add(task)
             task.add_done_callback(self._fetching.discard)
-        return SegmentReply(str(inbox.path))
+        return control.SegmentReply(str(inbox.path))
 
-    def segments(self, move: str) -> SegmentsReply:
+    def segments(self, move: str) -> control.SegmentsReply:
         """Segments of a migration announced so far, for a rank that connected later."""
-        made = tuple(SegmentMade(s.name, str(s.path), move) for s in self._store.of(move))
-        return SegmentsReply(tuple(self._arrived.get(move, {}).values()), made)
+        made = tuple(control.SegmentMade(s.name, str(s.path), move) for s in self._store.of(move))
+        return control.SegmentsReply(tuple(self._arrived.get(move, {}).values()), made)
 
     def _announce_segment(self, attempt: Attempt, made: Segment) -> None:
         """Announce a new segment, so that ranks can map it before it is filled."""
         if set_of(made.name) is None:
-            made_event = SegmentMade(made.name, str(made.path), made.move)
+            made_event = control.SegmentMade(made.name, str(made.path), made.move)
             self._send_to_attempt(attempt.job, attempt.attempt, made_event)
 
-    async def _bring(self, attempt: Attempt, move: str, inbox: Segment, source: FetchSource) -> None:
+    async def _bring(self, attempt: Attempt, move: str, inbox: Segment, source: control.FetchSource) -> None:
         # A state snapshot is admitted under the name of its set, not of the migration that reads it.
         group = set_of(source.name) or move
         token = self._tokens.get(group, "")
@@ -208,12 +196,12 @@ class Moves:
         except fabric.FetchFailed as failed:
             if move not in self._ended:
                 log_line(f"agent: {attempt.name}: {failed}")
-                self._send_to_attempt(attempt.job, attempt.attempt, FetchFailed(move, source.name, str(failed)))
+                self._send_to_attempt(attempt.job, attempt.attempt, control.FetchFailed(move, source.name, str(failed)))
             return
         path = str(inbox.path)
-        self._announce(attempt, SegmentPublished(move, source.name, path, meta, "inbox", source.source))
+        self._announce(attempt, control.SegmentPublished(move, source.name, path, meta, "inbox", source.source))
 
-    def _announce(self, attempt: Attempt, published: SegmentPublished) -> None:
+    def _announce(self, attempt: Attempt, published: control.SegmentPublished) -> None:
         self._arrived.setdefault(published.move, {})[published.name] = published
         self._send_to_attempt(attempt.job, attempt.attempt, published)
 

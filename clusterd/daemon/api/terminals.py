@@ -20,14 +20,7 @@ from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import AgentLost, ClusterError, UsageError
-from clusterd.protocol.requests import (
-    CloseTerminal,
-    HoldTerminal,
-    OpenTerminal,
-    ReadTerminal,
-    Screen,
-    WriteTerminal,
-)
+from clusterd.protocol import requests
 from clusterd.types import AttemptState, HostId, JobState
 
 CLOSE_S = 5.0
@@ -68,7 +61,7 @@ class Terminals:
             await anyio.sleep(HELD_EVERY_S)
             for found in list(self._open.values()):
                 with contextlib.suppress(ClusterError):  # whoever reads from it is told
-                    await self._hosts.request(found.host, HoldTerminal(found.name))
+                    await self._hosts.request(found.host, requests.HoldTerminal(found.name))
 
     async def shell(
         self,
@@ -76,7 +69,7 @@ class Terminals:
         job: str,
         argv: list[str] | None = None,
         rank: int = 0,
-        screen: Screen | None = None,
+        screen: requests.Screen | None = None,
         holds: bool = False,
     ) -> AsyncIterator[dict[str, Any]]:
         """Run `argv`, or a shell, beside a rank: ``{terminal, host, device}``, then ``{data}``, then ``{exit_code}``.
@@ -105,13 +98,15 @@ class Terminals:
             place = attempt.ranks[rank].place
             secrets = await self._archive.secrets(known.id)
             named = (known.id, attempt.number, attempt.generation, rank)
-            answer = await self._hosts.request(place.host, OpenTerminal(*named, tuple(argv or ()), secrets, screen))
+            answer = await self._hosts.request(
+                place.host, requests.OpenTerminal(*named, tuple(argv or ()), secrets, screen)
+            )
             self._count += 1
             number = self._count
             self._open[number] = _Open(peer.uid, place.host, answer.terminal)
             yield {"terminal": number, "host": place.host, "device": place.device}
             while True:
-                piece = await self._hosts.request(place.host, ReadTerminal(answer.terminal))
+                piece = await self._hosts.request(place.host, requests.ReadTerminal(answer.terminal))
                 if piece.data:
                     yield {"data": piece.data}
                 if piece.exit_code is not None:
@@ -141,21 +136,21 @@ class Terminals:
         peer: Peer,
         terminal: int,
         data: bytes = b"",
-        screen: Screen | None = None,
+        screen: requests.Screen | None = None,
         end: bool = False,
     ) -> None:
         """Pass input on; `screen`: new size of the window; `end`: end of piped input."""
         found = self._open.get(terminal)
         if found is None or found.uid != peer.uid:
             raise ClusterError(f"there is no terminal {terminal} of yours")
-        await self._hosts.request(found.host, WriteTerminal(found.name, data, screen, end), TYPING_S)
+        await self._hosts.request(found.host, requests.WriteTerminal(found.name, data, screen, end), TYPING_S)
 
     async def _close(self, number: int) -> None:
         found = self._open.pop(number, None)
         if found is None:
             return
         try:
-            await self._hosts.request(found.host, CloseTerminal(found.name))
+            await self._hosts.request(found.host, requests.CloseTerminal(found.name))
         except ClusterError:
             return  # the agent hangs up by itself on whoever is silent
 

@@ -14,17 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from clusterd.protocol.control import (
-    Connected,
-    FetchFailed,
-    FetchSegments,
-    FetchSource,
-    ListSegments,
-    Resume,
-    SegmentMade,
-    SegmentPublished,
-    Stop,
-)
+from clusterd.protocol import control as events
 from clusterd.protocol.messages import Event
 from clusterd.protocol.rank import Failed, Loaded, Prepared
 from clusterd.train.migration.spec import MigrationSpec, sums_from_bytes
@@ -72,9 +62,9 @@ class MigrationTarget:
         self._copies: dict[tuple[str, int], CopyBatch] = {}  # out of mapped segments, by path and source
         self._map_budget_bytes = MAPPED_AHEAD_BYTES
         self._pins = False
-        for kind in (SegmentPublished, SegmentMade, FetchFailed, Resume, Connected):
+        for kind in (events.SegmentPublished, events.SegmentMade, events.FetchFailed, events.Resume, events.Connected):
             control.on(kind, self._events.put)
-        control.on(Stop, self._exit_unneeded)
+        control.on(events.Stop, self._exit_unneeded)
 
     def take_over(self, make: Callable[[], Target]) -> Target:
         """Make the rank's training and return it once it may run the next step.
@@ -92,9 +82,9 @@ class MigrationTarget:
             refused = str(known) if isinstance(known, exits.PlanRefused) else ""
             self._control.report(Failed(self.migration_id, why, self._phase, full, refused))
             raise MigrationFailed(f"migration {self.migration_id} failed in phase {self._phase}: {why}") from error
-        self._control.on(Stop, lambda _: None)  # from now on the loop handles stops, between two steps
+        self._control.on(events.Stop, lambda _: None)  # from now on the loop handles stops, between two steps
         # A daemon that repeats the resume message missed the report that this rank trains.
-        self._control.on(Resume, lambda _: self._control.resend_report())
+        self._control.on(events.Resume, lambda _: self._control.resend_report())
         return training
 
     def _prepare_and_load(self, make: Callable[[], Target]) -> Target:
@@ -111,7 +101,7 @@ class MigrationTarget:
         live = check_shards(training, migration.shape, migration.new_layout, rank)
         reads = migration.packing.reads(rank)
         self._fetch(migration)
-        for segment in self._control.ask(ListSegments(migration.id)).rooms:
+        for segment in self._control.ask(events.ListSegments(migration.id)).rooms:
             self._map(migration, live, reads, segment)
         self._control.report(Prepared(migration.id, migration.transfers.digest))
         self._phase = "transfer"
@@ -136,7 +126,7 @@ class MigrationTarget:
         self._unmap()
         training.read_ahead()
         self._phase = "resume"
-        while not isinstance(self._next(), Resume):
+        while not isinstance(self._next(), events.Resume):
             pass
         return training
 
@@ -148,7 +138,7 @@ class MigrationTarget:
         if not fetches or migration.new.hosts.index(host) != rank:
             return
         sources = tuple(
-            FetchSource(
+            events.FetchSource(
                 migration.outbox_name(fetch.source),
                 migration.fabric[fetch.source_host],
                 tuple(fetch.ranges),
@@ -158,7 +148,7 @@ class MigrationTarget:
             for fetch in fetches
         )
         size_bytes = migration.packing.inbox_bytes(host)
-        self._control.ask(FetchSegments(migration.id, migration.inbox_name, size_bytes, sources))
+        self._control.ask(events.FetchSegments(migration.id, migration.inbox_name, size_bytes, sources))
 
     def _load(
         self, migration: MigrationSpec, live: LocalShards, reads: list[Read], threads: int
@@ -176,11 +166,11 @@ class MigrationTarget:
         self._request_published(migration)
         while pending:
             event = self._next()
-            if isinstance(event, Connected):
+            if isinstance(event, events.Connected):
                 self._request_published(migration)
-            if isinstance(event, SegmentMade) and event.move == migration.id:
+            if isinstance(event, events.SegmentMade) and event.move == migration.id:
                 self._map(migration, live, reads, event)
-            if not isinstance(event, SegmentPublished) or event.move != migration.id or event.source is None:
+            if not isinstance(event, events.SegmentPublished) or event.move != migration.id or event.source is None:
                 continue
             own_reads = pending.get(event.source, [])
             if not own_reads or own_reads[0].local != (event.where == "outbox"):
@@ -194,7 +184,7 @@ class MigrationTarget:
                 shard.mirror.copy_(local)
         return [metas[source] for source in sorted(metas)], (began_s, time.time())
 
-    def _map(self, migration: MigrationSpec, live: LocalShards, reads: list[Read], made: SegmentMade) -> None:
+    def _map(self, migration: MigrationSpec, live: LocalShards, reads: list[Read], made: events.SegmentMade) -> None:
         """Map a segment that this rank will read, and prepare the copies from it, before the downtime.
 
         Maps only this rank's own pages.
@@ -232,7 +222,7 @@ class MigrationTarget:
         migration: MigrationSpec,
         live: LocalShards,
         reads: list[Read],
-        published: SegmentPublished,
+        published: events.SegmentPublished,
         source: int,
         threads: int,
     ) -> None:
@@ -263,7 +253,7 @@ class MigrationTarget:
 
     def _request_published(self, migration: MigrationSpec) -> None:
         """Ask for the segments that were published before this rank listened."""
-        for segment in self._control.ask(ListSegments(migration.id)).segments:
+        for segment in self._control.ask(events.ListSegments(migration.id)).segments:
             self._events.put(segment)
 
     def _next(self) -> Event:
@@ -275,11 +265,11 @@ class MigrationTarget:
             except queue.Empty:
                 continue
             break
-        if isinstance(event, FetchFailed) and event.move == self.migration_id:
+        if isinstance(event, events.FetchFailed) and event.move == self.migration_id:
             raise ConnectionError(f"{event.name}: {event.why}")
         return event
 
-    def _exit_unneeded(self, stop: Stop) -> None:
+    def _exit_unneeded(self, stop: events.Stop) -> None:
         # The main thread may wait in a collective for ranks that are gone; there is no state to save.
         print(f"clusterd: not needed: {stop.reason}", flush=True)
         sys.stderr.flush()
