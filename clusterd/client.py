@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from clusterd import errors, protocol
 from clusterd.config import socket_path
-from clusterd.protocol import calls
+from clusterd.protocol.calls import Calls, Deliver, Ended, Failure, Item, Reply, request
 
 _CODES = {
     kind.exit_code: kind for kind in (errors.ClusterError, errors.UsageError, errors.DaemonAbsent, errors.TryLater)
@@ -64,7 +64,7 @@ class Client:
             ) from None
         self._decoder = protocol.Decoder()
         self._received: list[protocol.Message] = []
-        self._calls = calls.Calls()
+        self._calls = Calls()
 
     def call(self, verb: str, *, meanwhile: str = "", **args: Any) -> Any:
         """Send a request and wait for its answer.
@@ -76,7 +76,7 @@ class Client:
             ClusterError: the daemon refused, with its message.
             DaemonAbsent: the connection ended.
         """
-        replies: deque[calls.Reply] = deque()
+        replies: deque[Reply] = deque()
         self._send(verb, args, replies.append)
         if self._socket.gettimeout() is None and not self.ready(SILENCE_S):
             self._warn_of_silence(meanwhile)
@@ -105,15 +105,15 @@ class Client:
             rows = page + rows
         return rows
 
-    def call_many(self, verb: str, arguments: Iterable[dict[str, Any]]) -> list[Any]:
+    def call_many(self, verb: str, calls: Iterable[dict[str, Any]]) -> list[Any]:
         """Pipeline the requests and return their answers in the order of the calls.
 
         Raises:
             ClusterError: the first refusal, raised after all answers arrived.
         """
         others = len(self._calls)  # streams that are read beside
-        waiting: list[deque[calls.Reply]] = []
-        for args in arguments:
+        waiting: list[deque[Reply]] = []
+        for args in calls:
             while len(self._calls) - others >= IN_FLIGHT_MAX:
                 self._take()
             waiting.append(deque())
@@ -126,16 +126,16 @@ class Client:
         Raises:
             ClusterError: as `call`.
         """
-        replies: deque[calls.Reply] = deque()
+        replies: deque[Reply] = deque()
         number = self._send(verb, args, replies.append)
         try:
-            while isinstance(reply := self._next(replies), calls.Item):
+            while isinstance(reply := self._next(replies), Item):
                 yield reply.value
             result(reply)
         finally:
             self._calls.close(number)
 
-    def _next(self, replies: deque[calls.Reply]) -> calls.Reply:
+    def _next(self, replies: deque[Reply]) -> Reply:
         while not replies:
             self._take()
         return replies.popleft()
@@ -147,7 +147,7 @@ class Client:
         except protocol.ProtocolError as error:
             raise errors.DaemonAbsent(f"what answers at {self.path} is no clusterd daemon: {error}") from None
 
-    def _send(self, verb: str, args: dict[str, Any], deliver: calls.Deliver) -> int:
+    def _send(self, verb: str, args: dict[str, Any], deliver: Deliver) -> int:
         number = self._calls.open(deliver)
         try:
             self._socket.sendall(frame(number, verb, args))
@@ -198,7 +198,7 @@ def frame(number: int, verb: str, args: dict[str, Any]) -> bytes:
         UsageError: a value cannot be encoded.
     """
     try:
-        encoded = protocol.encode(calls.request(number, verb, args), strict=True)
+        encoded = protocol.encode(request(number, verb, args), strict=True)
     except UnicodeEncodeError as error:
         text = error.object.encode(errors="backslashreplace").decode()
         raise errors.UsageError(f"{text[:80]!r} is no UTF-8: write it as UTF-8 text") from None
@@ -212,19 +212,19 @@ def frame(number: int, verb: str, args: dict[str, Any]) -> bytes:
     return encoded
 
 
-def result(reply: calls.Reply) -> Any:
+def result(reply: Reply) -> Any:
     """Result of a call.
 
     Raises:
         ClusterError: the daemon refused, or the connection ended.
     """
-    if isinstance(reply, calls.Ended):
+    if isinstance(reply, Ended):
         raise reply.why
-    if isinstance(reply, calls.Failure):
+    if isinstance(reply, Failure):
         raise refusal(reply)
     return reply.value
 
 
-def refusal(failure: calls.Failure) -> errors.ClusterError:
+def refusal(failure: Failure) -> errors.ClusterError:
     """Exception for an error of the daemon."""
     return _CODES.get(failure.exit_code or 1, errors.ClusterError)(failure.message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from clusterd.protocol.agent import RankRow
+from clusterd.protocol.agent import HelloReply, RankRow
 from clusterd.protocol.launch import DatasetSpec, LaunchRequest
 from clusterd.protocol.messages import Done, Request, by_verb
 from clusterd.protocol.migration import Address, MigrationRequest
@@ -377,6 +377,32 @@ class CloseTerminal(OfTerminal, Request[Done], verb="terminal_close"):
 
 
 # ---- the agent itself --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChallengeReply:
+    """Nonce that the next hello answers, and the newest event that the daemon's cluster named; empty: none."""
+
+    nonce: str
+    seen: dict[str, Any] = field(default_factory=dict)  # see `clusterd.protocol.agent.SeenByAgent`
+
+
+@dataclass(frozen=True)
+class Challenge(Request[ChallengeReply], verb="challenge"):
+    """First request on a connection."""
+
+    daemon: str = ""
+
+
+@dataclass(frozen=True)
+class Hello(Request[HelloReply], verb="hello"):
+    """Prove the cluster's key and lead the host from now on."""
+
+    protocol: int  # version
+    daemon: str
+    epoch: int
+    proof: str | None = field(default=None, repr=False)  # None: the agent sent no nonce
+    newest: tuple[int, str] | None = None  # id and checksum of the newest event
 
 
 @dataclass(frozen=True)

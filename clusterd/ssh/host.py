@@ -18,8 +18,10 @@ from clusterd.agent.host.bundle import Bundle, bundle
 from clusterd.errors import AgentLost, ClusterError, HostError
 from clusterd.protocol import calls
 from clusterd.protocol.agent import SeenByAgent, Superseded
-from clusterd.protocol.codec import from_map
+from clusterd.protocol.codec import from_map, to_map
+from clusterd.protocol.messages import Request
 from clusterd.protocol.proof import proof
+from clusterd.protocol.requests import Challenge, ChallengeReply, Hello, Shutdown
 from clusterd.ssh.bootstrap import AgentStream, attach, readable
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.resolve import Route
@@ -175,7 +177,7 @@ class HostLink:
                                     continue  # an old agent that had nothing to do made room for a new one
                                 up_since = time.monotonic()
                                 await self._serve(stream, hello)
-                except (ClusterError, OSError, asyncssh.Error, ValueError) as error:
+                except (ClusterError, OSError, asyncssh.Error, ValueError, protocol.ProtocolError) as error:
                     # What nobody put into words below is still one host's trouble, and never the daemon's.
                     failed = error if isinstance(error, ClusterError) else HostError(f"{self.name}: {error}")
                     steady = up_since is not None and time.monotonic() - up_since > STEADY_S
@@ -201,7 +203,7 @@ class HostLink:
         place = (self.agent_home or None, self._cluster, home)
         async with attach(self._connection, self.name, self._bundle(), *place, key=self._key) as stream:
             if await self._greet(stream) is not None:
-                await self._exchange(stream, "shutdown", {"force": False})
+                await self._exchange(stream, Shutdown())
 
     async def request(self, verb: str, *, timeout_s: float | None = REQUEST_TIMEOUT_S, **arguments: Any) -> Message:
         """The agent's answer.
@@ -241,23 +243,23 @@ class HostLink:
 
     async def _greet(self, stream: AgentStream) -> Message | None:
         """The agent's reply to hello; None when it was of another version and ended, to be replaced."""
-        named: Message = {"protocol": protocol.VERSION, "daemon": self._daemon_id, "epoch": self._epoch}
-        arguments = {**named, **self._newest()}
-        if nonce := await self._challenge(stream):
-            arguments["proof"] = proof(self._key, "hello", nonce, self._daemon_id, self._epoch)
+        nonce = await self._challenge(stream)
+        shown = proof(self._key, "hello", nonce, self._daemon_id, self._epoch) if nonce else None
+        newest = self._history.newest() if self._history is not None else None
         try:
-            hello = await self._exchange(stream, "hello", arguments)
+            request = Hello(protocol.VERSION, self._daemon_id, self._epoch, shown, newest)
+            hello = await self._exchange(stream, request)
             hello["clock_skew_s"] = hello["now_s"] - time.time()  # now: what is done before it is looked at takes time
         except AgentRefused as refused:
             if refused.kind != "protocol":
                 raise
             # Refused as well while jobs of the other version run; that refusal says so.
-            await self._exchange(stream, "shutdown", {"force": False})
+            await self._exchange(stream, Shutdown())
             return None
         idle = all(rank["state"] != "running" for attempt in hello["attempts"] for rank in attempt["ranks"])
         if hello["version"] != self._bundle().version and idle:
             try:
-                await self._exchange(stream, "shutdown", {"force": False})
+                await self._exchange(stream, Shutdown())
                 return None
             except AgentRefused:
                 return hello  # it found something to do meanwhile: the old one stays
@@ -270,29 +272,29 @@ class HostLink:
             ClusterError: the agent has seen events that this daemon's journal does not hold.
         """
         try:
-            answer = await self._exchange(stream, "challenge", {"daemon": self._daemon_id})
+            answer = from_map(ChallengeReply, await self._exchange(stream, Challenge(self._daemon_id)), "challenge")
         except AgentRefused as refused:
             if refused.kind != "verb":
                 raise
             return ""
-        if self._history is not None and answer.get("seen"):
-            seen = from_map(SeenByAgent, answer["seen"], "challenge")
+        if self._history is not None and answer.seen:
+            seen = from_map(SeenByAgent, answer.seen, "challenge")
             await self._history.check(seen.epoch, seen.event, seen.checksum)
-        return str(answer["nonce"])
+        return answer.nonce
 
-    async def _exchange(self, stream: AgentStream, verb: str, arguments: Message) -> Message:
+    async def _exchange(self, stream: AgentStream, request: Request[Any]) -> Message:
         """Ask when nobody else listens yet."""
         replies: list[calls.Reply] = []
         number = self._calls.open(replies.append)
         try:
             with anyio.fail_after(REQUEST_TIMEOUT_S):
-                await stream.send(calls.request(number, verb, arguments))
+                await stream.send(calls.request(number, request.verb, to_map(request)))
                 while not replies:
                     self._calls.take(await stream.receive())
         except TimeoutError:
-            raise AgentLost(f"{self.name}: its agent did not answer {verb!r}") from None
+            raise AgentLost(f"{self.name}: its agent did not answer {request.verb!r}") from None
         except protocol.ProtocolError as error:
-            raise AgentLost(f"{self.name}: its agent answered {verb!r} with {error}") from None
+            raise AgentLost(f"{self.name}: its agent answered {request.verb!r} with {error}") from None
         finally:
             self._calls.close(number)
         return _result(self.name, replies[0])

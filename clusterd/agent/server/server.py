@@ -34,7 +34,7 @@ from clusterd.protocol.budget import ByteBudget
 from clusterd.protocol.codec import from_map
 from clusterd.protocol.messages import Done, Event
 from clusterd.protocol.proof import new_nonce, proves
-from clusterd.protocol.requests import REQUESTS, Facts, Heartbeat, Shutdown
+from clusterd.protocol.requests import REQUESTS, Challenge, ChallengeReply, Facts, Heartbeat, Hello, Shutdown
 from clusterd.socket_files import inode, is_still
 from clusterd.umask import make_files_private
 
@@ -187,29 +187,30 @@ class Agent:
             finish()
 
     async def _answer(self, connection: Connection, verb: str, message: Message) -> object:
-        if verb == "challenge":
+        if verb == Challenge.verb:
+            challenge = from_map(Challenge, message, verb)
             connection.nonce = new_nonce()
-            return {"nonce": connection.nonce, "seen": self._sessions.seen(str(message.get("daemon")))}
-        if verb == "hello":
-            self._check_proof(connection, message)
-            return await self._hello(connection, message)
+            return ChallengeReply(connection.nonce, self._sessions.seen(challenge.daemon))
+        if verb == Hello.verb:
+            hello = from_map(Hello, message, verb)
+            self._check_proof(connection, hello)
+            return await self._hello(connection, hello)
         self._sessions.check(connection, verb, message)
         kind = REQUESTS.get(verb)
         if kind is None:
             raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r}")
         return await self._verbs[kind](from_map(kind, message, verb))
 
-    def _check_proof(self, connection: Connection, message: Message) -> None:
+    def _check_proof(self, connection: Connection, hello: Hello) -> None:
         """Check that a daemon knows the key that this agent was started with.
 
         Raises:
             Refused: ``key``.
         """
         nonce, connection.nonce = connection.nonce, ""
-        named = (str(message["daemon"]), int(message["epoch"]))
-        if not nonce or "proof" not in message:
+        if not nonce or hello.proof is None:
             raise Refused("key", "a daemon has to prove its cluster's key here; this one is of an older version")
-        if not proves(self._key, message["proof"], "hello", nonce, *named):
+        if not proves(self._key, hello.proof, "hello", nonce, hello.daemon, hello.epoch):
             raise Refused(
                 "key",
                 f"the agent at {self._home.root} was started with the key of another cluster or state directory: "
@@ -224,16 +225,13 @@ class Agent:
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
 
-    async def _hello(self, connection: Connection, message: Message) -> Message:
-        if message["protocol"] != protocol.VERSION:
-            raise Refused(
-                "protocol",
-                f"the agent speaks protocol {protocol.VERSION}, the daemon {message['protocol']}",
-            )
+    async def _hello(self, connection: Connection, hello: Hello) -> Message:
+        if hello.protocol != protocol.VERSION:
+            raise Refused("protocol", f"the agent speaks protocol {protocol.VERSION}, the daemon {hello.protocol}")
         found = await self._hardware.facts()
         # No await from here on: changes after this report reach this connection as events.
-        self._sessions.lead(connection, str(message["daemon"]), int(message["epoch"]))
-        self._sessions.see(str(message["daemon"]), message.get("newest"))
+        self._sessions.lead(connection, hello.daemon, hello.epoch)
+        self._sessions.see(hello.daemon, list(hello.newest) if hello.newest is not None else None)
         self._sessions.save()
         return {
             "agent": self._id,
