@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
 
 from clusterd.agent.background_tasks import Background
 from clusterd.agent.host import processes
 from clusterd.agent.host.attempt_records import Attempt, Rank
 from clusterd.agent.ranks import stopping
+from clusterd.exit_reasons import Reason
+from clusterd.protocol.agent import RankExited
 from clusterd.protocol.forkserver import RankRecord
+from clusterd.protocol.messages import Event
 
 STRAGGLER_GRACE_S = 1.0
 """Processes that outlive the last rank of an attempt get SIGTERM, and SIGKILL after this long."""
@@ -20,7 +22,7 @@ STRAGGLER_GRACE_S = 1.0
 CLEAR_S = 10.0
 """The exit of one of several ranks is reported after this long at the latest: its peers wait for the report."""
 
-Emit = Callable[[dict[str, Any]], object]
+Emit = Callable[[Event], object]
 
 
 class ExitReports:
@@ -92,15 +94,9 @@ class ExitReports:
         self._before_end(attempt)
         rank.take(attempt.judged(rank.end))
         rank.end = None
-        self._emit(
-            {
-                "event": "rank_exited",
-                "job": attempt.job,
-                "attempt": attempt.attempt,
-                "generation": attempt.generation,
-                **{k: v for k, v in rank.report().items() if k not in ("pid", "state")},
-            }
-        )
+        named = (attempt.job, attempt.attempt, attempt.generation, rank.rank)
+        reason, message = Reason(rank.reason), rank.message or ""
+        self._emit(RankExited(*named, reason, rank.exit_code, rank.signal, rank.at_s, message))
 
 
 def _exit_record(attempt: Attempt, rank: Rank) -> RankRecord | None:

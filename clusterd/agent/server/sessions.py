@@ -12,6 +12,7 @@ from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import read_json, write_json
 from clusterd.agent.log import log_line
 from clusterd.agent.server.connection import Connection, Message
+from clusterd.protocol.agent import Superseded
 from clusterd.protocol.control import Stop
 from clusterd.protocol.messages import Event
 
@@ -116,7 +117,7 @@ class Sessions:
             self._epochs[name] = epoch
             for other in self._connections:
                 if other.daemon is not None and other.daemon[0] == name:
-                    other.send({"event": "superseded", "by": epoch})
+                    other.send(Superseded(epoch).to_message())
             try:
                 write_json(self._file, self._epochs)
             except OSError as error:  # the leader must still be able to stop the job that filled the disk
@@ -143,11 +144,11 @@ class Sessions:
         if verb in _SAVED:  # not for every look at a log: a write waits for the disk
             self.save()
 
-    def send_to_daemons(self, event: Message) -> bool:
+    def send_to_daemons(self, event: Event) -> bool:
         """Send to every daemon that leads this host; false if none is connected."""
         leading = self._leading()
         for connection in leading:
-            connection.send(event)
+            connection.send(event.to_message())
         return bool(leading)
 
     async def wait_daemons_writable(self) -> None:

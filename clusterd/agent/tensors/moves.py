@@ -51,7 +51,7 @@ class Moves:
         agent_id: str,
         send_to_ranks: SendToRanks,
         send_to_attempt: SendToAttempt,
-        send_to_daemon: Callable[[Message], bool],
+        send_to_daemon: Callable[[Event], bool],
         datasets: Datasets,
     ) -> None:
         shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else home

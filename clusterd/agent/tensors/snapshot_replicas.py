@@ -16,6 +16,8 @@ from clusterd.agent.tensors.fabric import FetchFailed, fetch
 from clusterd.agent.tensors.segments import Segment, Store
 from clusterd.agent.threads import in_thread
 from clusterd.niceness import lower_priority
+from clusterd.protocol.agent import StateSnapshotTaken
+from clusterd.protocol.messages import Event
 from clusterd.protocol.requests import KeepReplica, Step
 
 Message = dict[str, Any]
@@ -35,7 +37,7 @@ def set_of(name: str) -> str | None:
 class SnapshotReplicas:
     """This host's part: what its ranks publish, and what it keeps for others."""
 
-    def __init__(self, store: Store, tokens: dict[str, str], send_to_daemon: Callable[[Message], bool]) -> None:
+    def __init__(self, store: Store, tokens: dict[str, str], send_to_daemon: Callable[[Event], bool]) -> None:
         """`send_to_daemon` sends an event to the daemon; false: none is connected."""
         self._store = store
         self._tokens = tokens
@@ -51,17 +53,9 @@ class SnapshotReplicas:
         found = NAME.fullmatch(segment.name)
         assert found is not None
         answer = self._waiting[segment.name] = asyncio.get_running_loop().create_future()
+        named = (attempt.job, attempt.attempt, attempt.generation, int(found[2]), segment.name)
         delivered = self._send_to_daemon(
-            {
-                "event": "snapshot",
-                "job": attempt.job,
-                "attempt": attempt.attempt,
-                "generation": attempt.generation,
-                "rank": int(found[2]),
-                "name": segment.name,
-                "step": int(segment.meta.get("step", -1)),
-                "bytes": segment.size,
-            }
+            StateSnapshotTaken(*named, step=int(segment.meta.get("step", -1)), bytes=segment.size)
         )
         try:
             if delivered and wait:
