@@ -16,12 +16,7 @@ from typing import Any, Self
 
 from clusterd import errors, protocol
 from clusterd.config import socket_path
-from clusterd.protocol.calls import Calls, Deliver, Ended, Failure, Item, Reply, request
-
-_CODES = {
-    kind.exit_code: kind for kind in (errors.ClusterError, errors.UsageError, errors.DaemonAbsent, errors.TryLater)
-}
-
+from clusterd.protocol.calls import Calls, Deliver, Failure, Item, Reply, request, result
 
 SELECT_MAX_S = 1e6
 """Upper limit of a `select` timeout; far above it the system's time structures overflow."""
@@ -80,7 +75,7 @@ class Client:
         self._send(verb, args, replies.append)
         if self._socket.gettimeout() is None and not self.ready(SILENCE_S):
             self._warn_of_silence(meanwhile)
-        return result(self._next(replies))
+        return result(self._next(replies), refusal)
 
     def _warn_of_silence(self, meanwhile: str) -> None:
         """Log whether the daemon is still working on a call or does not answer at all."""
@@ -118,7 +113,7 @@ class Client:
                 self._take()
             waiting.append(deque())
             self._send(verb, args, waiting[-1].append)
-        return [result(reply) for reply in [self._next(replies) for replies in waiting]]
+        return [result(reply, refusal) for reply in [self._next(replies) for replies in waiting]]
 
     def stream(self, verb: str, **args: Any) -> Iterator[Any]:
         """Send a request and yield its items until the stream ends.
@@ -131,7 +126,7 @@ class Client:
         try:
             while isinstance(reply := self._next(replies), Item):
                 yield reply.value
-            result(reply)
+            result(reply, refusal)
         finally:
             self._calls.close(number)
 
@@ -212,19 +207,6 @@ def frame(number: int, verb: str, args: dict[str, Any]) -> bytes:
     return encoded
 
 
-def result(reply: Reply) -> Any:
-    """Result of a call.
-
-    Raises:
-        ClusterError: the daemon refused, or the connection ended.
-    """
-    if isinstance(reply, Ended):
-        raise reply.why
-    if isinstance(reply, Failure):
-        raise refusal(reply)
-    return reply.value
-
-
 def refusal(failure: Failure) -> errors.ClusterError:
     """Exception for an error of the daemon."""
-    return _CODES.get(failure.exit_code or 1, errors.ClusterError)(failure.message)
+    return errors.of_exit_code(failure.exit_code, failure.message)

@@ -157,7 +157,7 @@ class StateSnapshotTaken(Event, event="snapshot"):
 
 
 @dataclass(frozen=True)
-class RankSaid(Event, event="rank_said"):
+class RankReport(Event, event="rank_said"):
     """A rank sent a message for the daemon, which `report` checks; it arrives as `FromRank`."""
 
     job: str
@@ -193,8 +193,8 @@ class SeenByAgent:
 
 Report = RankExited | Progress | StateSnapshotTaken | FactsChanged | FromRank
 
-Sent = RankExited | Progress | StateSnapshotTaken | FactsChanged | RankSaid
-_KINDS: dict[str, type[Sent]] = by_event(RankExited, Progress, StateSnapshotTaken, FactsChanged, RankSaid)
+Sent = RankExited | Progress | StateSnapshotTaken | FactsChanged | RankReport
+_KINDS: dict[str, type[Sent]] = by_event(RankExited, Progress, StateSnapshotTaken, FactsChanged, RankReport)
 
 
 def hello_reply(data: Any) -> HelloReply:
@@ -213,7 +213,7 @@ def report(message: Message) -> Report:
         ProtocolError: it is no message of this protocol; names the message and the field.
     """
     sent = read_event(_KINDS, message)
-    if isinstance(sent, RankSaid):
+    if isinstance(sent, RankReport):
         content = rank_message(sent.said)
         return FromRank(sent.job, sent.attempt, sent.generation, sent.rank, content, sent.at_s)
     return sent

@@ -69,6 +69,19 @@ class Future(Protocol):
         """Set the result."""
 
 
+def result(outcome: Reply, refusal: Callable[[Failure], Exception]) -> Any:
+    """Result of a call, or the item of a stream.
+
+    Raises:
+        Exception: `refusal` of the failure, or why the connection ended.
+    """
+    if isinstance(outcome, Ended):
+        raise outcome.why
+    if isinstance(outcome, Failure):
+        raise refusal(outcome)
+    return outcome.value
+
+
 def request(number: int, verb: str, arguments: Mapping[str, Any]) -> Message:
     """A request as it is sent."""
     return {**arguments, "id": number, "verb": verb}

@@ -391,11 +391,7 @@ class HostLink:
 
 
 def _result(name: str, reply: calls.Reply) -> Message:
-    if isinstance(reply, calls.Ended):
-        raise reply.why
-    if isinstance(reply, calls.Failure):
-        raise AgentRefused(reply.kind, f"{name}: {reply.message}")
-    answer: Message = reply.value
+    answer: Message = calls.result(reply, lambda failure: AgentRefused(failure.kind, f"{name}: {failure.message}"))
     return answer
 
 

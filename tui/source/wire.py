@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from clusterd import errors, protocol
-from clusterd.client import result
 from clusterd.protocol import calls
 from tui.source.preconnect import HELLO, WATCH
 
@@ -85,7 +84,7 @@ class Wire:
         assert ahead == (HELLO, WATCH)
         try:
             async with asyncio.timeout(ANSWER_S):
-                wire.greeting = dict(result(await wire._next(greeting)))
+                wire.greeting = dict(_result(await wire._next(greeting)))
         except TimeoutError:
             wire.close()
             raise errors.DaemonAbsent(f"the daemon at {path} does not answer: clusterd status") from None
@@ -118,7 +117,7 @@ class Wire:
         number = self._calls.open(calls.resolve(waiting))
         try:
             self._send(number, verb, args)
-            return result(await waiting)
+            return _result(await waiting)
         finally:
             self._calls.close(number)
 
@@ -138,7 +137,7 @@ class Wire:
             while replies:
                 reply = replies.popleft()
                 if not isinstance(reply, calls.Item):
-                    result(reply)
+                    _result(reply)
                     return
                 yield reply.value
             await self._take()
@@ -147,7 +146,7 @@ class Wire:
     async def _request(self, verb: str, **args: Any) -> Any:
         replies: deque[calls.Reply] = deque()
         self._send(self._calls.open(replies.append), verb, args)
-        return result(await self._next(replies))
+        return _result(await self._next(replies))
 
     async def _next(self, replies: deque[calls.Reply]) -> calls.Reply:
         while not replies:
@@ -190,3 +189,7 @@ class Wire:
         if self._answers is not None:
             self._answers.cancel()
         self._writer.close()
+
+
+def _result(reply: calls.Reply) -> Any:
+    return calls.result(reply, lambda failure: errors.of_exit_code(failure.exit_code, failure.message))

@@ -244,12 +244,9 @@ class _Server:
             outcome = await future
         finally:
             self._calls.close(number)
-        if isinstance(outcome, calls.Ended):
-            raise outcome.why
-        if isinstance(outcome, calls.Failure):
-            raise SpawnFailed(outcome.kind, outcome.message)
+        answer = calls.result(outcome, lambda failure: SpawnFailed(failure.kind, failure.message))
         try:
-            reply: R = from_map(request.reply, outcome.value, request.verb)
+            reply: R = from_map(request.reply, answer, request.verb)
         except protocol.ProtocolError as error:
             raise SpawnFailed("spawn", f"the fork server's answer is malformed: {error}") from error
         return reply

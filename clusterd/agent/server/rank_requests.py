@@ -23,7 +23,7 @@ from clusterd.agent.tensors.datasets import RANGE_BYTES_MAX, Datasets
 from clusterd.agent.tensors.moves import Moves
 from clusterd.agent.threads import in_thread
 from clusterd.protocol import control
-from clusterd.protocol.agent import RankSaid
+from clusterd.protocol.agent import RankReport
 from clusterd.protocol.budget import ByteBudget
 from clusterd.protocol.codec import from_map
 from clusterd.protocol.messages import Done, Request, read_event
@@ -182,7 +182,7 @@ class RankRequests:
             self._attempts.failed(attempt, rank, event.reason, event.message)
         elif isinstance(event, control.Report):
             named = (attempt.job, attempt.attempt, attempt.generation, rank)
-            self._sessions.send_to_daemons(RankSaid(*named, event.said, time.time()))
+            self._sessions.send_to_daemons(RankReport(*named, event.said, time.time()))
 
 
 class _Pace:
