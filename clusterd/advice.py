@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from clusterd.core.host import Host
 from clusterd.core.performance_table import Estimate, PerformanceTable
-from clusterd.core.state import Attempt, Description, Host, Job, Lease, Rank, State
+from clusterd.core.state import Attempt, Description, Job, Lease, Rank, State
 from clusterd.core.view import Policy, View
 from clusterd.errors import UsageError
 from clusterd.types import (

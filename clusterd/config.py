@@ -6,6 +6,7 @@ Precedence of a value: flag, environment (``CLUSTERD_*``), the given or found fi
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -19,7 +20,13 @@ from clusterd.units import parse_duration_s, parse_size
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-TABLES = ("hosts", "tenants", "datasets", "notify")
+ACCOUNTS = ("own", "shared")
+BECOME = ("ssh", "sudo")
+
+ACCOUNT_NAME = re.compile(r"[a-z_][a-z0-9_.-]{0,31}\$?")
+"""Names that useradd accepts: they are put on command lines."""
+
+TABLES = ("hosts", "tenants", "users", "datasets", "notify")
 """Settings with their own table in the file; all others belong to ``[daemon]``."""
 
 SPELLED = {"host_lost_after_s": "host_lost_after", "workdir_bytes_max": "workdir_max"}
@@ -62,6 +69,8 @@ class Config:
     socket: Path
     socket_group: str | None = None  # group that may connect besides the owner
     operators: tuple[str, ...] = ()  # users that may act on all jobs, besides the daemon's own
+    accounts: str | None = None  # of jobs: "own": that of each user; "shared": the daemon's; None: nobody else's jobs
+    become: str = "ssh"  # way to people's own accounts on hosts: "ssh" or "sudo"
     policy: str = "default"
     host_lost_after_s: float = 120.0
     workdir_bytes_max: int = 256 << 20
@@ -71,6 +80,7 @@ class Config:
     hosts: Mapping[str, HostOptions] = field(default_factory=dict)
     datasets: Mapping[str, str] = field(default_factory=dict)  # for all jobs, in the form of a job file
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    users: Mapping[str, str] = field(default_factory=dict)  # account on the hosts by user, where the names differ
     notify: Notify | None = None
 
 
@@ -139,12 +149,17 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
     tenants = {
         name: _tenant(table, f"{where}: [tenants.{name}]") for name, table in _table(values, "tenants", where).items()
     }
+    users = {
+        name: _account(table, f"{where}: [users.{name}]") for name, table in _table(values, "users", where).items()
+    }
     try:
         made = Config(
             state_dir=_directory(daemon, "state_dir", chosen) or state_dir(system),
             socket=_directory(daemon, "socket", chosen) or socket_path(system),
             socket_group=_text(daemon, "socket_group"),
             operators=_names(daemon.get("operators", []), "operators"),
+            accounts=_one_of(daemon["accounts"], ACCOUNTS, "accounts") if "accounts" in daemon else None,
+            become=_one_of(daemon.get("become", "ssh"), BECOME, "become"),
             policy=str(daemon.get("policy", "default")),
             host_lost_after_s=parse_duration_s(daemon.get("host_lost_after", 120.0)),
             workdir_bytes_max=parse_size(daemon.get("workdir_max", 256 << 20)),
@@ -154,6 +169,7 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
             hosts=hosts,
             datasets=datasets,
             tenants=tenants,
+            users=users,
             notify=_notify(values["notify"], f"{where}: [notify]") if "notify" in values else None,
         )
     except (ValueError, TypeError, OverflowError) as error:
@@ -170,6 +186,16 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
             f"the socket's path is too long for the system ({made.socket}): set CLUSTERD_SOCKET to a shorter one"
         )
     return made
+
+
+def _account(table: Any, where: str) -> str:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} is {table!r}; it must be a table")
+    check_keys(table, {"account"}, where)
+    account = table.get("account")
+    if not isinstance(account, str) or not ACCOUNT_NAME.fullmatch(account):
+        raise ConfigError(f"{where}: account is {account!r}; it must be the name of an account on the hosts")
+    return account
 
 
 def _tenant(table: Any, where: str) -> Tenant:

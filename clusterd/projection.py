@@ -15,9 +15,10 @@ from clusterd.core.allocation.rights import on_loan
 from clusterd.core.decisions import Decision
 from clusterd.core.estimates.attained_service import is_predictable, steps_left
 from clusterd.core.estimates.heterogeneous_speed import believed
-from clusterd.core.events import Event, HostConnected, HostDisconnected, JobSubmitted, Timer, TimerKind
+from clusterd.core.events import Event, HostConnected, HostDisconnected, JobSubmitted, Timer, TimerKind, account_on
+from clusterd.core.host import Host
 from clusterd.core.ledger import of_ranks
-from clusterd.core.state import Attempt, Host, Job, Migration, State
+from clusterd.core.state import Attempt, Job, Migration, State
 from clusterd.types import AttemptState, HostId, HostState, JobId, JobSpec
 from clusterd.units import duration
 
@@ -105,7 +106,7 @@ def _away(job: Job, state: State) -> list[Host]:
     """Hosts of a running or stopping job that do not answer."""
     if job.attempt is None:
         return []
-    return [host for name in job.attempt.hosts if (host := state.hosts[name]).state is not HostState.UP]
+    return [host for name in job.attempt.hosts if not (host := state.hosts[name]).reaches(job.spec.account)]
 
 
 def reason(job: Job, state: State) -> str:
@@ -113,20 +114,25 @@ def reason(job: Job, state: State) -> str:
     attempt, away = job.attempt, _away(job, state)
     if attempt is None or not away:
         return job.reason
-    silence = " and ".join(_silence(host) for host in away)
-    until = [at_s for host in away if (at_s := state.timers.get(Timer(TimerKind.HOST_LOST, host.id))) is not None]
+    account = attempt.account
+    silence = " and ".join(_silence(host, account) for host in away)
+    watched: list[tuple[TimerKind, str]] = [(TimerKind.HOST_LOST, host.id) for host in away]
+    watched += [(TimerKind.ACCOUNT_LOST, account_on(host.id, account)) for host in away]
+    until = [at_s for timer in watched if (at_s := state.timers.get(Timer(*timer))) is not None]
     until_at = f"if that lasts until {_clock(min(until))}, " if until else ""
     if attempt.state is AttemptState.STOPPING:
         then = f"; {until_at}it is over without an answer" if until else ""
         return f"{silence}: whether its ranks there have ended is not known{then}; {job.reason}"
     recovers = attempt.migration is not None and attempt.migration.lost
-    if recovers or all(host.state is HostState.LOST for host in away):
+    if recovers or all(host.has_lost(account) for host in away):
         return f"{silence}: the job goes on without it; {job.reason}"
     then = f"; {until_at}the job goes on without them" if until else ""
     return f"{silence}: its ranks there are presumed to go on{then}"
 
 
-def _silence(host: Host) -> str:
+def _silence(host: Host, account: str) -> str:
+    if host.state is HostState.UP:
+        return f"the agent of {account} on {host.id} is not connected ({host.why_away(account)})"
     return f"{host.id} is {host.state.value} since {_clock(host.since_s)}{f' ({host.why})' if host.why else ''}"
 
 

@@ -119,6 +119,7 @@ class JobSpec:
     guaranteed: bool = False
     tenant: str = "default"
     user: str = ""
+    account: str = ""  # on the hosts, under which it runs; "": the daemon's own
     after: tuple[JobId, ...] = ()  # that end before it starts: "12", "12:any"; a request may give names
     time_limit_s: float | None = None
     stall_s: float | None = None  # time without a step before an elastic job is restarted; None: never

@@ -10,13 +10,24 @@ import re
 import sys
 from pathlib import Path
 
-from clusterd.daemon.api import files, host_check, hosts, job_logs, jobs, migration, performance, retention, terminals
+from clusterd.daemon.api import (
+    accounts,
+    files,
+    host_check,
+    hosts,
+    job_logs,
+    jobs,
+    migration,
+    performance,
+    retention,
+    terminals,
+)
 
 PAGE = Path(__file__).with_name("client.md")
 ROW = re.compile(r"^\| `(\w+)\(([\w, ]*)\)`", re.MULTILINE)
 CLASSES = (
     jobs.JobVerbs, migration.MigrationVerbs, host_check.HostChecks, files.FileVerbs, retention.RetentionVerbs,
-    hosts.HostVerbs, performance.PerformanceVerbs, terminals.Terminals,
+    hosts.HostVerbs, accounts.Accounts, performance.PerformanceVerbs, terminals.Terminals,
 )  # fmt: skip
 
 

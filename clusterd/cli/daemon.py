@@ -189,6 +189,7 @@ def status(system: bool, output: str) -> None:
     print(f"  jobs     {counts}")
     print(f"  state    {answer['state_dir']} ({answer['events']} events)")
     print(f"  socket   {answer['socket']}")
+    print(f"  accounts {_ACCOUNTS[answer.get('accounts')].format(account=answer.get('account'))}")
     print(f"  settings {answer['config'] or 'defaults (no file found or given)'}")
     if aside := answer.get("set_aside"):
         print(f"  bug      {aside} events could not be handled and were set aside: see the daemon's log, and report it")
@@ -196,3 +197,39 @@ def status(system: bool, output: str) -> None:
         print(f"  trouble  events of hosts cannot be journaled yet: {trouble}")
     if answer["recovering"]:
         print(f"  waiting for reports of {', '.join(answer['recovering'])} before placing anything")
+
+
+_ACCOUNTS = {
+    None: "jobs of {account} alone (accounts is not set)",
+    "own": "each user's jobs run as that user",
+    "shared": "all jobs run as {account}: every user's jobs can read the others' files and secrets",
+}
+
+
+@click.command()
+@output_option
+def login(output: str) -> int:
+    """Let the cluster run your jobs under your own account.
+
+    Shows the account, the line to add to its authorized keys, and whether each host lets the cluster in.
+    """
+    with Client(configuration.socket_path()) as cluster:
+        answer = cluster.call("login", meanwhile="the hosts are dialed")
+    refused = {host: why for host, why in answer["hosts"].items() if why}
+    code = 1 if refused and len(refused) == len(answer["hosts"]) else 0
+    if output != "table":
+        show_json(answer, output)
+        return code
+    account = answer["account"]
+    if not account:
+        others = ", like those of all users" if answer["shared"] else ", as you are that user"
+        print(f"your jobs run as {answer['daemon']}{others}: nothing to do")
+        return 0
+    print(f"your jobs run as {account}")
+    for host, why in answer["hosts"].items():
+        print(f"  {host}: {why or 'ready'}")
+    if refused and answer["key"]:
+        print("\nOn each of these hosts, or once for a shared home, run as that account:\n")
+        print(f"  mkdir -p -m 700 ~/.ssh && echo '{answer['key']}' >> ~/.ssh/authorized_keys\n")
+        print("then: clusterd login")
+    return code

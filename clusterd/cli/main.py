@@ -21,6 +21,7 @@ _COMMANDS = {
     "start": ("daemon", "start", "Start the daemon."),
     "stop": ("daemon", "stop", "Stop the daemon; jobs keep running."),
     "status": ("daemon", "status", "Show the state of the daemon."),
+    "login": ("daemon", "login", "Let the cluster run your jobs under your own account."),
     "host": ("hosts", "host", "Add, list, drain and remove hosts."),
     "submit": ("submit", "submit", "Submit a job file; prints the job's id."),
     "run": ("submit", "run", "Run a command on the cluster: streams its log, returns its exit code."),

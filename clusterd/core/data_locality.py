@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from clusterd.core.state import Host
+from clusterd.core.host import Host
 from clusterd.types import HostId, HostState, JobSpec
 
 

@@ -24,6 +24,7 @@ class TimerKind(StrEnum):
     ROUND = "round"  # the policy's next round
     RECOVERY = "recovery"  # the daemon stops waiting for hosts to report after its start
     HOST_LOST = "host-lost"  # an unreachable host is given up
+    ACCOUNT_LOST = "account-lost"  # an account's agent on a host is given up; about: see `account_on`
     FAULT = "fault"  # a faulty device is offered again
     RECOVER = "recover"  # survivors of an attempt must have reported
     CHECKPOINT = "checkpoint"  # a periodic checkpoint is due
@@ -43,6 +44,11 @@ class Timer:
 
     def __str__(self) -> str:
         return f"{self.kind.value}:{self.about}" if self.about else self.kind.value
+
+
+def account_on(host: HostId, account: str) -> str:
+    """Subject of a timer of an account on a host; neither name has a space."""
+    return f"{host} {account}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +134,24 @@ class HostDisconnected(Event):
     """The connection to the host's agent broke; its ranks may go on."""
 
     host: HostId
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountConnected(Event):
+    """The agent of an account other than the daemon's answered on a host, and reported its attempts."""
+
+    host: HostId
+    account: str
+    attempts: tuple[AttemptReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountDisconnected(Event):
+    """The agent of an account on a host cannot be reached, or the account has no login there."""
+
+    host: HostId
+    account: str
     why: str
 
 
@@ -424,6 +448,8 @@ EVENTS: dict[str, type[Event]] = {
         HostConnected,
         HostDisconnected,
         HostChanged,
+        AccountConnected,
+        AccountDisconnected,
         JobSubmitted,
         JobCancelled,
         JobReprioritised,

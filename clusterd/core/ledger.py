@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from clusterd.core.host import Host
 from clusterd.core.performance_table import Estimate
-from clusterd.core.state import Attempt, Host, Job
+from clusterd.core.state import Attempt, Job
 from clusterd.types import Device, DeviceId, HostId, RankPlace
 
 

@@ -14,7 +14,15 @@ from typing import Any
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
-from clusterd.core.lifecycle import attempt_events, host_events, job_events, jobs, migration_events, stopping
+from clusterd.core.lifecycle import (
+    accounts,
+    attempt_events,
+    host_events,
+    job_events,
+    jobs,
+    migration_events,
+    stopping,
+)
 from clusterd.core.lifecycle import trial_events as trials
 from clusterd.core.lifecycle.context import HOST_LOST_AFTER_S, HandlerContext
 from clusterd.core.policies import POLICIES
@@ -192,6 +200,8 @@ _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.HostConnected: host_events.on_host_connected,
     e.HostDisconnected: host_events.on_host_disconnected,
     e.HostChanged: host_events.on_host_changed,
+    e.AccountConnected: accounts.on_account_connected,
+    e.AccountDisconnected: accounts.on_account_disconnected,
     e.JobSubmitted: job_events.on_job_submitted,
     e.JobCancelled: job_events.on_job_cancelled,
     e.JobReprioritised: job_events.on_job_reprioritised,

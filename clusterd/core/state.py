@@ -7,23 +7,21 @@ derived values, so that it serialises, compares, and is equal after a replay of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import takewhile
 from typing import Any
 
 from clusterd.core import transitions
 from clusterd.core.events import Timer
+from clusterd.core.host import Host
 from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.reservations import Claim, Reservation
-from clusterd.core.transitions import MigrationState, SeriesState, TrialState
+from clusterd.core.transitions import History, MigrationState, SeriesState, TrialState
 from clusterd.types import (
     AttemptState,
-    Device,
     DeviceId,
-    HostFacts,
     HostId,
-    HostState,
     JobId,
     JobSpec,
     JobState,
@@ -35,9 +33,6 @@ from plans.plan import Plan
 
 BACK_OFF_MAX_S = 3600.0
 """Longest pause between a failed migration and the next, however many have failed in a row."""
-
-History = list[tuple[str, float]]
-"""Past states of a state machine, each with the time of leaving it."""
 
 
 class Outcome(StrEnum):
@@ -86,74 +81,6 @@ class Bounds:
 
 
 NO_BOUNDS = Bounds()
-
-
-@dataclass(slots=True)
-class Fault:
-    """Failure of a device under one of our ranks."""
-
-    why: str
-    times: int = 1
-    is_left_out: bool = True  # until a timer offers the device again
-
-
-@dataclass(slots=True)
-class Host:
-    """A machine, as its agent last reported it."""
-
-    id: HostId
-    state: HostState = HostState.CONNECTING
-    facts: HostFacts | None = None
-    agent: str = ""  # identity of the agent that answered last
-    agent_home: str | None = None  # its directory by the settings of that time; "": the default; None: not recorded
-    drained: str | None = None  # by whom and why; None: not drained
-    why: str = ""  # it is not up
-    since_s: float = 0.0  # in this state
-    orphans: set[tuple[JobId, int, int]] = field(default_factory=set)  # (job, attempt, generation) being stopped there
-    unknown_attempts: set[tuple[JobId, int, int]] = field(default_factory=set)  # newer than this state; left running
-    cores_used: int = 0
-    memory_used_bytes: int = 0
-    faults: dict[DeviceId, Fault] = field(default_factory=dict)  # since an operator or a reboot last cleared them
-    history: History = field(default_factory=list)
-
-    def go(self, state: HostState, at_s: float, why: str = "") -> None:
-        """Take a step of the host's state machine."""
-        if state is not self.state:
-            transitions.advance(self, transitions.HOST, state, at_s, f"host {self.id}")
-            self.since_s = at_s
-        self.why = why
-
-    @property
-    def unusable(self) -> str | None:
-        """Reason why nothing may be placed here now; None: something may."""
-        if self.state is not HostState.UP:
-            return f"{self.id} is {self.state.value}"
-        if self.drained is not None:
-            return f"{self.id} is drained"
-        if self.orphans:
-            return f"{self.id} is being cleaned of {len({key[:2] for key in self.orphans})} old attempts"
-        return self.unknown_attempts_notice or None
-
-    @property
-    def unknown_attempts_notice(self) -> str:
-        """Message about attempts that run there and that this state does not know; empty: there are none."""
-        jobs = sorted({str(job) for job, _, _ in self.unknown_attempts}, key=lambda job: (len(job), job))
-        if not jobs:
-            return ""
-        names = f"job{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
-        return f"{self.id} runs {names} of a later state of this cluster: clusterd host undrain {self.id} ends that"
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """Reported devices; a faulty one is marked like one that another process uses, and is not offered."""
-        reported = self.facts.devices if self.facts else ()
-        if not self.faults:
-            return reported
-        return tuple(replace(d, foreign=self.faults[d.id].why) if self.is_faulty(d.id) else d for d in reported)
-
-    def is_faulty(self, device: DeviceId) -> bool:
-        """True while the device is left out because it failed."""
-        return device in self.faults and self.faults[device].is_left_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +169,7 @@ class Attempt:
     plan: Plan | None
     ranks: dict[int, Rank]
     started_s: float
+    account: str = ""  # of its job
     state: AttemptState = AttemptState.LAUNCHING
     step: int = 0  # newest that was reported
     ended_s: float | None = None
@@ -467,6 +395,11 @@ class State:
         """The attempt, over or not."""
         known = self.jobs.get(job)
         return next((a for a in known.attempts if a.number == number), None) if known is not None else None
+
+    def account_of(self, job: str) -> str:
+        """Account of a job on the hosts; "": the daemon's own, also where the job is unknown."""
+        known = self.jobs.get(JobId(job))
+        return known.spec.account if known is not None else ""
 
     def attempts_on(self, host: HostId) -> Iterator[Attempt]:
         """Attempts with a rank of any generation on the host."""

@@ -16,6 +16,9 @@ from clusterd.types import AttemptState, HostState, JobState
 HISTORY_MAX = 20
 """Past states that an object remembers, for the error message of an illegal step."""
 
+History = list[tuple[str, float]]
+"""Past states of a state machine, each with the time of leaving it."""
+
 
 class MigrationState(StrEnum):
     """Progress of one migration, live or through host memory."""
@@ -103,7 +106,7 @@ class Machine(Protocol[S]):
     """An object with a state and the states that it had before, each with the time of leaving it."""
 
     state: S
-    history: list[tuple[str, float]]
+    history: History
 
 
 def advance(machine: Machine[S], table: Mapping[S, frozenset[S]], state: S, at_s: float, name: str) -> None:

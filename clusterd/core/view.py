@@ -8,10 +8,11 @@ from typing import Protocol
 
 from clusterd.core.events import Timer, TimerKind
 from clusterd.core.fair_share import Quotas
+from clusterd.core.host import Host
 from clusterd.core.ledger import Ledger
 from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.reservations import Claim, Reservation
-from clusterd.core.state import Attempt, Host, Job, State
+from clusterd.core.state import Attempt, Job, State
 from clusterd.types import HostId, JobId, RankPlace
 from plans.plan import Plan
 

@@ -21,10 +21,11 @@ import anyio.abc
 
 from clusterd import __version__
 from clusterd import config as configuration
-from clusterd.config import Config
+from clusterd.config import Config, HostOptions
 from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
+from clusterd.daemon.api.accounts import Accounts
 from clusterd.daemon.api.host_check import HostChecks
 from clusterd.daemon.api.jobs import JobVerbs
 from clusterd.daemon.api.performance import PerformanceVerbs
@@ -35,6 +36,7 @@ from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.execution.executor import Executor
 from clusterd.daemon.execution.launching import LaunchRequests
 from clusterd.daemon.execution.model_description import ModelInspector
+from clusterd.daemon.hosts.account_links import LinkCallbacks
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.local import local_hosts
 from clusterd.daemon.hosts.registry import LOCAL, HostRegistry
@@ -53,11 +55,13 @@ from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.unexpected import first_of, guarded
 from clusterd.errors import ClusterError
 from clusterd.protocol.agent import Progress, StateSnapshotTaken
+from clusterd.protocol.proof import proof
 from clusterd.protocol.rank import FromRank
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
 from clusterd.ssh.host import HostLink
 from clusterd.ssh.hostkeys import HostKeys
+from clusterd.ssh.login_key import LoginKey
 from clusterd.ssh.resolve import Route
 from clusterd.types import HostId
 from clusterd.umask import make_files_private
@@ -125,7 +129,13 @@ class Daemon:
             def make_link(hosts: HostRegistry, host: HostId, address: str) -> HostLink:
                 return self._link(hosts, host, address, dialer, invite, leader)
 
-            hosts = HostRegistry(engine, journal, config, tasks, make_link)
+            login_key = LoginKey(config.state_dir / "login_key")
+
+            def make_account_link(host: HostId, address: str, account: str, callbacks: LinkCallbacks) -> HostLink:
+                of_account = {**leader, "key": proof(agent_key, "account", account)}
+                return self._account_link(host, address, account, callbacks, dialer, invite, login_key, of_account)
+
+            hosts = HostRegistry(engine, journal, config, tasks, make_link, make_account_link)
             archive = Archive(config.state_dir, journal)
             await archive.keep_secrets_of({job.id for job in scheduler.state.jobs.values() if not job.state.is_final})
             key = journal.fact("data_key", secrets.token_hex(16))
@@ -157,10 +167,11 @@ class Daemon:
                 executor.carry_out(decisions)
                 profiler.handled(events)
                 for event in events:
-                    if isinstance(event, e.HostConnected):
+                    if isinstance(event, e.HostConnected | e.AccountConnected):
                         tasks.start_soon(guarded, datasets.host_is_up, event.host)
 
-            api = JobVerbs(config, engine, hosts, archive, feed, invite, stop, self._config_file)
+            accounts = Accounts(config, engine.scheduler.state, hosts, login_key)
+            api = JobVerbs(config, engine, hosts, archive, feed, invite, stop, accounts, self._config_file)
             speed = PerformanceVerbs(
                 engine,
                 learned,
@@ -170,7 +181,7 @@ class Daemon:
                 describer.describe_unsubmitted,
             )
             terminals = Terminals(engine, hosts, archive, feed)
-            verbs = {**api.verbs, **speed.verbs, **terminals.verbs, **HostChecks(engine, hosts).verbs}
+            verbs = {**api.verbs, **accounts.verbs, **speed.verbs, **terminals.verbs, **HostChecks(engine, hosts).verbs}
 
             def gone(peer: Peer) -> None:
                 archive.drop_partial(peer.connection)
@@ -239,6 +250,39 @@ class Daemon:
             on_up=up,
             on_event=lambda message: hosts.on_event(host, message),
             home_source=lambda: hosts.agent_home(host),
+            **leader,
+        )
+
+    def _account_link(
+        self,
+        host: HostId,
+        address: str,
+        account: str,
+        callbacks: LinkCallbacks,
+        dialer: Dialer,
+        invite: HostKeyEnrolment,
+        login_key: LoginKey,
+        leader: dict[str, Any],
+    ) -> HostLink:
+        becomes = self._config.become == "sudo"
+
+        async def route() -> Route:
+            found = await invite.route(address)
+            return found if becomes else login_key.route(found, account)
+
+        def home() -> str:
+            given = self._config.hosts.get(host, HostOptions()).agent_home or ""
+            return given if not given or given.startswith("~") else f"{given}/{account}"
+
+        return HostLink(
+            host,
+            route,
+            dialer,
+            on_state=callbacks.on_state,
+            on_up=callbacks.on_up,
+            on_event=callbacks.on_event,
+            home_source=home,
+            become=account if becomes else "",
             **leader,
         )
 

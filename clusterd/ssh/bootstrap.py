@@ -24,6 +24,9 @@ COMMAND = (
     "exec(compile(sys.stdin.buffer.read(n),'clusterd','exec'))\""
 )
 
+BECOME = "exec sudo -n -H -u {account} -- "
+"""Beginning of the command that runs as another account, in the place of ``exec``."""
+
 TIMEOUT_S = 90.0
 """Timeout of the first reply; login shells and network home directories may be slow."""
 
@@ -106,6 +109,7 @@ async def attach(
     cluster: str = "",
     former: str | None = None,
     key: str = "",
+    become: str = "",
 ) -> AsyncIterator[AgentStream]:
     """Connect to the host's agent; send its code and start it where needed.
 
@@ -115,12 +119,14 @@ async def attach(
         cluster: cluster of the agent, which lives in a folder of that directory; "": in the directory itself.
         former: connect to the agent that still runs in this other directory ("": the default), and start none.
         key: key of the cluster, for an agent that is started; without a key it accepts no daemon.
+        become: account to change to with sudo; "": that of the login.
     Raises:
         BootstrapFailed: no Python, too old a Python, no space, or the agent does not start.
         HostError: the connection broke.
     """
+    command = COMMAND.replace("exec ", BECOME.format(account=become), 1) if become else COMMAND
     try:
-        process: asyncssh.SSHClientProcess[bytes] = await connection.create_process(COMMAND, encoding=None)
+        process: asyncssh.SSHClientProcess[bytes] = await connection.create_process(command, encoding=None)
     except (OSError, asyncssh.Error) as error:
         raise HostError(f"{name}: no command can be run there: {error}") from error
     noise = _Noise()

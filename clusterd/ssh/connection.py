@@ -300,10 +300,9 @@ async def _explain(
     if isinstance(error, asyncssh.PermissionDenied):
         tried = ", ".join(credentials.tried) or "no key at all"
         skipped = f"; not usable: {'; '.join(credentials.skipped)}" if credentials.skipped else ""
-        return HostError(
-            f"{_place(route)} does not let {route.user} in: tried {tried}{skipped}. "
-            f"Make `ssh {route.name}` work without a password, for example with ssh-copy-id"
-        )
+        usual = f"Make `ssh {route.name}` work without a password, for example with ssh-copy-id"
+        remedy = route.remedy or usual
+        return HostError(f"{_place(route)} does not let {route.user} in: tried {tried}{skipped}. {remedy}")
     return HostError(f"{_place(route)}: {_why(error, route, route.connect_timeout_s + AUTHENTICATION_S)}")
 
 

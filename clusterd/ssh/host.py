@@ -111,6 +111,7 @@ class HostLink:
         cluster: whose agent it is there; "": that of the directory itself.
         history: agents get its newest event with each request; None: they compare nothing.
         lost_after_s: an agent that answers no heartbeat for this long has lost its link.
+        become: account whose agent it is, reached with sudo; "": that of the login.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class HostLink:
         cluster: str = "",
         history: History | None = None,
         lost_after_s: float = LOST_AFTER_S,
+        become: str = "",
         code: Bundle | None = None,
         jitter: random.Random | None = None,
     ) -> None:
@@ -146,6 +148,7 @@ class HostLink:
         self._cluster = cluster
         self._history = history
         self._lost_after_s = lost_after_s
+        self._become_account = become
         self.agent_home = ""
         """Where the agent was looked for when the host was last dialed."""
         self._code = code
@@ -171,7 +174,14 @@ class HostLink:
                         self._connection = connection
                         while True:
                             self._become("bootstrapping", failures=failures)
-                            async with attach(connection, self.name, self._bundle(), *place, key=self._key) as stream:
+                            async with attach(
+                                connection,
+                                self.name,
+                                self._bundle(),
+                                *place,
+                                key=self._key,
+                                become=self._become_account,
+                            ) as stream:
                                 hello = await self._greet(stream)
                                 if hello is None:
                                     continue  # an old agent that had nothing to do made room for a new one
@@ -201,7 +211,9 @@ class HostLink:
         if self._connection is None:
             raise AgentLost(f"{self.name} is not connected: {self.state}")
         place = (self.agent_home or None, self._cluster, home)
-        async with attach(self._connection, self.name, self._bundle(), *place, key=self._key) as stream:
+        async with attach(
+            self._connection, self.name, self._bundle(), *place, key=self._key, become=self._become_account
+        ) as stream:
             if await self._greet(stream) is not None:
                 await self._exchange(stream, Shutdown())
 

@@ -38,6 +38,7 @@ class Route:
     user_known_hosts: tuple[str, ...] = ()
     global_known_hosts: tuple[str, ...] = ()
     connect_timeout_s: float = 15.0
+    remedy: str = ""  # advice where the host refuses the keys; "": how to make ``ssh NAME`` work
     trusted_keys: tuple[str, ...] = field(default=(), repr=False)  # in OpenSSH's public form, for embedded hosts
 
     @property

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from clusterd.core import events as e
-from clusterd.core.events import Timer, TimerKind
+from clusterd.core.events import Timer, TimerKind, account_on
 from clusterd.core.policies import POLICIES
 from clusterd.core.state import Job
 from clusterd.types import DeviceId, HostId, JobId, JobKind, JobSpec, JobState, RankEnd, Reason
@@ -182,6 +182,24 @@ class Chaos(RuleBasedStateMachine):
         if for_ever == 0 and not self.world.gone:
             self.world.gone.add(host)
 
+    @rule(host=HOST)
+    def log_in(self, host: HostId) -> None:
+        self.world.log_in(host, "ann")
+
+    @rule(host=HOST)
+    def log_out(self, host: HostId) -> None:
+        self.world.tell(e.AccountDisconnected(**self.world.at(), host=host, account="ann", why="no login"))
+
+    @rule(host=HOST)
+    def lose_account(self, host: HostId) -> None:
+        """Its ranks are given up, and may live on."""
+        self.log_out(host)
+        self.world.handle()
+        timer = Timer(TimerKind.ACCOUNT_LOST, account_on(host, "ann"))
+        if timer in self.world.scheduler.state.timers:
+            self.world.now_s = max(self.world.now_s, self.world.scheduler.state.timers[timer])
+            self.world.tell(e.TimerFired(**self.world.at(), timer=timer))
+
     @rule(host=HOST, forgets=st.booleans())
     def reboot(self, host: HostId, forgets: bool) -> None:
         """Ranks die; the agent comes back with their records, or with an empty disk."""
@@ -262,6 +280,7 @@ class Chaos(RuleBasedStateMachine):
             self.world.tell(e.HostUndrained(**self.world.at(), host=host))
             if not self.world.is_up(host):
                 self.connect(host)
+            self.world.log_in(host, "ann")
         for _ in range(30):
             if not self.world.todo:
                 break
@@ -283,6 +302,7 @@ class Chaos(RuleBasedStateMachine):
             world.facts[host] = strategies.whole(host)
             if not world.is_up(host):
                 self.connect(host)
+            world.log_in(host, "ann")
         for job in list(state.jobs):
             world.tell(e.JobReleased(**world.at(), job=job))
         for model in MODELS:

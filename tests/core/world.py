@@ -105,15 +105,24 @@ class World:
         return known is not None and known.state is HostState.UP
 
     def connect(self, host: HostId) -> None:
-        reports = tuple(
+        if host not in self.gone:
+            reports = self.reports(host, "")
+            self.tell(e.HostConnected(**self.at(), host=host, facts=self.facts[host], attempts=reports))
+
+    def log_in(self, host: HostId, account: str) -> None:
+        if host not in self.gone:
+            self.tell(e.AccountConnected(**self.at(), host=host, account=account, attempts=self.reports(host, account)))
+
+    def reports(self, host: HostId, account: str) -> tuple[AttemptReport, ...]:
+        """Attempts that an account's agent has records of."""
+        return tuple(
             AttemptReport(
                 job=job, attempt=attempt, generation=generation,
                 ranks=tuple(RankReport(rank=r, end=end) for r, end in ran.ends.items()),
             )
             for (job, attempt, generation), ran in self.running[host].items()
+            if self.scheduler.state.jobs[job].spec.account == account
         )  # fmt: skip
-        if host not in self.gone:
-            self.tell(e.HostConnected(**self.at(), host=host, facts=self.facts[host], attempts=reports))
 
     def disconnect(self, host: HostId) -> None:
         self.tell(e.HostDisconnected(**self.at(), host=host, why="cable"))

@@ -14,7 +14,8 @@ import pytest
 
 from clusterd import config
 from clusterd.cli.daemon import _has_ended
-from clusterd.core.state import Host, State
+from clusterd.core.host import Host
+from clusterd.core.state import State
 from clusterd.daemon import notifications
 from clusterd.daemon.notifications import Notifier
 from clusterd.errors import ConfigError

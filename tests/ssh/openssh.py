@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import shutil
 import socket
 import subprocess
@@ -68,8 +69,12 @@ class OpenSshServer:
     def log(self) -> str:
         return (self.directory / "log").read_text(errors="replace")
 
-    def start(self) -> None:
-        """Listen on a free port of 127.0.0.1."""
+    def start(self, *, own_keys: bool = False) -> None:
+        """Listen on a free port of 127.0.0.1.
+
+        Args:
+            own_keys: users other than the test's have their own authorized keys, home and directories.
+        """
         assert SSHD is not None
         self.directory.mkdir(parents=True, exist_ok=True)
         if os.getuid() == 0:
@@ -81,13 +86,18 @@ class OpenSshServer:
             probe.bind(("127.0.0.1", self.port))
             self.port = probe.getsockname()[1]
         config = self.directory / "sshd_config"
+        keys = ".ssh/authorized_keys" if own_keys else f"{self.client_key}.pub"
         config.write_text(
             f"ListenAddress 127.0.0.1\nPort {self.port}\nHostKey {self.directory}/host_key\n"
-            f"AuthorizedKeysFile {self.client_key}.pub\nPidFile none\nUsePAM no\nStrictModes no\n"
+            f"AuthorizedKeysFile {keys}\nPidFile none\nUsePAM no\nStrictModes no\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\n"
-            f"SetEnv XDG_STATE_HOME={self.directory}/state XDG_CACHE_HOME={self.directory}/cache\n"
             "LogLevel VERBOSE\n"
         )
+        own = f"SetEnv XDG_STATE_HOME={self.directory}/state XDG_CACHE_HOME={self.directory}/cache\n"
+        user = pwd.getpwuid(os.getuid()).pw_name
+        only = f"Match User {user}\nAuthorizedKeysFile {self.client_key}.pub\n" if own_keys else ""
+        with open(config, "a") as file:
+            file.write(only + own)
         with open(self.directory / "log", "wb") as log:
             self.process = subprocess.Popen([SSHD, "-D", "-e", "-f", config], stdin=subprocess.DEVNULL, stderr=log)
         wait_until(lambda: "Server listening" in self.log, f"sshd {self.name} to listen")

@@ -8,9 +8,10 @@ from dataclasses import replace
 from clusterd.core.estimates.can_migrate import can_migrate
 from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose, memory_conflict
 from clusterd.core.estimates.heterogeneous_speed import in_proportion
+from clusterd.core.host import Host
 from clusterd.core.ledger import Ledger, of_ranks
 from clusterd.core.placement.place import candidates, fitting, place_on
-from clusterd.core.state import Attempt, Host, Job
+from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move, Refusal, View
 from clusterd.types import AttemptState, Device, DeviceId, HostId, JobId
 from plans.legality import check

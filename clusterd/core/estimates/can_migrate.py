@@ -6,7 +6,7 @@ from math import inf
 
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import View
-from clusterd.types import AttemptState, HostState, JobKind
+from clusterd.types import AttemptState, JobKind
 
 WORTH_MOVING_S = 10.0
 """A job with less time left stays where it is."""
@@ -73,4 +73,4 @@ def can_migrate(job: Job, view: View, forced: bool = False) -> Attempt | None:
 
 
 def _all_up(attempt: Attempt, view: View) -> bool:
-    return all(host in view.hosts and view.hosts[host].state is HostState.UP for host in attempt.hosts)
+    return all(host in view.hosts and view.hosts[host].reaches(attempt.account) for host in attempt.hosts)

@@ -6,8 +6,9 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from clusterd.core.host import Host
 from clusterd.core.ledger import of_ranks
-from clusterd.core.state import NO_BOUNDS, Attempt, Bounds, Host, Job
+from clusterd.core.state import NO_BOUNDS, Attempt, Bounds, Job
 from clusterd.types import DeviceId, HostId
 from plans.enumerate import legal_plans
 from plans.legality import check

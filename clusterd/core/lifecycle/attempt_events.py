@@ -6,14 +6,15 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.estimates.can_migrate import SETTLE_S
 from clusterd.core.events import TimerKind
+from clusterd.core.host import Host
 from clusterd.core.ledger import of_ranks
 from clusterd.core.lifecycle import attempts, jobs, migrations, recovery, stopping
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.lifecycle.migration_events import abandon_trial, begin_migration
-from clusterd.core.state import Attempt, Host, Job, Migration, Outcome
+from clusterd.core.state import Attempt, Job, Migration, Outcome
 from clusterd.core.transitions import MigrationState
 from clusterd.core.view import Refusal, View
-from clusterd.types import AttemptState, HostId, HostState, JobKind, JobState, RankEnd, RankReport, Reason
+from clusterd.types import AttemptState, HostId, JobKind, JobState, RankEnd, RankReport, Reason
 from clusterd.units import duration
 
 TARGET_TIMES = 3
@@ -183,7 +184,7 @@ def survivors_timed_out(ctx: HandlerContext, attempt: Attempt) -> None:
 def _abort_collectives(ctx: HandlerContext, attempt: Attempt, reason: str) -> None:
     """Tell reachable ranks, once, that peers are gone."""
     attempt.survivors.collectives_aborted = True
-    up = tuple(h for h in attempt.hosts if ctx.state.hosts[h].state is HostState.UP)
+    up = tuple(h for h in attempt.hosts if ctx.state.hosts[h].reaches(attempt.account))
     ctx.to_ranks(d.AbortCollectives, attempt, up, reason)
 
 
@@ -191,7 +192,7 @@ def survives_host_loss(ctx: HandlerContext, attempt: Attempt, host: Host) -> boo
     """Ask the ranks on other hosts for their state after a host was lost; False: they cannot have all of it."""
     job = ctx.state.jobs[attempt.job]
     end = RankEnd(reason=Reason.LOST)
-    others = [h for h in attempt.hosts if ctx.state.hosts[h].state is HostState.UP]
+    others = [h for h in attempt.hosts if ctx.state.hosts[h].reaches(attempt.account)]
     if not others or job.step < 1 or not recovery.may_recover(job, attempt, end):
         return False
     if attempt.migration is not None:
@@ -239,8 +240,8 @@ def on_attempt_stopped(ctx: HandlerContext, event: e.AttemptStopped) -> None:
     host = ctx.state.hosts.get(event.host)
     if host is not None:
         key = (event.job, event.attempt, event.generation)
-        host.orphans.discard(key)
-        host.unknown_attempts.discard(key)
+        host.orphans.pop(key, None)
+        host.unknown_attempts.pop(key, None)
         if (former := ctx.state.past_attempt(event.job, event.attempt)) is not None:
             former.unconfirmed_hosts.discard(host.id)
     attempt = ctx.state.attempt(event.job, event.attempt)
@@ -297,7 +298,7 @@ def check_stall(ctx: HandlerContext, job: Job | None) -> None:
     if attempt.state is not AttemptState.RUNNING:
         return  # the launch of the next attempt sets the timer again
     changing = attempt.migration is not None or job.resuming is not None or attempt.survivors.steps
-    away = any(ctx.state.hosts[host].state is not HostState.UP for host in attempt.hosts)
+    away = not all(ctx.state.hosts[host].reaches(attempt.account) for host in attempt.hosts)
     since_s = ctx.now_s if changing or away else max(job.progressed_s or 0.0, attempt.started_s)
     silent_s = ctx.now_s - since_s
     if silent_s >= _stalled_after_s(job, job.spec.stall_s):

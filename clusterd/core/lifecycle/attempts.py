@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from clusterd.core.estimates.first_fit import ChosenPlan, below, choose
 from clusterd.core.fair_share import beyond_quota
+from clusterd.core.host import Fault, Host
 from clusterd.core.lifecycle import migrations
-from clusterd.core.state import Attempt, Fault, Host, Job, Outcome, Rank, State
+from clusterd.core.state import Attempt, Job, Outcome, Rank, State
 from clusterd.core.view import Start
 from clusterd.types import HostId, JobId, JobState, RankEnd, RankPlace, RankReport, Reason
 from plans.model_shape import ModelShape
@@ -81,6 +82,7 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
         plan=start.plan,
         ranks={place.rank: Rank(place) for place in start.ranks},
         started_s=now_s,
+        account=job.spec.account,
         cores=dict(start.cores),
         memory_bytes=dict(start.memory_bytes),
     )

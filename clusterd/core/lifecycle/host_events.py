@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import TimerKind
-from clusterd.core.lifecycle import attempt_events, attempts, jobs, stopping, trial_events
+from clusterd.core.host import Host
+from clusterd.core.lifecycle import attempt_events, attempts, stopping, trial_events
+from clusterd.core.lifecycle.accounts import account_lost, apply_report, lose_attempt, watch_account
 from clusterd.core.lifecycle.context import HandlerContext
-from clusterd.core.lifecycle.migration_events import resume
-from clusterd.core.lifecycle.reconcile import reconcile
-from clusterd.core.state import Attempt, Description, Host, Job, Outcome, Retired, State
+from clusterd.core.queueing.admission import without_login
+from clusterd.core.state import Attempt, Description, Job, Outcome, Retired, State
 from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId
 
 RECOVERY_S = 20.0
@@ -26,6 +26,8 @@ def on_daemon_started(ctx: HandlerContext, event: e.DaemonStarted) -> None:
             host.go(HostState.CONNECTING, event.at_s, "the daemon has just started")
         host.orphans.clear()
         host.unknown_attempts.clear()
+        host.logins = dict.fromkeys(host.logins, "the daemon has just started")
+        _admit_host_again(ctx.state, host.id)
     for job_id in ctx.state.queue:
         job = ctx.state.jobs[job_id]
         if job.description is Description.ASKED:  # the answer would go to the previous daemon
@@ -43,6 +45,8 @@ def on_daemon_started(ctx: HandlerContext, event: e.DaemonStarted) -> None:
     for host_id in sorted(ctx.state.recovering):
         until_s = event.at_s + ctx.host_lost_after_s
         ctx.set_timer(TimerKind.HOST_LOST, host_id, until_s, f"{host_id} has ranks of this cluster")
+        for account in sorted({ctx.state.jobs[a.job].spec.account for a in ctx.state.attempts_on(host_id)} - {""}):
+            watch_account(ctx, host_id, account, event.at_s)
     ctx.pass_due = True
 
 
@@ -79,6 +83,7 @@ def _time_limit_reached(ctx: HandlerContext, job_id: str) -> None:
 _TIMERS: dict[TimerKind, Callable[[HandlerContext, str], None]] = {
     TimerKind.RECOVERY: lambda ctx, _: ctx.state.recovering.clear(),
     TimerKind.HOST_LOST: lambda ctx, host: _declare_lost(ctx, HostId(host)),
+    TimerKind.ACCOUNT_LOST: account_lost,
     TimerKind.FAULT: _fault_over,
     TimerKind.RECOVER: _recovery_due,
     TimerKind.CHECKPOINT: lambda ctx, job: attempt_events.checkpoint_due(ctx, ctx.state.jobs.get(JobId(job))),
@@ -133,6 +138,7 @@ def _shifted(at_s: float | None, by_s: float) -> float | None:
 def on_host_added(ctx: HandlerContext, event: e.HostAdded) -> None:
     if event.host not in ctx.state.hosts:  # of two concurrent requests the first one's host may have jobs by now
         ctx.state.hosts[event.host] = Host(event.host, since_s=event.at_s, why="not connected yet")
+        _admit_host_again(ctx.state, event.host)
 
 
 def on_host_removed(ctx: HandlerContext, event: e.HostRemoved) -> None:
@@ -172,7 +178,7 @@ def on_host_undrained(ctx: HandlerContext, event: e.HostUndrained) -> None:
     _clear_faults(ctx, host)
     for key in sorted(host.unknown_attempts):
         ctx.stop_ranks(host.id, key, 5.0, f"{event.by or 'an operator'} wants {host.id} clean")
-    host.orphans, host.unknown_attempts = host.orphans | host.unknown_attempts, set()
+    host.orphans, host.unknown_attempts = host.orphans | host.unknown_attempts, {}
     for attempt in ctx.state.attempts_on(event.host):
         if was_drained and attempt.state is AttemptState.RUNNING:
             ctx.hold(ctx.state.jobs[attempt.job], f"{event.host} is in use again")
@@ -187,47 +193,13 @@ def on_host_connected(ctx: HandlerContext, event: e.HostConnected) -> None:
     host.go(HostState.UP, event.at_s)
     if host.facts is not None and host.facts.boot_id != event.facts.boot_id:
         _clear_faults(ctx, host)
+        host.withheld.clear()
     host.facts, host.agent, host.agent_home = event.facts, event.agent, event.agent_home
     ctx.state.recovering.discard(host.id)
     ctx.cancel_timer(TimerKind.HOST_LOST, host.id)
     _admit_host_again(ctx.state, host.id)
-    found = reconcile(ctx.state, host, event.attempts)
-    host.orphans, host.unknown_attempts = set(found.orphans), set(found.unknown_attempts)
-    attempt_events.quarantine_devices(ctx, host.id)
-    for key in found.orphans:
-        job_id, number, generation = key
-        reason = f"{host.id} still has generation {generation} of attempt {number} of job {job_id}, which is over"
-        ctx.stop_ranks(host.id, key, 5.0, reason)
-    for attempt in found.stopping:
-        key = (attempt.job, attempt.number, attempt.generation)
-        ctx.stop_ranks(host.id, key, jobs.grace_s(ctx, attempt), attempt.why)
-    for attempt, generation in found.retired:
-        reason = f"generation {generation} of attempt {attempt.number} is over"
-        key = (attempt.job, attempt.number, generation)
-        ctx.stop_ranks(host.id, key, jobs.grace_s(ctx, attempt), reason)
-    for attempt in found.unlaunched:
-        jobs.launch(ctx, attempt, f"{host.id} had not started attempt {attempt.number} when contact was lost")
-    for attempt in found.ended:
-        _repeat_outcome_of_migration(ctx, attempt, host)
-        attempt_events.rank_ended(ctx, attempt)
-    for attempt in ctx.state.attempts_on(host.id):
-        runs_here = host.id in attempt.hosts and attempt.state is AttemptState.RUNNING
-        if attempt.announced_cores is not None and runs_here:
-            reason = f"{host.id} is back, and may have missed it"
-            ctx.to_ranks(d.UseCores, attempt, (host.id,), reason, each=attempt.announced_cores)
+    apply_report(ctx, host, "", event.attempts)
     ctx.pass_due = True
-
-
-def _repeat_outcome_of_migration(ctx: HandlerContext, attempt: Attempt, host: Host) -> None:
-    """Send ranks on a returned host the outcome of the last migration again, in case they missed it."""
-    job = ctx.state.jobs[attempt.job]
-    last = job.migrations[-1] if job.migrations else None
-    if last is not None and last.failure and attempt.migration is None:
-        stopping.abort_migration(
-            ctx, attempt, last.generation, (host.id,), f"{host.id} is back after a failed migration"
-        )
-    if job.resuming is not None and host.id in attempt.hosts:
-        resume(ctx, attempt, f"{host.id} is back after the switch")
 
 
 def _clear_faults(ctx: HandlerContext, host: Host) -> None:
@@ -239,8 +211,10 @@ def _clear_faults(ctx: HandlerContext, host: Host) -> None:
 
 def _admit_host_again(state: State, host: HostId) -> None:
     """Let jobs that failed to start on a host try it again: something changed there."""
-    for job in (*state.queue, *state.active):
-        state.jobs[job].excluded_hosts.pop(host, None)
+    for job in map(state.jobs.__getitem__, (*state.queue, *state.active)):
+        job.excluded_hosts.pop(host, None)
+        if why := without_login(state.hosts[host], job.spec.account):
+            job.excluded_hosts[host] = why
 
 
 def on_host_disconnected(ctx: HandlerContext, event: e.HostDisconnected) -> None:
@@ -283,11 +257,4 @@ def _declare_lost(ctx: HandlerContext, host_id: HostId) -> None:
     host.go(HostState.LOST, ctx.now_s, host.why)
     ctx.state.recovering.discard(host_id)
     for attempt in list(ctx.state.attempts_on(host_id)):
-        if host_id in attempt.hosts and attempt.state is not AttemptState.STOPPING:
-            if not attempt_events.survives_host_loss(ctx, attempt, host):
-                stopping.stop(ctx, attempt, Outcome.HOST_LOST, f"{host_id} is lost: {host.why}")
-        elif attempt.migration is not None and any(p.host == host_id for p in attempt.migration.places):
-            stopping.abandon_migration(ctx, attempt, f"{host_id} is lost: {host.why}")
-        stopping.gone_from(ctx, attempt, host_id)
-        for generation in list(attempt.retired):
-            stopping.retired_gone(ctx, attempt, generation, host_id)
+        lose_attempt(ctx, attempt, host, f"{host_id} is lost: {host.why}")

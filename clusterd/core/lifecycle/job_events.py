@@ -8,6 +8,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.lifecycle import jobs, stopping
 from clusterd.core.lifecycle.context import HandlerContext
+from clusterd.core.queueing.admission import hosts_without_login
 from clusterd.core.queueing.dependencies import waits_for
 from clusterd.core.state import Description, Job, Outcome
 from clusterd.types import AttemptState, JobKind, JobState
@@ -23,6 +24,7 @@ def on_job_submitted(ctx: HandlerContext, event: e.JobSubmitted) -> None:
     )
     if spec.kind is JobKind.ELASTIC:
         job.description = Description.NEEDED
+    job.excluded_hosts = hosts_without_login(ctx.state, spec.account)
     ctx.state.jobs[job.id] = job
     ctx.state.queue[job.id] = None
     ctx.pass_due = True

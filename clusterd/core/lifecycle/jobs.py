@@ -13,6 +13,7 @@ from clusterd.core.lifecycle import attempts
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.performance_table import evenly
 from clusterd.core.placement.place import holds
+from clusterd.core.queueing.admission import hosts_without_login
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import CoreGrant, Start
 from clusterd.types import Device, HostId, JobKind, JobState
@@ -148,6 +149,6 @@ def exclude_host(ctx: HandlerContext, job: Job, host: HostId, why: str, devices:
     counts = [sum(not kinds or d.kind in kinds for d in h.devices) for h in left]
     enough = holds(job, counts) if job.spec.kind is JobKind.COMMAND else sum(counts) >= len(devices)
     if not left or not enough:
-        job.excluded_hosts.clear()
+        job.excluded_hosts = hosts_without_login(ctx.state, job.spec.account)
         return False
     return True

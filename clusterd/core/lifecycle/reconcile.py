@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from clusterd.core.host import Host
 from clusterd.core.lifecycle import attempts
-from clusterd.core.state import Attempt, Host, State
+from clusterd.core.state import Attempt, State
 from clusterd.types import AttemptReport, AttemptState, HostId, JobId, RankEnd, Reason
 
 
@@ -54,6 +55,11 @@ def _is_later(state: State, report: AttemptReport) -> bool:
     return job is None or report.attempt > max((a.number for a in job.attempts), default=0)
 
 
+def attempts_of(state: State, host: HostId, account: str) -> list[Attempt]:
+    """Attempts of an account's jobs on a host."""
+    return [a for a in state.attempts_on(host) if a.account == account]
+
+
 def needs_action(state: State, host: HostId, report: AttemptReport) -> bool:
     """True where the report may need an action; the journal omits the others."""
     if _is_later(state, report):
@@ -61,14 +67,14 @@ def needs_action(state: State, host: HostId, report: AttemptReport) -> bool:
     return _is_ours(state, host, report) or not _is_history(state, host, report)
 
 
-def reconcile(state: State, host: Host, reports: Iterable[AttemptReport]) -> Differences:
-    """Update the attempts on `host` from its agent's report, and return the actions that remain."""
+def reconcile(state: State, host: Host, account: str, reports: Iterable[AttemptReport]) -> Differences:
+    """Update an account's attempts on `host` from its agent's report, and return the actions that remain."""
     found = Differences()
     reported = {(r.job, r.attempt, r.generation): r for r in reports}
     for key, report in reported.items():
         if needs_action(state, host.id, report) and not _is_ours(state, host.id, report):
             (found.unknown_attempts if _is_later(state, report) else found.orphans).append(key)
-    for attempt in list(state.attempts_on(host.id)):
+    for attempt in attempts_of(state, host.id, account):
         found.retired += [(attempt, g) for g, retired in attempt.retired.items() if host.id in retired.pending]
         if host.id not in attempt.hosts:
             continue

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 
 from clusterd.core.allocation import resize_unmodelled
 from clusterd.core.estimates.first_fit import memory_conflict
+from clusterd.core.host import Host
 from clusterd.core.lifecycle import trials
-from clusterd.core.state import Attempt, Host, Job
+from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move, Refusal, View
-from clusterd.types import AttemptState, HostId, HostState, JobKind, RankEnd, Reason
+from clusterd.types import AttemptState, HostId, JobKind, RankEnd, Reason
 from plans.layout import layout
 from plans.model_shape import ModelShape
 from plans.reshard import IncompleteLayout, plan_transfers
@@ -48,7 +49,7 @@ def dead(attempt: Attempt, hosts: Mapping[HostId, Host]) -> set[int]:
         number
         for number, rank in attempt.ranks.items()
         if rank.end is not None
-        or (number not in attempt.survivors.steps and hosts[rank.place.host].state is not HostState.UP)
+        or (number not in attempt.survivors.steps and not hosts[rank.place.host].reaches(attempt.account))
     }
 
 

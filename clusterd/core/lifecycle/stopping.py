@@ -15,7 +15,7 @@ from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.state import Attempt, Job, Migration, Outcome, Retired
 from clusterd.core.transitions import MigrationState, SeriesState
 from clusterd.core.view import Start
-from clusterd.types import AttemptState, HostId, HostState, JobKind, JobState
+from clusterd.types import AttemptState, HostId, JobKind, JobState
 from plans.model_shape import ModelShape
 
 STATE_GRACE_S = 60.0
@@ -74,7 +74,7 @@ def stop(ctx: HandlerContext, attempt: Attempt, outcome: Outcome | None, why: st
         key = (attempt.job, attempt.number, attempt.generation)
         ctx.stop_ranks(host_id, key, grace_s, why, keep, done)
     for host_id in attempt.hosts:
-        if ctx.state.hosts[host_id].state is HostState.LOST:  # while ranks elsewhere were asked for their state
+        if ctx.state.hosts[host_id].has_lost(attempt.account):  # while ranks elsewhere were asked for their state
             gone_from(ctx, attempt, host_id)
 
 
@@ -102,7 +102,7 @@ def gone_from(ctx: HandlerContext, attempt: Attempt, host_id: HostId) -> None:
     if attempt.state is not AttemptState.STOPPING or host_id not in attempt.pending:
         return
     attempt.pending.discard(host_id)
-    if ctx.state.hosts[host_id].state is HostState.LOST:
+    if ctx.state.hosts[host_id].has_lost(attempt.account):
         attempt.unconfirmed_hosts.add(host_id)
     attempts.release(ctx.state, attempt, host_id)
     if not attempt.pending and not attempt.retired:
@@ -122,7 +122,7 @@ def retire(
     """Stop the ranks of a former generation; lost hosts are not waited for."""
     for host_id in sorted(retired.pending):
         ctx.stop_ranks(host_id, (attempt.job, attempt.number, generation), grace_s, reason)
-        if ctx.state.hosts[host_id].state is HostState.LOST:
+        if ctx.state.hosts[host_id].has_lost(attempt.account):
             retired_gone(ctx, attempt, generation, host_id)
 
 

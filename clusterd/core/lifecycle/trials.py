@@ -10,8 +10,9 @@ from collections.abc import Mapping
 
 from clusterd.core import ledger
 from clusterd.core.estimates.first_fit import ChosenPlan, choose
+from clusterd.core.host import Host
 from clusterd.core.placement.place import place_on
-from clusterd.core.state import Attempt, Host, Job, State, Trial
+from clusterd.core.state import Attempt, Job, State, Trial
 from clusterd.core.transitions import TrialState
 from clusterd.core.view import Move
 from clusterd.types import AttemptState, Device, DeviceId, HostId

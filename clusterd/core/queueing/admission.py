@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from clusterd.core.host import Host
 from clusterd.core.queueing.dependencies import CONDITIONS, is_satisfied
-from clusterd.core.state import Host, Job, State
+from clusterd.core.state import Job, State
 from clusterd.errors import ClusterError, UsageError
 from clusterd.types import HostId, JobId, JobKind, JobSpec
 
@@ -138,6 +139,16 @@ def may_submit(spec: JobSpec) -> None:
         raise UsageError(f"limits.stall is {spec.stall_s:g} s: it must be longer than nothing")
     if spec.time_limit_s is not None and spec.time_limit_s <= 0:
         raise UsageError(f"limits.time is {spec.time_limit_s:g} s: it must be longer than nothing")
+
+
+def without_login(host: Host, account: str) -> str:
+    """Reason why an account's jobs may not run on a host; empty: they may, as its agent there is connected."""
+    return host.logins.get(account, f"the agent of {account} is not connected yet") if account else ""
+
+
+def hosts_without_login(state: State, account: str) -> dict[HostId, str]:
+    """Hosts on which an account's jobs may not run, with the reason."""
+    return {host.id: why for host in state.hosts.values() if (why := without_login(host, account))}
 
 
 def refuse_if_over(job: Job) -> None:

@@ -15,7 +15,7 @@ from clusterd.errors import AgentLost, ClusterError, TryLater, without_host
 from clusterd.protocol.codec import to_map
 from clusterd.protocol.requests import ListFiles, ReadFile
 from clusterd.ssh.host import AgentRefused
-from clusterd.types import HostId, HostState
+from clusterd.types import HostId
 
 CHUNK_BYTES = 1 << 20
 
@@ -46,8 +46,8 @@ class FileVerbs:
         for attempt in known.attempts:
             for host in hosts_of(known, attempt):
                 here = state.hosts.get(host)
-                if here is None or here.state is not HostState.UP:
-                    left[host] = (here.why or here.state.value) if here is not None else "it was removed"
+                if here is None or not here.reaches(attempt.account):
+                    left[host] = here.why_away(attempt.account) if here is not None else "it was removed"
                     continue
                 try:
                     answer = await self._hosts.request(host, ListFiles(known.id, attempt.number), timeout_s=None)

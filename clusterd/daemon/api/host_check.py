@@ -9,8 +9,8 @@ from typing import Any
 
 import anyio
 
+from clusterd.core.host import Host
 from clusterd.core.queueing import admission
-from clusterd.core.state import Host
 from clusterd.daemon.api.server import Peer, Verb
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine

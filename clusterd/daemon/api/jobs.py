@@ -23,6 +23,7 @@ from clusterd.core.queueing import admission
 from clusterd.core.queueing.dependencies import waits_for
 from clusterd.core.state import Job
 from clusterd.core.view import Refusal, View
+from clusterd.daemon.api.accounts import Accounts, daemon_account
 from clusterd.daemon.api.files import FileVerbs
 from clusterd.daemon.api.hosts import HostVerbs, need_operator
 from clusterd.daemon.api.job_logs import JobLogs
@@ -62,6 +63,7 @@ class JobVerbs:
         feed: Feed,
         invite: HostKeyEnrolment,
         stop: anyio.Event,
+        accounts: Accounts,
         config_file: Path | None = None,
     ) -> None:
         self._config = config
@@ -76,6 +78,7 @@ class JobVerbs:
         self._fetching = FileVerbs(engine, hosts)
         self._logs = JobLogs(engine, hosts, archive, feed)
         self._stop = stop
+        self._accounts = accounts
         self._started_s = time.time()
         self._ids = JobIds({*engine.scheduler.state.jobs, *archive.jobs()})
         hosts.reports.subscribe(HostUp, self._on_host_up)
@@ -151,6 +154,8 @@ class JobVerbs:
             "socket": str(self._config.socket),
             "config": str(self._config_file) if self._config_file else None,
             "policy": self._engine.scheduler.policy.name,
+            "accounts": self._config.accounts,
+            "account": daemon_account(),
             "jobs": counts,
             "hosts": {h.id: h.state.value for h in state.hosts.values()},
             "devices": sum(len(h.devices) for h in state.hosts.values()),
@@ -176,8 +181,13 @@ class JobVerbs:
         known = self.admit(peer, spec)
         refuse_secrets(secrets or {})
         self._refuse_unsatisfiable(known)
+        if known.account:
+            await self._hosts.log_in(known.account)
         job = self._ids.next()
-        rows = [("INSERT INTO secrets VALUES (?, ?, ?)", (job, n, v)) for n, v in (secrets or {}).items()]
+        rows = [
+            ("INSERT INTO secrets VALUES (?, ?, ?)", (job, name, self._archive.sealed(value)))
+            for name, value in (secrets or {}).items()
+        ]
         await self._engine.post(e.JobSubmitted(at_s=time.time(), job=job, spec=known), rows)
         return {"id": job, "name": known.name, "reason": self._state.jobs[job].reason}
 
@@ -220,7 +230,9 @@ class JobVerbs:
             known = msgspec.convert(spec, JobSpec)
         except msgspec.ValidationError as error:
             raise UsageError(f"the job is not well-formed: {error}") from None
-        known = replace(known, user=peer.user, datasets={**self._config.datasets, **known.datasets})
+        known = replace(
+            known, user=peer.user, account=self._accounts.of(peer), datasets={**self._config.datasets, **known.datasets}
+        )
         refuse_malformed(known)
         tenants = {*self._config.tenants, "default"}
         if self._config.tenants and known.tenant not in tenants:

@@ -40,8 +40,8 @@ class RetentionVerbs:
         for number, host in _places(known, state):
             if host not in state.hosts:
                 continue
-            if state.hosts[host].state is not HostState.UP:
-                left[host] = state.hosts[host].why or state.hosts[host].state.value
+            if not state.hosts[host].reaches(known.spec.account):
+                left[host] = state.hosts[host].why_away(known.spec.account)
                 continue
             try:
                 answer = await self._hosts.request(host, ForgetAttempt(known.id, number), timeout_s=None)

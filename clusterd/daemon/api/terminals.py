@@ -35,6 +35,7 @@ class _Open:
     uid: int
     host: HostId
     name: str  # on that host
+    account: str  # whose agent runs it
 
 
 class Terminals:
@@ -61,7 +62,7 @@ class Terminals:
             await anyio.sleep(HELD_EVERY_S)
             for found in list(self._open.values()):
                 with contextlib.suppress(ClusterError):  # whoever reads from it is told
-                    await self._hosts.request(found.host, requests.HoldTerminal(found.name))
+                    await self._hosts.request(found.host, requests.HoldTerminal(found.name), account=found.account)
 
     async def shell(
         self,
@@ -103,10 +104,11 @@ class Terminals:
             )
             self._count += 1
             number = self._count
-            self._open[number] = _Open(peer.uid, place.host, answer.terminal)
+            self._open[number] = _Open(peer.uid, place.host, answer.terminal, known.spec.account)
             yield {"terminal": number, "host": place.host, "device": place.device}
+            wanted = requests.ReadTerminal(answer.terminal)
             while True:
-                piece = await self._hosts.request(place.host, requests.ReadTerminal(answer.terminal))
+                piece = await self._hosts.request(place.host, wanted, account=known.spec.account)
                 if piece.data:
                     yield {"data": piece.data}
                 if piece.exit_code is not None:
@@ -143,14 +145,15 @@ class Terminals:
         found = self._open.get(terminal)
         if found is None or found.uid != peer.uid:
             raise ClusterError(f"there is no terminal {terminal} of yours")
-        await self._hosts.request(found.host, requests.WriteTerminal(found.name, data, screen, end), TYPING_S)
+        wanted = requests.WriteTerminal(found.name, data, screen, end)
+        await self._hosts.request(found.host, wanted, TYPING_S, account=found.account)
 
     async def _close(self, number: int) -> None:
         found = self._open.pop(number, None)
         if found is None:
             return
         try:
-            await self._hosts.request(found.host, requests.CloseTerminal(found.name))
+            await self._hosts.request(found.host, requests.CloseTerminal(found.name), account=found.account)
         except ClusterError:
             return  # the agent hangs up by itself on whoever is silent
 

@@ -50,7 +50,7 @@ class DataSets:
             paths = {host: next((path for at, path in places if at in (None, host)), None) for host in found}
             serving: tuple[Address, ...] = ()
             if None in paths.values():
-                serving = await self._serve_all(name, places, token)
+                serving = await self._serve_all(name, places, token, spec.account)
                 if not serving:
                     raise TryLater(f"no host that has the data set {name!r} is connected ({text})")
             for host, mine in paths.items():
@@ -74,17 +74,19 @@ class DataSets:
                 except ClusterError as error:
                     log.info("%s is not told where the data of %s is: %s", reader, job_id, error)
 
-    async def _serve_all(self, name: str, places: Iterable[tuple[str | None, str]], token: str) -> tuple[Address, ...]:
-        answers = [await self._serve(name, HostId(str(at)), path, token) for at, path in places]
+    async def _serve_all(
+        self, name: str, places: Iterable[tuple[str | None, str]], token: str, account: str
+    ) -> tuple[Address, ...]:
+        answers = [await self._serve(name, HostId(str(at)), path, token, account) for at, path in places]
         return tuple(address for address in answers if address is not None)
 
-    async def _serve(self, name: str, host: HostId, path: str, token: str) -> Address | None:
+    async def _serve(self, name: str, host: HostId, path: str, token: str, account: str) -> Address | None:
         if host not in self._state.hosts:
             raise ClusterError(
                 f"the data set {name!r} is on {host}, which is no host of ours: clusterd host add {host}"
             )
         try:
-            return await self._hosts.slice_server(host, ServeDataset("", name, path, token))
+            return await self._hosts.slice_server(host, ServeDataset("", name, path, token), account=account)
         except AgentLost:
             return None
 

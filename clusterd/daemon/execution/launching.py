@@ -44,7 +44,7 @@ class LaunchRequests:
         self._hosts = hosts
         self._archive = archive
         self._datasets = datasets
-        self._sending: dict[tuple[str, str], anyio.Lock] = {}
+        self._sending: dict[tuple[str, str, str], anyio.Lock] = {}
         self.wants_probe: Callable[[Iterable[str], int], bool] = lambda device_types, hosts: False
         """True where devices of these types, or links between so many hosts, have not been measured."""
 
@@ -166,12 +166,13 @@ class LaunchRequests:
         if digest is None:
             return
         # Two launches at a time on one host must not send the same content twice.
-        async with self._sending.setdefault((host, digest), anyio.Lock()):
-            if (await self._hosts.request(host, HasWorkdir(digest))).have:
+        async with self._sending.setdefault((host, spec.account, digest), anyio.Lock()):
+            if (await self._hosts.request(host, HasWorkdir(digest), account=spec.account)).have:
                 return
             offset = 0
             async for data, last in self._archive.snapshot_chunks(digest, CHUNK_BYTES):
-                await self._hosts.request(host, PutWorkdir(digest, offset, data, last), timeout_s=120.0)
+                put = PutWorkdir(digest, offset, data, last)
+                await self._hosts.request(host, put, timeout_s=120.0, account=spec.account)
                 offset += len(data)
 
 

@@ -149,7 +149,7 @@ class MigrationSaga:
         for host in self.new_hosts:
             named = (self.decision.job, self.decision.attempt, self.decision.new_generation)
             await self._hosts.request(host, ResumeRanks(*named, self.id))
-            await self._hosts.request(host, DropMigration(self.id))
+            await self._hosts.request(host, DropMigration(self.id), account=self._account)
         return whole.step
 
     async def _prepare(self, move: MigrationRequest) -> None:
@@ -192,7 +192,7 @@ class MigrationSaga:
         assert shape is not None
         fabric: dict[str, Address] = {}
         for host in self.all_hosts:
-            fabric[host] = await self._hosts.slice_server(host, ServeSegments())
+            fabric[host] = await self._hosts.slice_server(host, ServeSegments(), account=self._account)
         decision = self.decision
         return MigrationRequest(
             id=self.id,
@@ -256,6 +256,10 @@ class MigrationSaga:
     def _steps_s(self) -> float:
         job = self._engine.scheduler.state.jobs[self.decision.job]
         return STEPS_AWAITED * (job.step_time_s or 0.0)
+
+    @property
+    def _account(self) -> str:
+        return self._engine.scheduler.state.account_of(self.decision.job)
 
     # --- waiting and telling ------------------------------------------------------------------------------------------
 

@@ -123,7 +123,8 @@ class Migrations:
             )
             for host in move.all_hosts:
                 try:
-                    await self._hosts.request(host, DropMigration(move.id))
+                    account = self._engine.scheduler.state.account_of(job)
+                    await self._hosts.request(host, DropMigration(move.id), account=account)
                 except ClusterError as error:
                     log.info("%s keeps the segments of %s for now: %s", host, move.id, error)
         await self._engine.report(
@@ -132,7 +133,7 @@ class Migrations:
 
     def _on_host_down(self, host: HostId, report: HostDown) -> None:
         for move in self._under_way.values():
-            if host in move.all_hosts:
+            if host in move.all_hosts and self._engine.scheduler.state.account_of(move.decision.job) == report.account:
                 move.fail(f"{host} is not reachable: {report.why}")
 
     def _on_rank_exited(self, _host: HostId, report: RankExited) -> None:

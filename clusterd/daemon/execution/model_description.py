@@ -11,6 +11,7 @@ import anyio
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.queueing.admission import hosts_without_login
 from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.execution.launching import CHUNK_BYTES, LAUNCH_TIMEOUT_S, LaunchRequests
 from clusterd.daemon.hosts import facts
@@ -85,7 +86,7 @@ class ModelInspector:
         rows = (row for row in report.hello.attempts if row.attempt == DESCRIPTION)
         for job in {row.job for row in rows if (host, row.job, DESCRIPTION) not in self._hosts.exits}:
             async with self._lock(host, job):
-                await self._clean_up(host, job)
+                await self._clean_up(host, report.account, job)
 
     def _lock(self, host: HostId, job: str) -> anyio.Lock:
         """Lock of one inspection: the clean-up of one must not hit the next on that host."""
@@ -103,7 +104,8 @@ class ModelInspector:
         """
         wanted = spec.resources.hosts
         hosts = [h for h in self._engine.scheduler.state.hosts.values() if h.unusable is None]
-        usable = [h for h in hosts if not wanted or h.id in wanted]
+        left_out = hosts_without_login(self._engine.scheduler.state, spec.account)
+        usable = [h for h in hosts if h.id not in left_out and (not wanted or h.id in wanted)]
         if not usable:
             raise ClusterError("no host that it may use is up (clusterd host ls)")
         host = min(usable, key=lambda h: (h.cores_used, h.id)).id
@@ -129,7 +131,7 @@ class ModelInspector:
         )
         ended = self._hosts.exits.expect((decision.host, decision.job, DESCRIPTION))
         try:
-            await self._hosts.request(decision.host, request, timeout_s=LAUNCH_TIMEOUT_S)
+            await self._hosts.request(decision.host, request, timeout_s=LAUNCH_TIMEOUT_S, account=spec.account)
             with anyio.move_on_after(DESCRIBE_TIMEOUT_S) as waiting:
                 report = await ended.wait()
             if waiting.cancelled_caught:
@@ -137,20 +139,21 @@ class ModelInspector:
                 return e.ModelNotDescribed(at_s=time.time(), job=decision.job, why=why)
             if report is None:
                 raise AgentLost(f"{decision.host} was lost while it told the model of {decision.job}")
-            answer = await self._hosts.request(decision.host, ReadModel(decision.job, DESCRIPTION))
+            wanted = ReadModel(decision.job, DESCRIPTION)
+            answer = await self._hosts.request(decision.host, wanted, account=spec.account)
             if answer.model is None:
-                return await self._not_described(decision, report)
+                return await self._not_described(decision, spec.account, report)
             model = ModelShape.from_dict(answer.model).signature
             return e.ModelDescribed(at_s=time.time(), job=decision.job, shape=answer.model, model=model)
         finally:
             ended.close()
             with anyio.CancelScope(shield=True):
-                await self._clean_up(decision.host, decision.job)
+                await self._clean_up(decision.host, spec.account, decision.job)
 
-    async def _not_described(self, decision: d.DescribeModel, report: RankExited) -> e.Event:
+    async def _not_described(self, decision: d.DescribeModel, account: str, report: RankExited) -> e.Event:
         end = facts.rank_end(report)
         wanted = ReadLog(job=decision.job, attempt=DESCRIPTION, rank=0, offset=0, limit=CHUNK_BYTES)
-        log_chunk = await self._hosts.request(decision.host, wanted)
+        log_chunk = await self._hosts.request(decision.host, wanted, account=account)
         await self._archive.write_log(decision.job, DESCRIPTION, 0, log_chunk.data)
         lines = log_chunk.data.decode(errors="replace").strip().splitlines()
         tail = lines[-1] if lines else "it said nothing"
@@ -164,10 +167,11 @@ class ModelInspector:
             is_permanent=end.reason is Reason.NO_TORCH,
         )
 
-    async def _clean_up(self, host: HostId, job: str) -> None:
+    async def _clean_up(self, host: HostId, account: str, job: str) -> None:
+        stop = StopRanks(job, DESCRIPTION, 1, reason="described")
         try:
             with anyio.move_on_after(TIDY_TIMEOUT_S):
-                await self._hosts.request(host, StopRanks(job, DESCRIPTION, 1, reason="described"), timeout_s=None)
-                await self._hosts.request(host, ForgetAttempt(job, DESCRIPTION), timeout_s=None)
+                await self._hosts.request(host, stop, timeout_s=None, account=account)
+                await self._hosts.request(host, ForgetAttempt(job, DESCRIPTION), timeout_s=None, account=account)
         except ClusterError as error:
             log.info("%s keeps the description of %s for now: %s", host, job, error)

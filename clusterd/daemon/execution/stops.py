@@ -16,7 +16,7 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import AgentLost, ClusterError
 from clusterd.protocol.requests import Stopped, StopRanks
-from clusterd.types import HostId, HostState
+from clusterd.types import HostId
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Stops:
     def _is_waited_for(self, decision: d.StopAttempt) -> bool:
         """True while the host is up and its reply is still awaited."""
         host = self._engine.scheduler.state.hosts.get(decision.host)
-        if host is None or host.state is not HostState.UP:
+        if host is None or not host.reaches(self._engine.scheduler.state.account_of(decision.job)):
             return False
         attempt = self._engine.scheduler.state.attempt(decision.job, decision.attempt)
         pending: set[HostId] = set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from clusterd.config import HostOptions
@@ -34,14 +34,19 @@ UNLISTED_SHARE_MIN = 0.1
 """Memory below this that no listed process uses is the driver's own, or a desktop's; a share of a larger GPU."""
 
 
-def host_facts(host: HostId, reported: Mapping[str, Any], options: HostOptions, address: str) -> HostFacts:
+def host_facts(
+    host: HostId, reported: Mapping[str, Any], options: HostOptions, address: str, ours: Container[int] = ()
+) -> HostFacts:
     """Facts that the core needs, from the map that the host's agent reported.
+
+    Args:
+        ours: processes that are ranks of other accounts, which the agent takes for foreign.
 
     Raises:
         ProtocolError: the map lacks a field, or one is of another type.
     """
     facts = from_map(agent.Facts, reported, "facts")
-    devices = [_gpu(host, gpu) for gpu in facts.gpus]
+    devices = [_gpu(host, gpu, ours) for gpu in facts.gpus]
     cores, count = facts.cpu_cores, options.cpu_devices
     if count is None:
         count = 0 if devices else max(cores // max(options.cores_per_device, 1), 1)
@@ -60,8 +65,10 @@ def host_facts(host: HostId, reported: Mapping[str, Any], options: HostOptions, 
     )
 
 
-def _gpu(host: HostId, gpu: agent.GpuRow) -> Device:
-    foreign = [p for p in gpu.processes if not p.ours and (p.memory_bytes or 0) >= FOREIGN_BYTES_MIN]
+def _gpu(host: HostId, gpu: agent.GpuRow, ours: Container[int]) -> Device:
+    foreign = [
+        p for p in gpu.processes if not p.ours and p.pid not in ours and (p.memory_bytes or 0) >= FOREIGN_BYTES_MIN
+    ]
     users = ", ".join(f"{p.user or 'someone'} (pid {p.pid})" for p in foreign)
     use = f"in use by {users}" if users else ""
     if not use and (gpu.unlisted_bytes or 0) >= max(UNLISTED_BYTES_MIN, UNLISTED_SHARE_MIN * gpu.memory_bytes):

@@ -16,9 +16,10 @@ import msgspec
 from clusterd.config import Config, HostOptions
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.host import Host
 from clusterd.core.lifecycle.reconcile import needs_action
-from clusterd.core.state import Host
 from clusterd.daemon.hosts import facts
+from clusterd.daemon.hosts.account_links import AccountLinks, MakeLink
 from clusterd.daemon.hosts.pending_replies import PendingReplies
 from clusterd.daemon.hosts.progress import Progress
 from clusterd.daemon.hosts.reports import HostDown, HostUp, Reports
@@ -46,6 +47,8 @@ FORMER_TIMEOUT_S = 20.0
 
 LinkFactory = Callable[["HostRegistry", HostId, str], HostLink]
 
+EMBEDDED_ACCOUNT = "jobs on an embedded host run as the daemon's account alone"
+
 
 @dataclass(slots=True)
 class _Managed:
@@ -72,6 +75,7 @@ class HostRegistry:
         config: Config,
         tasks: anyio.abc.TaskGroup,
         make_link: LinkFactory,
+        make_account_link: MakeLink,
     ) -> None:
         self._engine = engine
         self._journal = journal
@@ -81,10 +85,13 @@ class HostRegistry:
         self._managed: dict[HostId, _Managed] = {}
         self._agents = AgentOwners(engine.scheduler.state.hosts.values())
         self._dropped: Counter[HostId] = Counter()
+        self._logged_in: set[str] = set()  # accounts whose agents are dialed on every host
         self.exits: PendingReplies[tuple[HostId, str, int], agent.RankExited] = PendingReplies()
         self.checkpoints: PendingReplies[tuple[str, str], rank.Checkpointed | rank.CheckpointFailed] = PendingReplies()
         self.reports = Reports()
+        self.accounts = AccountLinks(engine, self.reports, tasks, make_account_link, self._on_gpu_use)
         self.reports.subscribe(agent.RankExited, self._on_rank_exited)
+        self.reports.subscribe(HostDown, self._fail_waiting)
         self.reports.subscribe(rank.FromRank, self._on_rank_message)
         self.reports.subscribe(agent.FactsChanged, self._on_facts)
         self.reports.subscribe(agent.Progress, Progress(engine, tasks, self.request).on_progress)
@@ -98,6 +105,29 @@ class HostRegistry:
                 await self._drop_row(name)  # the daemon died between the event and its row
                 continue
             self._manage(name, address, options)
+        jobs = self._engine.scheduler.state.jobs.values()
+        for account in sorted({job.spec.account for job in jobs if not job.state.is_final} - {""}):
+            await self.log_in(account)
+
+    async def log_in(self, account: str, again: bool = False) -> None:
+        """Dial an account's agents on all hosts; each reports when it answers, or why it does not.
+
+        Args:
+            again: without waiting for the next try where the last one failed.
+        """
+        self._logged_in.add(account)
+        for host in list(self._managed):
+            await self._log_in_at(host, account)
+            if again:
+                self.accounts.retry_now(host, account)
+
+    async def _log_in_at(self, host: HostId, account: str) -> None:
+        address = self._managed[host].address
+        if address.startswith(LOCAL):
+            if self._engine.scheduler.state.hosts[host].logins.get(account) != EMBEDDED_ACCOUNT:
+                await self.accounts.refuse(host, account, EMBEDDED_ACCOUNT)
+        else:
+            self.accounts.open(host, address, account)
 
     async def add(self, host: HostId, address: str, options: HostOptions) -> None:
         """Add a host to the cluster and dial it for as long as it is a member."""
@@ -105,6 +135,8 @@ class HostRegistry:
         statement = ("INSERT OR REPLACE INTO hosts VALUES (?, ?, ?)", row)
         await self._engine.post(e.HostAdded(at_s=time.time(), host=host), [statement])
         self._manage(host, address, options)
+        for account in sorted(self._logged_in):
+            await self._log_in_at(host, account)
 
     async def keep_options(self, host: HostId, options: HostOptions) -> None:
         """Store a host's options; they apply when it is dialed next."""
@@ -125,13 +157,8 @@ class HostRegistry:
         managed = self._managed.pop(host, None)
         if managed is None:
             return True  # a concurrent request removes it
-        is_down = False
-        with anyio.move_on_after(5.0):
-            try:
-                await managed.link.request("shutdown", timeout_s=5.0, force=False)
-                is_down = True
-            except ClusterError as error:
-                log.info("the agent of %s was not shut down: %s", host, error)
+        is_down = await self.accounts.close(host, _shut_down)
+        is_down &= await _shut_down(managed.link)
         managed.stop.cancel()
         return is_down
 
@@ -173,7 +200,8 @@ class HostRegistry:
         try:
             hello = agent.hello_reply(message)
             address = facts.address(hello.facts, reached_at)
-            known = facts.host_facts(host, hello.facts, self._managed[host].options, address)
+            pids = self.accounts.gpu_pids(host)
+            known = facts.host_facts(host, hello.facts, self._managed[host].options, address, pids)
         except ProtocolError as error:
             raise HostError(f"its agent's reply is malformed: {error}") from None
         identity = agent_identity(hello)
@@ -218,9 +246,12 @@ class HostRegistry:
             log.warning("%s: if there is still an agent at %s, it stays: %s", link.name, was, error)
 
     async def _on_down(self, host: HostId, why: str) -> None:
-        self.exits.fail(lambda key: key[0] == host)
         await self.reports.publish(host, HostDown(why))
         await self._engine.report(e.HostDisconnected(at_s=time.time(), host=host, why=why))
+
+    def _fail_waiting(self, host: HostId, report: HostDown) -> None:
+        account_of = self._engine.scheduler.state.account_of
+        self.exits.fail(lambda key: key[0] == host and account_of(key[1]) == report.account)
 
     # --- reports of agents --------------------------------------------------------------------------------------------
 
@@ -283,20 +314,30 @@ class HostRegistry:
                 self.checkpoints.resolve((report.job, failed.path), failed)
 
     async def _on_facts(self, host: HostId, report: agent.FactsChanged) -> None:
-        managed = self._managed[host]
-        known = facts.host_facts(host, report.facts, managed.options, self._address(host))
-        managed.facts = report.facts
-        before = self._engine.scheduler.state.hosts[host].facts
-        if before is None or known.devices != before.devices:
-            await self._engine.report(e.HostChanged(at_s=time.time(), host=host, facts=known))
+        self._managed[host].facts = report.facts
+        await self._on_gpu_use(host)
+
+    async def _on_gpu_use(self, host: HostId) -> None:
+        """Tell the scheduler of a host whose devices, or their use by foreign processes, changed."""
+        managed = self._managed.get(host)
+        known = self._engine.scheduler.state.hosts.get(host)
+        if managed is None or known is None or known.facts is None or not managed.facts:
+            return
+        pids = self.accounts.gpu_pids(host)
+        now = facts.host_facts(host, managed.facts, managed.options, self._address(host), pids)
+        if now.devices != known.facts.devices:
+            await self._engine.report(e.HostChanged(at_s=time.time(), host=host, facts=now))
 
     # --- requests to agents -------------------------------------------------------------------------------------------
 
-    async def request(self, host: HostId, request: Request[R], timeout_s: float | None = 60.0) -> R:
-        """Send a request to the host's agent and return the reply.
+    async def request(
+        self, host: HostId, request: Request[R], timeout_s: float | None = 60.0, *, account: str | None = None
+    ) -> R:
+        """Send a request to an agent of the host and return the reply.
 
         Args:
             timeout_s: after this long the link is broken; None waits for as long as it holds.
+            account: whose agent; None: that of the job that the request names, else the daemon's own.
         Raises:
             AgentLost: not connected, or the link broke before the reply, as it does when that is late.
             HostError: the agent refused, with its message, or its reply is malformed.
@@ -304,23 +345,31 @@ class HostRegistry:
         managed = self._managed.get(host)
         if managed is None:
             raise AgentLost(f"{host} is no longer part of the cluster")
-        answer = await managed.link.request(request.verb, timeout_s=timeout_s, **to_map(request))
+        if account is None:
+            account = self._engine.scheduler.state.account_of(str(getattr(request, "job", "")))
+        link = managed.link if not account else self.accounts.get(host, account)
+        if link is None:
+            raise AgentLost(f"the agent of {account} on {host} is not connected")
+        answer = await link.request(request.verb, timeout_s=timeout_s, **to_map(request))
         try:
             reply: R = from_map(request.reply, answer, request.verb)
         except ProtocolError as error:
             raise HostError(f"{host}: its agent's reply is malformed: {error}") from None
         return reply
 
-    async def slice_server(self, host: HostId, request: ServeSegments | AdmitReaders | ServeDataset) -> Address:
-        """Have a host's agent serve slices at the address by which other hosts know it; return address and port.
+    async def slice_server(
+        self, host: HostId, request: ServeSegments | AdmitReaders | ServeDataset, *, account: str = ""
+    ) -> Address:
+        """Have an agent of a host serve slices at the host's address for other hosts; return address and port.
 
         Args:
             request: says what is served; its address is filled in here.
+            account: whose agent; "": the daemon's own.
         Raises:
             ClusterError: as `request`.
         """
         address = self._address(host) or "127.0.0.1"
-        return address, (await self.request(host, replace(request, address=address))).port
+        return address, (await self.request(host, replace(request, address=address), account=account)).port
 
     async def everywhere(
         self, decision: d.ToRanks, kind: Callable[..., Request[R]], **args: Any
@@ -373,6 +422,17 @@ class HostRegistry:
         """Close every link; agents and ranks go on."""
         for managed in self._managed.values():
             managed.stop.cancel()
+
+
+async def _shut_down(link: HostLink) -> bool:
+    """Shut down an agent; False while it cannot be reached."""
+    with anyio.move_on_after(5.0):
+        try:
+            await link.request("shutdown", timeout_s=5.0, force=False)
+            return True
+        except ClusterError as error:
+            log.info("an agent of %s was not shut down: %s", link.name, error)
+    return False
 
 
 def agent_identity(hello: agent.HelloReply) -> str:

@@ -16,16 +16,18 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class HostUp:
-    """The host's agent answered."""
+    """An agent of the host answered."""
 
     hello: HelloReply
+    account: str = ""  # whose agent; "": the daemon's own
 
 
 @dataclass(frozen=True, slots=True)
 class HostDown:
-    """The link to the host broke."""
+    """The link to an agent of the host broke."""
 
     why: str
+    account: str = ""
 
 
 class Reports:

@@ -17,9 +17,10 @@ from typing import Any
 import anyio.to_thread
 
 from clusterd.core import events as e
+from clusterd.core.host import Host
 from clusterd.core.lifecycle import trials
 from clusterd.core.performance_table import Estimate, PerformanceTable, evenly
-from clusterd.core.state import Attempt, Host, Job, State
+from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.journal.engine import Engine
 from plans.model_shape import ModelShape
 from plans.plan import replicas

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import anyio
 import msgpack
+from cryptography.fernet import Fernet, InvalidToken
 
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.journal import Journal
@@ -27,6 +28,9 @@ LOG_BYTES_MAX = 16 << 20
 """Most bytes fetched of each rank's log, from its end; the whole log stays on its host."""
 
 CHUNK_BYTES = 1 << 20
+
+SEALED = "fernet:"
+"""Beginning of an encrypted value in the secrets table."""
 
 
 class Tail(NamedTuple):
@@ -43,6 +47,7 @@ class Archive:
     def __init__(self, directory: Path, journal: Journal) -> None:
         self.directory = directory
         self._journal = journal
+        self._secrets_key = directory / "secrets_key"
         try:
             for name in ("snapshots", "attempts"):
                 (directory / name).mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -116,7 +121,29 @@ class Archive:
     async def secrets(self, job: str) -> dict[str, str]:
         """Values of the job's secrets by name; they are stored until the job ends."""
         rows = await self._journal.query("SELECT name, value FROM secrets WHERE job = ?", (job,))
-        return dict(rows)
+        return {name: self._unsealed(value) for name, value in rows}
+
+    def sealed(self, value: str) -> str:
+        """Encrypt a secret for the journal, so that copies of it tell nothing without the key file."""
+        return SEALED + self._cipher().encrypt(value.encode()).decode()
+
+    def _unsealed(self, stored: str) -> str:
+        if not stored.startswith(SEALED):  # of a version that stored them as they are
+            return stored
+        try:
+            return self._cipher().decrypt(stored.removeprefix(SEALED)).decode()
+        except InvalidToken:
+            raise ClusterError(
+                f"a secret cannot be read with {self._secrets_key}: restore that file, or submit the job again"
+            ) from None
+
+    def _cipher(self) -> Fernet:
+        if not self._secrets_key.exists():
+            partial = self._secrets_key.with_suffix(".partial")
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(Fernet.generate_key())
+            partial.replace(self._secrets_key)
+        return Fernet(self._secrets_key.read_bytes())
 
     async def forget_secrets(self, job: str) -> None:
         """Delete the secrets of a job that has ended."""

@@ -13,7 +13,7 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive, Tail
 from clusterd.errors import ClusterError
 from clusterd.protocol.requests import Chunk, ReadLog
-from clusterd.types import AttemptState, HostId, HostState
+from clusterd.types import AttemptState, HostId
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class LogTails:
             if attempt is None or attempt.state is not AttemptState.RUNNING:
                 continue
             for number, rank in attempt.ranks.items():
-                if rank.end is None and state.hosts[rank.place.host].state is HostState.UP:
+                if rank.end is None and state.hosts[rank.place.host].reaches(attempt.account):
                     which = (attempt.job, attempt.number, attempt.generation, number)
                     found.setdefault(rank.place.host, []).append(which)
         return found

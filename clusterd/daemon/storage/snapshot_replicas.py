@@ -11,6 +11,7 @@ import logging
 import re
 from dataclasses import dataclass, field
 
+from clusterd.core.queueing.admission import hosts_without_login
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
@@ -19,7 +20,7 @@ from clusterd.errors import AgentLost, ClusterError, NotStarted
 from clusterd.protocol import agent
 from clusterd.protocol.migration import Address
 from clusterd.protocol.requests import AdmitReaders, DropMigration, KeepReplica, ReplicaIsDone
-from clusterd.types import HostId, HostState, JobId
+from clusterd.types import HostId, JobId
 from plans.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -76,26 +77,28 @@ class SnapshotReplicas:
             if second is not None:
                 address = await self._admitted(of, host)
                 wanted = KeepReplica(name, _set(of), self._token(of), address, report.bytes)
-                await self._hosts.request(second, wanted, timeout_s=None)
+                await self._hosts.request(second, wanted, timeout_s=None, account=self._account(of))
                 copy.holders.add(second)
         except ClusterError as error:
             log.info("state snapshot %s has no replica: %s", name, error)
         try:
-            await self._hosts.request(host, ReplicaIsDone(name))
+            await self._hosts.request(host, ReplicaIsDone(name), account=self._account(of))
             await self._drop_older(of)
         except ClusterError as error:
             log.info("%s: %s", host, error)
 
     def on_up(self, host: HostId, report: HostUp) -> None:
         """Update the replicas that a host holds from its agent's reply to hello."""
-        for copies in self._copies.values():
-            for copy in copies.values():
+        for of, copies in self._copies.items():
+            for copy in copies.values() if self._account(of) == report.account else ():
                 copy.holders.discard(host)
         for row in report.hello.snapshots:
             found = _NAME.fullmatch(row.name)
             if found is None:
                 continue
             of = (found["job"], int(found["attempt"]), int(found["generation"]))
+            if self._account(of) != report.account:
+                continue
             known = self._copies.setdefault(of, {}).setdefault(row.name, _Replicas(int(found["rank"]), row.step))
             if known.step != row.step:
                 known.step, known.holders = max(known.step, row.step), set()
@@ -117,7 +120,7 @@ class SnapshotReplicas:
     def _whole(self, of: Generation, plan: Plan, step: int, copies: dict[str, _Replicas]) -> CompleteSnapshot | None:
         by_rank: dict[int, tuple[str, HostId]] = {}
         for name, copy in copies.items():
-            up = [h for h in sorted(copy.holders) if self._is_up(h)]
+            up = [h for h in sorted(copy.holders) if self._is_up(h, self._account(of))]
             if copy.step == step and up:
                 by_rank[copy.rank] = (name, up[0])
         if set(by_rank) != set(range(plan.ranks)):
@@ -162,27 +165,32 @@ class SnapshotReplicas:
         copies = self._copies.pop(of, {})
         for host in sorted({h for copy in copies.values() for h in copy.holders}):
             self._ports.pop((_set(of), host), None)
-            if self._is_up(host):
+            if self._is_up(host, self._account(of)):
                 try:
-                    await self._hosts.request(host, DropMigration(_set(of)))
+                    await self._hosts.request(host, DropMigration(_set(of)), account=self._account(of))
                 except ClusterError as error:
                     log.info("%s could not drop old state snapshots: %s", host, error)
 
     async def _admitted(self, of: Generation, host: HostId) -> Address:
-        return await self._hosts.slice_server(host, AdmitReaders(_set(of), self._token(of)))
+        return await self._hosts.slice_server(host, AdmitReaders(_set(of), self._token(of)), account=self._account(of))
 
     def _second(self, host: HostId, attempt: Attempt) -> HostId | None:
         """Host of the replica: the job's next host in a ring; for a job on one host, the least busy other one."""
-        others = [h for h in attempt.hosts if h != host and self._is_up(h)]
+        others = [h for h in attempt.hosts if h != host and self._is_up(h, attempt.account)]
         if others:
             ring = sorted({*others, host})
             return ring[(ring.index(host) + 1) % len(ring)]
-        free = [h for h in self._state.hosts.values() if h.id != host and h.unusable is None]
+        left_out = hosts_without_login(self._state, self._state.jobs[attempt.job].spec.account)
+        hosts = (h for h in self._state.hosts.values() if h.id != host and h.id not in left_out)
+        free = [h for h in hosts if h.unusable is None]
         return min(free, key=lambda h: (h.memory_used_bytes, h.cores_used, h.id)).id if free else None
 
-    def _is_up(self, host: HostId) -> bool:
+    def _is_up(self, host: HostId, account: str) -> bool:
         known = self._state.hosts.get(host)
-        return known is not None and known.state is HostState.UP
+        return known is not None and known.reaches(account)
+
+    def _account(self, of: Generation) -> str:
+        return self._state.account_of(of[0])
 
     def _token(self, of: Generation) -> str:
         return hmac.new(self._key, _set(of).encode(), hashlib.sha256).hexdigest()[:32]

@@ -41,7 +41,7 @@ def test_records_of_old_generations_are_no_orphans(generation: int, ended: bool,
             job=job, attempt=1, generation=generation, ranks=(RankReport(rank=0, end=OK if ended else None),)
         ),
     ]
-    assert len(reconcile(state, host, reports).orphans) == orphans
+    assert len(reconcile(state, host, "", reports).orphans) == orphans
 
 
 def test_what_is_over_is_not_ended_again(lab: Lab) -> None:

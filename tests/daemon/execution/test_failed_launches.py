@@ -55,11 +55,11 @@ class Deaf:
         self._deaf = deaf
         self.reports = Reports()
 
-    async def request(self, host: str, request: Request[Any], timeout_s: float | None = 60.0) -> None:
+    async def request(self, host: str, request: Request[Any], timeout_s: float | None = 60.0, **_: Any) -> None:
         if host == self._deaf:
             raise AgentLost(f"{host} did not answer {request.verb!r} within 60 s")
 
-    async def slice_server(self, host: str, request: Request[Any]) -> tuple[str, int]:
+    async def slice_server(self, host: str, request: Request[Any], **_: Any) -> tuple[str, int]:
         await self.request(host, request)
         return "127.0.0.1", 0
 

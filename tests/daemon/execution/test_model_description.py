@@ -58,7 +58,9 @@ def test_forget_asks_every_host_for_what_told_the_model() -> None:
     asked: list[tuple[str, str, int]] = []
 
     class Agents:
-        async def request(self, host: str, request: ForgetAttempt, timeout_s: float | None = 60.0) -> Forgotten:
+        async def request(
+            self, host: str, request: ForgetAttempt, timeout_s: float | None = 60.0, **_: Any
+        ) -> Forgotten:
             asked.append((host, request.verb, request.attempt))
             return Forgotten(7)
 

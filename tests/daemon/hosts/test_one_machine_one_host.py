@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clusterd.core import events as e
-from clusterd.core.state import Host
+from clusterd.core.host import Host
 from clusterd.daemon.hosts.registry import AgentOwners, agent_identity
 from clusterd.errors import HostError
 from clusterd.protocol.agent import HelloReply

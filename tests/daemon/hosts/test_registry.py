@@ -51,7 +51,7 @@ class Lab:
         self.engine = Engine(journal, Scheduler(), lambda *_: None)
         self.engine.restore()
         config = Config(state_dir=journal.path.parent, socket=journal.path.with_name("sock"))
-        self.hosts = HostRegistry(self.engine, journal, config, tasks, lambda *_: link)
+        self.hosts = HostRegistry(self.engine, journal, config, tasks, lambda *_: link, lambda *_: link)
         self.membership = HostVerbs(self.engine, self.hosts, invite)
 
     @property

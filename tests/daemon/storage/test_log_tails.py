@@ -10,7 +10,8 @@ import anyio
 import pytest
 
 from clusterd.agent.host import append_only_files
-from clusterd.core.state import Attempt, Host, Job, Rank, State
+from clusterd.core.host import Host
+from clusterd.core.state import Attempt, Job, Rank, State
 from clusterd.daemon.api.job_logs import JobLogs
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.log_tails import TAIL_BYTES, LogTails

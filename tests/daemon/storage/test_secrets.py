@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
@@ -16,6 +17,7 @@ from clusterd.daemon.execution.executor import Executor
 from clusterd.daemon.hosts.reports import Reports
 from clusterd.daemon.journal.journal import Journal
 from clusterd.daemon.storage.archive import Archive
+from clusterd.errors import ClusterError
 from clusterd.types import JobId
 from tests.conftest import RunningCluster
 
@@ -43,6 +45,34 @@ def test_a_secret_goes_before_hosts_are_asked(tmp_path: Path) -> None:
     anyio.run(run)
     journal.close()
     assert asked == [{}]
+
+
+def test_a_copy_of_the_journal_tells_no_secret(local_cluster: RunningCluster) -> None:
+    local_cluster.environment["TOKEN"] = "hush-hush"
+    local_cluster.run("host", "drain", "local0", "local1")
+    job = local_cluster.run("run", "-d", "--secret", "TOKEN", "--", "sh", "-c", "echo $TOKEN").stdout.strip()
+    files = [p for p in local_cluster.directory.rglob("*") if p.is_file()]
+    assert [p.name for p in files if b"hush-hush" in p.read_bytes()] == []
+    key = local_cluster.directory / "secrets_key"
+    assert key.stat().st_mode & 0o077 == 0
+    local_cluster.run("host", "undrain", "local0", "local1")
+    assert local_cluster.run("logs", "-f", job).stdout == "hush-hush\n"
+
+
+def test_without_its_key_a_secret_is_refused_in_one_line(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.db")
+    archive = Archive(tmp_path, journal)
+
+    async def run() -> None:
+        await journal.execute([(INSERT, ("1", "KEY", archive.sealed("hush"))), (INSERT, ("2", "KEY", "of before"))])
+        assert await archive.secrets("1") == {"KEY": "hush"}
+        assert await archive.secrets("2") == {"KEY": "of before"}
+        (tmp_path / "secrets_key").unlink()
+        with pytest.raises(ClusterError, match="secrets_key: restore that file, or submit the job again"):
+            await archive.secrets("1")
+
+    anyio.run(run)
+    journal.close()
 
 
 def test_secrets_of_jobs_that_are_over_go_at_the_start(local_cluster: RunningCluster) -> None:

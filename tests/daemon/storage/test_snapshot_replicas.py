@@ -8,7 +8,8 @@ from typing import Any
 import anyio
 import pytest
 
-from clusterd.core.state import Attempt, Host, Job, Rank, State
+from clusterd.core.host import Host
+from clusterd.core.state import Attempt, Job, Rank, State
 from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.errors import HostError
@@ -28,12 +29,12 @@ class Agents:
         self.asked: list[tuple[str, str, dict[str, Any]]] = []
         self.full: set[str] = set()
 
-    async def request(self, host: str, request: Request[Any], timeout_s: float | None = 60.0) -> None:
+    async def request(self, host: str, request: Request[Any], timeout_s: float | None = 60.0, **_: Any) -> None:
         self.asked.append((host, request.verb, to_map(request)))
         if request.verb == "snapshot_keep" and host in self.full:
             raise HostError("no room for a segment")
 
-    async def slice_server(self, host: str, request: Request[Any]) -> tuple[str, int]:
+    async def slice_server(self, host: str, request: Request[Any], **_: Any) -> tuple[str, int]:
         await self.request(host, request)
         return "127.0.0.1", 1234
 

@@ -1,0 +1,100 @@
+"""State of one host: its agents, what they reported, and what keeps it from being used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from clusterd.core import transitions
+from clusterd.core.transitions import History
+from clusterd.types import Device, DeviceId, HostFacts, HostId, HostState, JobId
+
+
+@dataclass(slots=True)
+class Fault:
+    """Failure of a device under one of our ranks."""
+
+    why: str
+    times: int = 1
+    is_left_out: bool = True  # until a timer offers the device again
+
+
+@dataclass(slots=True)
+class Host:
+    """A machine, as its agent last reported it."""
+
+    id: HostId
+    state: HostState = HostState.CONNECTING
+    facts: HostFacts | None = None
+    agent: str = ""  # identity of the agent that answered last
+    agent_home: str | None = None  # its directory by the settings of that time; "": the default; None: not recorded
+    drained: str | None = None  # by whom and why; None: not drained
+    why: str = ""  # it is not up
+    since_s: float = 0.0  # in this state
+    # (job, attempt, generation) being stopped there, with the account whose agent reported it
+    orphans: dict[tuple[JobId, int, int], str] = field(default_factory=dict)
+    # likewise, newer than this state; left running
+    unknown_attempts: dict[tuple[JobId, int, int], str] = field(default_factory=dict)
+    logins: dict[str, str] = field(default_factory=dict)  # by account: why its agent is not connected; "": it is
+    lost_accounts: set[str] = field(default_factory=set)  # whose ranks were given up while their agent is away
+    cores_used: int = 0
+    memory_used_bytes: int = 0
+    withheld: dict[DeviceId, str] = field(default_factory=dict)  # account whose lost ranks may still use the device
+    faults: dict[DeviceId, Fault] = field(default_factory=dict)  # since an operator or a reboot last cleared them
+    history: History = field(default_factory=list)
+
+    def go(self, state: HostState, at_s: float, why: str = "") -> None:
+        """Take a step of the host's state machine."""
+        if state is not self.state:
+            transitions.advance(self, transitions.HOST, state, at_s, f"host {self.id}")
+            self.since_s = at_s
+        self.why = why
+
+    def reaches(self, account: str) -> bool:
+        """True while the agent of an account is connected; "": the daemon's own."""
+        return self.state is HostState.UP and (not account or self.logins.get(account) == "")
+
+    def why_away(self, account: str) -> str:
+        """Reason why the agent of an account is not connected."""
+        return self.why or self.state.value if self.state is not HostState.UP else self.logins.get(account, "")
+
+    def has_lost(self, account: str) -> bool:
+        """True where the ranks of an account were given up, with the host or with the account's agent."""
+        return self.state is HostState.LOST or account in self.lost_accounts
+
+    @property
+    def unusable(self) -> str | None:
+        """Reason why nothing may be placed here now; None: something may."""
+        if self.state is not HostState.UP:
+            return f"{self.id} is {self.state.value}"
+        if self.drained is not None:
+            return f"{self.id} is drained"
+        if self.orphans:
+            return f"{self.id} is being cleaned of {len({key[:2] for key in self.orphans})} old attempts"
+        return self.unknown_attempts_notice or None
+
+    @property
+    def unknown_attempts_notice(self) -> str:
+        """Message about attempts that run there and that this state does not know; empty: there are none."""
+        jobs = sorted({str(job) for job, _, _ in self.unknown_attempts}, key=lambda job: (len(job), job))
+        if not jobs:
+            return ""
+        names = f"job{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
+        return f"{self.id} runs {names} of a later state of this cluster: clusterd host undrain {self.id} ends that"
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Reported devices; a faulty one is marked like one that another process uses, and is not offered."""
+        reported = self.facts.devices if self.facts else ()
+        if not self.faults and not self.withheld:
+            return reported
+        return tuple(replace(d, foreign=self.why_left_out(d.id)) if self.is_faulty(d.id) else d for d in reported)
+
+    def why_left_out(self, device: DeviceId) -> str:
+        """Reason why a faulty or withheld device is not offered."""
+        if (account := self.withheld.get(device)) is not None:
+            return f"ranks of {account} may still use it, whose agent is not connected"
+        return self.faults[device].why
+
+    def is_faulty(self, device: DeviceId) -> bool:
+        """True while the device is left out: it failed, or lost ranks may still use it."""
+        return device in self.withheld or (device in self.faults and self.faults[device].is_left_out)

@@ -1,0 +1,175 @@
+"""Links to the agents of people's own accounts: one for each host and account, beside the daemon's own.
+
+A person controls their agent, so it is believed about jobs of its account only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from clusterd.core import events as e
+from clusterd.core.lifecycle.reconcile import needs_action
+from clusterd.core.state import State
+from clusterd.daemon.hosts import facts
+from clusterd.daemon.hosts.reports import HostDown, HostUp, Reports
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.unexpected import guarded
+from clusterd.errors import HostError, without_host
+from clusterd.protocol import ProtocolError, agent
+from clusterd.protocol.codec import from_map
+from clusterd.ssh.host import HostLink, LinkState
+from clusterd.types import HostId
+
+log = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCallbacks:
+    """Callbacks of a link; see `HostLink`."""
+
+    on_state: Callable[[LinkState], None]
+    on_up: Callable[[Message], Awaitable[None]]
+    on_event: Callable[[Message], Awaitable[None]]
+
+
+MakeLink = Callable[[HostId, str, str, LinkCallbacks], HostLink]
+"""Makes a link to a host by its address, to the agent of an account there."""
+
+
+@dataclass(slots=True)
+class _Login:
+    link: HostLink
+    stop: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    gpu_pids: frozenset[int] = frozenset()  # its ranks on GPUs, which the daemon's own agent cannot tell
+
+
+class AccountLinks:
+    """Links by host and account.
+
+    Args:
+        on_gpu_use: called with a host on which other ranks of an account use GPUs than before.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        reports: Reports,
+        tasks: anyio.abc.TaskGroup,
+        make_link: MakeLink,
+        on_gpu_use: Callable[[HostId], Awaitable[None]],
+    ) -> None:
+        self._engine = engine
+        self._reports = reports
+        self._tasks = tasks
+        self._make_link = make_link
+        self._on_gpu_use = on_gpu_use
+        self._logins: dict[tuple[HostId, str], _Login] = {}
+
+    @property
+    def _state(self) -> State:
+        return self._engine.scheduler.state
+
+    def get(self, host: HostId, account: str) -> HostLink | None:
+        """The link to an account's agent on a host, if there is one."""
+        login = self._logins.get((host, account))
+        return login.link if login is not None else None
+
+    def gpu_pids(self, host: HostId) -> frozenset[int]:
+        """Processes on a host's GPUs that are ranks of accounts."""
+        return frozenset().union(*(login.gpu_pids for (at, _), login in self._logins.items() if at == host))
+
+    def open(self, host: HostId, address: str, account: str) -> None:
+        """Dial an account's agent on a host, and keep the link up, unless that is so already."""
+        if (host, account) in self._logins:
+            return
+
+        def on_state(state: LinkState) -> None:
+            if state.name == "waiting":
+                self._tasks.start_soon(guarded, self._on_down, host, account, without_host(host, HostError(state.why)))
+
+        callbacks = LinkCallbacks(
+            on_state=on_state,
+            on_up=lambda message: self._on_up(host, account, message),
+            on_event=lambda message: self._on_event(host, account, message),
+        )
+        login = self._logins[host, account] = _Login(self._make_link(host, address, account, callbacks))
+        self._tasks.start_soon(self._serve, login)
+
+    def retry_now(self, host: HostId, account: str) -> None:
+        """Dial at once where the last try failed."""
+        if (login := self._logins.get((host, account))) is not None and login.link.state.name == "waiting":
+            login.link.retry_now()
+
+    async def refuse(self, host: HostId, account: str, why: str) -> None:
+        """Record that an account cannot log in on a host."""
+        await self._engine.report(e.AccountDisconnected(at_s=time.time(), host=host, account=account, why=why))
+
+    async def close(self, host: HostId, shut_down: Callable[[HostLink], Awaitable[bool]]) -> bool:
+        """Shut down the agents of all accounts on a host that is removed; True: all are."""
+        are_down = True
+        for key in [key for key in self._logins if key[0] == host]:
+            login = self._logins.pop(key)
+            are_down &= await shut_down(login.link)
+            login.stop.cancel()
+        return are_down
+
+    async def _serve(self, login: _Login) -> None:
+        with login.stop:
+            await login.link.run()
+
+    async def _on_up(self, host: HostId, account: str, message: Message) -> None:
+        try:
+            hello = agent.hello_reply(message)
+            self._logins[host, account].gpu_pids = _gpu_pids(hello.facts)
+        except ProtocolError as error:
+            raise HostError(f"the reply of the agent of {account} is malformed: {error}") from None
+        mine = [row for row in hello.attempts if self._state.account_of(row.job) == account]
+        await self._reports.publish(host, HostUp(hello, account))
+        reports = (facts.attempt_report(row) for row in mine if row.attempt != facts.DESCRIPTION)
+        await self._engine.report(
+            e.AccountConnected(
+                at_s=time.time(),
+                host=host,
+                account=account,
+                attempts=tuple(r for r in reports if needs_action(self._state, host, r)),
+            )
+        )
+        await self._on_gpu_use(host)
+
+    async def _on_down(self, host: HostId, account: str, why: str) -> None:
+        await self._reports.publish(host, HostDown(why, account))
+        known = self._state.hosts.get(host)
+        if known is not None and known.logins.get(account) != why:
+            await self.refuse(host, account, why)
+
+    async def _on_event(self, host: HostId, account: str, message: Message) -> None:
+        try:
+            report = agent.report(message)
+            if isinstance(report, agent.FactsChanged):
+                self._logins[host, account].gpu_pids = _gpu_pids(report.facts)
+                await self._on_gpu_use(host)
+                return
+        except ProtocolError as error:
+            log.warning("%s: dropped a malformed message of the agent of %s: %s", host, account, error)
+            return
+        job = getattr(report, "job", None)
+        if not isinstance(job, str) or (self._state.account_of(job) != account and job in self._state.jobs):
+            log.warning(
+                "%s: dropped a report of the agent of %s about job %s, which is not its own", host, account, job
+            )
+            return
+        await self._reports.publish(host, report)
+
+
+def _gpu_pids(reported: Message) -> frozenset[int]:
+    gpus = from_map(agent.Facts, reported, "facts").gpus
+    return frozenset(process.pid for gpu in gpus for process in gpu.processes if process.ours)

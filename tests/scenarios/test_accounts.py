@@ -1,0 +1,234 @@
+"""Jobs of several people: each runs as its owner on the hosts, and nobody reaches what is another's.
+
+The users are real ones, made for the test and removed after it, so it needs root.
+"""
+
+from __future__ import annotations
+
+import grp
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterd.client import Client
+from clusterd.errors import ClusterError
+from tests.conftest import RunningCluster, until
+from tests.ssh.openssh import OpenSshServer, make_key, needs_sshd
+
+pytestmark = [
+    pytest.mark.slow,
+    needs_sshd,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        os.getuid() != 0 or shutil.which("useradd") is None, reason="makes users: needs root and useradd"
+    ),
+]
+
+GROUP = "clusterdtest"
+
+
+@dataclass
+class Person:
+    """A user of the head node and the hosts."""
+
+    name: str
+
+    @property
+    def home(self) -> Path:
+        return Path(pwd.getpwnam(self.name).pw_dir)
+
+    def does(self, action: Callable[[], Any]) -> Any:
+        """Result of an action of this user, in a process of theirs; an error of the cluster is a text."""
+        reader, writer = os.pipe()
+        if (pid := os.fork()) == 0:
+            try:
+                entry = pwd.getpwnam(self.name)
+                os.initgroups(self.name, entry.pw_gid)
+                os.setgid(entry.pw_gid)
+                os.setuid(entry.pw_uid)
+                os.environ["HOME"] = entry.pw_dir
+                try:
+                    result = {"ok": action()}
+                except (ClusterError, OSError) as error:
+                    result = {"error": str(error)}
+                os.write(writer, json.dumps(result, default=str).encode())
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            answer = json.loads(pipe.read() or "{}")
+        assert os.waitpid(pid, 0)[1] == 0
+        return answer.get("ok", answer.get("error"))
+
+    def calls(self, socket: Path, verb: str, **args: Any) -> Any:
+        def call() -> Any:
+            with Client(socket, timeout_s=60.0) as client:
+                return client.call(verb, **args)
+
+        return self.does(call)
+
+    def lets_in(self, key: str) -> None:
+        """Add a key to the authorized ones."""
+        ssh = self.home / ".ssh"
+        ssh.mkdir(mode=0o700, exist_ok=True)
+        with open(ssh / "authorized_keys", "a") as file:
+            file.write(key + "\n")
+        for path in (ssh, ssh / "authorized_keys"):
+            shutil.chown(path, self.name)
+
+
+@pytest.fixture(scope="module")
+def people() -> Iterator[tuple[Person, Person]]:
+    subprocess.run(["groupadd", "-f", GROUP], check=True)
+    names = ("clusterdann", "clusterdbob")
+    for name in names:
+        subprocess.run(["useradd", "-m", "-p", "*", "-s", "/bin/sh", "-G", GROUP, name], check=True)
+    try:
+        yield Person(names[0]), Person(names[1])
+    finally:
+        for name in names:
+            subprocess.run(["pkill", "-KILL", "-u", name], check=False)
+            subprocess.run(["userdel", "-r", "-f", name], check=False, capture_output=True)
+        subprocess.run(["groupdel", GROUP], check=False)
+
+
+@dataclass
+class Site:
+    """A daemon of the test's own user, and one host behind a real sshd."""
+
+    cluster: RunningCluster
+    socket: Path
+    server: OpenSshServer
+
+    def settings(self, text: str) -> None:
+        (self.cluster.directory / "clusterd.toml").write_text(
+            f'[daemon]\nssh_config = "{self.cluster.directory}/ssh_config"\nsocket_group = "{GROUP}"\n{text}'
+        )
+
+
+@pytest.fixture
+def site(people: tuple[Person, Person]) -> Iterator[Site]:
+    directory = Path(tempfile.mkdtemp(prefix="clusterd-accounts-"))
+    directory.chmod(0o711)
+    run = directory / "run"
+    run.mkdir()
+    os.chown(run, 0, grp.getgrnam(GROUP).gr_gid)
+    run.chmod(0o750)
+    state = directory / "state"
+    state.mkdir(mode=0o700)
+    server = OpenSshServer("node", directory / "node", make_key(state / "id_ed25519"))
+    server.directory.mkdir(mode=0o700)
+    server.start(own_keys=True)
+    (state / "ssh_config").write_text(server.config(state / "known"))
+    cluster = RunningCluster(state)
+    cluster.environment |= {
+        "CLUSTERD_CONFIG": str(state / "clusterd.toml"), "CLUSTERD_SOCKET": str(run / "clusterd.sock"),
+        "HOME": str(state),
+    }  # fmt: skip
+    cluster.socket = run / "clusterd.sock"
+    try:
+        yield Site(cluster, cluster.socket, server)
+    finally:
+        cluster.close()
+        server.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def command(name: str, script: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "kind": "command", "command": ["sh", "-c", script], "workdir": "/", **more}
+
+
+def log_of(site: Site, job: str) -> str:
+    return site.cluster.run("logs", job).stdout
+
+
+def test_without_a_setting_nobody_else_s_job_is_accepted(site: Site, people: tuple[Person, Person]) -> None:
+    site.settings("")
+    site.cluster.start()
+    refused = people[0].calls(site.socket, "submit", spec=command("mine", "id"))
+    assert "would run as root" in refused
+    assert 'accounts = "own" or "shared"' in refused
+    assert "jobs of root alone" in site.cluster.run("status").stdout
+
+
+def test_a_shared_account_is_said_plainly(site: Site, people: tuple[Person, Person]) -> None:
+    site.settings('accounts = "shared"\n')
+    site.cluster.start()
+    site.cluster.run("host", "add", "--yes", "--cpu-devices", "1", "node")
+    job = people[0].calls(site.socket, "submit", spec=command("mine", "id -un"))["id"]
+    site.cluster.wait_for(job, lambda row: row["state"] == "finished")
+    assert log_of(site, job) == "root\n"
+    assert "every user's jobs can read the others' files and secrets" in site.cluster.run("status").stdout
+
+
+def test_each_job_runs_as_its_owner_who_alone_reaches_it(site: Site, people: tuple[Person, Person]) -> None:
+    ann, bob = people
+    site.settings('accounts = "own"\n')
+    site.cluster.start()
+    site.cluster.run("host", "add", "--yes", "--cpu-devices", "2", "node")
+    # Nobody let the cluster in yet: the job waits, and says for what.
+    spec = command("mine", "id -un; cat /root/.profile; sleep 600", secrets=("TOKEN",))
+    job = ann.calls(site.socket, "submit", spec=spec, secrets={"TOKEN": "of-ann-alone"})["id"]
+    answer = ann.calls(site.socket, "login")
+    assert answer["account"] == ann.name
+    assert "does not let" in answer["hosts"]["node"]
+    row = site.cluster.job(job)
+    assert (row["state"], list(row["unfit"])) == ("queued", ["node"])
+    assert ann.name in row["unfit"]["node"]
+    for person in people:
+        person.lets_in(answer["key"])
+    assert ann.calls(site.socket, "login")["hosts"] == {"node": ""}
+    site.cluster.wait_for(job, lambda row: row["state"] == "running")
+    until(lambda: "Permission denied" in log_of(site, job), 60.0, lambda: log_of(site, job))
+    assert log_of(site, job).splitlines()[0] == ann.name
+    # Its processes, files and secret are ann's.
+    pids = subprocess.run(["pgrep", "-u", ann.name, "-f", "sleep 600"], capture_output=True, text=True, check=True)
+    pid = pids.stdout.split()[0]
+    assert b"TOKEN=of-ann-alone" in Path(f"/proc/{pid}/environ").read_bytes()
+    assert "Permission denied" in bob.does(lambda: Path(f"/proc/{pid}/environ").read_text())
+    agent = next(p for p in (ann.home / ".local/state/clusterd").rglob("daemon.sock"))
+    assert "Permission denied" in str(bob.does(lambda: agent.stat()))
+    # Bob's jobs run beside it; neither cancels the other's.
+    other = bob.calls(site.socket, "submit", spec=command("his", "id -un; sleep 600"))["id"]
+    site.cluster.wait_for(other, lambda row: row["state"] == "running")
+    until(lambda: log_of(site, other) == f"{bob.name}\n")
+    assert f"is {ann.name}'s" in bob.calls(site.socket, "cancel", job=job)
+    # A restarted daemon leads both on.
+    site.cluster.kill()
+    site.cluster.start()
+    site.cluster.wait_for(job, lambda row: row["state"] == "running" and not row["away"])
+    assert ann.calls(site.socket, "cancel", job=job, now=True)
+    site.cluster.wait_for(job, lambda row: row["state"] == "cancelled")
+    assert site.cluster.job(other)["state"] == "running"
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    bob.calls(site.socket, "cancel", job=other, now=True)
+    site.cluster.wait_for(other, lambda row: row["state"] == "cancelled")
+
+
+def test_a_person_whose_agent_is_killed_loses_nothing(site: Site, people: tuple[Person, Person]) -> None:
+    ann, _ = people
+    site.settings('accounts = "own"\n')
+    site.cluster.start()
+    site.cluster.run("host", "add", "--yes", "--cpu-devices", "2", "node")
+    ann.lets_in(ann.calls(site.socket, "login")["key"])
+    assert ann.calls(site.socket, "login")["hosts"] == {"node": ""}
+    job = ann.calls(site.socket, "submit", spec=command("mine", "for i in 1 2 3 4 5 6; do sleep 1; echo $i; done"))[
+        "id"
+    ]
+    site.cluster.wait_for(job, lambda row: row["state"] == "running")
+    subprocess.run(["pkill", "-KILL", "-u", ann.name, "-f", "agent-.* serve"], check=False)
+    row = site.cluster.wait_for(job, lambda row: row["state"] == "finished")
+    assert row["attempt"] == 1
+    assert log_of(site, job).split() == list("123456")
