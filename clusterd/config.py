@@ -48,6 +48,8 @@ class HostOptions:
     cpu_devices: int | None = None  # CPU devices to offer; default: 0 on a host with GPUs, else by cores
     cores_per_device: int = 4  # of a CPU device, if `cpu_devices` is not given
     agent_home: str | None = None  # directory of the agent's state
+    exclude_devices: tuple[int, ...] = ()  # numbers of devices that are not offered
+    labels: tuple[str, ...] = ()  # for constraints of jobs: "nvlink", "rack=a"
 
 
 NOTIFICATIONS = ("job finished", "job failed", "job cancelled", "job queued again", "host lost", "host back")
@@ -243,7 +245,18 @@ def host_options(table: Any, where: str) -> HostOptions:
     home = table.get("agent_home", "")
     if not isinstance(home, str) or not home.isprintable():
         raise ConfigError(f"{where}: agent_home is {home!r}; it must be a path")
-    return HostOptions(**table)
+    labels = table.get("labels", [])
+    if not isinstance(labels, list | tuple) or not all(isinstance(label, str) and is_label(label) for label in labels):
+        raise ConfigError(f'{where}: labels is {labels!r}; it must be a list of words, as in ["nvlink", "rack=a"]')
+    excluded = table.get("exclude_devices", [])
+    if not isinstance(excluded, list | tuple) or not all(type(number) is int and number >= 0 for number in excluded):
+        raise ConfigError(f"{where}: exclude_devices is {excluded!r}; it must be a list of numbers, as in [3]")
+    return HostOptions(**{**table, "labels": tuple(dict.fromkeys(labels)), "exclude_devices": tuple(excluded)})
+
+
+def is_label(text: str) -> bool:
+    """True for a label of a host: a word that a list with commas can hold."""
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=/:-]*", text) is not None
 
 
 def _names(value: Any, name: str) -> tuple[str, ...]:

@@ -15,11 +15,23 @@ from clusterd.core.allocation.rights import on_loan
 from clusterd.core.decisions import Decision
 from clusterd.core.estimates.attained_service import is_predictable, steps_left
 from clusterd.core.estimates.heterogeneous_speed import believed
-from clusterd.core.events import Event, HostConnected, HostDisconnected, JobSubmitted, Timer, TimerKind, account_on
+from clusterd.core.events import (
+    DeviceClaimRemoved,
+    DevicesClaimed,
+    Event,
+    HostConnected,
+    HostDisconnected,
+    JobEdited,
+    JobSubmitted,
+    Timer,
+    TimerFired,
+    TimerKind,
+    account_on,
+)
 from clusterd.core.host import Host
 from clusterd.core.ledger import of_ranks
 from clusterd.core.state import Attempt, Job, Migration, State
-from clusterd.types import AttemptState, HostId, HostState, JobId, JobSpec
+from clusterd.types import AttemptState, DeviceClaim, HostId, HostState, JobId, JobSpec
 from clusterd.units import duration
 
 Row = dict[str, Any]
@@ -41,6 +53,7 @@ def job_row(job: Job, state: State) -> Row:
         "away": [host.id for host in _away(job, state)],
         "priority": job.priority,
         "held_by": job.held_by,
+        "array": msgspec.to_builtins(job.spec.array),
         "guaranteed": job.spec.guaranteed,
         "user": job.spec.user,
         "tenant": job.spec.tenant,
@@ -141,6 +154,11 @@ def _clock(at_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at_s))
 
 
+def _day(at_s: float) -> str:
+    """Day and time of day."""
+    return time.strftime("%m-%d %H:%M", time.localtime(at_s))
+
+
 def predicted_step_time_s(job: Job, state: State) -> float | None:
     """Predicted step time of the job's plan on its devices; None without a prediction."""
     attempt, table = job.attempt, state.performance_tables.get(job.model)
@@ -207,6 +225,7 @@ def host_row(state: State, host: Host, link: Row | None = None) -> Row:
         "cores_used": host.cores_used,
         "memory_bytes": host.facts.memory_bytes if host.facts else None,
         "memory_used_bytes": host.memory_used_bytes,
+        "labels": list(host.facts.labels) if host.facts else [],
         "boot_id": host.facts.boot_id if host.facts else None,
         "jobs": sorted({state.jobs[a.job].spec.name for a in running}),
         "devices": [
@@ -215,13 +234,28 @@ def host_row(state: State, host: Host, link: Row | None = None) -> Row:
                 "kind": device.kind,
                 "name": device.name,
                 "memory_bytes": device.memory_bytes,
+                "compute_capability": device.compute_capability,
                 "foreign": device.foreign,
                 "job": lease.job if (lease := state.leases.get(device.id)) else None,
                 "job_name": state.jobs[lease.job].spec.name if lease else None,
             }
             for device in host.devices
         ],
+        "claims": [claim_row(c) for c in state.device_claims.values() if set(c.devices) & {d.id for d in host.devices}],
         "link": link or {},
+    }
+
+
+def claim_row(claim: DeviceClaim) -> Row:
+    """Row of a claim on devices."""
+    return {
+        "id": claim.id,
+        "devices": list(claim.devices),
+        "from_s": claim.from_s,
+        "until_s": claim.until_s,
+        "reason": claim.reason,
+        "by": claim.by,
+        "drain": claim.drain,
     }
 
 
@@ -235,7 +269,7 @@ def may_still_run(state: State, host: Host) -> list[str]:
 
 def unusable(job: Job, state: State, now_s: float) -> list[str]:
     """Hosts and devices that the job may use but that are unusable now, one line with the reason each."""
-    hosts = [host for host in state.hosts.values() if job.admits(host.id)]
+    hosts = [host for host in state.hosts.values() if job.admits(host)]
     reasons = [host.unusable for host in hosts if host.unusable]
     for host in hosts:
         for device, fault in host.faults.items():
@@ -243,6 +277,13 @@ def unusable(job: Job, state: State, now_s: float) -> list[str]:
                 left_s = max(state.timers.get(Timer(TimerKind.FAULT, device), 0.0) - now_s, 0.0)
                 again = f"clusterd host undrain {host.id} offers it again now"
                 reasons.append(f"{device} is left out for {duration(left_s)}: {fault.why}; {again}")
+    places = tuple(f"{host.id}:" for host in hosts)
+    for claim in state.device_claims.values():
+        if devices := [device for device in claim.devices if device.startswith(places)]:
+            until = f" until {_day(claim.until_s)}" if claim.until_s is not None else ""
+            since = "" if claim.is_active(now_s) else f" from {_day(claim.from_s)}"
+            only = "" if claim.is_active(now_s) else "; until then only jobs that end before it start there"
+            reasons.append(f"{', '.join(devices)} {'is' if len(devices) == 1 else 'are'} {claim}{since}{until}{only}")
     return reasons
 
 
@@ -255,7 +296,7 @@ def event_row(event: Event) -> Row:
     """Row of an event, without the long description of a model."""
     row = {"kind": type(event).__name__, **msgspec.to_builtins(event)}
     row.pop("shape", None)
-    if isinstance(event, JobSubmitted):
+    if isinstance(event, JobSubmitted | JobEdited):
         row["spec"] = spec_row(event.spec)
     return row
 
@@ -274,6 +315,13 @@ def no_link(host: HostId) -> Row:
     return {}
 
 
+def _is_about_claims(event: Event) -> bool:
+    """True for events that change claims on devices, which rows of hosts show."""
+    if isinstance(event, TimerFired):
+        return event.timer.kind is TimerKind.CLAIM
+    return isinstance(event, DevicesClaimed | DeviceClaimRemoved)
+
+
 def change_row(
     state: State,
     number: int,
@@ -287,6 +335,8 @@ def change_row(
     jobs = {JobId(str(job)): None for item in touched if (job := getattr(item, "job", None))}
     hosts = {HostId(str(host)): None for item in touched if (host := getattr(item, "host", None))}
     for event in events:
+        if _is_about_claims(event):
+            hosts.update(dict.fromkeys(state.hosts))
         if isinstance(event, HostConnected | HostDisconnected):  # changes the reasons of its jobs too
             jobs.update({attempt.job: None for attempt in state.attempts_on(event.host)})
     for job in jobs:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import NewType
 
 from clusterd.exit_reasons import Reason as Reason
+from clusterd.units import has_capability
 from plans.plan import Plan
 
 JobId = NewType("JobId", str)
@@ -79,13 +80,18 @@ class Resources:
     nodes: int = 1  # of a command: hosts over which its devices are spread evenly, with one process on each
     device_name: str = ""  # part of the device's name, in any case: "a100"; empty: any
     device_memory_bytes: int = 0  # least memory of each device; 0: any
+    compute_capability: str = ""  # conditions on each GPU's: ">=8.0"; empty: any
+    constraint: tuple[str, ...] = ()  # labels that each host must have
     min_devices: int = 0  # of an elastic job; 0: as few as it can run on
     max_devices: int = 0  # of an elastic job; 0: as many as make it faster
 
-    def admits(self, kind: str, name: str, memory_bytes: int) -> bool:
-        """True where a device of this kind, name and memory serves the request."""
-        named = self.device_name.lower() in name.lower()
-        return self.kind in (None, kind) and named and memory_bytes >= self.device_memory_bytes
+    def admits(self, kind: str, name: str, memory_bytes: int, compute_capability: str) -> bool:
+        """True where a device of this kind, name, memory and compute capability serves the request."""
+        if self.kind not in (None, kind) or memory_bytes < self.device_memory_bytes:
+            return False
+        if self.compute_capability and not has_capability(compute_capability, self.compute_capability):
+            return False
+        return self.device_name.lower() in name.lower()
 
     @property
     def per_node(self) -> int:
@@ -99,6 +105,17 @@ class Tenant:
 
     quota: int | None = None  # devices that its jobs may hold at a time; None: unlimited
     share: float = 1.0  # weight of its share of contended devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayTask:
+    """Place of a job in an array: jobs that were submitted together, with an index or values of a sweep each."""
+
+    id: JobId  # of the array's first task; empty in the request for that one
+    name: str  # of the array; its tasks have names of their own
+    index: int
+    values: dict[str, str] = field(default_factory=dict)  # of a sweep, by variable
+    most: int = 0  # tasks that may run at once; 0: any number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +149,7 @@ class JobSpec:
     target_loss: float | None = None  # ends the job when reached
     interactive: bool = False  # a person waits for it: before others of its priority
     waits_for_hosts: bool = False  # accepted though no host of the cluster can serve it yet
+    array: ArrayTask | None = None  # None: submitted alone
     trials: bool = True  # it may run a few steps under other plans, to measure their speed
 
     def checkpoint_path(self, job: str, which: str) -> str:
@@ -152,6 +170,28 @@ class Device:
     cores: tuple[int, ...] = ()  # of a CPU device
     foreign: str = ""  # description of foreign processes on it; not allocated while set
     exclusive: bool = False  # compute mode allows one process at a time
+    compute_capability: str = ""  # of a GPU: "8.0"; empty: not reported
+    excluded: bool = False  # by the configuration of its host; then `foreign` says so, too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceClaim:
+    """Devices that an operator keeps from the scheduler for some time, as for maintenance or work by hand."""
+
+    id: str
+    devices: tuple[DeviceId, ...]
+    from_s: float
+    until_s: float | None = None  # None: until it is removed
+    reason: str
+    by: str = ""
+    drain: bool = False  # jobs that cannot move are stopped and queued again at its start
+
+    def is_active(self, now_s: float) -> bool:
+        """True between start and end."""
+        return self.from_s <= now_s and (self.until_s is None or now_s < self.until_s)
+
+    def __str__(self) -> str:
+        return f"claimed by {self.by or 'an operator'} (claim {self.id}): {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,4 +270,5 @@ class HostFacts:
     address: str  # under which other hosts reach it
     interface: str = ""  # network interface with the address
     link_mbit: int = 0  # reported by its driver; 0: unknown
+    labels: tuple[str, ...] = ()  # set by operators, for constraints of jobs
     devices: tuple[Device, ...] = ()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
+from operator import eq, ge, gt, le, lt
 
 _SIZES = {
     "": 1,
@@ -80,6 +82,37 @@ def fine(seconds: float) -> str:
         if seconds >= one:
             return f"{seconds / one:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} us"
+
+
+Capability = tuple[int, ...]
+"""CUDA compute capability: ``(8, 0)``."""
+
+_COMPARISONS = {">=": ge, "<=": le, ">": gt, "<": lt, "==": eq}
+
+
+@lru_cache(maxsize=256)
+def parse_capability(text: str) -> tuple[tuple[str, Capability], ...]:
+    """Parse conditions on the compute capability of a GPU: ``>=8.0``, ``>=8.0,<9``; a number alone means at least.
+
+    Raises:
+        ValueError: not such conditions.
+    """
+    found = []
+    for part in text.split(",") if text else ():
+        match = re.fullmatch(r"\s*(>=|<=|==|>|<)?\s*(\d+)(?:\.(\d+))?\s*", part, re.ASCII)
+        if match is None:
+            raise ValueError(f"{text!r} is no compute capability; write it as in >=8.0, or >=8.0,<9.0")
+        found.append((match[1] or ">=", (int(match[2]), int(match[3] or 0))))
+    return tuple(found)
+
+
+def has_capability(there: str, conditions: str) -> bool:
+    """True where a GPU of the compute capability `there` meets all conditions; an unknown one meets none."""
+    wanted = parse_capability(conditions)
+    if not wanted or not there:
+        return not wanted
+    ((_, actual),) = parse_capability(there)
+    return all(_COMPARISONS[comparison](actual, least) for comparison, least in wanted)
 
 
 def duration(seconds: float) -> str:

@@ -5,41 +5,39 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from clusterd.daemon.api import (
-    accounts,
-    files,
-    host_check,
-    hosts,
-    job_logs,
-    jobs,
-    migration,
-    performance,
-    retention,
-    terminals,
-)
+from clusterd.daemon import api
+from clusterd.daemon.api import job_logs
 
 PAGE = Path(__file__).with_name("client.md")
 ROW = re.compile(r"^\| `(\w+)\(([\w, ]*)\)`", re.MULTILINE)
-CLASSES = (
-    jobs.JobVerbs, migration.MigrationVerbs, host_check.HostChecks, files.FileVerbs, retention.RetentionVerbs,
-    hosts.HostVerbs, accounts.Accounts, performance.PerformanceVerbs, terminals.Terminals,
-)  # fmt: skip
 
 
 def arguments() -> dict[str, str]:
     """Arguments of each verb: the parameters behind the peer, which the server adds."""
     found = {"logs": _parameters(job_logs.JobLogs.follow)}
-    for kind in CLASSES:
+    for kind in _classes():
         for name, verb in inspect.getmembers(kind, inspect.isfunction):
             is_verb = inspect.iscoroutinefunction(verb) or inspect.isasyncgenfunction(verb)
             if is_verb and not name.startswith("_") and list(inspect.signature(verb).parameters)[1:2] == ["peer"]:
                 found[name] = _parameters(verb)
     return found
+
+
+def _classes() -> Iterator[type]:
+    """Classes of the API that have verbs or streams."""
+    for module in pkgutil.iter_modules(api.__path__):
+        found = importlib.import_module(f"{api.__name__}.{module.name}")
+        for _, kind in inspect.getmembers(found, inspect.isclass):
+            if kind.__module__ == found.__name__ and (hasattr(kind, "verbs") or hasattr(kind, "streams")):
+                yield kind
 
 
 def _parameters(verb: object) -> str:

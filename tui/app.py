@@ -295,7 +295,8 @@ class Top(PlainTextApp):
             if isinstance(queue, TableBoard) and hosts:
                 queue.set_filter(f"host:(?<!\\S){re.escape(hosts[0])}(?!\\S)")
         elif board.jobs():
-            self.shared.job = (message.table.cursor if self._current == "queue" else None) or board.jobs()[0]
+            cursor = message.table.cursor if self._current == "queue" else None
+            self.shared.job = cursor if cursor in self.shared.model.jobs else board.jobs()[0]
             job = self.shared.job
             await self._go("job")
             self.shared.job = job

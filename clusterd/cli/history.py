@@ -74,6 +74,11 @@ def _details(row: Mapping[str, Any]) -> str:
     """Reason of a decision; scalar fields of an event."""
     if "reason" in row:
         return str(row["reason"])
+    if row["kind"] == "JobEdited":
+        return f"{row['what']}, by {row['by']}"
+    if row["kind"] == "DevicesClaimed":
+        claim = row["claim"]
+        return f"claim {claim['id']} on {', '.join(claim['devices'])} by {claim['by']}: {claim['reason']}"
     if isinstance(spec := row.get("spec"), Mapping):
         return escaped(" ".join(map(str, spec.get("command", ()))))
     fields = {k: v for k, v in row.items() if k not in _ABOUT and isinstance(v, (str, int, float)) and v != ""}

@@ -25,10 +25,11 @@ def host() -> None:
 @click.argument("addresses", nargs=-1, required=True, metavar="ALIAS|USER@HOST[:PORT]...")
 @click.option("-y", "--yes", is_flag=True, help="Accept the host keys shown, without confirmation.")
 @click.option("--cpu-devices", type=click.IntRange(0, DEVICES_MAX), help="Number of CPU devices to offer.")
+@click.option("--label", "labels", multiple=True, help="For constraints of jobs, as in nvlink; may be repeated.")
 @click.option("--no-wait", is_flag=True, help="Do not wait until the host is up.")
-def add(addresses: tuple[str, ...], yes: bool, cpu_devices: int | None, no_wait: bool) -> None:
+def add(addresses: tuple[str, ...], yes: bool, cpu_devices: int | None, labels: tuple[str, ...], no_wait: bool) -> None:
     """Add hosts that `ssh HOST` reaches. An unknown host key is shown for confirmation."""
-    options = {"cpu_devices": cpu_devices}
+    options = {"cpu_devices": cpu_devices, "labels": list(labels) or None}
     failures: list[ClusterError] = []
     with Client() as cluster:
         for address in addresses:
@@ -94,17 +95,28 @@ def ls(output: str) -> None:
     if output != "table":
         show_json(rows, output)
         return
-    lines = []
+    lines: list[list[Any]] = []
     for row in rows:
         leased = sum(1 for d in row["devices"] if d["job"])
         state = f"{row['state']}{' (drained)' if row['drained'] is not None else ''}"
         devices = f"{leased}/{len(row['devices'])}" if row["devices"] else ""
-        why = row["why"] or ", ".join(row["jobs"])
+        claims = [
+            f"{_local(claim['devices'], row['name'])} claimed: {claim['reason']}" for claim in row.get("claims", ())
+        ]
+        why = row["why"] or "; ".join(filter(None, (", ".join(row["jobs"]), *claims)))
         memory = size(row["memory_bytes"]) if row["memory_bytes"] else ""
-        lines.append((row["name"], state, ago(row["since_s"]), devices, row["cpu_cores"], memory, why))
-    show_table(
-        ("host", "state", "for", "leased", "cores", "memory", "jobs"), lines, "no hosts yet: clusterd host add HOST"
-    )
+        lines.append([row["name"], state, ago(row["since_s"]), devices, row["cpu_cores"], memory, why])
+    headings = ["host", "state", "for", "leased", "cores", "memory", "jobs"]
+    if any(row.get("labels") for row in rows):
+        headings.insert(6, "labels")
+        for row, line in zip(rows, lines, strict=True):
+            line.insert(6, " ".join(row.get("labels", ())))
+    show_table(headings, lines, "no hosts yet: clusterd host add HOST")
+
+
+def _local(devices: list[str], host: str) -> str:
+    """Names of devices on one host: ``gpu1, gpu3``."""
+    return ", ".join(device.removeprefix(f"{host}:") for device in devices if device.startswith(f"{host}:"))
 
 
 @host.command()
@@ -156,6 +168,7 @@ def show(name: str, output: str) -> None:
         "shared mem": f"{size(facts['shm_free_bytes'])} free of {size(facts['shm_bytes'])}" if facts else None,
         "clock skew": f"{facts['clock_skew_s']:+.2f} s" if facts.get("clock_skew_s") is not None else None,
         "boot id": row["boot_id"],
+        "labels": " ".join(row.get("labels", ())),
         "GPU error": facts.get("gpu_error"),
     }
     for label, value in details.items():
@@ -163,7 +176,9 @@ def show(name: str, output: str) -> None:
             print_line(f"  {label:<10} {value}")
     for device in row["devices"]:
         use = f"job {device['job_name']} ({device['job']})" if device["job"] else device["foreign"] or "free"
-        print_line(f"  {device['id']:<20} {device['name']}, {size(device['memory_bytes'])}: {use}")
+        capability = device.get("compute_capability")  # absent from the reply of an older daemon
+        model = f"{device['name']}, {size(device['memory_bytes'])}{f', {capability}' if capability else ''}"
+        print_line(f"  {device['id']:<20} {model}: {use}")
     for gpu in facts.get("gpus", ()):
         for process in gpu["processes"]:
             if not process["ours"]:

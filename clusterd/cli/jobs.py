@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import is_selected, own_jobs, time_s
+from clusterd.cli.common.arguments import is_selected, job_or_tasks, own_jobs, time_s
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.following import first_failure, show_logs, until_over, wait_for
 from clusterd.cli.common.output import (
@@ -32,6 +33,9 @@ from clusterd.units import duration
 SILENT_S, SILENT_STEPS = 60.0, 20
 """A job counts as silent after this long and this many step times without a step."""
 
+HOSTS_MAX = 8
+"""Hosts that do not fit a job, named by `why`."""
+
 LINES_MAX = 20
 """With more jobs than this, one summary line replaces a line per job."""
 
@@ -40,11 +44,16 @@ LINES_MAX = 20
 @click.argument("jobs", nargs=-1, shell_complete=complete_job)
 @click.option("-a", "--all", "everything", is_flag=True, help="Finished jobs too.")
 @click.option("--state", help="Only jobs in this state.")
+@click.option("--tasks", is_flag=True, help="A line for each task of arrays and sweeps.")
 @output_option
-def ls(jobs: tuple[str, ...], everything: bool, state: str | None, output: str) -> None:
-    """List active jobs, with --all also finished ones; JOBS limits the list to names, ids or patterns."""
+def ls(jobs: tuple[str, ...], everything: bool, state: str | None, tasks: bool, output: str) -> None:
+    """List active jobs, with --all also finished ones; JOBS limits the list to names, ids or patterns.
+
+    An array or sweep is one line; its name in the place of JOBS lists its tasks.
+    """
     with Client() as cluster:
         rows = cluster.all_jobs() if everything or state is not None else cluster.call("jobs")
+        arrays = cluster.call("arrays", all=everything) if any(row.get("array") for row in rows) else []
     if jobs:
         rows = [row for row in rows if is_selected(row, jobs)]
     if state is not None:
@@ -53,8 +62,9 @@ def ls(jobs: tuple[str, ...], everything: bool, state: str | None, output: str) 
     if output != "table":
         show_json(rows, output)
         return
+    rows = rows if jobs or state is not None or tasks else _folded(rows, arrays)
     headings = ["id", "name", "state", "plan", "devices", "step", "left", "loss", "age", "reason"]
-    lines = [_line(row) for row in rows]
+    lines = [_array_line(row) if "tasks" in row else _line(row) for row in rows]
     if len({row["user"] for row in rows}) > 1:
         headings.insert(1, "user")
         for row, line in zip(rows, lines, strict=True):
@@ -63,6 +73,35 @@ def ls(jobs: tuple[str, ...], everything: bool, state: str | None, output: str) 
     if not (everything or state):
         empty += " are queued or running (clusterd ls --all shows finished ones)"
     show_table(headings, lines, empty)
+
+
+def _folded(rows: list[dict[str, Any]], arrays: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with each active array of several tasks in the place of its first task."""
+    several = {array["id"]: array for array in arrays if array["tasks"] > 1}
+    folded: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        array = several.get((row.get("array") or {}).get("id"))
+        if array is None:
+            folded[row["id"]] = row
+            continue
+        first = folded.setdefault(f"array {array['id']}", {**array, "devices": [], "submitted_s": row["submitted_s"]})
+        first["devices"] += row["devices"] if row["holds_devices"] else []
+    return list(folded.values())
+
+
+def _array_line(row: dict[str, Any]) -> list[Any]:
+    states = row["states"]
+    state = "running" if states.keys() & {"starting", "running", "stopping"} else "queued"
+    most = f", at most {row['most']} at once" if row["most"] else ""
+    names = {"queued": "pending", "finished": "done"}
+    counts = ", ".join(f"{states[state]} {names.get(state, state)}" for state in _ORDER if states.get(state))
+    devices = compact_devices(row["devices"])
+    reason = f"{row['tasks']} tasks{most}: {counts}"
+    return [f"{row['id']}_*", row["name"], state, "", devices, "", "", "", ago(row["submitted_s"]), reason]
+
+
+_ORDER = ("queued", "starting", "running", "stopping", "finished", "failed", "cancelled")
+"""States in which tasks of an array are counted."""
 
 
 def _check_state(state: str) -> None:
@@ -185,8 +224,9 @@ def cancel(jobs: tuple[str, ...], and_wait: bool, now: bool) -> None:
 def priority(job: str, priority: int) -> None:
     """Change a job's priority; higher priorities start first."""
     with Client() as cluster:
-        row = cluster.call("priority", job=job, priority=priority)
-    note(f"{row['id']} ({row['name']}) has priority {row['priority']}")
+        for one in own_jobs(cluster, [job], over=False):
+            row = cluster.call("priority", job=one, priority=priority)
+            note(f"{row['id']} ({row['name']}) has priority {row['priority']}")
 
 
 _JOBS = click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
@@ -196,14 +236,14 @@ _JOBS = click.argument("jobs", nargs=-1, required=True, shell_complete=complete_
 @_JOBS
 def hold(jobs: tuple[str, ...]) -> None:
     """Keep queued JOBS from starting until they are released; jobs behind them go first."""
-    _each("hold", jobs, "is held")
+    _each("hold", jobs, "is held", lambda row: row["state"] == "queued" and row["held_by"] is None)
 
 
 @click.command()
 @_JOBS
 def release(jobs: tuple[str, ...]) -> None:
     """Let held JOBS start."""
-    _each("release", jobs, "is queued")
+    _each("release", jobs, "is queued", lambda row: row["held_by"] is not None)
 
 
 @click.command()
@@ -214,14 +254,19 @@ def requeue(jobs: tuple[str, ...], held: bool) -> None:
 
     Elastic and checkpointable jobs go on from their saved state; a command starts over.
     """
-    _each("requeue", jobs, "is being stopped, and queued again", hold=held)
+    running = ("starting", "running")
+    _each("requeue", jobs, "is being stopped, and queued again", lambda row: row["state"] in running, hold=held)
 
 
-def _each(verb: str, jobs: tuple[str, ...], done: str, **others: Any) -> None:
-    """Call the daemon for each job; the others happen even if one is refused."""
+def _each(verb: str, jobs: tuple[str, ...], done: str, accept: Callable[[dict[str, Any]], bool], **others: Any) -> None:
+    """Call the daemon for each job; the others happen even if one is refused.
+
+    Args:
+        accept: tasks of an array, and jobs of a pattern, that the verb concerns.
+    """
     failures: list[ClusterError] = []
     with Client() as cluster:
-        for job in jobs:
+        for job in own_jobs(cluster, jobs, over=False, accept=accept):
             try:
                 row = cluster.call(verb, job=job, **others)
                 note(f"{row['id']} ({row['name']}) {done}")
@@ -240,9 +285,9 @@ def wait(jobs: tuple[str, ...], timeout: str | None, output: str) -> int:
     deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
     with Client() as cluster:
         # An unknown name is reported now, not after the jobs before it have ended.
-        ids = [cluster.call("job", job=job)["id"] for job in jobs]
+        ids = {job: name for name in jobs for job in job_or_tasks(cluster, name)}
     ended: list[dict[str, Any]] = []
-    for job, name in zip(ids, jobs, strict=True):
+    for job, name in ids.items():
         left_s = max(deadline_s - time.monotonic(), 0.01) if deadline_s is not None else None
         row = wait_for(job, left_s)
         if row is None:
@@ -289,6 +334,11 @@ def why(job: str, output: str) -> None:
             left_s = answer.get("holders_left_s", {}).get(name)
             until = f", for about {duration(left_s)} more" if left_s is not None else ""
             print_line(f"  {name} holds {count} device{'s' if count > 1 else ''}{until}")
+        misfits = answer.get("misfits", [])  # absent from the reply of an older daemon
+        for reason in misfits[:HOSTS_MAX]:
+            print_line(f"  {reason}")
+        if len(misfits) > HOSTS_MAX:
+            print_line(f"  and {len(misfits) - HOSTS_MAX} more hosts do not fit either")
         for reason in answer["unusable"]:
             print_line(f"  {reason}")
     for (kind, reason), group in groupby(answer["decisions"], lambda decision: (decision["kind"], decision["reason"])):
@@ -310,7 +360,7 @@ def promised(job: dict[str, Any]) -> str:
         return f"next to start,{ends or ' as soon as devices are free'}: expected since {_clock(promise['at_s'])}"
     latest_s = promise["latest_s"]
     latest = f", by {_clock(latest_s)} at the latest" if latest_s is not None else ""
-    return f"starts at about {_clock(promise['at_s'])}{latest},{ends}; nobody may delay it"
+    return f"starts at about {_clock(promise['at_s'])}{latest}{',' if ends else ''}{ends}; nobody may delay it"
 
 
 def _clock(at_s: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,11 @@ from clusterd.cli.common.following import exit_code, first_failure, show_logs, u
 from clusterd.cli.common.output import drop_output, note, output_option, show_json
 from clusterd.cli.common.resources import requested_resources, resource_options
 from clusterd.client import Client
-from clusterd.errors import ClusterError
+from clusterd.errors import ClusterError, UsageError
 from clusterd.submission.batch_script import is_script, read_batch_script
 from clusterd.submission.job_file import Request, command_line_job, read_job_file, variables
 from clusterd.submission.submit import hand_over, pack_workdir, plain, with_workdir
-from clusterd.submission.sweep import parse_sweep, swept
+from clusterd.submission.sweep import array_tasks, in_array, parse_array, parse_sweep, swept
 from clusterd.types import JobId, JobSpec
 
 _AFTER = click.option(
@@ -42,6 +43,11 @@ _SWEEP = click.option(
     multiple=True,
     help="One job per value, set in its environment and for {NAME} in its command; repeated: per combination.",
 )
+_ARRAY = click.option(
+    "--array",
+    metavar="INDICES[%N]",
+    help="One job per index, as in 0-99%8 (at most 8 at once); {index} in its command, $CLUSTERD_ARRAY_TASK_ID.",
+)
 
 
 @click.command()
@@ -50,6 +56,7 @@ _SWEEP = click.option(
 @click.option("--priority", type=int, help="Overrides the file.")
 @_ENV
 @_SWEEP
+@_ARRAY
 @_AFTER
 @_WAIT_FOR_HOSTS
 @click.option("--dry-run", is_flag=True, help="Print where the job would start, or why it would wait; submit nothing.")
@@ -69,12 +76,13 @@ def submit(file: Path, output: str, **options: Any) -> int:
     spec = replace(spec, env={**spec.env, **variables(options["env"])})
     spec = replace(spec, waits_for_hosts=spec.waits_for_hosts or options["wait_for_hosts"])
     spec = replace(spec, after=(*spec.after, *map(JobId, options["after"])))
-    sweep = parse_sweep(options["sweep"])
+    expand = _expansion(options["sweep"], options["array"] or request.array)
     with Client() as cluster:
         if options["dry_run"]:
-            return _dry_run(cluster, spec, sweep, output, snapshot=True)
+            return _dry_run(cluster, spec, expand, output, snapshot=True)
+        expand(spec)  # refuses wrong indices before anything is sent
         spec = with_workdir(cluster, spec, say=note)
-        answers = _queue(cluster, Request(spec, request.secrets), sweep, output)
+        answers = _queue(cluster, Request(spec, request.secrets), expand, output)
     if output == "table":
         first, last = answers[0], answers[-1]
         if first is last:
@@ -142,15 +150,35 @@ def _read(file: Path) -> Request:
     return request
 
 
-def _queue(cluster: Client, request: Request, sweep: dict[str, list[str]], output: str) -> list[dict[str, Any]]:
-    """Submit the job, or the jobs of a sweep, printing the ids accepted so far even if a later one is refused.
+Expansion = Callable[[JobSpec], list[JobSpec]]
+"""From a job to the jobs of its sweep or array; a list of one where there is none."""
+
+
+def _expansion(sweep: Sequence[str], array: str) -> Expansion:
+    """Expansion of a job by these options.
+
+    Raises:
+        UsageError: both are given, or wrong.
+    """
+    values = parse_sweep(sweep)
+    if values and array:
+        raise UsageError("--sweep and --array are both given: give one of them")
+    if array:
+        parse_array(array)
+        return lambda spec: array_tasks(spec, array)
+    return lambda spec: swept(spec, values)
+
+
+def _queue(cluster: Client, request: Request, expand: Expansion, output: str) -> list[dict[str, Any]]:
+    """Submit the job, or the jobs of a sweep or array, printing the ids accepted so far even if a later one is refused.
 
     A closed standard output does not stop it: half a sweep is of no use.
     """
     answers: list[dict[str, Any]] = []
     unread: OSError | None = None
     try:
-        for spec in swept(request.spec, sweep):
+        for spec in expand(request.spec):
+            spec = in_array(spec, answers[0]["id"] if answers else "")
             answers.append(hand_over(cluster, Request(spec, request.secrets)))
             if output == "table":
                 try:
@@ -160,7 +188,7 @@ def _queue(cluster: Client, request: Request, sweep: dict[str, list[str]], outpu
                     unread = error
     finally:
         if answers and output != "table":
-            show_json(answers if sweep else answers[0], output)
+            show_json(answers if len(answers) > 1 else answers[0], output)
     if unread is not None and not isinstance(unread, BrokenPipeError):
         note(f"{', '.join(answer['id'] for answer in answers)} queued")
         raise unread
@@ -178,6 +206,7 @@ def _queue(cluster: Client, request: Request, sweep: dict[str, list[str]], outpu
 @click.option("--secret", multiple=True, help="NAME of a variable to pass on without showing it; may be repeated.")
 @_ENV
 @_SWEEP
+@_ARRAY
 @_AFTER
 @_WAIT_FOR_HOSTS
 @click.option("--no-snapshot", is_flag=True, help="Run in this directory itself, not a copy; the hosts must share it.")
@@ -194,9 +223,10 @@ def run(argv: tuple[str, ...], **options: Any) -> int:
     clusterd run --gpus 2 -- python train.py
     clusterd run --nodes 2 --gpus-per-node 4 -- torchrun train.py
     """
-    sweep, snapshot = parse_sweep(options["sweep"]), not options["no_snapshot"]
-    if sweep and not (options["detach"] or options["dry_run"]):
-        raise click.UsageError("--sweep submits several jobs, whose logs cannot be shown together: add --detach")
+    expand, snapshot = _expansion(options["sweep"], options["array"] or ""), not options["no_snapshot"]
+    if (options["sweep"] or options["array"]) and not (options["detach"] or options["dry_run"]):
+        option = "--sweep" if options["sweep"] else "--array"
+        raise click.UsageError(f"{option} submits several jobs, whose logs cannot be shown together: add --detach")
     request = command_line_job(
         argv,
         name=options["name"],
@@ -211,11 +241,11 @@ def run(argv: tuple[str, ...], **options: Any) -> int:
     )
     with Client() as cluster:
         if options["dry_run"]:
-            return _dry_run(cluster, request.spec, sweep, "table", snapshot=snapshot)
+            return _dry_run(cluster, request.spec, expand, "table", snapshot=snapshot)
         if snapshot:
             request = replace(request, spec=with_workdir(cluster, request.spec, say=note))
         if options["detach"]:
-            _queue(cluster, request, sweep, "table")
+            _queue(cluster, request, expand, "table")
             return 0
         answer = hand_over(cluster, request)
     return _attend(answer)
@@ -261,11 +291,11 @@ def _follow(answer: dict[str, Any]) -> dict[str, Any]:
     return until_over(answer["id"])
 
 
-def _dry_run(cluster: Client, spec: JobSpec, sweep: dict[str, list[str]], output: str, *, snapshot: bool) -> int:
+def _dry_run(cluster: Client, spec: JobSpec, expand: Expansion, output: str, *, snapshot: bool) -> int:
     if snapshot and spec.workdir is not None:
         pack_workdir(cluster, spec).archive.close()  # refuses what a submission would refuse
     answers = []
-    for each in swept(spec, sweep):
+    for each in expand(spec):
         answer = cluster.call("dry_run", spec=plain(each))
         answers.append(answer)
         if output != "table":
@@ -276,6 +306,6 @@ def _dry_run(cluster: Client, spec: JobSpec, sweep: dict[str, list[str]], output
         else:
             print(f"{each.name} would be queued behind {answer['ahead']} jobs: {answer['reason']}")
     if output != "table":
-        show_json(answers if sweep else answers[0], output)
+        show_json(answers if len(answers) > 1 else answers[0], output)
     sys.stdout.flush()
     return 0

@@ -7,43 +7,27 @@ which it happened (`at_s`, seconds since the epoch) and the number that the jour
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, NewType
 
 from clusterd.core.performance_table import PerformanceTable
-from clusterd.types import AttemptReport, DeviceId, HostFacts, HostId, JobId, JobSpec, RankEnd, RankReport, Tenant
+from clusterd.core.timers import Timer as Timer
+from clusterd.core.timers import TimerKind as TimerKind
+from clusterd.types import (
+    AttemptReport,
+    DeviceClaim,
+    DeviceId,
+    HostFacts,
+    HostId,
+    JobId,
+    JobSpec,
+    RankEnd,
+    RankReport,
+    Tenant,
+)
 from plans.plan import Plan
 
 EventId = NewType("EventId", int)
 NO_EVENT = EventId(0)
-
-
-class TimerKind(StrEnum):
-    """Purposes of timers."""
-
-    ROUND = "round"  # the policy's next round
-    RECOVERY = "recovery"  # the daemon stops waiting for hosts to report after its start
-    HOST_LOST = "host-lost"  # an unreachable host is given up
-    ACCOUNT_LOST = "account-lost"  # an account's agent on a host is given up; about: see `account_on`
-    FAULT = "fault"  # a faulty device is offered again
-    RECOVER = "recover"  # survivors of an attempt must have reported
-    CHECKPOINT = "checkpoint"  # a periodic checkpoint is due
-    TRIAL = "trial"  # a trial must have been measured
-    STALL = "stall"  # a job without a step is restarted
-    LIMIT = "limit"  # a job's time limit
-    RETRY = "retry"  # the back-off of a job is over
-    SETTLE = "settle"  # a job may be migrated again
-
-
-@dataclass(frozen=True, slots=True)
-class Timer:
-    """Key of a timer: its purpose and the job, host or device that it is about."""
-
-    kind: TimerKind
-    about: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.kind.value}:{self.about}" if self.about else self.kind.value
 
 
 def account_on(host: HostId, account: str) -> str:
@@ -163,6 +147,21 @@ class HostChanged(Event):
     facts: HostFacts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicesClaimed(Event):
+    """An operator claimed devices: the scheduler does not give them to jobs from its start to its end."""
+
+    claim: DeviceClaim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceClaimRemoved(Event):
+    """An operator removed a claim before its end."""
+
+    claim: str
+    by: str = ""
+
+
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
@@ -189,6 +188,16 @@ class JobReprioritised(Event):
 
     job: JobId
     priority: int
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEdited(Event):
+    """The job's user or an operator changed what it asks for."""
+
+    job: JobId
+    spec: JobSpec  # after the change, with its priority
+    what: str  # the change in words
     by: str = ""
 
 
@@ -448,11 +457,14 @@ EVENTS: dict[str, type[Event]] = {
         HostConnected,
         HostDisconnected,
         HostChanged,
+        DevicesClaimed,
+        DeviceClaimRemoved,
         AccountConnected,
         AccountDisconnected,
         JobSubmitted,
         JobCancelled,
         JobReprioritised,
+        JobEdited,
         JobHeld,
         JobReleased,
         JobRequeued,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from clusterd.core import transitions
@@ -38,6 +39,7 @@ class Host:
     lost_accounts: set[str] = field(default_factory=set)  # whose ranks were given up while their agent is away
     cores_used: int = 0
     memory_used_bytes: int = 0
+    claimed: dict[DeviceId, str] = field(default_factory=dict)  # by claims that are active, with their text
     withheld: dict[DeviceId, str] = field(default_factory=dict)  # account whose lost ranks may still use the device
     faults: dict[DeviceId, Fault] = field(default_factory=dict)  # since an operator or a reboot last cleared them
     history: History = field(default_factory=list)
@@ -83,11 +85,16 @@ class Host:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Reported devices; a faulty one is marked like one that another process uses, and is not offered."""
+        """Reported devices; faulty and claimed ones are marked like those in use by others, and are not offered."""
         reported = self.facts.devices if self.facts else ()
-        if not self.faults and not self.withheld:
+        if not self.faults and not self.withheld and not self.claimed:
             return reported
-        return tuple(replace(d, foreign=self.why_left_out(d.id)) if self.is_faulty(d.id) else d for d in reported)
+        left_out = {d.id: self.why_left_out(d.id) for d in reported if self.is_faulty(d.id)} | self.claimed
+        return tuple(replace(d, foreign=left_out[d.id]) if d.id in left_out else d for d in reported)
+
+    def missing_labels(self, constraint: Iterable[str]) -> list[str]:
+        """Labels that the host does not have."""
+        return [label for label in constraint if self.facts is None or label not in self.facts.labels]
 
     def why_left_out(self, device: DeviceId) -> str:
         """Reason why a faulty or withheld device is not offered."""

@@ -137,7 +137,7 @@ class Ledger:
             best_key: tuple[float, int, str] | None = None
             for name, types in self.devices.items():
                 free = types.get(kind)
-                if free is None or len(free) < count or name in used or not job.admits(name):
+                if free is None or len(free) < count or name in used or not job.admits(self.hosts[name]):
                     continue
                 if self.cores[name] < count * each_cores or self.memory_bytes[name] < count * each_bytes:
                     continue

@@ -17,6 +17,7 @@ from clusterd.core.events import Timer, TimerKind
 from clusterd.core.lifecycle import (
     accounts,
     attempt_events,
+    device_claims,
     host_events,
     job_events,
     jobs,
@@ -26,6 +27,7 @@ from clusterd.core.lifecycle import (
 from clusterd.core.lifecycle import trial_events as trials
 from clusterd.core.lifecycle.context import HOST_LOST_AFTER_S, HandlerContext
 from clusterd.core.policies import POLICIES
+from clusterd.core.queueing.arrays import ArrayLimits
 from clusterd.core.queueing.dependencies import in_vain, waits_for
 from clusterd.core.state import Outcome, State
 from clusterd.core.view import Policy, Proposal, Refusal, View
@@ -131,14 +133,18 @@ def _fail_unsatisfiable(ctx: HandlerContext) -> None:
 
 
 def _hold_dependents(ctx: HandlerContext) -> set[JobId]:
-    """Record what held jobs and dependents wait for before the policy may consider them; returns those jobs."""
+    """Record what held jobs, dependents and tasks of full arrays wait for; returns them, whom policies do not see."""
     blocked: set[JobId] = set()
+    arrays = ArrayLimits(ctx.state)
     for job in map(ctx.state.jobs.__getitem__, ctx.state.queue):
         if job.held_by is not None:
             ctx.hold(job, f"held{f' by {job.held_by}' if job.held_by else ''}: clusterd release {job.id} lets it start")
             blocked.add(job.id)
         elif (awaited := waits_for(job.spec, ctx.state)) is not None:
             ctx.hold(job, awaited)
+            blocked.add(job.id)
+        elif (limited := arrays.waits_for(job, ctx.now_s)) is not None:
+            ctx.hold(job, limited)
             blocked.add(job.id)
     return blocked
 
@@ -180,13 +186,17 @@ def _apply(ctx: HandlerContext, proposal: Proposal) -> list[Refusal]:
 def _explain_drained(ctx: HandlerContext) -> None:
     """Record what keeps a drained host busy as the reason of the jobs that stay there."""
     drained = {host.id for host in ctx.state.hosts.values() if host.drained is not None}
-    for job in map(ctx.state.jobs.__getitem__, ctx.state.active if drained else ()):
+    claimed = {device: why for host in ctx.state.hosts.values() for device, why in host.claimed.items()}
+    for job in map(ctx.state.jobs.__getitem__, ctx.state.active if drained or claimed else ()):
         attempt = job.attempt
         if attempt is None or attempt.state is not AttemptState.RUNNING or attempt.migration or job.resuming:
             continue
         if leaving := sorted(drained.intersection(attempt.hosts)):
             until = "its end" if job.spec.kind is JobKind.COMMAND else "devices are free elsewhere, or its end"
             ctx.hold(job, f"{', '.join(leaving)} is drained: it stays there until {until}")
+        elif held := sorted(claimed.keys() & set(attempt.devices)):
+            until = "its end" if job.spec.kind is JobKind.COMMAND else "devices are free elsewhere, or its end"
+            ctx.hold(job, f"{', '.join(held)} is {claimed[held[0]]}: it stays there until {until}")
 
 
 _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
@@ -200,11 +210,14 @@ _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.HostConnected: host_events.on_host_connected,
     e.HostDisconnected: host_events.on_host_disconnected,
     e.HostChanged: host_events.on_host_changed,
+    e.DevicesClaimed: device_claims.on_devices_claimed,
+    e.DeviceClaimRemoved: device_claims.on_device_claim_removed,
     e.AccountConnected: accounts.on_account_connected,
     e.AccountDisconnected: accounts.on_account_disconnected,
     e.JobSubmitted: job_events.on_job_submitted,
     e.JobCancelled: job_events.on_job_cancelled,
     e.JobReprioritised: job_events.on_job_reprioritised,
+    e.JobEdited: job_events.on_job_edited,
     e.JobHeld: job_events.on_job_held,
     e.JobReleased: job_events.on_job_released,
     e.JobRequeued: job_events.on_job_requeued,

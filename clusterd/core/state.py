@@ -13,13 +13,14 @@ from itertools import takewhile
 from typing import Any
 
 from clusterd.core import transitions
-from clusterd.core.events import Timer
 from clusterd.core.host import Host
 from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.reservations import Claim, Reservation
+from clusterd.core.timers import Timer
 from clusterd.core.transitions import History, MigrationState, SeriesState, TrialState
 from clusterd.types import (
     AttemptState,
+    DeviceClaim,
     DeviceId,
     HostId,
     JobId,
@@ -317,10 +318,12 @@ class Job:
         """Take a step of the job's state machine."""
         transitions.advance(self, transitions.JOB, state, at_s, f"job {self.id}")
 
-    def admits(self, host: HostId) -> bool:
+    def admits(self, host: Host) -> bool:
         """True where its ranks may be placed on the host."""
-        wanted = self.spec.resources.hosts
-        return host not in self.excluded_hosts and (not wanted or host in wanted)
+        wanted = self.spec.resources
+        named = not wanted.hosts or host.id in wanted.hosts
+        labelled = not wanted.constraint or not host.missing_labels(wanted.constraint)
+        return named and labelled and host.id not in self.excluded_hosts
 
     @property
     def bounds(self) -> Bounds:
@@ -378,6 +381,8 @@ class State:
     active: dict[JobId, None] = field(default_factory=dict)  # jobs with an attempt that is not over
     reservation: Reservation | None = None
     claims: dict[JobId, Claim] = field(default_factory=dict)  # by queued job, oldest first
+    device_claims: dict[str, DeviceClaim] = field(default_factory=dict)  # by id; those that are not over
+    last_device_claim: int = 0
     run_times: dict[str, list[float]] = field(default_factory=dict)  # see `estimates.expected_time`
     recovering: set[HostId] = field(default_factory=set)  # hosts that must report before anything is placed
     jobs_by_host: dict[HostId, dict[JobId, None]] = field(default_factory=dict)  # see `index`

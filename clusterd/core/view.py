@@ -6,13 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from clusterd.core.events import Timer, TimerKind
+from clusterd.core.claim_calendar import ClaimCalendar
 from clusterd.core.fair_share import Quotas
 from clusterd.core.host import Host
 from clusterd.core.ledger import Ledger
 from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.reservations import Claim, Reservation
 from clusterd.core.state import Attempt, Job, State
+from clusterd.core.timers import Timer, TimerKind
 from clusterd.types import HostId, JobId, RankPlace
 from plans.plan import Plan
 
@@ -108,13 +109,17 @@ class View:
         self.has_round = Timer(TimerKind.ROUND) in state.timers
         self.claims: Mapping[JobId, Claim] = state.claims
         self.running: list[Job] = [state.jobs[job] for job in state.active]
+        self.calendar = ClaimCalendar(state, now_s)
         self.free = Ledger(state.hosts.values(), state.leases)
         self.quotas = Quotas(state.tenants, self.running)
 
     def leaving(self, attempt: Attempt) -> str:
-        """Message naming the drained hosts of an attempt; empty: none."""
-        drained = sorted(h for h in attempt.hosts if h in self.hosts and self.hosts[h].drained is not None)
-        return f"{', '.join(drained)} is drained" if drained else ""
+        """Message naming the drained hosts of an attempt, else its claimed devices; empty: none."""
+        hosts = [self.hosts[host] for host in attempt.hosts if host in self.hosts]
+        if drained := sorted(host.id for host in hosts if host.drained is not None):
+            return f"{', '.join(drained)} is drained"
+        claimed = [(d, why) for host in hosts for d, why in host.claimed.items() if d in attempt.devices]
+        return f"{', '.join(d for d, _ in claimed)} is {claimed[0][1]}" if claimed else ""
 
 
 class Policy(Protocol):

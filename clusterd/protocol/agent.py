@@ -36,6 +36,7 @@ class GpuRow:
     exclusive: bool = False
     processes: tuple[ProcessRow, ...] = ()
     unlisted_bytes: int | None = 0  # in use by no process that the driver lists
+    compute_capability: str = ""  # "8.0"; empty: not known
 
 
 @dataclass(frozen=True)

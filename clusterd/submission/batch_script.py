@@ -23,6 +23,8 @@ export SLURM_JOB_ID=$CLUSTERD_JOB SLURM_JOBID=$CLUSTERD_JOB SLURM_JOB_NAME=$CLUS
 export SLURM_SUBMIT_DIR=$PWD SLURM_NNODES=${NNODES:-1} SLURM_JOB_NUM_NODES=${NNODES:-1} SLURM_NTASKS=${NNODES:-1}
 export SLURM_NODEID=${NODE_RANK:-0} SLURM_PROCID=${NODE_RANK:-0} SLURM_LOCALID=0
 export SLURM_JOB_NODELIST=${MASTER_ADDR:-localhost} SLURM_NODELIST=${MASTER_ADDR:-localhost}
+[ -z "${CLUSTERD_ARRAY_TASK_ID-}" ] || export SLURM_ARRAY_TASK_ID=$CLUSTERD_ARRAY_TASK_ID
+[ -z "${CLUSTERD_ARRAY_JOB_ID-}" ] || export SLURM_ARRAY_JOB_ID=$CLUSTERD_ARRAY_JOB_ID
 srun() { while [ "${1#-}" != "$1" ]; do shift; done; "$@"; }
 scontrol() { [ "$1 $2" = "show hostnames" ] && echo "$SLURM_JOB_NODELIST"; }
 export -f srun scontrol
@@ -33,6 +35,7 @@ script=$1; shift; source "$script"
 _SHORT = {
     "-J": "--job-name", "-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-c": "--cpus-per-task", "-t": "--time",
     "-p": "--partition", "-A": "--account", "-o": "--output", "-e": "--error", "-w": "--nodelist", "-d": "--dependency",
+    "-C": "--constraint", "-a": "--array",
 }  # fmt: skip
 
 IGNORED = (
@@ -216,6 +219,16 @@ def _hosts(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
     resources["hosts"] = value.split(",")
 
 
+def _array(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
+    values["array"] = value
+
+
+def _constraint(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
+    if re.search(r"[|*()\[\]!]", value):
+        raise ValueError("labels are joined by & or a comma: each host must have all of them")
+    resources["constraint"] = re.split("[&,]", value)
+
+
 _MEANINGS: dict[str, Callable[[str, dict[str, Any], dict[str, Any]], None]] = {
     "--job-name": _job_name,
     "--nodes": _set("nodes"),
@@ -229,6 +242,8 @@ _MEANINGS: dict[str, Callable[[str, dict[str, Any], dict[str, Any]], None]] = {
     "--time": _time,
     "--nodelist": _hosts,
     "--dependency": _after,
+    "--constraint": _constraint,
+    "--array": _array,
 }
 
 

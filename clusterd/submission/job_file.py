@@ -12,17 +12,18 @@ from typing import Any
 from clusterd.errors import ConfigError, UsageError
 from clusterd.toml import check_keys, data_folders, read_toml, text_table
 from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
-from clusterd.units import parse_duration_s, parse_gpus, parse_size
+from clusterd.units import parse_capability, parse_duration_s, parse_gpus, parse_size
 from plans.plan import Plan, PlanError
 
 _TOP = {
     "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "tenant", "resources", "limits", "env",
     "secrets", "trials", "datasets", "snapshots", "checkpoints", "target_loss",
-    "after", "wait_for_hosts",
+    "after", "wait_for_hosts", "array",
 }  # fmt: skip
 _RESOURCES = {
     "gpus", "devices", "cpus", "memory", "plan", "plans", "hosts", "gpu_type", "gpu_memory", "nodes", "gpus_per_node",
-    "devices_per_node", "min_gpus", "max_gpus", "min_devices", "max_devices", "grow",
+    "devices_per_node", "compute_capability", "constraint", "min_gpus", "max_gpus", "min_devices", "max_devices",
+    "grow",
 }  # fmt: skip
 _LIMITS = {"time", "stall", "grace", "retries", "retry_on"}
 _CHECKPOINTS = {"directory", "every"}
@@ -38,6 +39,7 @@ class Request:
 
     spec: JobSpec
     secrets: dict[str, str]
+    array: str = ""  # indices of its tasks, "0-99%8"; empty: one job
 
 
 def read_job_file(file: Path) -> Request:
@@ -105,7 +107,7 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
         checkpoint_directory=saved("directory", str, None),
         checkpoint_every_s=saved.duration_s("every", None),
     )
-    return Request(spec, secrets)
+    return Request(spec, secrets, get("array", str, ""))
 
 
 def _exit_codes(given: list[Any], where: str) -> tuple[int, ...]:
@@ -229,6 +231,10 @@ def _resources(table: Mapping[str, Any], where: str) -> Resources:
         device_memory_bytes = parse_size(get("gpu_memory", object, 0))
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{where}: gpu_memory: {error}") from None
+    try:
+        parse_capability(capability := get("compute_capability", str, ""))
+    except ValueError as error:
+        raise ConfigError(f"{where}: compute_capability: {error}") from None
     count = asked if asked is not None else max((p.ranks for p in (plan, *plans) if p is not None), default=0)
     if count % nodes:
         raise ConfigError(f"{where}: {count} devices cannot be spread evenly over {nodes} nodes: give a multiple")
@@ -243,6 +249,8 @@ def _resources(table: Mapping[str, Any], where: str) -> Resources:
         nodes=nodes,
         device_name=named or get("gpu_type", str, ""),
         device_memory_bytes=device_memory_bytes,
+        compute_capability=capability,
+        constraint=tuple(_texts(get("constraint", list, []), f"{where}: constraint")),
         min_devices=least,
         max_devices=most,
         kind="cuda" if gpus is not None else None,

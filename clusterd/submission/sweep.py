@@ -1,4 +1,4 @@
-"""Parameter sweeps: one job for each combination of the values of some variables."""
+"""Parameter sweeps and arrays: one job for each combination of values of some variables, or for each index."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from clusterd.errors import UsageError
 from clusterd.submission.job_file import NAME_LENGTH_MAX
-from clusterd.types import TEMPLATE_NAMES, JobSpec
+from clusterd.types import TEMPLATE_NAMES, ArrayTask, JobId, JobSpec
 
 JOBS_MAX = 1000
 """Limit of one sweep, so that a typing error does not fill the queue."""
@@ -40,6 +40,56 @@ def parse_sweep(given: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
+def parse_array(text: str) -> tuple[list[int], int]:
+    """Parse the indices of an array, and how many of its tasks may run at once: ``0-99%8``, ``1,3,10-20:5``.
+
+    Returns:
+        The indices in order, and the limit; 0: none.
+
+    Raises:
+        UsageError: invalid syntax, a duplicate, or too many tasks.
+    """
+    listed, percent, limit = text.partition("%")
+    indices: list[int] = []
+    for part in listed.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part.strip(), re.ASCII)
+        if match is None or match[3] == "0" or (percent and not re.fullmatch(r"[1-9]\d*", limit, re.ASCII)):
+            raise UsageError(f"array {text!r}: write it as in 0-99, 0-99%8 (at most 8 at once), 1,5,9 or 0-20:5")
+        first, last = int(match[1]), int(match[2] or match[1])
+        step = int(match[3] or 1)
+        if last < first or (last - first) // step + 1 + len(indices) > JOBS_MAX:
+            raise UsageError(f"array {text!r}: give 1 to {JOBS_MAX} indices, each range from low to high")
+        indices += range(first, last + 1, step)
+    if len(set(indices)) < len(indices):
+        raise UsageError(f"array {text!r}: an index is there twice")
+    return sorted(indices), int(limit or 0)
+
+
+def array_tasks(spec: JobSpec, text: str) -> list[JobSpec]:
+    """Jobs of an array, one for each index, which is in its environment and in place of ``{index}`` in its command.
+
+    Raises:
+        UsageError: the indices are wrong, or the name is too long.
+    """
+    indices, most = parse_array(text)
+    if len(spec.name) + 1 + len(str(indices[-1])) > NAME_LENGTH_MAX:
+        raise UsageError(f"name {spec.name!r} is too long for an array, whose tasks have the index at its end")
+    return [
+        replace(
+            spec,
+            name=f"{spec.name}_{index}",
+            command=tuple(_filled(part, {"index": str(index)}) for part in spec.command),
+            array=ArrayTask(id=JobId(""), name=spec.name, index=index, most=most),
+        )
+        for index in indices
+    ]
+
+
+def in_array(spec: JobSpec, first: str) -> JobSpec:
+    """The job as a task of the array whose first task was accepted as job `first`."""
+    return replace(spec, array=replace(spec.array, id=JobId(first))) if spec.array is not None else spec
+
+
 def swept(spec: JobSpec, values: Mapping[str, Sequence[str]]) -> list[JobSpec]:
     """Jobs of all combinations, with the values in environment, name and ``{NAME}`` of the command."""
     if not values:
@@ -55,8 +105,9 @@ def swept(spec: JobSpec, values: Mapping[str, Sequence[str]]) -> list[JobSpec]:
             name=name,
             command=tuple(_filled(part, each) for part in spec.command),
             env={**spec.env, **each},
+            array=ArrayTask(id=JobId(""), name=spec.name, index=number, values=each),
         )
-        for name, each in zip(names, chosen, strict=True)
+        for number, (name, each) in enumerate(zip(names, chosen, strict=True), 1)
     ]
 
 

@@ -11,7 +11,7 @@ from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind, account_on
 from clusterd.core.policies import POLICIES
 from clusterd.core.state import Job
-from clusterd.types import DeviceId, HostId, JobId, JobKind, JobSpec, JobState, RankEnd, Reason
+from clusterd.types import DeviceClaim, DeviceId, HostId, JobId, JobKind, JobSpec, JobState, RankEnd, Reason
 from plans.plan import Plan
 from tests.core import strategies
 from tests.core.conftest import CRASH, OK
@@ -37,6 +37,7 @@ class Chaos(RuleBasedStateMachine):
         self.policy = data.draw(st.sampled_from(self.policies))
         self.world = World(POLICIES[self.policy]())
         self.jobs = 0
+        self.claims = 0
         self.epoch = 0
         self.kill_daemon()
         for host in HOSTS:
@@ -94,6 +95,35 @@ class Chaos(RuleBasedStateMachine):
             self.world.tell(e.JobUnpinned(**self.world.at(), job=job))
         else:
             self.world.tell(e.JobReprioritised(**self.world.at(), job=job, priority=priority))
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), devices=st.integers(0, 3), limit_s=st.sampled_from([None, 60.0, 3600.0]))
+    def edit(self, data: st.DataObject, devices: int, limit_s: float | None) -> None:
+        job = self.some_job(data)
+        wanted = job.spec.resources
+        plain = job.spec.kind is JobKind.COMMAND and wanted.plan is None and wanted.nodes == 1
+        fewer = min(wanted.devices, devices)  # always fits where the job itself does
+        resources = replace(wanted, devices=fewer) if plain and job.attempt is None else wanted
+        spec = replace(job.spec, time_limit_s=limit_s, resources=resources)
+        self.world.tell(e.JobEdited(**self.world.at(), job=job.id, spec=spec, what="edited", by="ann"))
+
+    @rule(host=HOST, data=st.data(), begin_s=st.sampled_from([0.0, 300.0]), drain=st.booleans(), lasts=st.booleans())
+    def claim(self, host: HostId, data: st.DataObject, begin_s: float, drain: bool, lasts: bool) -> None:
+        """Some devices of a host, for ten minutes or until they are released."""
+        known = [device.id for device in self.world.facts[host].devices]
+        devices = tuple(data.draw(st.lists(st.sampled_from(known), min_size=1, unique=True))) if known else ()
+        at = self.world.at()
+        self.claims += 1
+        until_s = None if lasts else at["at_s"] + begin_s + 600.0
+        made = DeviceClaim(
+            id=str(self.claims),
+            devices=devices,
+            from_s=at["at_s"] + begin_s,
+            until_s=until_s,
+            reason="fan",
+            drain=drain,
+        )
+        self.world.tell(e.DevicesClaimed(**at, claim=made))
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), verb=st.sampled_from(["hold", "release", "requeue", "requeue and hold"]))
@@ -303,6 +333,8 @@ class Chaos(RuleBasedStateMachine):
             if not world.is_up(host):
                 self.connect(host)
             world.log_in(host, "ann")
+        for number in list(state.device_claims):
+            world.tell(e.DeviceClaimRemoved(**world.at(), claim=number))
         for job in list(state.jobs):
             world.tell(e.JobReleased(**world.at(), job=job))
         for model in MODELS:

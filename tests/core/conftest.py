@@ -30,7 +30,15 @@ CRASH = RankEnd(reason=Reason.EXIT, exit_code=3)
 GIB = 1 << 30
 
 
-def facts(host: str, gpus: int = 0, cpus: int = 0, cores: int = 32, gpu_bytes: int = 80 * GIB) -> HostFacts:
+def facts(
+    host: str,
+    gpus: int = 0,
+    cpus: int = 0,
+    cores: int = 32,
+    gpu_bytes: int = 80 * GIB,
+    capability: str = "",
+    labels: tuple[str, ...] = (),
+) -> HostFacts:
     """A machine with GPUs, or with CPU devices of one core."""
     kinds = [("cuda", f"gpu{i}", gpu_bytes) for i in range(gpus)] + [("cpu", f"cpu{i}", 8 * GIB) for i in range(cpus)]
     return HostFacts(
@@ -40,10 +48,17 @@ def facts(host: str, gpus: int = 0, cpus: int = 0, cores: int = 32, gpu_bytes: i
         address="127.0.0.1",
         devices=tuple(
             Device(
-                id=DeviceId(f"{host}:{name}"), host=HostId(host), kind=kind, uuid=name, name=kind, memory_bytes=memory
+                id=DeviceId(f"{host}:{name}"),
+                host=HostId(host),
+                kind=kind,
+                uuid=name,
+                name=kind,
+                memory_bytes=memory,
+                compute_capability=capability if kind == "cuda" else "",
             )
             for kind, name, memory in kinds
         ),
+        labels=labels,
     )
 
 
@@ -74,12 +89,12 @@ class Lab:
         self.now_s += 1.0
         return {"at_s": self.now_s, "id": e.EventId(len(self.log) + 1)}
 
-    def host(self, name: str, **what: int) -> list[d.Decision]:
+    def host(self, name: str, **what: Any) -> list[d.Decision]:
         """Add a host and let its agent answer."""
         self.tell(e.HostAdded(**self.at(), host=HostId(name)))
         return self.connect(name, **what)
 
-    def connect(self, name: str, *reports: Any, **what: int) -> list[d.Decision]:
+    def connect(self, name: str, *reports: Any, **what: Any) -> list[d.Decision]:
         known = self.scheduler.state.hosts[HostId(name)].facts
         now = facts(name, **what) if what or known is None else known
         return self.tell(e.HostConnected(**self.at(), host=HostId(name), facts=now, attempts=tuple(reports)))
@@ -88,7 +103,11 @@ class Lab:
         """Submit a command job with this many devices, and more fields of JobSpec."""
         self.jobs += 1
         job = JobId(str(self.jobs))
-        wanted = {name: what.pop(name) for name in ("hosts", "cpus", "memory_bytes", "plans") if name in what}
+        wanted = {
+            name: what.pop(name)
+            for name in ("hosts", "cpus", "memory_bytes", "plans", "constraint", "compute_capability")
+            if name in what
+        }
         resources = Resources(devices=what.pop("devices", 1), kind=what.pop("device_kind", None), **wanted)
         spec = JobSpec(
             name=name, command=("true",), resources=resources, kind=what.pop("kind", JobKind.COMMAND), **what

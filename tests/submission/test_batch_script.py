@@ -64,6 +64,13 @@ def test_own_lines_take_every_key_of_a_job_file() -> None:
     assert spec.resources.hosts == (HostId("a"),)
 
 
+def test_constraints_are_labels_that_all_hold() -> None:
+    text = "#!/bin/bash\n#SBATCH -C nvlink&rack=a\ntrue\n"
+    assert read_batch_script(script(text))[0].spec.resources.constraint == ("nvlink", "rack=a")
+    with pytest.raises(ConfigError, match="joined by & or a comma"):
+        read_batch_script(script("#!/bin/bash\n#SBATCH --constraint=a|b\ntrue\n"))
+
+
 def test_dependencies_keep_their_conditions() -> None:
     text = "#!/bin/bash\n#SBATCH -d afterok:1:2,afterany:3,afternotok:4\ntrue\n"
     assert read_batch_script(script(text))[0].spec.after == ("1:ok", "2:ok", "3:any", "4:failed")
@@ -72,7 +79,7 @@ def test_dependencies_keep_their_conditions() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("#SBATCH --array=0-9", "line 2: --array of Slurm is not understood here"),
+        ("#SBATCH --hint=none", "line 2: --hint of Slurm is not understood here"),
         ("#SBATCH --ntasks=4", "4 tasks on 1 nodes: one task per node is started"),
         ("#SBATCH --gres=shard:2", "line 2: --gres=shard:2: only gpu is known"),
         ("#SBATCH --time=soon", "line 2: --time=soon: write it as in 30"),

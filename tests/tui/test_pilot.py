@@ -274,6 +274,21 @@ def test_many_jobs_at_once(shared: RunningCluster) -> None:
     drive(shared, script)
 
 
+def test_an_array_is_one_row_and_is_cancelled_whole(shared: RunningCluster) -> None:
+    command = ("run", "-d", "--no-snapshot", "--name", "array", "--array", "0-2%1", "--", "sleep", "1000")
+    jobs = shared.run(*command).stdout.split()
+
+    async def script(app: Top, pilot: Pilot[Any]) -> None:
+        board = await on_job(app, pilot, f"{jobs[0]}_*")
+        assert jobs[1] not in board.table.keys
+        await pilot.press("c")
+        await window(pilot)
+        await pilot.press("y")
+        await until(pilot, lambda: all(app.shared.model.jobs[job].state == "cancelled" for job in jobs), 60.0)
+
+    drive(shared, script)
+
+
 def test_readonly_has_no_key_that_changes_anything(shared: RunningCluster) -> None:
     """And its help lists none."""
 

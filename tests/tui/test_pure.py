@@ -66,6 +66,36 @@ def test_a_filter_compares_the_number_that_is_meant(text: str, loss: float, matc
     assert parse(text, columns.JOB_FIELDS).matches(columns.job_fields(row)) is matches
 
 
+def test_an_array_is_one_row_that_counts_its_tasks() -> None:
+    def task(number: int, state: str, holds: bool = False) -> dict[str, Any]:
+        array = {"id": "11", "name": "net", "index": number - 11, "most": 2}
+        ended_s = NOW_S if state in ("finished", "failed") else None
+        return job(number, f"net_{number - 11}", state, array=array, holds_devices=holds, ended_s=ended_s)
+
+    model = Model()
+    model.apply({"snapshot": {"status": {}, "hosts": [], "jobs": [job(1, "alone", "running"), task(11, "queued")]}})
+    assert set(model.folded_jobs()) == {"1", "11"}, "an array of one task is a job"
+    jobs = [task(11, "finished"), task(12, "failed"), task(13, "running", True), task(14, "queued")]
+    model.apply({"number": 2, "at_s": NOW_S, "events": [], "decisions": [], "hosts": [], "gone": [], "jobs": jobs})
+    folded = model.folded_jobs()
+    assert set(folded) == {"1", "11_*"}
+    row = folded["11_*"]
+    assert (row.name, row.state, row.step, row.steps) == ("net", "running", 2, 4)
+    assert row.tasks == "1 pending, 1 running, 1 done, 1 failed"
+    assert row.reason == "4 tasks, at most 2 at once"
+    assert model.tasks_of(model.key_of("12")) == ["11", "12", "13", "14"]
+    shown = parse("array:net state:failed", columns.JOB_FIELDS)
+    assert [row.id for row in model.jobs.values() if shown.matches(columns.job_fields(row))] == ["12"]
+
+
+def test_claims_of_a_host_are_shown() -> None:
+    claim = {"id": "3", "devices": ["gpu01:gpu1"], "from_s": NOW_S + 60.0, "reason": "new fan", "by": "ann"}
+    row = rows.read(rows.Host, host("gpu01", devices=2, claims=[claim], labels=["nvlink"]))
+    text = [lines.plain(made) for made in host_summary(row, {}, Look(), NOW_S)]
+    assert any(made.startswith("claimed   gpu1 from ") and "(claim 3, ann): new fan" in made for made in text)
+    assert "labels    nvlink" in text
+
+
 @given(st.floats(-1e300, 1e300))
 def test_a_loss_fits_its_column_and_is_right(loss: float) -> None:
     """To a digit at least, however small or large; never cut at its end."""

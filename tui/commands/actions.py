@@ -16,8 +16,8 @@ from clusterd.units import duration
 from tui.commands.parsing import absolute_path, existing_file, job_files, something, whole_number
 from tui.commands.port import AppPort
 from tui.model import rows
-from tui.model.columns import clock, decision_label
-from tui.model.lines import Line, line, printable
+from tui.model.columns import decision_label
+from tui.model.lines import Line, clock, line, printable
 from tui.model.view import promise_text
 
 LOG_BYTES_MAX = 256 << 20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -13,15 +12,12 @@ from clusterd.units import duration, size
 from tui.model import rows
 from tui.model.event_words import readable_kind, short_plan, summary
 from tui.model.fleet import tiles
-from tui.model.lines import Line, line, printable
+from tui.model.lines import Line, clock, line, printable
 from tui.model.state_styles import Look, job_colour
 
 R = TypeVar("R")
 
 LOSS_CELLS = 7
-
-SIMULATED_BEFORE_S = 1e8
-"""Timestamps before this (1973) count from the start of a simulation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +84,6 @@ def compact_devices(devices: Sequence[str | None]) -> str:
     return " ".join(parts)
 
 
-def clock(at_s: float, now_s: float) -> str:
-    """Time of day, with the date on other days; elapsed time since the start in simulations."""
-    if now_s < SIMULATED_BEFORE_S:
-        hours, rest_s = divmod(int(at_s), 3600)
-        return f"{hours}:{rest_s // 60:02d}:{rest_s % 60:02d}"
-    at, now = time.localtime(at_s), time.localtime(now_s)
-    return time.strftime("%H:%M:%S" if at[:3] == now[:3] else "%m-%d %H:%M", at)
-
-
 TURNED_DOWN = frozenset({"HoldJob"})
 """Decision kinds that record why nothing was done."""
 
@@ -149,6 +136,8 @@ def _devices(job: rows.Job, frame: CellContext) -> Line:
 
 
 def _plan(job: rows.Job, frame: CellContext) -> Line:
+    if job.tasks:
+        return _text(job.tasks, "dim")
     if job.plan is None:
         return ()
     return _text(short_plan(job.plan) + (" pinned" if job.pinned else ""), "dim" if job.is_over else "")
@@ -212,6 +201,7 @@ def job_fields(job: rows.Job) -> dict[str, str]:
     """Filter fields of a job."""
     return {
         "id": job.id, "name": job.name, "state": job.shown_state, "kind": job.kind, "reason": job.reason,
+        "array": job.array.name if job.array else "",
         "user": job.user, "tenant": job.tenant, "priority": str(job.priority), "plan": job.plan or "",
         "host": " ".join(job.hosts) if job.holds_devices else "", "devices": str(len(job.devices) or job.asked),
         "step": str(job.step), "loss": "" if job.loss is None else f"{job.loss:.6g}",

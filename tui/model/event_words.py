@@ -22,7 +22,9 @@ def short_plan(plan: str) -> str:
 
 def summary(event: rows.EventRow) -> str:
     """One line with the fields of an event, without its job and host."""
-    skipped = ("id", "at_s", "job", "host")
+    skipped = {"id", "at_s", "job", "host"}
+    if event.kind == "JobEdited":  # its specification is the whole of it, not the change
+        skipped.add("spec")
     shown = {name: value for name, value in event.fields.items() if name not in skipped and _is_set(value)}
     if isinstance(spec := shown.get("spec"), dict):  # of a submission: the request, not the execution details
         return _request(spec)

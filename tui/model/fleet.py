@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clusterd.units import duration, size
 from tui.model import rows
-from tui.model.lines import Line, Run, fit, line, printable
+from tui.model.lines import Line, Run, clock, fit, line, printable
 from tui.model.state_styles import Look, job_colour
 
 TILE_CELLS = 8
@@ -65,6 +65,14 @@ def host_summary(host: rows.Host, jobs: dict[str, rows.Job], look: Look, now_s: 
         if host.jobs:
             still = "move away if devices are free, or run to completion"
             made.append(line(("still here", "dim"), f" {printable(', '.join(host.jobs))}", (f": {still}", "dim")))
+    for claim in host.claims:
+        until = f" until {clock(claim.until_s, now_s)}" if claim.until_s is not None else ""
+        since = f"{'since' if claim.from_s <= now_s else 'from'} {clock(claim.from_s, now_s)}{until}"
+        names = ", ".join(device.rpartition(":")[2] for device in claim.devices if device.startswith(f"{host.name}:"))
+        by = f" (claim {claim.id}, {claim.by}): {claim.reason}"
+        made.append(line(("claimed   ", "dim"), (f"{printable(names)} {since}", "warn"), printable(by)))
+    if host.labels:
+        made.append(line(("labels    ", "dim"), printable(" ".join(host.labels))))
     if host.address:
         made.append(line(("address   ", "dim"), host.address))
     if host.cpu_cores:

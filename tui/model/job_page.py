@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from clusterd.units import duration, size
 from tui.model import rows
-from tui.model.columns import clock
 from tui.model.line_chart import Series, chart
-from tui.model.lines import Line, beside, line, printable, wrap
+from tui.model.lines import Line, beside, clock, line, printable, wrap
 from tui.model.model import Model, Point
 from tui.model.state_styles import Look
 from tui.model.view import job_summary, restart_note

@@ -5,6 +5,7 @@ A line is a tuple of runs; a run is a text and the name of a style (`tui.model.s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 
 from rich.cells import cell_len, set_cell_size
@@ -131,3 +132,16 @@ def beside(left: list[Line], right: list[Line], left_cells: int, between: str) -
         mine = fit(left[at] if at < len(left) else EMPTY, left_cells)
         made.append((*mine, (between, "dim"), *(right[at] if at < len(right) else EMPTY)))
     return made
+
+
+SIMULATED_BEFORE_S = 1e8
+"""Timestamps before this (1973) count from the start of a simulation."""
+
+
+def clock(at_s: float, now_s: float) -> str:
+    """Time of day, with the date on other days; elapsed time since the start in simulations."""
+    if now_s < SIMULATED_BEFORE_S:
+        hours, rest_s = divmod(int(at_s), 3600)
+        return f"{hours}:{rest_s // 60:02d}:{rest_s % 60:02d}"
+    at, now = time.localtime(at_s), time.localtime(now_s)
+    return time.strftime("%H:%M:%S" if at[:3] == now[:3] else "%m-%d %H:%M", at)

@@ -7,7 +7,7 @@ of the model is a copy of a few dictionaries, which makes seeking back in a reco
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ class Model:
     losses: dict[str, tuple[Point, ...]] = field(default_factory=dict)
     number: int = -1  # of the newest change; -1: nothing received yet
     at_s: float = 0.0  # of the newest event
+    arrays: dict[str, dict[str, None]] = field(default_factory=dict)  # jobs of each array
     stream_count: int = 0  # decisions and events so far; numbers their rows
 
     def copy(self) -> Model:
@@ -69,6 +70,7 @@ class Model:
             decisions=deque(self.decisions, DECISIONS_MAX),
             events=deque(self.events, EVENTS_MAX),
             losses=dict(self.losses),
+            arrays={array: dict(jobs) for array, jobs in self.arrays.items()},
             number=self.number,
             at_s=self.at_s,
             stream_count=self.stream_count,
@@ -89,6 +91,7 @@ class Model:
         events = [rows.read_event(event) for event in change.events]
         for job in change.jobs:
             self._add_loss(job)
+            self._add_to_array(job)
             self.jobs[job.id] = job
         for host in change.hosts:
             self.hosts[host.name] = host
@@ -135,8 +138,10 @@ class Model:
         self.number = number if isinstance(number, int) else 0
         at_s = item.get("at_s")
         self.at_s = float(at_s) if isinstance(at_s, int | float) else self.at_s
+        self.arrays = {}
         for job in baseline.jobs:
             self._add_loss(job)
+            self._add_to_array(job)
 
     def _add_loss(self, job: rows.Job) -> None:
         if job.loss is None:
@@ -150,6 +155,28 @@ class Model:
         if len(points) > POINTS_MAX:
             points = (*points[: POINTS_MAX // 2 : 2], *points[POINTS_MAX // 2 :])
         self.losses[job.id] = points
+
+    def _add_to_array(self, job: rows.Job) -> None:
+        if job.array is not None:
+            self.arrays.setdefault(job.array.id, {})[job.id] = None
+
+    def key_of(self, job: str) -> str:
+        """Key of the row that shows a job: that of its array, if it has several tasks."""
+        array = self.jobs[job].array if job in self.jobs else None
+        return f"{array.id}_*" if array is not None and len(self.arrays[array.id]) > 1 else job
+
+    def tasks_of(self, key: str) -> list[str]:
+        """Jobs that a row stands for."""
+        return list(self.arrays.get(key.removesuffix("_*"), ())) if key.endswith("_*") else [key]
+
+    def folded_jobs(self) -> Mapping[str, rows.Job]:
+        """Rows of jobs by key, with one row for each array of several tasks."""
+        several = {array: jobs for array, jobs in self.arrays.items() if len(jobs) > 1}
+        if not several:
+            return self.jobs
+        inside = {job for jobs in several.values() for job in jobs}
+        folded = {key: job for key, job in self.jobs.items() if key not in inside}
+        return folded | {f"{array}_*": _fold([self.jobs[job] for job in jobs]) for array, jobs in several.items()}
 
     def _append(self, events: Iterable[rows.EventRow], decisions: Iterable[rows.Decision], at_s: float) -> None:
         for event in events:
@@ -169,3 +196,45 @@ class Model:
     def decisions_on(self, job: str) -> list[rows.Decision]:
         """Decisions about a job since we attached, oldest first."""
         return [decision for _, decision in self.decisions if decision.job == job]
+
+
+_TASK_STATES = {
+    "queued": "pending", "starting": "starting", "running": "running", "stopping": "stopping", "finished": "done",
+    "failed": "failed", "cancelled": "cancelled",
+}  # fmt: skip
+"""Words for the states in which tasks of an array are counted."""
+
+
+def _fold(tasks: Sequence[rows.Job]) -> rows.Job:
+    """Row that stands for the tasks of an array."""
+    counts: dict[str, int] = {}
+    for task in tasks:
+        counts[task.state] = counts.get(task.state, 0) + 1
+    first, array = tasks[0], tasks[0].array
+    assert array is not None, "only tasks of arrays are folded"
+    order = ("running", "starting", "stopping", "queued", "failed", "cancelled", "finished")
+    holding = [task for task in tasks if task.holds_devices]
+    texts = [f"{counts[state]} {text}" for state, text in _TASK_STATES.items() if state in counts]
+    most = f", at most {array.most} at once" if array.most else ""
+    return rows.Job(
+        id=f"{array.id}_*",
+        name=array.name,
+        state=next(state for state in order if state in counts),
+        reason=f"{len(tasks)} tasks{most}",
+        kind=first.kind,
+        priority=first.priority,
+        user=first.user,
+        tenant=first.tenant,
+        asked=first.asked,
+        asked_kind=first.asked_kind,
+        devices=tuple(device for task in holding for device in task.devices),
+        hosts=tuple(dict.fromkeys(host for task in holding for host in task.hosts)),
+        holds_devices=bool(holding),
+        step=sum(task.is_over for task in tasks),
+        steps=len(tasks),
+        submitted_s=min(task.submitted_s for task in tasks),
+        started_s=min((task.started_s for task in tasks if task.started_s), default=None),
+        ended_s=max(task.ended_s or 0.0 for task in tasks) if all(task.is_over for task in tasks) else None,
+        array=array,
+        tasks=", ".join(texts),
+    )

@@ -57,6 +57,15 @@ class Promise(msgspec.Struct, frozen=True, kw_only=True):
     after: tuple[str, ...] = ()  # names of the jobs that it waits for
 
 
+class ArrayTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Place of a job in an array or sweep."""
+
+    id: str  # of the array
+    name: str = ""
+    index: int = 0
+    most: int = 0  # tasks that may run at once; 0: any number
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of a job."""
 
@@ -70,6 +79,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     held_by: str | None = None
     on_loan: int = 0  # devices beyond its request, which go to whoever waits for them
     promise: Promise | None = None
+    array: ArrayTask | None = None
+    tasks: str = ""  # of a row that stands for a whole array: how many are in which state
     guaranteed: bool = False
     user: str = ""
     tenant: str = ""
@@ -125,6 +136,17 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     job_name: str | None = None
 
 
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices that an operator keeps from the scheduler for some time."""
+
+    id: str
+    devices: tuple[str, ...] = ()
+    from_s: Seconds = 0.0
+    until_s: Seconds | None = None
+    reason: str = ""
+    by: str = ""
+
+
 class Host(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of a host."""
 
@@ -133,6 +155,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     since_s: Seconds = 0.0
     drained: str | None = None
+    claims: tuple[Claim, ...] = ()
+    labels: tuple[str, ...] = ()
     address: str | None = None
     cpu_cores: int | None = None
     cores_used: int = 0

@@ -7,9 +7,9 @@ from enum import StrEnum
 
 from clusterd.units import duration, size
 from tui.model import rows
-from tui.model.columns import clock, compact_devices, decision_label, ran_s, waited_s
+from tui.model.columns import compact_devices, decision_label, ran_s, waited_s
 from tui.model.fleet import fleet_totals
-from tui.model.lines import Line, fit, line, printable, width
+from tui.model.lines import Line, clock, fit, line, printable, width
 from tui.model.model import Model
 from tui.model.state_styles import Look, job_colour
 
@@ -136,6 +136,8 @@ def job_summary(job: rows.Job, model: Model, look: Look, now_s: float) -> list[L
     if job.state == "queued":
         made += _queue_position(job, model, now_s)
     made.append(_fact("asked", _requested(job)))
+    if job.tasks:
+        made.append(_fact("tasks", printable(job.tasks)))
     if job.plan:
         made.append(_fact("plan", (job.plan, "bold"), "  pinned by hand" if job.pinned else ""))
     if job.holds_devices:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from clusterd.units import duration
-from tui.model.columns import clock
 from tui.model.keys import NAVIGATION_KEYS, available
-from tui.model.lines import Line, line
+from tui.model.lines import Line, clock, line
 from tui.model.state_styles import Look
 
 if TYPE_CHECKING:

@@ -42,14 +42,19 @@ class QueueBoard(TableBoard[rows.Job]):
         yield Container(self.detail, self.log_pane, id="queue-side")
 
     def all_rows(self) -> Mapping[str, rows.Job]:
-        """Jobs by id."""
-        return self.context.model.jobs
+        """Jobs by id, an array of several tasks as one row; what a filter finds is shown task by task."""
+        return self.context.model.jobs if self.filter else self.context.model.folded_jobs()
 
     def fields_of(self, row: rows.Job) -> Mapping[str, str]:
         return columns.job_fields(row)
 
     def touched(self, touched: Touched) -> Iterable[str]:
-        return touched.jobs
+        if self.filter:
+            return touched.jobs
+        model = self.context.model
+        arrays = {key for job in touched.jobs if (key := model.key_of(job)) != job}
+        # With its second task an array takes the place of the first one's row.
+        return {*touched.jobs, *arrays, *(job for key in arrays for job in model.tasks_of(key))}
 
     def when_empty(self) -> list[Line]:
         if self.context.model.number < 0:
@@ -76,7 +81,9 @@ class QueueBoard(TableBoard[rows.Job]):
 
     def _show_log(self) -> None:
         job = self.context.model.jobs.get(self._log_of[0]) if self._log_of else None
-        if job is None:
+        if self.current is not None and self.current.tasks:
+            self.log_pane.show_placeholder(f"/ and {self.current.name} lists the tasks")
+        elif job is None:
             self.log_pane.show_placeholder("")
         elif not self.context.source.can_act:
             self.log_pane.show_placeholder("a recording holds no logs")
@@ -91,4 +98,4 @@ class QueueBoard(TableBoard[rows.Job]):
         self.log_pane.stop()
 
     def jobs(self) -> list[str]:
-        return self.table.chosen
+        return [job for key in self.table.chosen for job in self.context.model.tasks_of(key)]

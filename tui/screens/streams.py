@@ -10,7 +10,7 @@ from textual.app import ComposeResult
 from tui.model import columns, rows
 from tui.model.columns import decision_label
 from tui.model.event_words import full_value, readable_kind, summary
-from tui.model.lines import Line, line, printable
+from tui.model.lines import Line, clock, line, printable
 from tui.screens.base import TableBoard
 from tui.source.context import Context
 from tui.widgets.text_pane import TextPane
@@ -83,7 +83,7 @@ class DecisionsBoard(StreamBoard):
         model, now_s = self.context.model, self.context.clock()
         job = model.jobs.get(decision.job or "")
         made = [
-            line((decision_label(decision.kind), "bold"), f"  {columns.clock(decision.at_s, now_s)}"),
+            line((decision_label(decision.kind), "bold"), f"  {clock(decision.at_s, now_s)}"),
             line(("why       ", "dim"), printable(decision.reason)),
         ]
         if job is not None:
@@ -119,7 +119,7 @@ class EventsBoard(StreamBoard):
     def row_lines(self, row: Any) -> list[Line]:
         """All fields of the event."""
         event: rows.EventRow = row[1]
-        at = columns.clock(event.at_s, self.context.clock())
+        at = clock(event.at_s, self.context.clock())
         made = [line((readable_kind(event.kind), "bold"), f"  {at}")]
         for name, value in event.fields.items():
             made.append(line((f"{name:<9} ", "dim"), printable(full_value(value))))

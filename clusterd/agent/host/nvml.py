@@ -7,6 +7,7 @@ without checking that they exist.
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 import threading
 from typing import Any
@@ -122,11 +123,17 @@ class Nvml:
             "index": index,
             "name": self._text("nvmlDeviceGetName", handle),
             "exclusive": compute.value == _MODE_EXCLUSIVE,
+            "compute_capability": self._compute_capability(handle),
             "memory_bytes": memory.total,
             "memory_used_bytes": None if shared else memory.used,
             "utilisation": utilisation.gpu / 100 if known else None,
             "processes": self._processes(handle),
         }
+
+    def _compute_capability(self, handle: ctypes.c_void_p) -> str:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        known = self._supports("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
+        return f"{major.value}.{minor.value}" if known else ""
 
     def _processes(self, handle: ctypes.c_void_p) -> list[dict[str, Any]]:
         found: dict[int, int | None] = {}
@@ -212,7 +219,11 @@ class Probe:
         except NvmlError as error:
             return [], str(error)
         try:
-            return parse_query(devices, apps)
+            capabilities = self._query("--query-gpu=uuid,compute_cap")
+        except (OSError, subprocess.TimeoutExpired, NvmlError):  # drivers before 510 do not know the field
+            capabilities = ""
+        try:
+            return parse_query(devices, apps, capabilities)
         except ValueError as error:
             return [], f"nvidia-smi printed an unknown format: {error}"
 
@@ -231,8 +242,8 @@ class Probe:
         return done.stdout
 
 
-def parse_query(devices: str, apps: str) -> tuple[list[Gpu], str | None]:
-    """Parse the two lists of `nvidia-smi`: the usable GPUs, and the errors of the others, joined.
+def parse_query(devices: str, apps: str, capabilities: str = "") -> tuple[list[Gpu], str | None]:
+    """Parse the lists of `nvidia-smi`: the usable GPUs, and the errors of the others, joined.
 
     Raises:
         ValueError: a line has another format.
@@ -242,6 +253,10 @@ def parse_query(devices: str, apps: str) -> tuple[list[Gpu], str | None]:
         uuid, pid, used = (part.strip() for part in line.split(","))
         if pid.isdigit():  # nvidia-smi hides the pid of a process that this user may not see
             users.setdefault(uuid, []).append({"pid": int(pid), "memory_bytes": _mebibytes(used)})
+    pairs = (line.split(",") for line in capabilities.splitlines() if line.count(",") == 1)
+    capability = {
+        uuid.strip(): version.strip() for uuid, version in pairs if re.fullmatch(r"\d+\.\d+", version.strip())
+    }
     gpus, wrong = [], []
     for line in filter(None, map(str.strip, devices.splitlines())):
         uuid, index, name, total, memory_used, utilisation, mig, mode = (part.strip() for part in line.split(","))
@@ -260,6 +275,7 @@ def parse_query(devices: str, apps: str) -> tuple[list[Gpu], str | None]:
                 "index": int(index),
                 "name": name,
                 "exclusive": mode == "Exclusive_Process",
+                "compute_capability": capability.get(uuid, ""),
                 "memory_bytes": memory_bytes,
                 "memory_used_bytes": _mebibytes(memory_used),
                 "utilisation": int(utilisation) / 100 if utilisation.isdigit() else None,

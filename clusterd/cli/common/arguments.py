@@ -2,42 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
 from clusterd.client import Client
-from clusterd.errors import UsageError
+from clusterd.errors import ClusterError, UsageError
 from clusterd.units import parse_duration_s
 
 
 def is_selected(row: dict[str, Any], texts: Iterable[str]) -> bool:
-    """One of the texts is the job's id or name, or a pattern that matches its name."""
-    return any(text == row["id"] or fnmatchcase(row["name"], text) for text in texts)
+    """One of the texts is the job's id or name, its array's name, or a pattern that matches its name.
+
+    A task of an array is also selected by ``12_3`` and ``12_*``.
+    """
+    names, array = [row["name"]], row.get("array")  # absent from the reply of an older daemon
+    if array is not None:
+        names += [f"{array['id']}_{array['index']}", array["name"]]
+    return any(text == row["id"] or any(fnmatchcase(name, text) for name in names) for text in texts)
 
 
-def own_jobs(cluster: Client, texts: Iterable[str], *, over: bool) -> list[str]:
-    """Jobs as named; a pattern expands to the ids of the user's own jobs that match and are over (or not).
+def own_jobs(
+    cluster: Client, texts: Iterable[str], *, over: bool, accept: Callable[[dict[str, Any]], bool] = lambda _: True
+) -> list[str]:
+    """Jobs as named; a pattern or an array's name expands to the ids of the user's own jobs that are over (or not).
 
+    Args:
+        accept: further condition on the jobs of a pattern or an array.
     Raises:
         UsageError: a pattern matches nothing.
     """
     found: list[str] = []
     for text in texts:
-        if not any(letter in text for letter in "*?["):  # never part of a name
+        is_pattern = any(letter in text for letter in "*?[")  # never part of a name
+        if not is_pattern and (text.isdecimal() or over):
+            found.append(text)
+            continue
+        listed = cluster.all_jobs() if over else cluster.call("jobs")
+        if not is_pattern and (any(row["name"] == text for row in listed) or not any(map(_in_array(text), listed))):
             found.append(text)
             continue
         me = cluster.call("hello")["user"]
-        rows = [
-            row
-            for row in (cluster.all_jobs() if over else cluster.call("jobs"))
-            if row["user"] == me and is_selected(row, [text])
-        ]
-        ids = [row["id"] for row in rows if (row["ended_s"] is not None) == over]
+        rows = [row for row in listed if row["user"] == me and is_selected(row, [text])]
+        ids = [row["id"] for row in rows if (row["ended_s"] is not None) == over and accept(row)]
         if not ids:
             raise UsageError(f"no {'finished' if over else 'active'} job of yours matches {text}")
         found += ids
     return list(dict.fromkeys(found))
+
+
+def job_or_tasks(cluster: Client, text: str) -> list[str]:
+    """The id of a job, or those of the tasks of an array or sweep.
+
+    Raises:
+        ClusterError: neither is named so.
+    """
+    try:
+        return [cluster.call("job", job=text)["id"]]
+    except ClusterError:
+        with suppress(ClusterError):
+            return [row["id"] for row in cluster.call("tasks", array=text)]
+        raise
+
+
+def _in_array(name: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda row: (row.get("array") or {}).get("name") == name
 
 
 def time_s(option: str, text: str, hint: str = "") -> float:

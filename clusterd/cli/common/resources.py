@@ -9,13 +9,15 @@ import click
 
 from clusterd.errors import UsageError
 from clusterd.types import HostId, Resources
-from clusterd.units import parse_gpus, parse_size
+from clusterd.units import parse_capability, parse_gpus, parse_size
 
 _OPTIONS = (
     click.option("--gpus", metavar="[TYPE:]N", help="Number of GPUs, as in 2 or a100:2."),
     click.option("--devices", type=click.IntRange(0), help="Number of devices of any kind."),
     click.option("--gpu-type", metavar="NAME", help="Part of the GPU's name, as in a100 or 4090."),
     click.option("--gpu-memory", metavar="SIZE", help="Least memory of each GPU, as in 40GB."),
+    click.option("--compute-capability", metavar="CONDITION", help="Of each GPU, as in '>=8.0' (in quotes)."),
+    click.option("--constraint", metavar="LABEL", multiple=True, help="Label of its hosts; may be repeated."),
     click.option("--cpus", type=click.IntRange(0), default=0, help="CPU cores in all; default: one per device."),
     click.option("--memory", metavar="SIZE", help="Host memory in all, as in 64GB."),
     click.option("--host", "hosts", multiple=True, help="Only on this host; may be repeated."),
@@ -71,10 +73,20 @@ def requested_resources(options: Mapping[str, Any]) -> Resources:
         nodes=nodes,
         device_name=named or options["gpu_type"] or "",
         device_memory_bytes=_size("--gpu-memory", options["gpu_memory"]),
+        compute_capability=_capability(options["compute_capability"]),
+        constraint=tuple(label for given in options["constraint"] for label in given.split(",")),
         cpus=options["cpus"],
         memory_bytes=_size("--memory", options["memory"]),
         hosts=tuple(HostId(host) for host in options["hosts"]),
     )
+
+
+def _capability(text: str | None) -> str:
+    try:
+        parse_capability(text or "")
+    except ValueError as error:
+        raise UsageError(f"--compute-capability: {error}") from None
+    return text or ""
 
 
 def _size(option: str, text: str | None) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose
 from clusterd.core.estimates.request_forecast import requested_plans
+from clusterd.core.host import Host
 from clusterd.core.ledger import HostFree, Ledger, Placement
 from clusterd.core.placement.place import candidates, fitting, holds, kinds_for, per_device, place
 from clusterd.core.state import Description, Job
@@ -87,8 +88,9 @@ def unsatisfiable(job: Job, view: View) -> str | None:
 def _admitted(job: Job, view: View) -> list[Device]:
     """Devices of all hosts that serve the job's request."""
     wanted = job.spec.resources
-    devices = (d for h in view.hosts.values() if job.admits(h.id) for d in h.devices)
-    return [d for d in devices if wanted.admits(d.kind, d.name, d.memory_bytes)]
+    devices = (d for h in view.hosts.values() if job.admits(h) for d in h.devices)
+    serve = (d for d in devices if wanted.admits(d.kind, d.name, d.memory_bytes, d.compute_capability))
+    return [d for d in serve if not d.excluded]
 
 
 def _least(job: Job) -> int:
@@ -168,6 +170,8 @@ def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
         return Refusal(
             job.id, f"asks for host {missing[0]}, which is not in the cluster: clusterd host add {missing[0]}"
         )
+    if wanted.constraint and not any(job.admits(h) for h in view.hosts.values()):
+        return Refusal(job.id, f"asks for {_labelled(wanted)}; {_labels_there(view)}")
     there = Counter(d.kind for d in known)
     count = max(there[kind] for kind in kinds_for(job))
     least = _least(job)
@@ -175,12 +179,17 @@ def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
         noun = _noun(wanted, least)
         has = " and ".join(f"{there[kind]} {_KINDS[kind]}" for kind in kinds_for(job)) if wanted.kind is None else count
         hint = ""
-        cpus = sum(d.kind == "cpu" for h in view.hosts.values() if job.admits(h.id) for d in h.devices)
+        cpus = sum(d.kind == "cpu" for h in view.hosts.values() if job.admits(h) for d in h.devices)
         if wanted.kind == "cuda" and count == 0 and cpus:
             hint = f"; there are {cpus} CPU devices: submit with --devices {min(least, cpus)}"
+        elif wanted.compute_capability:
+            devices = (d for h in view.hosts.values() for d in h.devices)
+            hint = f"; there are {', '.join(sorted({f'{d.name} ({_capability(d)})' for d in devices}))}"
         elif wanted.device_name and (names := sorted({d.name for h in view.hosts.values() for d in h.devices})):
             hint = f"; there are {', '.join(names)}"
         owner = f"{_its_hosts(wanted)} have" if wanted.hosts else "the cluster has"
+        if wanted.constraint:
+            noun, owner = f"{noun} on {_labelled(wanted)}", "these have"
         return Refusal(job.id, f"asks for {least} {noun}, {owner} {has}{hint}")
     if job.spec.kind is JobKind.COMMAND and least > 1:
         per_host = Counter((d.host, d.kind) for d in known)
@@ -197,9 +206,49 @@ def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
 def _noun(wanted: Resources, count: int = 2) -> str:
     """Name of so many of the requested devices, as in "GPUs of type a100 with 40 GiB or more"."""
     named = f" of type {wanted.device_name}" if wanted.device_name else ""
-    least = f" with {size(wanted.device_memory_bytes)} or more" if wanted.device_memory_bytes else ""
+    least = [f"{size(wanted.device_memory_bytes)} or more"] if wanted.device_memory_bytes else []
+    least += [f"compute capability {wanted.compute_capability}"] if wanted.compute_capability else []
     kind = _KINDS[wanted.kind] if count != 1 else _KINDS[wanted.kind].removesuffix("s")
-    return f"{kind}{named}{least}"
+    return f"{kind}{named}{' with ' if least else ''}{' and '.join(least)}"
+
+
+def misfit(job: Job, host: Host) -> str | None:
+    """Reason why a host could not serve the job even if nothing else ran there; None: it could, or is not meant."""
+    wanted = job.spec.resources
+    if host.facts is None or (wanted.hosts and host.id not in wanted.hosts):
+        return None
+    if missing := host.missing_labels(wanted.constraint):
+        has = f"it has {', '.join(host.facts.labels)}" if host.facts.labels else "it has none"
+        return f"{host.id} lacks the label{'s' * (len(missing) > 1)} {', '.join(missing)}: {has}"
+    if wanted.devices == 0:
+        return None
+    serve = [d for d in host.devices if wanted.admits(d.kind, d.name, d.memory_bytes, d.compute_capability)]
+    each = wanted.per_node if job.spec.kind is JobKind.COMMAND else 1
+    if len(serve) >= each:
+        return None
+    counts = Counter(_model(d) for d in host.devices)
+    has = ", ".join(f"{count} x {model}" for model, count in counts.items()) or "no devices"
+    return f"{host.id} has {has}: {each} {_noun(wanted, each)} are asked for"
+
+
+def _capability(device: Device) -> str:
+    return device.compute_capability or ("not reported" if device.kind == "cuda" else "no GPU")
+
+
+def _model(device: Device) -> str:
+    """Name of a device with its memory and compute capability."""
+    capability = f", {device.compute_capability}" if device.compute_capability else ""
+    return f"{device.name} ({size(device.memory_bytes)}{capability})"
+
+
+def _labelled(wanted: Resources) -> str:
+    return f"hosts labelled {' and '.join(wanted.constraint)}"
+
+
+def _labels_there(view: View) -> str:
+    """Phrase for the labels of all hosts."""
+    labels = [f"{h.id} ({', '.join(h.facts.labels)})" for h in view.hosts.values() if h.facts and h.facts.labels]
+    return f"there are {', '.join(labels)}" if labels else "no host has a label: labels = [...] under [hosts.NAME]"
 
 
 def _waits(job: Job, view: View, devices: int) -> Refusal:
@@ -244,8 +293,12 @@ def _its_hosts(wanted: Resources) -> str:
 
 def _empty(job: Job, view: View) -> list[HostFree]:
     """Hosts that the job may use, as if nothing ran there."""
-    hosts = [h for h in view.hosts.values() if h.facts is not None and job.admits(h.id)]
-    return [HostFree(h, list(h.devices), h.facts.cpu_cores, h.facts.memory_bytes) for h in hosts if h.facts]
+    hosts = [h for h in view.hosts.values() if h.facts is not None and job.admits(h)]
+    return [
+        HostFree(h, [d for d in h.devices if not d.excluded], h.facts.cpu_cores, h.facts.memory_bytes)
+        for h in hosts
+        if h.facts
+    ]
 
 
 HOSTS_NAMED = 3
@@ -256,7 +309,7 @@ _KINDS = {"cuda": "GPUs", "cpu": "CPU devices", None: "devices"}
 
 def _no_host(job: Job, view: View) -> str:
     """Message why no admitted host is usable; stable while that is so, as every new reason is recorded."""
-    why = [text for host in view.hosts.values() if job.admits(host.id) and (text := host.unusable)]
+    why = [text for host in view.hosts.values() if job.admits(host) and (text := host.unusable)]
     if not why:
         return f"every host is left out for it: clusterd why {job.id}"
     more = f" and {len(why) - HOSTS_NAMED} more are no better" if len(why) > HOSTS_NAMED else ""

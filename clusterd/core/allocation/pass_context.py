@@ -54,7 +54,7 @@ class PassContext:
     _checked_at: int = -1
 
     def __post_init__(self) -> None:
-        self.forecast = AvailabilityForecast(self.ledger, self.holding)
+        self.forecast = AvailabilityForecast(self.ledger, self.holding, self.view.calendar)
         self.costs = MigrationCosts(self.view, self.thresholds)
 
     # --- what it is worth ---------------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def _spread(devices: Iterable[Device], count: int, group: int, prefer: list[Devi
 
 def _may_stay(device: Device, view: View) -> bool:
     host = view.hosts[device.host]
-    return host.unusable is None and not host.is_faulty(device.id)
+    return host.unusable is None and not host.is_faulty(device.id) and device.id not in host.claimed
 
 
 def _free_for(job: Job, own: list[Device], free: Ledger) -> list[Device]:

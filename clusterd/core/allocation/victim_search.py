@@ -75,7 +75,9 @@ class VictimSearch:
         """Cheapest changes after which the offer fits; None: there are none."""
         kind = offer.device_type
         free = {
-            host: len(types.get(kind, {})) for host, types in self.ledger.devices.items() if self.p.job.admits(host)
+            host: len(types.get(kind, {}))
+            for host, types in self.ledger.devices.items()
+            if self.p.job.admits(self.ledger.hosts[host])
         }
         # A host can give what is free on it and what those who may be moved hold there.
         reach = {

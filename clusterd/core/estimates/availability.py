@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from clusterd.core.claim_calendar import ClaimCalendar
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.ledger import Ledger, by_type, needs, per_host
 from clusterd.core.performance_table import Estimate
 from clusterd.core.state import Job
-from clusterd.types import Device, HostId
+from clusterd.types import Device, DeviceId, HostId
 
 NEVER = float("inf")
 Seen = TypeVar("Seen")
@@ -79,17 +80,24 @@ class Backfill:
 
 
 class AvailabilityForecast:
-    """Free devices of each host and type over time, and the cores and memory beside them."""
+    """Free devices of each host and type over time, and the cores and memory beside them.
 
-    def __init__(self, ledger: Ledger, running: Sequence[JobForecast]) -> None:
+    Attributes:
+        run_s: how long the job of which it is asked runs: a claim on a device must not begin before its end.
+    """
+
+    def __init__(self, ledger: Ledger, running: Sequence[JobForecast], calendar: ClaimCalendar) -> None:
         self._ledger = ledger
+        self._calendar = calendar
+        self.run_s = 0.0
+        self._granted: set[DeviceId] = set()
         self._now: dict[str, dict[HostId, int]] = {}
         for host, types in ledger.devices.items():
             for name, free in types.items():
                 self._now.setdefault(name, {})[host] = len(free)
         ends: list[tuple[float, str, dict[HostId, int]]] = []
         for p in running:
-            usable = [device for device in p.devices if device.host in ledger.devices]
+            usable = [device for device in p.devices if device.host in ledger.devices and not device.foreign]
             ends += [(p.now_s, name, per_host(some)) for name, some in by_type(usable).items()]
         ends.sort(key=lambda e: e[0])
         self._ends = ends
@@ -104,11 +112,15 @@ class AvailabilityForecast:
 
     def occupy(self, devices: Sequence[Device]) -> None:
         """Record these devices as granted in this pass."""
+        self._granted.update(device.id for device in devices)
         for name, some in by_type(devices).items():
             self.take(name, per_host(some))
 
     def free_at(self, device_type: str, at_s: float) -> dict[HostId, int]:
         """Number of free devices at that time, by host."""
+        if self._calendar:
+            there = self.ledger_at(at_s).devices
+            return {host: len(types[device_type]) for host, types in there.items() if types.get(device_type)}
         free = dict(self._now.get(device_type, {}))
         for end_s, name, held in self._ends:
             if end_s > at_s + 1e-6:
@@ -127,14 +139,30 @@ class AvailabilityForecast:
             attempt = p.job.attempt
             if attempt is not None:
                 found.put(p.devices, attempt.cores, attempt.memory_bytes)
+        if self._calendar:
+            self._apply_claims(found, at_s)
         return found
+
+    def _apply_claims(self, ledger: Ledger, at_s: float) -> None:
+        """Take out what is claimed while the job would run, and give back what claims have left by then."""
+        given_back = {d.id for p in self._running if p.now_s <= at_s + 1e-6 for d in p.devices}
+        held = (self._calendar.leased - given_back) | self._granted
+        for device in self._calendar.devices:
+            ledger.take([device], {}, {})
+            if device.id not in held and self._calendar.is_free(device.id, at_s, self.run_s):
+                ledger.put([device], {}, {})
 
     def first(self, look: Callable[[Ledger], Seen | None]) -> tuple[float, Seen] | None:
         """First end of a running job, in seconds from now, after which `look` finds something; None: it never does.
 
-        By binary search: free resources only increase.
+        By binary search: free resources only increase, unless there are claims, whose ends count like those of jobs.
         """
         times = sorted({p.now_s for p in self._running})
+        if self._calendar:
+            for at_s in sorted({*times, *self._calendar.ends_s}):
+                if (seen := look(self.ledger_at(at_s))) is not None:
+                    return at_s, seen
+            return None
         low, high = 0, len(times)
         answer: tuple[float, Seen] | None = None
         while low < high:
@@ -183,6 +211,12 @@ class AvailabilityForecast:
         hosts = _fit(offer.shape, self._fit_for(job, offer, 0.0))
         if hosts is not None:
             return EarliestStart(offer, 0.0, hosts)
+        if self._calendar:
+            for at_s in sorted({*(self._ends[i][0] for i in mine), *self._calendar.ends_s}):
+                hosts = _fit(offer.shape, self._fit_for(job, offer, at_s)) if at_s < within_s else None
+                if hosts is not None:
+                    return EarliestStart(offer, at_s, hosts)
+            return None
         low, high = 0, len(mine)
         answer: EarliestStart | None = None
         while low < high:
@@ -207,7 +241,7 @@ class AvailabilityForecast:
                 (ledger.memory_bytes.get(host, 0) + memory_bytes.get(host, 0)) // each_bytes,
             )
             for host, count in self.free_at(offer.device_type, at_s).items()
-            if job.admits(host)
+            if host in ledger.hosts and job.admits(ledger.hosts[host])
         }
 
     def _back_at(self, at_s: float) -> tuple[dict[HostId, int], dict[HostId, int]]:

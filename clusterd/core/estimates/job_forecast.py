@@ -16,7 +16,7 @@ from clusterd.core.ledger import by_type, needs, of_ranks
 from clusterd.core.performance_table import Estimate, PerformanceTable, Shape, evenly
 from clusterd.core.state import Job
 from clusterd.core.view import View
-from clusterd.types import Device, JobKind
+from clusterd.types import Device, JobKind, Resources
 
 EFFICIENT = 0.1
 """Least efficiency of an offer, as a share of the job's best progress per device-second."""
@@ -42,6 +42,11 @@ class Inventory:
     memory_bytes: Mapping[str, int]  # of the smallest device
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # devices on each host, most first
     cores_per_device: Mapping[str, int] = field(default_factory=dict)  # of the host with fewest
+    capabilities: Mapping[str, str] = field(default_factory=dict)  # compute capability of each type
+
+    def serves(self, wanted: Resources, name: str) -> bool:
+        """True where devices of this type serve the request."""
+        return wanted.admits(self.kinds[name], name, self.memory_bytes[name], self.capabilities.get(name, ""))
 
     def holds(self, estimate: Estimate) -> bool:
         """True where the estimate's shape would fit if nothing else ran."""
@@ -55,7 +60,7 @@ class Inventory:
 
 
 def _serves(job: Job, device: Device) -> bool:
-    return job.spec.resources.admits(device.kind, device.name, device.memory_bytes)
+    return job.spec.resources.admits(device.kind, device.name, device.memory_bytes, device.compute_capability)
 
 
 def take_inventory(view: View, job: Job | None = None) -> Inventory:
@@ -68,19 +73,22 @@ def take_inventory(view: View, job: Job | None = None) -> Inventory:
     memory_bytes: dict[str, int] = {}
     counts: dict[str, list[int]] = {}
     cores: dict[str, int] = {}
+    capabilities: dict[str, str] = {}
     each_cores, each_bytes = needs(job, None) if job is not None else (1, 0)
     for host in view.hosts.values():
-        if host.unusable is not None or host.facts is None or (job is not None and not job.admits(host.id)):
+        if host.unusable is not None or host.facts is None or (job is not None and not job.admits(host)):
             continue
         most = min(host.facts.cpu_cores // each_cores, host.facts.memory_bytes // max(each_bytes, 1))
         serve = [d for d in host.devices if not d.foreign and (job is None or _serves(job, d))]
         for name, devices in by_type(serve).items():
             counts.setdefault(name, []).append(min(len(devices), most) if job is not None else len(devices))
-            kinds[name] = devices[0].kind
+            kinds[name], capabilities[name] = devices[0].kind, devices[0].compute_capability
             cores[name] = min(cores.get(name, 1 << 30), host.facts.cpu_cores // len(host.devices))
             memory_bytes[name] = min(memory_bytes.get(name, 1 << 62), *(d.memory_bytes for d in devices))
     shapes = {name: tuple(sorted(some, reverse=True)) for name, some in counts.items()}
-    return Inventory({name: sum(some) for name, some in shapes.items()}, kinds, memory_bytes, shapes, cores)
+    return Inventory(
+        {name: sum(some) for name, some in shapes.items()}, kinds, memory_bytes, shapes, cores, capabilities
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +198,15 @@ class Curves:
     def _there_for(self, job: Job, view: View, there: Inventory) -> tuple[Inventory, Reach]:
         """Inventory of the devices that this job may use, and the key of the cache that follows from it."""
         wanted = job.spec.resources
-        of_devices = wanted.device_name or wanted.device_memory_bytes
-        if not (wanted.hosts or wanted.cpus or wanted.memory_bytes or job.excluded_hosts or of_devices):
+        of_devices = wanted.device_name or wanted.device_memory_bytes or wanted.compute_capability
+        if not (
+            wanted.hosts or wanted.constraint or wanted.cpus or wanted.memory_bytes or job.excluded_hosts or of_devices
+        ):
             return there, ()
         if view is not self._view:
             self._view, self._choosy = view, {}
-        devices = (wanted.kind, wanted.device_name, wanted.device_memory_bytes)
-        key = (wanted.hosts, needs(job, None), tuple(job.excluded_hosts), devices)
+        devices = (wanted.kind, wanted.device_name, wanted.device_memory_bytes, wanted.compute_capability)
+        key = (wanted.hosts, wanted.constraint, needs(job, None), tuple(job.excluded_hosts), devices)
         if key not in self._choosy:
             self._choosy[key] = take_inventory(view, job)
         mine = self._choosy[key]

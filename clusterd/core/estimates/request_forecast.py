@@ -90,7 +90,7 @@ def requested_plans(job: Job) -> tuple[Plan, ...]:
 def _offers(job: Job, there: Inventory) -> Iterator[Estimate]:
     """Shapes of one device type on which the job would start, best first."""
     wanted = job.spec.resources
-    names = [n for n, kind in sorted(there.kinds.items()) if wanted.admits(kind, n, there.memory_bytes[n])]
+    names = [n for n in sorted(there.kinds) if there.serves(wanted, n)]
     names.sort(key=lambda n: there.kinds[n] != "cuda")
     for name in names:
         hosts = there.shapes[name]

@@ -66,6 +66,8 @@ def objection(state: State, job: Job, start: Start) -> str | None:
             continue
         if place.device in state.leases or place.device in seen:
             return f"{place.device} is leased"
+        if place.device in host.claimed:
+            return f"{place.device} is {host.claimed[place.device]}"
         if place.device not in {d.id for d in host.devices}:
             return f"{place.device} does not exist"
         seen.add(place.device)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from clusterd.core import events as e
 from clusterd.core.events import TimerKind
 from clusterd.core.host import Host
-from clusterd.core.lifecycle import attempt_events, attempts, stopping, trial_events
+from clusterd.core.lifecycle import attempt_events, attempts, device_claims, stopping, trial_events
 from clusterd.core.lifecycle.accounts import account_lost, apply_report, lose_attempt, watch_account
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.queueing.admission import without_login
@@ -83,6 +83,7 @@ def _time_limit_reached(ctx: HandlerContext, job_id: str) -> None:
 _TIMERS: dict[TimerKind, Callable[[HandlerContext, str], None]] = {
     TimerKind.RECOVERY: lambda ctx, _: ctx.state.recovering.clear(),
     TimerKind.HOST_LOST: lambda ctx, host: _declare_lost(ctx, HostId(host)),
+    TimerKind.CLAIM: lambda ctx, _: device_claims.update_claims(ctx),
     TimerKind.ACCOUNT_LOST: account_lost,
     TimerKind.FAULT: _fault_over,
     TimerKind.RECOVER: _recovery_due,
@@ -111,6 +112,8 @@ def on_clock_set(ctx: HandlerContext, event: e.ClockSet) -> None:
     for job in state.jobs.values():
         if not job.state.is_final:
             _shift_job(job, by_s)
+    if state.device_claims:
+        device_claims.update_claims(ctx)
 
 
 def _shift_job(job: Job, by_s: float) -> None:
@@ -138,6 +141,8 @@ def _shifted(at_s: float | None, by_s: float) -> float | None:
 def on_host_added(ctx: HandlerContext, event: e.HostAdded) -> None:
     if event.host not in ctx.state.hosts:  # of two concurrent requests the first one's host may have jobs by now
         ctx.state.hosts[event.host] = Host(event.host, since_s=event.at_s, why="not connected yet")
+        if ctx.state.device_claims:
+            device_claims.update_claims(ctx)
         _admit_host_again(ctx.state, event.host)
 
 

@@ -1,4 +1,4 @@
-"""Handlers of job events: submit, cancel, priority, and the inspection of models."""
+"""Handlers of job events: submit, cancel, priority, edits, and the inspection of models."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections import Counter
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.lifecycle import jobs, stopping
+from clusterd.core.lifecycle import jobs, migrations, stopping
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.queueing.admission import hosts_without_login
 from clusterd.core.queueing.dependencies import waits_for
+from clusterd.core.queueing.edits import refused_now
 from clusterd.core.state import Description, Job, Outcome
 from clusterd.types import AttemptState, JobKind, JobState
 
@@ -49,6 +50,20 @@ def on_job_reprioritised(ctx: HandlerContext, event: e.JobReprioritised) -> None
     ctx.pass_due = True
 
 
+def on_job_edited(ctx: HandlerContext, event: e.JobEdited) -> None:
+    job = ctx.state.jobs[event.job]
+    if job.state.is_final or refused_now(job, event.spec):  # it started, or ended, before this was handled
+        return
+    limit_s, resources = job.spec.time_limit_s, job.spec.resources
+    job.spec, job.priority = event.spec, event.spec.priority
+    if job.state is JobState.QUEUED and job.spec.resources != resources:
+        _withdraw_promises(ctx, job)  # they were made for what it asked for before
+    if job.spec.time_limit_s != limit_s and job.attempt is not None:
+        jobs.set_time_limit(ctx, job, job.attempt)
+        migrations.renew_leases(ctx.state, job.attempt)
+    ctx.pass_due = True
+
+
 def on_job_held(ctx: HandlerContext, event: e.JobHeld) -> None:
     job = ctx.state.jobs[event.job]
     if job.state is JobState.QUEUED:
@@ -58,10 +73,15 @@ def on_job_held(ctx: HandlerContext, event: e.JobHeld) -> None:
 def _hold(ctx: HandlerContext, job: Job, by: str) -> None:
     """Keep the job in the queue; what was promised to it goes to others."""
     job.held_by = by
+    _withdraw_promises(ctx, job)
+    ctx.pass_due = True
+
+
+def _withdraw_promises(ctx: HandlerContext, job: Job) -> None:
+    """Drop the job's claim and reservation; a pass gives new ones to whoever is next."""
     ctx.state.claims.pop(job.id, None)
     if ctx.state.reservation is not None and ctx.state.reservation.job == job.id:
         ctx.state.reservation = None
-    ctx.pass_due = True
 
 
 def on_job_released(ctx: HandlerContext, event: e.JobReleased) -> None:
@@ -117,12 +137,12 @@ def describe_models(ctx: HandlerContext) -> None:
     open_hosts = [host for host in usable if asked[host.id] < DESCRIPTIONS_PER_HOST]
     for job in sorted(new, key=lambda job: -job.priority):
         host = min(
-            (h for h in open_hosts if job.admits(h.id)),
+            (h for h in open_hosts if job.admits(h)),
             key=lambda h: (asked[h.id], h.cores_used, h.id),
             default=None,
         )
         if host is None:
-            if not any(job.admits(h.id) for h in usable):
+            if not any(job.admits(h) for h in usable):
                 ctx.hold(job, "waiting for a host to inspect its model")
             continue
         job.description, job.described_on = Description.ASKED, host.id

@@ -53,11 +53,19 @@ def start(ctx: HandlerContext, wanted: Start) -> str | None:
         return objection
     wanted = replace(wanted, reason=f"{wanted.reason}{release_pin(job, wanted.plan)}")
     attempt = attempts.begin(ctx.state, job, wanted, ctx.now_s)
-    left_s = time_left_s(job)
-    if left_s is not None:
-        ctx.set_timer(TimerKind.LIMIT, job.id, ctx.now_s + left_s, f"{job.spec.name} may run for {left_s:.0f} s")
+    set_time_limit(ctx, job, attempt)
     launch(ctx, attempt, wanted.reason)
     return None
+
+
+def set_time_limit(ctx: HandlerContext, job: Job, attempt: Attempt) -> None:
+    """Set the timer that ends the attempt by the job's time limit."""
+    left_s = time_left_s(job)
+    if left_s is None:
+        ctx.cancel_timer(TimerKind.LIMIT, job.id)
+        return
+    reason = f"{job.spec.name} may run for {left_s:.0f} s"
+    ctx.set_timer(TimerKind.LIMIT, job.id, max(attempt.started_s + left_s, ctx.now_s), reason)
 
 
 def release_pin(job: Job, plan: Plan | None) -> str:
@@ -145,7 +153,7 @@ def exclude_host(ctx: HandlerContext, job: Job, host: HostId, why: str, devices:
     """
     job.excluded_hosts[host] = why.removeprefix(f"{host}: ")
     kinds = {d.kind for d in devices}
-    left = [h for h in ctx.state.hosts.values() if h.unusable is None and job.admits(h.id)]
+    left = [h for h in ctx.state.hosts.values() if h.unusable is None and job.admits(h)]
     counts = [sum(not kinds or d.kind in kinds for d in h.devices) for h in left]
     enough = holds(job, counts) if job.spec.kind is JobKind.COMMAND else sum(counts) >= len(devices)
     if not left or not enough:

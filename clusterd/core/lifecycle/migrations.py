@@ -50,6 +50,8 @@ def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> s
             return f"{place.device} does not exist"
         if place.device in seen:
             return f"{place.device} is named twice"
+        if place.device in host.claimed and place.device not in own:
+            return f"{place.device} is {host.claimed[place.device]}"
         lease = state.leases.get(place.device)
         if lease is not None and place.device not in own:
             return f"{place.device} is leased to {state.jobs[lease.job].spec.name}"
@@ -208,6 +210,13 @@ def lease_of(state: State, attempt: Attempt, device: DeviceId, host: HostId, gen
     left_s = time_left_s(state.jobs[attempt.job])
     until_s = attempt.started_s + left_s if left_s is not None else None
     return Lease(device, host, attempt.job, attempt.number, generation, until_s)
+
+
+def renew_leases(state: State, attempt: Attempt) -> None:
+    """Give the attempt's leases the end that its job's time limit has now."""
+    for device, lease in state.leases.items():
+        if lease.job == attempt.job:
+            state.leases[device] = lease_of(state, attempt, device, lease.host, lease.generation)
 
 
 def _more(these: Mapping[HostId, int], those: Mapping[HostId, int]) -> dict[HostId, int]:

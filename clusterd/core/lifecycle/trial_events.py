@@ -143,14 +143,14 @@ def trial_timed_out(ctx: HandlerContext, job_id: JobId) -> None:
 def waits_for_trial(ctx: HandlerContext, move: Move) -> bool:
     """True if a policy's migration waits for the job's trials, which take seconds.
 
-    A migration off a drained host, or onto fewer devices, does not wait: it ends the trials.
+    A migration off a drained host or a claimed device, or onto fewer devices, does not wait: it ends the trials.
     """
     job = ctx.state.jobs[move.job]
     attempt = job.attempt
     if not job.trials.is_running or attempt is None:
         return False
     hosts = [ctx.state.hosts[h] for h in attempt.hosts if h in ctx.state.hosts]
-    leaves_drained = any(host.drained is not None for host in hosts)
+    leaves_drained = any(host.drained is not None or host.claimed.keys() & set(attempt.devices) for host in hosts)
     shrinks = len(move.ranks) < len({*attempt.devices, *attempt.reserved_devices})
     if attempt.migration is not None or not (leaves_drained or shrinks):
         return True

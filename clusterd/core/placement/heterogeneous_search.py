@@ -187,8 +187,8 @@ class HeterogeneousSearch:
         wanted, there = p.job.spec.resources, self.there
         held, own = per_host(p.devices), {d.id for d in p.devices}
         best: Found | None = None
-        for kind, types in self.groups.items():
-            types = tuple(name for name in types if wanted.admits(kind, name, there.memory_bytes[name]))
+        for types in self.groups.values():
+            types = tuple(name for name in types if there.serves(wanted, name))
             most = min(most, wanted.max_devices or most)
             if len(types) < 2:
                 continue
@@ -215,7 +215,7 @@ class HeterogeneousSearch:
         """Free devices on each host that the job admits, by type, fewest first."""
         found: dict[str, list[int]] = {}
         for host, here in self.ledger.devices.items():
-            if not job.admits(host):
+            if not job.admits(self.ledger.hosts[host]):
                 continue
             for name in types:
                 if some := here.get(name):

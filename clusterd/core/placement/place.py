@@ -15,7 +15,7 @@ from clusterd.types import Device, HostId, JobKind, RankPlace
 
 def candidates(job: Job, free: Ledger) -> list[HostFree]:
     """Usable hosts that the job admits, in a fixed order."""
-    return [free.on_host(name) for name in sorted(free.hosts) if job.admits(name)]
+    return [free.on_host(name) for name in sorted(free.hosts) if job.admits(free.hosts[name])]
 
 
 def kinds_for(job: Job) -> tuple[str, ...]:
@@ -27,7 +27,8 @@ def kinds_for(job: Job) -> tuple[str, ...]:
 def fitting(job: Job, host: HostFree, kind: str) -> list[Device]:
     """Free devices of one kind for which the host also has free cores and memory."""
     wanted = job.spec.resources
-    devices = [d for d in host.devices if d.kind == kind and wanted.admits(d.kind, d.name, d.memory_bytes)]
+    here = [d for d in host.devices if d.kind == kind]
+    devices = [d for d in here if wanted.admits(d.kind, d.name, d.memory_bytes, d.compute_capability)]
     cores_each, memory_each = per_device(job)
     usable: list[Device] = []
     cores, memory = host.cores, host.memory_bytes

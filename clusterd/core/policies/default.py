@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 
 from clusterd.core.allocation import evacuate_by_restart, resize_unmodelled
 from clusterd.core.allocation.evict import devices_being_freed
@@ -14,13 +15,15 @@ from clusterd.core.allocation.start_waiting import exchange_devices, start_waiti
 from clusterd.core.allocation.suspend import serve_claims
 from clusterd.core.allocation.target_sizes import by_work, shares
 from clusterd.core.estimates.can_migrate import is_settled
+from clusterd.core.estimates.expected_time import limit_left_s, longest_left_s
 from clusterd.core.estimates.job_forecast import Curves, JobForecast, forecast_job, take_inventory
 from clusterd.core.estimates.request_forecast import RequestCurves, forecast_request
 from clusterd.core.placement.cpu_cores import Cores
 from clusterd.core.placement.heterogeneous_search import HeterogeneousEstimates, HeterogeneousSearch
 from clusterd.core.queueing.order import order
+from clusterd.core.state import Job
 from clusterd.core.view import Proposal, View
-from clusterd.types import JobId
+from clusterd.types import Device, JobId
 
 QUEUE_ROUND_S = 30.0
 """Seconds between two passes while a job waits for devices and nothing happens: rights and pauses depend on time."""
@@ -36,6 +39,24 @@ class _Forecasts(dict[JobId, JobForecast]):
     def __missing__(self, job: JobId) -> JobForecast:
         found = self[job] = self._make(job)
         return found
+
+
+def _start_before_claims(
+    ctx: PassContext, job: Job, forecasts: Mapping[JobId, JobForecast], claims: Mapping[JobId, list[Device]]
+) -> None:
+    """Start a queued job, or record what it waits for, without devices that are claimed before it would end."""
+    if not ctx.view.calendar:
+        start_waiting(ctx, job, forecasts, claims)
+        return
+    p = forecasts[job.id]
+    run_s = longest_left_s(job, ctx.view.run_times, ctx.view.now_s)
+    if not p.curve.is_request:
+        run_s = min(max(p.left_s(offer) for offer in p.curve.offers), limit_left_s(job, ctx.view.now_s))
+    withheld = ctx.view.calendar.to_withhold([*ctx.ledger.all_devices()], run_s)
+    ctx.ledger.take(withheld, {}, {})
+    ctx.forecast.run_s = run_s
+    start_waiting(ctx, job, forecasts, claims)
+    ctx.ledger.put(withheld, {}, {})
 
 
 class Default:
@@ -96,10 +117,13 @@ class Default:
         # A claim is met first: its devices are free for nobody else.
         ordered_jobs = order(view, forecasts)
         for job in [*(j for j in ordered_jobs if j.id in claims), *(j for j in ordered_jobs if j.id not in claims)]:
-            start_waiting(ctx, job, forecasts, claims)
+            _start_before_claims(ctx, job, forecasts, claims)
         if ctx.backfill is None and view.reservation is not None:
             proposal.ends_reservation = True
-        exchange_devices(ctx)
+        if view.calendar:  # nobody else's end is known: what is to be claimed goes to nobody
+            ledger.take(view.calendar.to_withhold([*ledger.all_devices()], inf), {}, {})
+        else:
+            exchange_devices(ctx)
         short = [refusal.devices for refusal in proposal.refusals if refusal.job not in known]
         if not any(short):
             scale_up(ctx)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from clusterd.core.host import Host
+from clusterd.core.queueing.arrays import find_task
 from clusterd.core.queueing.dependencies import CONDITIONS, is_satisfied
 from clusterd.core.state import Job, State
 from clusterd.errors import ClusterError, UsageError
-from clusterd.types import HostId, JobId, JobKind, JobSpec
+from clusterd.types import ArrayTask, HostId, JobId, JobKind, JobSpec
 
 
 def find_job(state: State, text: str, user: str) -> Job:
@@ -23,6 +24,8 @@ def find_job(state: State, text: str, user: str) -> Job:
     if JobId(text) in state.jobs:
         return state.jobs[JobId(text)]
     found = [j for j in state.jobs.values() if j.spec.name == text]
+    if not found and (task := find_task(state, text)) is not None:
+        return state.jobs[task]
     if not found:
         found = [j for j in state.jobs.values() if j.spec.name.startswith(text)]
         found = [j for j in found if j.spec.user == user] or found
@@ -49,6 +52,17 @@ def find_awaited(state: State, text: str, user: str) -> JobId:
     if job.state.is_final and not is_satisfied(job, condition or "ok"):
         raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.state.value}: nothing can start after it")
     return JobId(f"{job.id}:{condition}" if condition not in ("", "ok") else job.id)
+
+
+def refuse_other_array(state: State, array: ArrayTask, user: str) -> None:
+    """Refuse a task of an array that is not the user's.
+
+    Raises:
+        UsageError: it is.
+    """
+    first = state.jobs.get(array.id)
+    if first is None or first.spec.user != user or first.spec.array is None or first.spec.array.name != array.name:
+        raise UsageError(f"there is no array {array.id} ({array.name}) of yours: submit its first task without an id")
 
 
 def find_host(state: State, name: str) -> Host:

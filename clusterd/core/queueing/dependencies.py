@@ -48,5 +48,19 @@ def in_vain(spec: JobSpec, jobs: Mapping[JobId, Job]) -> str | None:
     return None
 
 
+def awaits(spec: JobSpec, job: JobId, jobs: Mapping[JobId, Job]) -> str | None:
+    """Name of a job that `spec` is to start after and that itself waits for `job`; None: there is none."""
+    for first, _ in _before(spec, jobs):
+        seen, ahead = set(), [first]
+        while ahead:
+            other = ahead.pop()
+            if other.id == job:
+                return f"{first.spec.name} ({first.id})"
+            if other.id not in seen and not other.state.is_final:
+                seen.add(other.id)
+                ahead += [awaited for awaited, _ in _before(other.spec, jobs)]
+    return None
+
+
 def _before(spec: JobSpec, jobs: Mapping[JobId, Job]) -> list[tuple[Job, str]]:
     return [(jobs[job], condition) for job, condition in map(split, spec.after)]

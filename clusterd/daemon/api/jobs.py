@@ -17,7 +17,8 @@ import msgspec
 from clusterd import __version__, projection, protocol
 from clusterd.config import Config
 from clusterd.core import events as e
-from clusterd.core.allocation.as_requested import LEARNING, allocate, unsatisfiable
+from clusterd.core.allocation.as_requested import LEARNING, allocate, misfit
+from clusterd.core.estimates.expected_time import longest_left_s
 from clusterd.core.ledger import Placement
 from clusterd.core.queueing import admission
 from clusterd.core.queueing.dependencies import waits_for
@@ -25,12 +26,13 @@ from clusterd.core.state import Job
 from clusterd.core.view import Refusal, View
 from clusterd.daemon.api.accounts import Accounts, daemon_account
 from clusterd.daemon.api.files import FileVerbs
-from clusterd.daemon.api.hosts import HostVerbs, need_operator
+from clusterd.daemon.api.hosts import ClaimVerbs, HostVerbs, need_operator
 from clusterd.daemon.api.job_logs import JobLogs
 from clusterd.daemon.api.migration import MigrationVerbs
+from clusterd.daemon.api.queue import QueueVerbs
 from clusterd.daemon.api.retention import RetentionVerbs
 from clusterd.daemon.api.server import Peer, Streaming, Verb
-from clusterd.daemon.api.validation import refuse_malformed, refuse_secrets
+from clusterd.daemon.api.validation import refuse_malformed, refuse_secrets, refuse_unsatisfiable
 from clusterd.daemon.api.watch import Change, Feed
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.registry import HostRegistry
@@ -73,6 +75,8 @@ class JobVerbs:
         self._archive = archive
         self._feed = feed
         self._membership = HostVerbs(engine, hosts, invite)
+        self._queue = QueueVerbs(engine)
+        self._claims = ClaimVerbs(engine)
         self._by_hand = MigrationVerbs(engine, hosts, feed)
         self._forgetting = RetentionVerbs(engine, hosts, archive)
         self._fetching = FileVerbs(engine, hosts)
@@ -103,10 +107,8 @@ class JobVerbs:
             "why": self.why,
             "history": self.history,
             "cancel": self.cancel,
-            "priority": self.priority,
-            "hold": self.hold,
-            "release": self.release,
-            "requeue": self.requeue,
+            **self._queue.verbs,
+            **self._claims.verbs,
             **self._membership.verbs,
             **self._by_hand.verbs,
             **self._forgetting.verbs,
@@ -180,10 +182,12 @@ class JobVerbs:
         """Accept a job: once this is answered, the job is not lost."""
         known = self.admit(peer, spec)
         refuse_secrets(secrets or {})
-        self._refuse_unsatisfiable(known)
+        refuse_unsatisfiable(known, self._state, "--wait-for-hosts queues it all the same")
         if known.account:
             await self._hosts.log_in(known.account)
         job = self._ids.next()
+        if known.array is not None and not known.array.id:
+            known = replace(known, array=replace(known.array, id=job))
         rows = [
             ("INSERT INTO secrets VALUES (?, ?, ?)", (job, name, self._archive.sealed(value)))
             for name, value in (secrets or {}).items()
@@ -198,7 +202,10 @@ class JobVerbs:
         job = Job(JobId("new"), known, priority=known.priority, submitted_s=now_s, queued_s=now_s)
         ahead = sum(1 for j in self._state.queue if self._state.jobs[j].priority >= known.priority)
         awaited = waits_for(known, self._state)
-        answer = allocate(job, View(self._state, now_s)) if awaited is None else Refusal(job.id, awaited)
+        view = View(self._state, now_s)
+        claimed = view.calendar.to_withhold([*view.free.all_devices()], longest_left_s(job, view.run_times, now_s))
+        view.free.take(claimed, {}, {})
+        answer = allocate(job, view) if awaited is None else Refusal(job.id, awaited)
         if isinstance(answer, Refusal):
             reason = answer.reason
             if reason == LEARNING:
@@ -208,17 +215,6 @@ class JobVerbs:
             return {"starts": False, "ahead": ahead, "reason": reason, "ranks": []}
         where: Placement = answer.placement
         return {"starts": True, "ahead": ahead, "reason": answer.reason, "ranks": codec.plain(where.ranks)}
-
-    def _refuse_unsatisfiable(self, spec: JobSpec) -> None:
-        """Refuse a job that no host of the cluster could ever serve, unless it is to wait for hosts.
-
-        Raises:
-            UsageError: says what the cluster has.
-        """
-        job = Job(JobId("new"), spec, priority=spec.priority, submitted_s=0.0, queued_s=0.0)
-        reason = None if spec.waits_for_hosts else unsatisfiable(job, View(self._state, time.time()))
-        if reason is not None:
-            raise UsageError(f"{spec.name} can never start: it {reason}; --wait-for-hosts queues it all the same")
 
     def admit(self, peer: Peer, spec: dict[str, Any], need_workdir: bool = True) -> JobSpec:
         """Check a submitted job and make it its user's.
@@ -239,6 +235,8 @@ class JobVerbs:
             raise UsageError(f"there is no tenant {known.tenant!r}; there are {', '.join(sorted(tenants))}")
         if need_workdir and known.snapshot is not None and not self._archive.has_workdir(known.snapshot):
             raise UsageError("the job's workdir has not arrived here: submit again")
+        if known.array is not None and known.array.id:
+            admission.refuse_other_array(self._state, known.array, peer.user)
         awaited = (admission.find_awaited(self._state, text, peer.user) for text in known.after)
         return replace(known, after=tuple(dict.fromkeys(awaited)))
 
@@ -300,6 +298,7 @@ class JobVerbs:
             "ahead": ahead,
             "holders": holders,
             "holders_left_s": holders_left_s,
+            "misfits": [text for host in self._state.hosts.values() if (text := misfit(known, host)) is not None],
             "unusable": projection.unusable(known, self._state, time.time()),
             "decisions": await self._decisions(known.id),
         }
@@ -336,40 +335,6 @@ class JobVerbs:
         if also is None:
             return await _cancel_one(self._engine, peer, job, now)
         return await _cancel_several(self._engine, peer, [job, *also], now)
-
-    async def priority(self, peer: Peer, job: str, priority: int) -> dict[str, Any]:
-        """Change a job's priority."""
-        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
-        if not isinstance(priority, int):
-            raise UsageError(f"priority is {priority!r}; it must be a whole number")
-        admission.refuse_if_over(known)
-        await self._engine.post(e.JobReprioritised(at_s=time.time(), job=known.id, priority=priority, by=peer.user))
-        return projection.job_row(known, self._state)
-
-    async def hold(self, peer: Peer, job: str) -> dict[str, Any]:
-        """Keep a queued job from starting until it is released."""
-        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
-        if known.state is not JobState.QUEUED:
-            again = f": clusterd requeue --hold {known.id} stops it" if known.attempt is not None else ""
-            raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}, not queued{again}")
-        await self._engine.post(e.JobHeld(at_s=time.time(), job=known.id, by=peer.user))
-        return projection.job_row(known, self._state)
-
-    async def release(self, peer: Peer, job: str) -> dict[str, Any]:
-        """Let a held job start."""
-        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
-        if known.held_by is None:
-            raise ClusterError(f"job {known.id} ({known.spec.name}) is not held")
-        await self._engine.post(e.JobReleased(at_s=time.time(), job=known.id, by=peer.user))
-        return projection.job_row(known, self._state)
-
-    async def requeue(self, peer: Peer, job: str, hold: bool = False) -> dict[str, Any]:
-        """Stop a running job and queue it again; `hold`: it stays queued until it is released."""
-        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
-        if known.attempt is None:
-            raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}: it does not run")
-        await self._engine.post(e.JobRequeued(at_s=time.time(), job=known.id, by=peer.user, hold=bool(hold)))
-        return projection.job_row(known, self._state)
 
     async def steps(self, peer: Peer, job: str, attempt: int | None = None) -> dict[str, Any]:
         """The training steps of an attempt, as its rank 0 wrote them."""

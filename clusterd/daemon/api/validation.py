@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 
+from clusterd.config import is_label
+from clusterd.core.allocation.as_requested import unsatisfiable
 from clusterd.core.queueing import admission
+from clusterd.core.state import Job, State
+from clusterd.core.view import View
 from clusterd.errors import UsageError
 from clusterd.submission.job_file import checked_name
-from clusterd.types import JobKind, JobSpec
+from clusterd.types import JobId, JobKind, JobSpec
+from clusterd.units import parse_capability
 
 RETRIES_MAX = 1000
 
@@ -38,6 +44,18 @@ def refuse_malformed(spec: JobSpec) -> None:
         raise UsageError(f"{wanted.devices} devices cannot be spread evenly over {wanted.nodes} nodes: give a multiple")
     if wanted.nodes > 1 and spec.kind is not JobKind.COMMAND:
         raise UsageError(f"nodes applies to commands: where {spec.kind.value} jobs run is chosen for them")
+    if wanted.max_devices and max(wanted.devices, wanted.min_devices) > wanted.max_devices:
+        asked = max(wanted.devices, wanted.min_devices)
+        raise UsageError(f"at most {wanted.max_devices} devices are allowed, but {asked} are asked for")
+    try:
+        parse_capability(wanted.compute_capability)
+    except ValueError as error:
+        raise UsageError(f"resources.compute_capability: {error}") from None
+    for label in wanted.constraint:
+        if not is_label(label):
+            raise UsageError(
+                f'resources.constraint: {label!r} is no label of a host; write it as in ["nvlink", "rack=a"]'
+            )
     if spec.command and not spec.command[0]:
         raise UsageError("command begins with an empty word: give the program to run")
     if not 0 <= spec.retries <= RETRIES_MAX:
@@ -54,6 +72,20 @@ def refuse_malformed(spec: JobSpec) -> None:
         if not text.isprintable():
             raise UsageError(f"{field} is {text!r}, which others could not be shown: take out what does not print")
     admission.may_submit(spec)
+
+
+def refuse_unsatisfiable(spec: JobSpec, state: State, otherwise: str) -> None:
+    """Refuse a job that no host of the cluster could ever serve, unless it is to wait for hosts.
+
+    Args:
+        otherwise: advice that ends the message.
+    Raises:
+        UsageError: says what the cluster has.
+    """
+    job = Job(JobId("new"), spec, priority=spec.priority, submitted_s=0.0, queued_s=0.0)
+    reason = None if spec.waits_for_hosts else unsatisfiable(job, View(state, time.time()))
+    if reason is not None:
+        raise UsageError(f"{spec.name} can never start: it {reason}; {otherwise}")
 
 
 def refuse_secrets(secrets: Mapping[str, str]) -> None:

@@ -151,7 +151,7 @@ class LaunchRequests:
             kind=spec.kind.value,
             argv=tuple(spec.command),
             ranks=(),
-            env={"CLUSTERD_JOB_NAME": spec.name, **spec.env},
+            env={"CLUSTERD_JOB_NAME": spec.name, **_array_variables(spec), **spec.env},
             secrets=secrets,
             snapshot=spec.snapshot,
             workdir=None if spec.snapshot else spec.workdir,
@@ -174,6 +174,13 @@ class LaunchRequests:
                 put = PutWorkdir(digest, offset, data, last)
                 await self._hosts.request(host, put, timeout_s=120.0, account=spec.account)
                 offset += len(data)
+
+
+def _array_variables(spec: JobSpec) -> dict[str, str]:
+    """Variables of a task of an array."""
+    if spec.array is None:
+        return {}
+    return {"CLUSTERD_ARRAY_JOB_ID": spec.array.id, "CLUSTERD_ARRAY_TASK_ID": str(spec.array.index)}
 
 
 def filled_in(command: Iterable[str], job: str, plan: Plan | None, hosts: int) -> list[str]:

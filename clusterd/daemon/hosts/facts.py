@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from typing import Any
 
 from clusterd.config import HostOptions
@@ -61,8 +62,19 @@ def host_facts(
         address=address,
         interface=near.interface if near is not None else "",
         link_mbit=near.speed_mbit if near is not None else 0,
-        devices=tuple(devices),
+        devices=tuple(
+            _excluded(device) if _number(device) in options.exclude_devices else device for device in devices
+        ),
+        labels=options.labels,
     )
+
+
+def _number(device: Device) -> int:
+    return int(device.id.rpartition(":")[2].removeprefix("gpu").removeprefix("cpu"))
+
+
+def _excluded(device: Device) -> Device:
+    return replace(device, excluded=True, foreign="excluded by exclude_devices in the configuration")
 
 
 def _gpu(host: HostId, gpu: agent.GpuRow, ours: Container[int]) -> Device:
@@ -82,6 +94,7 @@ def _gpu(host: HostId, gpu: agent.GpuRow, ours: Container[int]) -> Device:
         memory_bytes=gpu.memory_bytes,
         foreign=use,
         exclusive=gpu.exclusive,
+        compute_capability=gpu.compute_capability,
     )
 
 

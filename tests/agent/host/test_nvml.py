@@ -44,6 +44,8 @@ int nvmlDeviceGetMemoryInfo(void *h, memory *m) {
 int nvmlDeviceGetNumaNodeId(void *h, unsigned *n) { (void)h; *n = 1; return NUMA; }
 int nvmlDeviceGetUtilizationRates(void *h, utilisation *u) { u->gpu = 50; return (unsigned long)h == 2 ? 3 : 0; }
 int nvmlDeviceGetUUID(void *h, char *b, unsigned n) { snprintf(b, n, "GPU-%lu", (unsigned long)h); return 0; }
+int nvmlDeviceGetCudaComputeCapability(void *h, int *a, int *b) {
+    *a = 9; *b = 0; return (unsigned long)h == 2 ? 3 : 0; }
 int nvmlDeviceGetName(void *h, char *b, unsigned n) { (void)h; snprintf(b, n, "Fake H100"); return 0; }
 #define PROCESSES(version) \
 int nvmlDeviceGetComputeRunningProcesses_##version(void *h, unsigned *n, process_##version *p) { \
@@ -76,6 +78,7 @@ def test_gpus_come_with_uuid_memory_and_the_processes_on_them(tmp_path: Path) ->
     assert gpus[0]["name"] == "Fake H100"
     assert (gpus[0]["memory_bytes"], gpus[0]["memory_used_bytes"]) == (80 << 30, 1 << 30)
     assert [gpu["utilisation"] for gpu in gpus] == [0.5, None]
+    assert [gpu["compute_capability"] for gpu in gpus] == ["9.0", ""]
     assert gpus[0]["processes"] == [{"pid": 1, "memory_bytes": 1 << 30}, {"pid": 7, "memory_bytes": None}]
 
 
@@ -193,6 +196,7 @@ def test_without_the_library_the_program_is_asked(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(
         "#!/bin/sh\ncase $1 in\n"
+        "*compute_cap) echo 'GPU-a, 8.0';;\n"
         "--query-gpu*) echo 'GPU-a, 0, NVIDIA A100, 40960, 512, 7, Disabled, Exclusive_Process';;\n"
         "*) echo 'GPU-a, 42, 500';;\nesac\n"
     )
@@ -202,6 +206,19 @@ def test_without_the_library_the_program_is_asked(tmp_path: Path) -> None:
     assert gpus[0]["memory_bytes"] == 40960 << 20
     assert gpus[0]["processes"] == [{"pid": 42, "memory_bytes": 500 << 20}]
     assert gpus[0]["exclusive"]
+    assert gpus[0]["compute_capability"] == "8.0"
+
+
+def test_a_program_of_an_old_driver_knows_no_compute_capability(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\ncase $1 in\n"
+        "*compute_cap) echo 'Field \"compute_cap\" is not a valid field to query.'; exit 2;;\n"
+        "--query-gpu*) echo 'GPU-a, 0, NVIDIA A100, 40960, 512, 7, Disabled, Default';;\nesac\n"
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    gpus, error = Probe("libabsent.so", str(program)).gpus()
+    assert ([gpu["compute_capability"] for gpu in gpus], error) == ([""], None)
 
 
 def test_a_program_that_fails_is_quoted(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from clusterd.config import HostOptions
+from clusterd.config import HostOptions, host_options
 from clusterd.daemon.hosts.facts import host_facts
+from clusterd.errors import ConfigError
 from clusterd.types import HostId
 
 GIB = 1 << 30
@@ -39,3 +40,17 @@ def test_use_by_somebody_who_is_not_listed_is_foreign(total_gib: int, unlisted_g
 
 def test_facts_of_an_agent_from_before_are_understood() -> None:
     assert foreign() == ""
+
+
+def test_devices_have_the_compute_capability_and_hosts_the_labels() -> None:
+    gpu = {"uuid": "GPU-1", "index": 0, "name": "A100", "memory_bytes": GIB, "compute_capability": "8.0"}
+    answer = {"boot_id": "b", "cpu_cores": 4, "cpu_ids": [0, 1, 2, 3], "memory_bytes": GIB, "gpus": [gpu]}
+    facts = host_facts(HostId("a"), answer, host_options({"labels": ["nvlink", "rack=a"]}, "here"), "10.0.0.1")
+    assert facts.labels == ("nvlink", "rack=a")
+    assert facts.devices[0].compute_capability == "8.0"
+
+
+@pytest.mark.parametrize("labels", ["nvlink", ["a b"], [1], [""], ["a,b"]])
+def test_what_is_no_label_is_refused(labels: object) -> None:
+    with pytest.raises(ConfigError, match=r"labels is .* it must be a list of words"):
+        host_options({"labels": labels}, "[hosts.a]")

@@ -1,0 +1,54 @@
+"""Arrays: jobs that were submitted together, of which only so many may run at once."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from clusterd.core.state import Job, State
+from clusterd.types import JobId
+
+
+class ArrayLimits:
+    """Tasks that each array may still start in one pass."""
+
+    def __init__(self, state: State) -> None:
+        active = (state.jobs[job].spec.array for job in state.active)
+        self._taken = Counter(array.id for array in active if array is not None and array.most)
+
+    def waits_for(self, job: Job, now_s: float) -> str | None:
+        """Message of a queued task that waits for others of its array; None: it may start, and takes a place."""
+        array = job.spec.array
+        if array is None or not array.most or job.not_before_s > now_s:
+            return None
+        if self._taken[array.id] >= array.most:
+            return f"waits for its array: at most {array.most} of the tasks of {array.name} run at once"
+        self._taken[array.id] += 1
+        return None
+
+
+def tasks_of(state: State, text: str, user: str) -> list[Job]:
+    """Tasks of the array that a name or an id means, by index; empty: there is none.
+
+    Of several arrays of a name the user's own is meant, and of these the newest.
+    """
+    text = text.removesuffix("_*")
+    tasks = [job for job in state.jobs.values() if (a := job.spec.array) is not None and text in (a.id, a.name)]
+    known = {job.spec.array.id: job.spec.user for job in tasks if job.spec.array is not None}
+    if not known:
+        return []
+    chosen = max(known, key=lambda array: (array == text, known[array] == user, len(array), array))
+    own = [job for job in tasks if job.spec.array is not None and job.spec.array.id == chosen]
+    return sorted(own, key=lambda job: job.spec.array.index if job.spec.array is not None else 0)
+
+
+def find_task(state: State, text: str) -> JobId | None:
+    """The task that ``12_3`` means: that of index 3 of the array whose first task is job 12; None: there is none."""
+    match = re.fullmatch(r"(\d+)_(\d+)", text, re.ASCII)
+    if match is None:
+        return None
+    array, index = JobId(match[1]), int(match[2])
+    tasks = (
+        job for job in state.jobs.values() if (a := job.spec.array) is not None and (a.id, a.index) == (array, index)
+    )
+    return next((job.id for job in tasks), None)

@@ -1,0 +1,35 @@
+"""Timers of the scheduler: typed values, which the daemon and the simulator fire as events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class TimerKind(StrEnum):
+    """Purposes of timers."""
+
+    ROUND = "round"  # the policy's next round
+    RECOVERY = "recovery"  # the daemon stops waiting for hosts to report after its start
+    HOST_LOST = "host-lost"  # an unreachable host is given up
+    CLAIM = "claim"  # a claim on devices begins or ends
+    ACCOUNT_LOST = "account-lost"  # an account's agent on a host is given up; about: see `account_on`
+    FAULT = "fault"  # a faulty device is offered again
+    RECOVER = "recover"  # survivors of an attempt must have reported
+    CHECKPOINT = "checkpoint"  # a periodic checkpoint is due
+    TRIAL = "trial"  # a trial must have been measured
+    STALL = "stall"  # a job without a step is restarted
+    LIMIT = "limit"  # a job's time limit
+    RETRY = "retry"  # the back-off of a job is over
+    SETTLE = "settle"  # a job may be migrated again
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """Key of a timer: its purpose and the job, host or device that it is about."""
+
+    kind: TimerKind
+    about: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}:{self.about}" if self.about else self.kind.value

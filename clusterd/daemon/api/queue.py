@@ -1,0 +1,163 @@
+"""Verbs that change how a submitted job is queued and what it asks for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import msgspec
+
+from clusterd import projection
+from clusterd.core import events as e
+from clusterd.core.queueing import admission
+from clusterd.core.queueing.arrays import tasks_of
+from clusterd.core.queueing.dependencies import awaits
+from clusterd.core.queueing.edits import EDITABLE, changed, described, refused_now
+from clusterd.core.state import Job, State
+from clusterd.daemon.api.server import Peer, Verb
+from clusterd.daemon.api.validation import refuse_malformed, refuse_unsatisfiable
+from clusterd.daemon.journal.engine import Engine
+from clusterd.errors import ClusterError, UsageError
+from clusterd.types import JobSpec, JobState
+from clusterd.units import duration
+
+
+class QueueVerbs:
+    """Answers requests about one submitted job, each with one event."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        # An edit is computed from the specification of the moment: another one must not come between it and its event.
+        self._editing = anyio.Lock()
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """Methods by verb."""
+        return {
+            "priority": self.priority,
+            "hold": self.hold,
+            "release": self.release,
+            "requeue": self.requeue,
+            "edit": self.edit,
+            "arrays": self.arrays,
+            "tasks": self.tasks,
+        }
+
+    @property
+    def _state(self) -> State:
+        return self._engine.scheduler.state
+
+    async def priority(self, peer: Peer, job: str, priority: int) -> dict[str, Any]:
+        """Change a job's priority."""
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        if not isinstance(priority, int):
+            raise UsageError(f"priority is {priority!r}; it must be a whole number")
+        async with self._editing:
+            admission.refuse_if_over(known)
+            await self._engine.post(e.JobReprioritised(at_s=time.time(), job=known.id, priority=priority, by=peer.user))
+        return projection.job_row(known, self._state)
+
+    async def hold(self, peer: Peer, job: str) -> dict[str, Any]:
+        """Keep a queued job from starting until it is released."""
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        if known.state is not JobState.QUEUED:
+            again = f": clusterd requeue --hold {known.id} stops it" if known.attempt is not None else ""
+            raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}, not queued{again}")
+        await self._engine.post(e.JobHeld(at_s=time.time(), job=known.id, by=peer.user))
+        return projection.job_row(known, self._state)
+
+    async def release(self, peer: Peer, job: str) -> dict[str, Any]:
+        """Let a held job start."""
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        if known.held_by is None:
+            raise ClusterError(f"job {known.id} ({known.spec.name}) is not held")
+        await self._engine.post(e.JobReleased(at_s=time.time(), job=known.id, by=peer.user))
+        return projection.job_row(known, self._state)
+
+    async def requeue(self, peer: Peer, job: str, hold: bool = False) -> dict[str, Any]:
+        """Stop a running job and queue it again; `hold`: it stays queued until it is released."""
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        if known.attempt is None:
+            raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}: it does not run")
+        await self._engine.post(e.JobRequeued(at_s=time.time(), job=known.id, by=peer.user, hold=bool(hold)))
+        return projection.job_row(known, self._state)
+
+    async def edit(self, peer: Peer, job: str, changes: dict[str, Any]) -> dict[str, Any]:
+        """Change what a job asks for.
+
+        Args:
+            changes: new values by field of the specification; `resources` names only the fields that change.
+        """
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        async with self._editing:
+            admission.refuse_if_over(known)
+            spec = self._edited(peer, known, changes)
+            if not changed(replace(known.spec, priority=known.priority), spec):
+                return {**projection.job_row(known, self._state), "edited": ""}
+            what = described(replace(known.spec, priority=known.priority), spec)
+            await self._engine.post(e.JobEdited(at_s=time.time(), job=known.id, spec=spec, what=what, by=peer.user))
+            if known.spec != spec:
+                raise ClusterError(
+                    f"job {known.id} ({known.spec.name}) is {known.state.value} by now: look, and try again"
+                )
+        return {**projection.job_row(known, self._state), "edited": what}
+
+    async def arrays(self, peer: Peer, all: bool = False) -> list[dict[str, Any]]:
+        """Arrays with a task that is not over, or all: id, name, limit, and the number of tasks in each state."""
+        state = self._state
+        current = {a.id for job in (*state.queue, *state.active) if (a := state.jobs[job].spec.array) is not None}
+        rows: dict[str, dict[str, Any]] = {}
+        for job in state.jobs.values() if current or all else ():
+            array = job.spec.array
+            if array is None or not (all or array.id in current):
+                continue
+            fields = {"id": array.id, "name": array.name, "user": job.spec.user, "most": array.most, "tasks": 0}
+            row = rows.setdefault(array.id, {**fields, "states": {}})
+            row["tasks"] += 1
+            row["states"][job.state.value] = row["states"].get(job.state.value, 0) + 1
+        return list(rows.values())
+
+    async def tasks(self, peer: Peer, array: str) -> list[dict[str, Any]]:
+        """Rows of all tasks of an array or a sweep, by index."""
+        found = tasks_of(self._state, array, peer.user)
+        if not found:
+            raise UsageError(f"there is no array or sweep {array!r}: clusterd ls --all shows the jobs")
+        return [projection.job_row(job, self._state) for job in found]
+
+    def _edited(self, peer: Peer, job: Job, changes: dict[str, Any]) -> JobSpec:
+        """Specification of the job after the changes.
+
+        Raises:
+            UsageError: what is wrong with them.
+            ClusterError: what cannot change now.
+        """
+        if unknown := sorted({*changes} - EDITABLE):
+            raise UsageError(f"{unknown[0]} of a job cannot be changed")
+        before = msgspec.to_builtins(replace(job.spec, priority=job.priority))
+        resources = {**before["resources"], **changes.get("resources", {})}
+        try:
+            spec = msgspec.convert({**before, **changes, "resources": resources}, JobSpec)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"the change is not well-formed: {error}") from None
+        if fixed := refused_now(job, spec):
+            again = f"clusterd requeue --hold {job.id} stops and queues it"
+            raise ClusterError(
+                f"job {job.id} ({job.spec.name}) is {job.state.value}: {' and '.join(fixed)} cannot change now: {again}"
+            )
+        if "after" in changes:
+            found = [admission.find_awaited(self._state, text, peer.user) for text in spec.after]
+            spec = replace(spec, after=tuple(dict.fromkeys(found)))
+            if (cycle := awaits(spec, job.id, self._state.jobs)) is not None:
+                raise UsageError(f"after: {cycle} waits for job {job.id} itself: they would wait for ever")
+        refuse_malformed(spec)
+        attempt = job.attempt
+        if attempt is None:
+            if spec.resources != job.spec.resources:
+                refuse_unsatisfiable(spec, self._state, "the job stays as it was")
+        elif spec.time_limit_s is not None and spec.time_limit_s != job.spec.time_limit_s:
+            ran_s = time.time() - attempt.started_s
+            if ran_s >= spec.time_limit_s:
+                raise UsageError(f"it has run for {duration(ran_s)} already: clusterd cancel {job.id} ends it")
+        return spec

@@ -1,0 +1,109 @@
+"""``--array``: many jobs as one line, and their results as one table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from clusterd.errors import UsageError
+from clusterd.submission.sweep import parse_array
+from tests.conftest import RunningCluster
+
+TRAIN = """
+import json, os, sys
+index = int(os.environ["CLUSTERD_ARRAY_TASK_ID"])
+assert sys.argv[1] == str(index)
+json.dump({"accuracy": index / 4, "test": {"loss": 1.0}}, open("metrics.json", "w"))
+sys.exit(3 if index == 2 else 0)
+"""
+
+
+def test_results_join_index_and_metrics(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    file = tmp_path / "job.toml"
+    file.write_text('name = "net"\ncommand = ["python3", "train.py", "{index}"]\narray = "1-3%2"\n')
+    submitted = local_cluster.run("submit", "--wait", str(file), check=False)
+    assert submitted.returncode == 3
+    jobs = submitted.stdout.split()
+    assert "3 jobs are queued, net_1 to net_3" in submitted.stderr
+    rows = json.loads(local_cluster.run("results", "net", "--json").stdout)
+    assert [(row["id"], row["index"], row["state"], row["exit_code"]) for row in rows] == [
+        (jobs[0], 1, "finished", 0),
+        (jobs[1], 2, "failed", 3),
+        (jobs[2], 3, "finished", 0),
+    ]
+    assert [row["metrics"] for row in rows] == [{"accuracy": index / 4, "test.loss": 1.0} for index in (1, 2, 3)]
+    table = csv.DictReader(io.StringIO(local_cluster.run("results", jobs[0], "--csv").stdout))
+    assert [(row["index"], row["exit"], row["accuracy"]) for row in table] == [
+        ("1", "0", "0.25"), ("2", "3", "0.5"), ("3", "0", "0.75"),
+    ]  # fmt: skip
+    assert "ACCURACY" in local_cluster.run("results", "net").stdout
+    assert local_cluster.run("results", "nosuch", check=False).returncode == 2
+    assert local_cluster.run("show", f"{jobs[0]}_2").stdout.startswith(f"{jobs[1]}  net_2  failed")
+
+
+def test_an_array_is_one_line_and_is_held_and_cancelled_whole(local_cluster: RunningCluster) -> None:
+    cluster = local_cluster
+    command = ("run", "-d", "--no-snapshot", "--name", "night", "--array", "0-4%1", "--", "sleep", "1000")
+    jobs = cluster.run(*command).stdout.split()
+    cluster.wait_for(jobs[0], lambda row: row["state"] == "running")
+    listed = cluster.run("ls").stdout.splitlines()
+    assert len(listed) == 2
+    assert listed[1].split()[:3] == [f"{jobs[0]}_*", "night", "running"]
+    assert "5 tasks, at most 1 at once: 4 pending, 1 running" in listed[1]
+    assert (
+        len(cluster.run("ls", "--tasks").stdout.splitlines())
+        == len(cluster.run("ls", "night").stdout.splitlines())
+        == 6
+    )
+    cluster.run("hold", "night")
+    assert [cluster.job(job)["held_by"] is not None for job in jobs] == [False, True, True, True, True]
+    cluster.run("release", f"{jobs[0]}_*")
+    assert [cluster.job(job)["held_by"] for job in jobs] == [None] * 5
+    assert cluster.run("priority", "night", "5").stderr.count("has priority 5") == 5
+    assert cluster.run("wait", "night", "--timeout", "0.1s", check=False).returncode == 124
+    cluster.run("cancel", "--wait", "night")
+    assert cluster.run("wait", "night", check=False).returncode == 130
+    assert [cluster.job(job)["state"] for job in jobs] == ["cancelled"] * 5
+    assert "5 cancelled" in cluster.run("ls", "--all").stdout
+
+
+def test_a_sweep_has_results_by_value(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('name = "net"\ncommand = ["sh", "-c", "exit {CODE}"]\n')
+    local_cluster.run("submit", "--sweep", "CODE=0,3", "--wait", str(file), check=False)
+    rows = json.loads(local_cluster.run("results", "net", "-o", "json").stdout)
+    assert [(row["values"], row["exit_code"]) for row in rows] == [({"CODE": "0"}, 0), ({"CODE": "3"}, 3)]
+    both = local_cluster.run("submit", "--sweep", "CODE=0,3", "--array", "1-2", str(file), check=False)
+    assert both.returncode == 2
+    assert "give one of them" in both.stderr
+
+
+def test_a_batch_script_finds_its_index(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text('#!/bin/bash\n#SBATCH --array=5-6\necho "task $SLURM_ARRAY_TASK_ID of $SLURM_ARRAY_JOB_ID"\n')
+    jobs = local_cluster.run("submit", "--wait", "train.sh", cwd=tmp_path).stdout.split()
+    assert [local_cluster.run("logs", job).stdout for job in jobs] == [f"task {n} of {jobs[0]}\n" for n in (5, 6)]
+
+
+@pytest.mark.parametrize(
+    ("text", "indices", "most"),
+    [
+        ("0-3", [0, 1, 2, 3], 0),
+        ("0-3%2", [0, 1, 2, 3], 2),
+        ("7", [7], 0),
+        ("9,1-2,10-20:5%1", [1, 2, 9, 10, 15, 20], 1),
+    ],
+)
+def test_indices_are_read_as_slurm_reads_them(text: str, indices: list[int], most: int) -> None:
+    assert parse_array(text) == (indices, most)
+
+
+@pytest.mark.parametrize("text", ["", "3-1", "a", "1-", "1-3%", "1-3%0", "1,1", "0-5:0", "0-1000", "-1"])
+def test_what_is_no_array_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="array"):
+        parse_array(text)
