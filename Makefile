@@ -41,6 +41,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python docs/state_machines.py --check
+	$(BIN)/python docs/verbs.py --check
 
 binary: dist/clusterd
 dist/clusterd: $(STAMP) pyproject.toml $(shell find clusterd plans profiling tui -name '*.py' 2>/dev/null)

@@ -8,19 +8,15 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
 from clusterd import errors, protocol
 from clusterd.config import socket_path
-
-_CODES = {
-    kind.exit_code: kind for kind in (errors.ClusterError, errors.UsageError, errors.DaemonAbsent, errors.TryLater)
-}
-
+from clusterd.protocol.calls import Calls, Deliver, Failure, Item, Reply, request, result
 
 SELECT_MAX_S = 1e6
 """Upper limit of a `select` timeout; far above it the system's time structures overflow."""
@@ -62,8 +58,8 @@ class Client:
                 f"no daemon answers at {self.path} ({error.strerror or error}): clusterd start"
             ) from None
         self._decoder = protocol.Decoder()
-        self._received: list[dict[str, Any]] = []
-        self._ids = itertools.count(1)
+        self._received: list[protocol.Message] = []
+        self._calls = Calls()
 
     def call(self, verb: str, *, meanwhile: str = "", **args: Any) -> Any:
         """Send a request and wait for its answer.
@@ -75,13 +71,11 @@ class Client:
             ClusterError: the daemon refused, with its message.
             DaemonAbsent: the connection ended.
         """
-        number = self._send(verb, args)
+        replies: deque[Reply] = deque()
+        self._send(verb, args, replies.append)
         if self._socket.gettimeout() is None and not self.ready(SILENCE_S):
             self._warn_of_silence(meanwhile)
-        while True:
-            message = self._receive()
-            if message.get("id") == number:
-                return _answer(message)
+        return result(self._next(replies), refusal)
 
     def _warn_of_silence(self, meanwhile: str) -> None:
         """Log whether the daemon is still working on a call or does not answer at all."""
@@ -112,19 +106,14 @@ class Client:
         Raises:
             ClusterError: the first refusal, raised after all answers arrived.
         """
-        numbers: list[int] = []
-        messages: dict[int, dict[str, Any]] = {}
-
-        def take_answers(most: int) -> None:
-            while len(numbers) - len(messages) > most:
-                message = self._receive()
-                messages[message["id"]] = message
-
+        others = len(self._calls)  # streams that are read beside
+        waiting: list[deque[Reply]] = []
         for args in calls:
-            take_answers(IN_FLIGHT_MAX - 1)
-            numbers.append(self._send(verb, args))
-        take_answers(0)
-        return [_answer(messages[number]) for number in numbers]
+            while len(self._calls) - others >= IN_FLIGHT_MAX:
+                self._take()
+            waiting.append(deque())
+            self._send(verb, args, waiting[-1].append)
+        return [result(reply, refusal) for reply in [self._next(replies) for replies in waiting]]
 
     def stream(self, verb: str, **args: Any) -> Iterator[Any]:
         """Send a request and yield its items until the stream ends.
@@ -132,22 +121,34 @@ class Client:
         Raises:
             ClusterError: as `call`.
         """
-        number = self._send(verb, args)
-        while True:
-            message = self._receive()
-            if message.get("id") != number:
-                continue
-            if "item" in message:
-                yield message["item"]
-            else:
-                _answer(message)
-                return
-
-    def _send(self, verb: str, args: dict[str, Any]) -> int:
-        number = next(self._ids)
-        sent = frame(number, verb, args)
+        replies: deque[Reply] = deque()
+        number = self._send(verb, args, replies.append)
         try:
-            self._socket.sendall(sent)
+            while isinstance(reply := self._next(replies), Item):
+                yield reply.value
+            result(reply, refusal)
+        finally:
+            self._calls.close(number)
+
+    def _next(self, replies: deque[Reply]) -> Reply:
+        while not replies:
+            self._take()
+        return replies.popleft()
+
+    def _take(self) -> None:
+        message = self._receive()
+        try:
+            self._calls.take(message)
+        except protocol.ProtocolError as error:
+            raise errors.DaemonAbsent(f"what answers at {self.path} is no clusterd daemon: {error}") from None
+
+    def _send(self, verb: str, args: dict[str, Any], deliver: Deliver) -> int:
+        number = self._calls.open(deliver)
+        try:
+            self._socket.sendall(frame(number, verb, args))
+        except errors.UsageError:
+            self._calls.close(number)
+            raise
         except OSError as error:
             raise errors.DaemonAbsent(f"the daemon at {self.path} went away ({error.strerror or error})") from None
         return number
@@ -192,7 +193,7 @@ def frame(number: int, verb: str, args: dict[str, Any]) -> bytes:
         UsageError: a value cannot be encoded.
     """
     try:
-        encoded = protocol.encode({"id": number, "verb": verb, **args}, strict=True)
+        encoded = protocol.encode(request(number, verb, args), strict=True)
     except UnicodeEncodeError as error:
         text = error.object.encode(errors="backslashreplace").decode()
         raise errors.UsageError(f"{text[:80]!r} is no UTF-8: write it as UTF-8 text") from None
@@ -206,13 +207,6 @@ def frame(number: int, verb: str, args: dict[str, Any]) -> bytes:
     return encoded
 
 
-def _answer(message: dict[str, Any]) -> Any:
-    error = message.get("error")
-    if error is None:
-        return message.get("ok")
-    raise refusal(error)
-
-
-def refusal(error: dict[str, Any]) -> errors.ClusterError:
-    """Exception for an error message of the daemon."""
-    return _CODES.get(error["exit_code"], errors.ClusterError)(error["message"])
+def refusal(failure: Failure) -> errors.ClusterError:
+    """Exception for an error of the daemon."""
+    return errors.of_exit_code(failure.exit_code, failure.message)

@@ -77,3 +77,9 @@ class NotStarted(HostError):
 
 class InvalidTransition(ClusterError):
     """A state machine has no such transition: a bug in clusterd; the message holds the history."""
+
+
+def of_exit_code(exit_code: int | None, message: str) -> ClusterError:
+    """Error of a command's exit code, as the daemon sends it to clients."""
+    kinds = {kind.exit_code: kind for kind in (UsageError, DaemonAbsent, TryLater)}
+    return kinds.get(exit_code or 1, ClusterError)(message)

@@ -27,6 +27,7 @@ from clusterd.cli.common.output import (
 )
 from clusterd.client import Client, refusal
 from clusterd.errors import ClusterError, UsageError
+from clusterd.protocol.calls import Failure
 from clusterd.units import duration
 
 SILENT_S, SILENT_STEPS = 60.0, 20
@@ -201,7 +202,7 @@ def cancel(jobs: tuple[str, ...], and_wait: bool, now: bool) -> None:
         at_once: dict[str, Any] = {"now": True} if now else {}
         if others:  # in one request: else the devices of the first would go to the next
             answer = cluster.call("cancel", job=first, also=others, **at_once)
-            rows, failures = answer["jobs"], [refusal(error) for error in answer["refused"]]
+            rows, failures = answer["jobs"], [refusal(Failure.of(error)) for error in answer["refused"]]
         else:
             rows = [cluster.call("cancel", job=first, **at_once)]
     many: dict[str, int] = {}

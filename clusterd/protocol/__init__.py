@@ -1,8 +1,9 @@
 """Messages between client, daemon, agent, fork server and rank, and the frames that carry them.
 
-Each message of a protocol is defined once, as a frozen dataclass: `agent` holds what agents report to the daemon,
-`rank` what ranks report through their agent. `codec` checks a received map against its class, `frames` cuts bytes into
-maps. Runs on hosts: standard library and msgpack only, Python 3.10.
+Each message of a protocol is defined once, as a frozen dataclass: `requests` and `launch` hold what the daemon asks of
+agents, `agent` and `rank` what agents and ranks report, `control` what agents and ranks exchange, `forkserver` what
+agents and fork servers do. `codec` checks a received map against its class, `calls` matches replies with requests,
+`frames` cuts bytes into maps. Runs on hosts: standard library and msgpack only, Python 3.10.
 """
 
 from clusterd.protocol.frames import FRAME_BYTES_MAX as FRAME_BYTES_MAX

@@ -10,7 +10,8 @@ from typing import Any
 
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.codec import from_map
-from clusterd.protocol.frames import Message, ProtocolError
+from clusterd.protocol.frames import Message
+from clusterd.protocol.messages import Event, by_event, read_event
 from clusterd.protocol.rank import FromRank, rank_message
 
 
@@ -109,7 +110,7 @@ class HelloReply:
 
 
 @dataclass(frozen=True)
-class RankExited:
+class RankExited(Event, event="rank_exited"):
     """A rank's process exited."""
 
     job: str
@@ -124,7 +125,7 @@ class RankExited:
 
 
 @dataclass(frozen=True)
-class Progress:
+class Progress(Event, event="progress"):
     """Steps that an attempt finished since the last report."""
 
     job: str
@@ -144,7 +145,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class StateSnapshotTaken:
+class StateSnapshotTaken(Event, event="snapshot"):
     """A rank wrote a new state snapshot into the host's memory, and waits for its replica."""
 
     job: str
@@ -157,14 +158,26 @@ class StateSnapshotTaken:
 
 
 @dataclass(frozen=True)
-class FactsChanged:
+class RankReport(Event, event="rank_said"):
+    """A rank sent a message for the daemon, which `report` checks; it arrives as `FromRank`."""
+
+    job: str
+    attempt: int
+    generation: int
+    rank: int
+    said: Any
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class FactsChanged(Event, event="facts"):
     """The host's facts changed."""
 
     facts: dict[str, Any]  # see `Facts`
 
 
 @dataclass(frozen=True)
-class Superseded:
+class Superseded(Event, event="superseded"):
     """The host follows a newer daemon of the cluster from now on, and refuses this one."""
 
     by: int  # its epoch
@@ -181,12 +194,8 @@ class SeenByAgent:
 
 Report = RankExited | Progress | StateSnapshotTaken | FactsChanged | FromRank
 
-_KINDS: dict[str, type[RankExited | Progress | StateSnapshotTaken | FactsChanged]] = {
-    "rank_exited": RankExited,
-    "progress": Progress,
-    "snapshot": StateSnapshotTaken,
-    "facts": FactsChanged,
-}
+Sent = RankExited | Progress | StateSnapshotTaken | FactsChanged | RankReport
+_KINDS: dict[str, type[Sent]] = by_event(RankExited, Progress, StateSnapshotTaken, FactsChanged, RankReport)
 
 
 def hello_reply(data: Any) -> HelloReply:
@@ -204,20 +213,8 @@ def report(message: Message) -> Report:
     Raises:
         ProtocolError: it is no message of this protocol; names the message and the field.
     """
-    kind = message.get("event")
-    if kind == "rank_said":
-        sender = from_map(_Sender, message, "rank_said")
-        content = rank_message(message.get("said"))
-        return FromRank(sender.job, sender.attempt, sender.generation, sender.rank, content, sender.at_s)
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ProtocolError("an agent sent a message of an unknown kind")
-    return from_map(_KINDS[kind], message, kind)
-
-
-@dataclass(frozen=True)
-class _Sender:
-    job: str
-    attempt: int
-    generation: int
-    rank: int
-    at_s: float = 0.0
+    sent = read_event(_KINDS, message)
+    if isinstance(sent, RankReport):
+        content = rank_message(sent.said)
+        return FromRank(sent.job, sent.attempt, sent.generation, sent.rank, content, sent.at_s)
+    return sent

@@ -34,21 +34,17 @@ def from_map(kind: type[T], data: object, where: str = "") -> T:
         raise ProtocolError(f"{where} is {type(data).__name__}, not a map")
     values: dict[str, Any] = {}
     for name, hint, required in _fields(kind):  # type: ignore[arg-type]
-        if name in data:
-            values[name] = _checked(hint, data[name], f"{where}.{name}")
+        key = name.rstrip("_")
+        if key in data:
+            values[name] = _checked(hint, data[key], f"{where}.{key}")
         elif required:
-            raise ProtocolError(f"{where}.{name} is absent")
+            raise ProtocolError(f"{where}.{key} is absent")
     return kind(**values)
 
 
 def to_map(message: Any) -> Message:
-    """The map of a dataclass, nested ones included; fields that have their default are left out."""
-    found: Message = {}
-    for field in dataclasses.fields(message):
-        value = getattr(message, field.name)
-        if value != field.default:
-            found[field.name] = _plain(value)
-    return found
+    """The map of a dataclass, nested ones included. A field whose name is a keyword of Python ends with ``_`` there."""
+    return {field.name.rstrip("_"): _plain(getattr(message, field.name)) for field in dataclasses.fields(message)}
 
 
 def _plain(value: Any) -> Any:
@@ -56,8 +52,10 @@ def _plain(value: Any) -> Any:
         return to_map(value)
     if isinstance(value, enum.Enum):
         return value.value
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     return value
 
 

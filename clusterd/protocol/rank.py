@@ -6,26 +6,35 @@ A rank runs code that clusterd did not write: whatever arrives here is checked b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from clusterd.protocol.codec import from_map
-from clusterd.protocol.frames import ProtocolError
+from clusterd.protocol.codec import from_map, to_map
+from clusterd.protocol.frames import Message, ProtocolError
 
 
 @dataclass(frozen=True)
 class RankMessage:
     """Base of all messages of a rank."""
 
+    what: ClassVar[str]  # name on the wire
+
+    def __init_subclass__(cls, what: str) -> None:
+        cls.what = what
+
+    def to_message(self) -> Message:
+        """The message as it is sent."""
+        return {"what": self.what, **to_map(self)}
+
 
 @dataclass(frozen=True)
-class Probed(RankMessage):
+class Probed(RankMessage, what="probe"):
     """Measured figures of a device and of the links between ranks, before the first step."""
 
     figures: dict[str, float]
 
 
 @dataclass(frozen=True)
-class Orphaned(RankMessage):
+class Orphaned(RankMessage, what="orphaned"):
     """The rank lost its peers or ran out of device memory; it holds its state and waits."""
 
     step: int  # -1: in the middle of an update
@@ -34,7 +43,7 @@ class Orphaned(RankMessage):
 
 
 @dataclass(frozen=True)
-class Checkpointed(RankMessage):
+class Checkpointed(RankMessage, what="checkpointed"):
     """The job's state is whole on disk."""
 
     step: int
@@ -46,7 +55,7 @@ class Checkpointed(RankMessage):
 
 
 @dataclass(frozen=True)
-class CheckpointFailed(RankMessage):
+class CheckpointFailed(RankMessage, what="checkpoint_failed"):
     """A checkpoint could not be written; training goes on."""
 
     path: str
@@ -55,7 +64,7 @@ class CheckpointFailed(RankMessage):
 
 
 @dataclass(frozen=True)
-class Prepared(RankMessage):
+class Prepared(RankMessage, what="prepared"):
     """The rank is ready for a migration; both sides report the digest of the same copy plan."""
 
     id: str
@@ -64,7 +73,7 @@ class Prepared(RankMessage):
 
 
 @dataclass(frozen=True)
-class Quiesced(RankMessage):
+class Quiesced(RankMessage, what="quiesced"):
     """A source rank finished its last step and waits."""
 
     id: str
@@ -74,7 +83,7 @@ class Quiesced(RankMessage):
 
 
 @dataclass(frozen=True)
-class Loaded(RankMessage):
+class Loaded(RankMessage, what="loaded"):
     """A target rank holds its part of the state."""
 
     id: str
@@ -86,7 +95,7 @@ class Loaded(RankMessage):
 
 
 @dataclass(frozen=True)
-class Resumed(RankMessage):
+class Resumed(RankMessage, what="resumed"):
     """A source rank trains on after a migration that was aborted."""
 
     id: str
@@ -94,7 +103,7 @@ class Resumed(RankMessage):
 
 
 @dataclass(frozen=True)
-class Trains(RankMessage):
+class Trains(RankMessage, what="trains"):
     """A target rank begins its first step."""
 
     id: str
@@ -103,7 +112,7 @@ class Trains(RankMessage):
 
 
 @dataclass(frozen=True)
-class Failed(RankMessage):
+class Failed(RankMessage, what="failed"):
     """The rank's part of a migration failed."""
 
     id: str
@@ -113,19 +122,7 @@ class Failed(RankMessage):
     refused: str = ""
 
 
-KINDS: dict[str, type[RankMessage]] = {
-    "probe": Probed,
-    "orphaned": Orphaned,
-    "checkpointed": Checkpointed,
-    "checkpoint_failed": CheckpointFailed,
-    "prepared": Prepared,
-    "quiesced": Quiesced,
-    "loaded": Loaded,
-    "resumed": Resumed,
-    "trains": Trains,
-    "failed": Failed,
-}
-"""Classes by the field ``what``."""
+KINDS = {kind.what: kind for kind in RankMessage.__subclasses__()}
 
 
 @dataclass(frozen=True)

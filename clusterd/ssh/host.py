@@ -16,9 +16,12 @@ import asyncssh
 from clusterd import protocol
 from clusterd.agent.host.bundle import Bundle, bundle
 from clusterd.errors import AgentLost, ClusterError, HostError
+from clusterd.protocol import calls
 from clusterd.protocol.agent import SeenByAgent, Superseded
-from clusterd.protocol.codec import from_map
+from clusterd.protocol.codec import from_map, to_map
+from clusterd.protocol.messages import Request
 from clusterd.protocol.proof import proof
+from clusterd.protocol.requests import Challenge, ChallengeReply, Hello, Shutdown
 from clusterd.ssh.bootstrap import AgentStream, attach, readable
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.resolve import Route
@@ -153,8 +156,7 @@ class HostLink:
         self._connection: asyncssh.SSHClientConnection | None = None
         self._stream: AgentStream | None = None
         self._broken: Callable[[ClusterError], None] = lambda error: None  # ends what `_serve` does
-        self._waiting: dict[int, asyncio.Future[Message]] = {}
-        self._next_id = 0
+        self._calls = calls.Calls()
         self._read_on = asyncio.Event()  # set when events were handled, or a request waits
         self._wake = anyio.Event()
 
@@ -185,7 +187,7 @@ class HostLink:
                                     continue  # an old agent that had nothing to do made room for a new one
                                 up_since = time.monotonic()
                                 await self._serve(stream, hello)
-                except (ClusterError, OSError, asyncssh.Error, ValueError) as error:
+                except (ClusterError, OSError, asyncssh.Error, ValueError, protocol.ProtocolError) as error:
                     # What nobody put into words below is still one host's trouble, and never the daemon's.
                     failed = error if isinstance(error, ClusterError) else HostError(f"{self.name}: {error}")
                     steady = up_since is not None and time.monotonic() - up_since > STEADY_S
@@ -213,7 +215,7 @@ class HostLink:
             self._connection, self.name, self._bundle(), *place, key=self._key, become=self._become_account
         ) as stream:
             if await self._greet(stream) is not None:
-                await self._exchange(stream, "shutdown", {"force": False})
+                await self._exchange(stream, Shutdown())
 
     async def request(self, verb: str, *, timeout_s: float | None = REQUEST_TIMEOUT_S, **arguments: Any) -> Message:
         """The agent's answer.
@@ -230,22 +232,20 @@ class HostLink:
         return await self._ask(self._stream, verb, arguments, timeout_s)
 
     async def _ask(self, stream: AgentStream, verb: str, arguments: Message, timeout_s: float | None) -> Message:
-        self._next_id += 1
-        number = self._next_id
-        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
+        future: asyncio.Future[calls.Reply] = asyncio.get_running_loop().create_future()
+        number = self._calls.open(calls.resolve(future))
         self._read_on.set()
         try:
             with anyio.fail_after(timeout_s):
-                await stream.send({**arguments, **self._newest(), "id": number, "verb": verb})
-                return _unpack(self.name, await future)
+                await stream.send(calls.request(number, verb, {**arguments, **self._newest()}))
+                return _result(self.name, await future)
         except TimeoutError:
             lost = AgentLost(f"{self.name} did not answer {verb!r} within {timeout_s:.0f} s")
             # Whoever asked counts on what is compared after a new connection: no link stays up over an unknown outcome.
             self._break(stream, lost)
             raise lost from None
         finally:
-            self._waiting.pop(number, None)
+            self._calls.close(number)
 
     def _newest(self) -> Message:
         return {"newest": list(self._history.newest())} if self._history is not None else {}
@@ -255,23 +255,23 @@ class HostLink:
 
     async def _greet(self, stream: AgentStream) -> Message | None:
         """The agent's reply to hello; None when it was of another version and ended, to be replaced."""
-        named: Message = {"protocol": protocol.VERSION, "daemon": self._daemon_id, "epoch": self._epoch}
-        arguments = {**named, **self._newest()}
-        if nonce := await self._challenge(stream):
-            arguments["proof"] = proof(self._key, "hello", nonce, self._daemon_id, self._epoch)
+        nonce = await self._challenge(stream)
+        shown = proof(self._key, "hello", nonce, self._daemon_id, self._epoch) if nonce else None
+        newest = self._history.newest() if self._history is not None else None
         try:
-            hello = await self._exchange(stream, "hello", arguments)
+            request = Hello(protocol.VERSION, self._daemon_id, self._epoch, shown, newest)
+            hello = await self._exchange(stream, request)
             hello["clock_skew_s"] = hello["now_s"] - time.time()  # now: what is done before it is looked at takes time
         except AgentRefused as refused:
             if refused.kind != "protocol":
                 raise
             # Refused as well while jobs of the other version run; that refusal says so.
-            await self._exchange(stream, "shutdown", {"force": False})
+            await self._exchange(stream, Shutdown())
             return None
         idle = all(rank["state"] != "running" for attempt in hello["attempts"] for rank in attempt["ranks"])
         if hello["version"] != self._bundle().version and idle:
             try:
-                await self._exchange(stream, "shutdown", {"force": False})
+                await self._exchange(stream, Shutdown())
                 return None
             except AgentRefused:
                 return hello  # it found something to do meanwhile: the old one stays
@@ -284,27 +284,32 @@ class HostLink:
             ClusterError: the agent has seen events that this daemon's journal does not hold.
         """
         try:
-            answer = await self._exchange(stream, "challenge", {"daemon": self._daemon_id})
+            answer = from_map(ChallengeReply, await self._exchange(stream, Challenge(self._daemon_id)), "challenge")
         except AgentRefused as refused:
             if refused.kind != "verb":
                 raise
             return ""
-        if self._history is not None and answer.get("seen"):
-            seen = from_map(SeenByAgent, answer["seen"], "challenge")
+        if self._history is not None and answer.seen:
+            seen = from_map(SeenByAgent, answer.seen, "challenge")
             await self._history.check(seen.epoch, seen.event, seen.checksum)
-        return str(answer["nonce"])
+        return answer.nonce
 
-    async def _exchange(self, stream: AgentStream, verb: str, arguments: Message) -> Message:
+    async def _exchange(self, stream: AgentStream, request: Request[Any]) -> Message:
         """Ask when nobody else listens yet."""
-        self._next_id += 1
+        replies: list[calls.Reply] = []
+        number = self._calls.open(replies.append)
         try:
             with anyio.fail_after(REQUEST_TIMEOUT_S):
-                await stream.send({**arguments, "id": self._next_id, "verb": verb})
-                while (message := await stream.receive()).get("id") != self._next_id:
-                    continue
+                await stream.send(calls.request(number, request.verb, to_map(request)))
+                while not replies:
+                    self._calls.take(await stream.receive())
         except TimeoutError:
-            raise AgentLost(f"{self.name}: its agent did not answer {verb!r}") from None
-        return _unpack(self.name, message)
+            raise AgentLost(f"{self.name}: its agent did not answer {request.verb!r}") from None
+        except protocol.ProtocolError as error:
+            raise AgentLost(f"{self.name}: its agent answered {request.verb!r} with {error}") from None
+        finally:
+            self._calls.close(number)
+        return _result(self.name, replies[0])
 
     async def _serve(self, stream: AgentStream, hello: Message) -> None:
         """Until the link breaks; raises why then."""
@@ -319,7 +324,7 @@ class HostLink:
                 def broken(error: ClusterError) -> None:
                     failure.append(error)
                     self._stream = None
-                    self._fail_requests(AgentLost(str(error)))
+                    self._calls.end(AgentLost(str(error)))
                     tasks.cancel_scope.cancel()
 
                 self._broken = broken
@@ -356,7 +361,7 @@ class HostLink:
                     while True:
                         # A handler may wait for an answer, which comes behind the events: only without one is it safe
                         # to stop reading, so that the agent, and in turn its ranks, stop sending.
-                        while waiting_bytes > EVENT_BYTES_MAX and not self._waiting:
+                        while waiting_bytes > EVENT_BYTES_MAX and not self._calls:
                             self._read_on.clear()
                             await self._read_on.wait()
                         if waiting_bytes > EVENT_BYTES_LIMIT:
@@ -369,24 +374,19 @@ class HostLink:
                         elif "event" in message:
                             waiting_bytes += length
                             events.put_nowait((message, length))
-                        elif (future := self._waiting.get(message.get("id", 0))) and not future.done():
-                            future.set_result(message)
+                        else:
+                            self._calls.take(message)
                 except (AgentLost, protocol.ProtocolError) as lost:
                     self._break(stream, AgentLost(f"{self.name}: {lost}"))
         finally:
             self._stream = None
-            self._fail_requests(AgentLost(f"{self.name}: the link was closed"))
+            self._calls.end(AgentLost(f"{self.name}: the link was closed"))
         raise failure[0]
 
     def _break(self, stream: AgentStream, error: ClusterError) -> None:
         """End the link over `stream`, unless that is over already."""
         if self._stream is stream:
             self._broken(error)
-
-    def _fail_requests(self, lost: AgentLost) -> None:
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(lost)
 
     async def _wait(self, error: ClusterError, failures: int) -> None:
         longest_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(failures - 1, 16))
@@ -402,10 +402,8 @@ class HostLink:
         self._on_state(self.state)
 
 
-def _unpack(name: str, message: Message) -> Message:
-    if "error" in message:
-        raise AgentRefused(message["error"]["kind"], f"{name}: {message['error']['message']}")
-    answer: Message = message["ok"]
+def _result(name: str, reply: calls.Reply) -> Message:
+    answer: Message = calls.result(reply, lambda failure: AgentRefused(failure.kind, f"{name}: {failure.message}"))
     return answer
 
 

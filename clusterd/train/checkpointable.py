@@ -22,8 +22,10 @@ from __future__ import annotations
 import time
 from types import TracebackType
 
+from clusterd.protocol.control import Ready, TakeCheckpoint
+from clusterd.protocol.rank import Checkpointed
 from clusterd.train.process import context as contexts
-from clusterd.train.process.control import Control, Message, stop_on_sigterm
+from clusterd.train.process.control import Control, stop_on_sigterm
 from clusterd.train.process.steps_log import StepsLog
 
 
@@ -34,11 +36,11 @@ class Requests:
         """Connect to the agent and start to receive requests."""
         self._context = contexts.read()
         self._control = Control(self._context)
-        self._control.on("checkpoint", self._on_checkpoint)
+        self._control.on(TakeCheckpoint, self._on_checkpoint)
         self._control.start()
         self._sigterm = stop_on_sigterm(self._control)
         self._sigterm.__enter__()
-        self._control.send_status({"event": "ready"})
+        self._control.send_status(Ready())
         self._log: StepsLog | None = None
         self._path: str | None = None
         self._last_s = time.perf_counter()
@@ -62,9 +64,7 @@ class Requests:
         """Report that the state after `step` is complete in `path`."""
         self._control.withdraw("checkpoint")
         asked, self._path = self._path, None
-        self._control.report(
-            "checkpointed", path=path, asked=asked or path, step=step, bytes=0, blocked_s=0.0, write_s=0.0
-        )
+        self._control.report(Checkpointed(step, path, asked or path))
 
     def progress(self, step: int, loss: float, samples: int = 0, steps: int = 0) -> None:
         """Report a finished step; rank 0 records it for ``clusterd ls``."""
@@ -92,6 +92,6 @@ class Requests:
     ) -> None:
         self.close()
 
-    def _on_checkpoint(self, message: Message) -> None:
-        self._path = str(message.get("path") or "") or None
+    def _on_checkpoint(self, event: TakeCheckpoint) -> None:
+        self._path = event.path or None
         self._control.request("checkpoint", "clusterd checkpoint")

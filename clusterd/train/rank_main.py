@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from clusterd.exit_reasons import Reason
+from clusterd.protocol.control import Ready
+from clusterd.protocol.rank import Probed
 from clusterd.train.checkpoint import dcp, dcp_files, export
 from clusterd.train.data import loader
 from clusterd.train.inspect import describe, loss_mean
@@ -202,7 +204,7 @@ _trained_here: set[tuple[Path | None, Any, int, int]] = set()
 def train(job: Job, context: Context, control: Control, on_step: OnStep, on_end: OnEnd | None = None) -> Outcome:
     """Train on one rank, from creating process groups to destroying them."""
     target = MigrationTarget(context, control) if context.standby and context.migration is not None else None
-    shape = ModelShape.from_dict(context.migration["shape"]) if context.migration is not None else None
+    shape = ModelShape.from_dict(context.migration.shape) if context.migration is not None else None
     shape = check_plan(job, context, shape)
     if context.rank == 0 and job.save is not None:
         export.check(job.save)  # also in standby: then the migration fails, not the job after the switch
@@ -217,11 +219,11 @@ def train(job: Job, context: Context, control: Control, on_step: OnStep, on_end:
             if context.restore:
                 training.optimizer.make_state()
                 dcp.restore(training, training.shape, context.restore)
-        control.send_status({"event": "ready"})
+        control.send_status(Ready())
         if context.probe and target is None:
             figures = probe(device, context.hosts, precision.dtype_of(job.precision))
             if context.rank == 0:
-                control.report("probe", figures=figures)
+                control.report(Probed(figures))
         migration_id = target.migration_id if target is not None else ""
         training_loop = TrainingLoop(training, control, on_step, migration_id=migration_id)
         outcome = training_loop.run()

@@ -17,6 +17,8 @@ from clusterd import protocol
 from clusterd.agent.host import processes
 from clusterd.agent.host.home import Home, read_json
 from clusterd.agent.server import attach
+from clusterd.protocol.codec import from_map
+from clusterd.protocol.launch import LaunchRequest
 from clusterd.protocol.proof import proof
 
 DEADLINE_S = 30.0
@@ -250,3 +252,8 @@ def launch(argv: list[str], job: str = "j", **more: Any) -> dict[str, Any]:
         "grace_s": 5.0,
     }
     return {**request, **more}
+
+
+def accepted(argv: list[str] | None = None, job: str = "j", **more: Any) -> LaunchRequest:
+    """A launch request as an agent keeps it."""
+    return from_map(LaunchRequest, launch(argv or ["true"], job, **more))

@@ -15,6 +15,8 @@ from agent_double import DEADLINE_S, HostAgent, Message, Network
 from rank_pool import RankPool, Run
 from scenarios import Recorded, job
 
+from clusterd.protocol.codec import from_map
+from clusterd.protocol.migration import MigrationRequest
 from clusterd.train.inspect.describe import describe
 from clusterd.train.migration.spec import MigrationSpec
 from plans.plan import Plan
@@ -139,7 +141,7 @@ class Mover:
             self.all_say(old, "quiesced", move["id"])
             self._launch(new, move)
         self.all_say(new, "prepared", move["id"])
-        self._move = MigrationSpec.from_dict(move)
+        self._move = MigrationSpec.of(from_map(MigrationRequest, move))
         digest = {said["digest"] for g in (old, new) for said in self._said(g, "prepared", move["id"]).values()}
         assert digest == {self._move.transfers.digest}
         if abort_after != "prepared":
@@ -287,7 +289,7 @@ class Mover:
             self._tell(self.now, {"event": "peers_lost", "reason": "the test killed some"})
         left = self.now.plan.ranks - len(ranks)
         self.wait(lambda: len(self._said(self.now, "orphaned", "")) == left, "orphaned")
-        return {said["step"] for said in self._said(self.now, "orphaned", "").values() if said["updated"]}
+        return {said["step"] for said in self._said(self.now, "orphaned", "").values()}
 
     def _said(self, generation: Generation, what: str, move: str) -> dict[int, Message]:
         return {r: s for agent in self.agents.values() for r, s in agent.said(generation.number, what, move).items()}

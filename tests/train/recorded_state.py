@@ -29,9 +29,7 @@ def record(directory: Path) -> None:
 
     def recorded_arrive(self: Any, make: Any) -> Any:
         training = arrive(self, make)
-        _write(
-            directory, f"{self.migration_id}-new", training, ModelShape.from_dict(training.context.migration["shape"])
-        )
+        _write(directory, f"{self.migration_id}-new", training, ModelShape.from_dict(training.context.migration.shape))
         return training
 
     MigrationSource.hand_over = recorded_depart  # type: ignore[method-assign]

@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from clusterd.protocol.control import MakeSegment, PublishSegment, SegmentReply
+from clusterd.protocol.messages import Done
 from clusterd.train.migration.snapshots import StateSnapshots
 from clusterd.train.process.control import AgentRefused
 
@@ -20,17 +22,17 @@ class Agent:
         self.asked, self.may_answer = threading.Event(), threading.Event()
         self.may_answer.set()
 
-    def ask(self, verb: str, *, name: str, **more: Any) -> dict[str, Any]:
-        path = self.directory / name
-        if verb == "segment":
-            path.write_bytes(bytes(more["bytes"]))
-            return {"path": str(path)}
-        self.published.append((name, more["meta"]["step"]))
+    def ask(self, request: MakeSegment | PublishSegment) -> SegmentReply | Done:
+        path = self.directory / request.name
+        if isinstance(request, MakeSegment):
+            path.write_bytes(bytes(request.bytes))
+            return SegmentReply(str(path))
+        self.published.append((request.name, request.meta["step"]))
         self.asked.set()
         assert self.may_answer.wait(DEADLINE_S)
         if self.refuses:
             raise AgentRefused("store", "no room")
-        return {}
+        return Done()
 
 
 def settle(taken: StateSnapshots) -> None:

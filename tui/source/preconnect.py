@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 from clusterd import protocol
+from clusterd.protocol import calls
 
 HELLO, WATCH = 1, 2
 """Ids of the two requests sent ahead."""
@@ -17,8 +18,8 @@ def preconnect(path: Path) -> socket.socket | None:
     try:
         made.connect(str(path))
         made.sendall(
-            protocol.encode({"id": HELLO, "verb": "hello", "protocol_version": protocol.VERSION})
-            + protocol.encode({"id": WATCH, "verb": "watch"})
+            protocol.encode(calls.request(HELLO, "hello", {"protocol_version": protocol.VERSION}))
+            + protocol.encode(calls.request(WATCH, "watch", {}))
         )
     except OSError:
         made.close()

@@ -6,22 +6,19 @@ Streams are read only as fast as they are consumed: a slow terminal fills a sock
 from __future__ import annotations
 
 import asyncio
-import itertools
 import socket
+from collections import deque
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 from clusterd import errors, protocol
+from clusterd.protocol import calls
 from tui.source.preconnect import HELLO, WATCH
 
 READ_BYTES = 1 << 18
 ANSWER_S = 30.0
 """Timeout of the handshake; a daemon that takes longer counts as absent."""
-
-_CODES = {
-    kind.exit_code: kind for kind in (errors.ClusterError, errors.UsageError, errors.DaemonAbsent, errors.TryLater)
-}
 
 
 class InvalidReply(errors.ClusterError):
@@ -36,10 +33,9 @@ class Wire:
         self._reader = reader
         self._writer = writer
         self._decoder = protocol.Decoder()
-        self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._calls = calls.Calls()
         self._answers: asyncio.Task[None] | None = None
-        self._preconnected: list[protocol.Message] = []
+        self._watched: deque[calls.Reply] = deque()  # replies to the `watch` that was sent ahead
         self.greeting: dict[str, Any] = {}
 
     @classmethod
@@ -83,15 +79,12 @@ class Wire:
         """
         reader, writer = await asyncio.open_unix_connection(sock=preconnected, limit=READ_BYTES)
         wire = cls(path, reader, writer)
-        wire._ids = itertools.count(WATCH + 1)
+        greeting: deque[calls.Reply] = deque()
+        ahead = wire._calls.open(greeting.append), wire._calls.open(wire._watched.append)
+        assert ahead == (HELLO, WATCH)
         try:
             async with asyncio.timeout(ANSWER_S):
-                while not wire.greeting:
-                    messages = await wire._receive()
-                    for at, message in enumerate(messages):
-                        if message.get("id") == HELLO:
-                            wire.greeting = dict(_answer(message))
-                            wire._preconnected = messages[at + 1 :]
+                wire.greeting = dict(_result(await wire._next(greeting)))
         except TimeoutError:
             wire.close()
             raise errors.DaemonAbsent(f"the daemon at {path} does not answer: clusterd status") from None
@@ -106,8 +99,7 @@ class Wire:
         Raises:
             ClusterError: as `call`.
         """
-        buffered, self._preconnected = self._preconnected, []
-        async for item in self._stream(WATCH, buffered):
+        async for item in self._stream(self._watched):
             yield item
 
     async def call(self, verb: str, **args: Any) -> Any:
@@ -121,14 +113,13 @@ class Wire:
             self._answers = asyncio.create_task(self._read_replies(), name="answers")
         elif self._answers.done():
             raise self._gone()
-        number = next(self._ids)
-        waiting: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = waiting
+        waiting: asyncio.Future[calls.Reply] = asyncio.get_running_loop().create_future()
+        number = self._calls.open(calls.resolve(waiting))
         try:
             self._send(number, verb, args)
-            return await waiting
+            return _result(await waiting)
         finally:
-            self._waiting.pop(number, None)
+            self._calls.close(number)
 
     async def stream(self, verb: str, **args: Any) -> AsyncGenerator[Any, None]:
         """Send a request and yield items until the daemon ends the stream. The connection serves nothing else.
@@ -136,64 +127,55 @@ class Wire:
         Raises:
             ClusterError: as `call`.
         """
-        number = next(self._ids)
-        self._send(number, verb, args)
-        async for item in self._stream(number, []):
+        replies: deque[calls.Reply] = deque()
+        self._send(self._calls.open(replies.append), verb, args)
+        async for item in self._stream(replies):
             yield item
 
-    async def _stream(self, number: int, buffered: list[protocol.Message]) -> AsyncGenerator[Any, None]:
+    async def _stream(self, replies: deque[calls.Reply]) -> AsyncGenerator[Any, None]:
         while True:
-            for message in buffered or await self._receive():
-                if message.get("id") != number:
-                    continue
-                if "item" not in message:
-                    _answer(message)
+            while replies:
+                reply = replies.popleft()
+                if not isinstance(reply, calls.Item):
+                    _result(reply)
                     return
-                yield message["item"]
-            buffered = []
+                yield reply.value
+            await self._take()
             await asyncio.sleep(0)  # a read with data at hand does not yield; let key events run
 
     async def _request(self, verb: str, **args: Any) -> Any:
-        number = next(self._ids)
-        self._send(number, verb, args)
-        while True:
-            for message in await self._receive():
-                if message.get("id") == number:
-                    return _answer(message)
+        replies: deque[calls.Reply] = deque()
+        self._send(self._calls.open(replies.append), verb, args)
+        return _result(await self._next(replies))
+
+    async def _next(self, replies: deque[calls.Reply]) -> calls.Reply:
+        while not replies:
+            await self._take()
+        return replies.popleft()
 
     async def _read_replies(self) -> None:
         failure: errors.ClusterError = self._gone()
         try:
             while True:
-                for message in await self._receive():
-                    number = message.get("id")
-                    waiting = self._waiting.get(number) if isinstance(number, int) else None
-                    if waiting is None or waiting.done():
-                        continue
-                    try:
-                        waiting.set_result(_answer(message))
-                    except errors.ClusterError as refused:
-                        waiting.set_exception(refused)
+                await self._take()
         except errors.ClusterError as error:
             failure = error
         finally:
-            for waiting in self._waiting.values():
-                if not waiting.done():
-                    waiting.set_exception(failure)
+            self._calls.end(failure)
 
     def _send(self, number: int, verb: str, args: dict[str, Any]) -> None:
         if self._writer.is_closing():
             raise self._gone()
-        self._writer.write(protocol.encode({"id": number, "verb": verb, **args}))
+        self._writer.write(protocol.encode(calls.request(number, verb, args)))
 
-    async def _receive(self) -> list[protocol.Message]:
+    async def _take(self) -> None:
+        """Read what there is, and deliver the replies in it."""
         try:
-            while True:
-                data = await self._reader.read(READ_BYTES)
-                if not data:
-                    raise self._gone()
-                if messages := self._decoder.feed(data):
-                    return messages
+            data = await self._reader.read(READ_BYTES)
+            if not data:
+                raise self._gone()
+            for message in self._decoder.feed(data):
+                self._calls.take(message)
         except OSError:
             raise self._gone() from None
         except protocol.ProtocolError as error:
@@ -209,11 +191,5 @@ class Wire:
         self._writer.close()
 
 
-def _answer(message: protocol.Message) -> Any:
-    error = message.get("error")
-    if error is None:
-        return message.get("ok")
-    if not isinstance(error, dict):
-        raise InvalidReply(f"the daemon sent an invalid error: {error!r}")
-    kind = _CODES.get(error.get("exit_code", 1), errors.ClusterError)
-    raise kind(str(error.get("message", "the daemon refused without a message")))
+def _result(reply: calls.Reply) -> Any:
+    return calls.result(reply, lambda failure: errors.of_exit_code(failure.exit_code, failure.message))

@@ -11,12 +11,13 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import processes
 from clusterd.agent.log import log_line
+from clusterd.protocol.forkserver import Spawn
 
 EXIT_CANNOT_START = 126
 EXIT_NOT_FOUND = 127
@@ -25,7 +26,7 @@ SHOW_THREADS = signal.SIGURG
 """Makes a rank dump its threads into its log. Ignored by default, so harmless to other programs."""
 
 
-def become(request: dict[str, Any], gate: int, close_inherited: Callable[[], None]) -> NoReturn:
+def become(request: Spawn, gate: int, close_inherited: Callable[[], None]) -> NoReturn:
     """Turn this freshly forked process into the rank that `request` describes; never return.
 
     Waits at `gate` until the parent has written the rank's record: a rank without a record could never be found again.
@@ -40,7 +41,7 @@ def become(request: dict[str, Any], gate: int, close_inherited: Callable[[], Non
             os._exit(EXIT_CANNOT_START)
         reset_signals()
         close_inherited()
-        _redirect(request["log"])
+        _redirect(request.log)
         code = _run(request)
     except SystemExit as end:
         code = _exit_code(end)
@@ -79,12 +80,11 @@ def _redirect(log: str) -> None:
     os.close(out)
 
 
-def _run(request: dict[str, Any]) -> int:
-    argv: list[str] = request["argv"]
-    env: dict[str, str] = request["env"]
-    if not settle(request["cwd"], request["cores"]):
+def _run(request: Spawn) -> int:
+    argv, env = request.argv, request.env
+    if not settle(request.cwd, request.cores):
         return EXIT_CANNOT_START
-    if request["mode"] != "python":
+    if request.mode != "python":
         execute(argv, env)
     if not processes.claim_environment(processes.TAG, env[processes.TAG]):
         # A new interpreter starts more slowly, but shows its tag in /proc, by which a stop finds it.
@@ -92,12 +92,12 @@ def _run(request: dict[str, Any]) -> int:
         execute([sys.executable, *argv[1:]], {**env, "PYTHONPATH": path})
     os.environ.clear()
     os.environ.update(env)
-    _freshen(request["threads"])
+    _freshen(request.threads)
     faulthandler.register(SHOW_THREADS, file=2)  # needs no interpreter that still listens
     return _run_python(argv[1:])
 
 
-def settle(directory: str, cores: list[int]) -> bool:
+def settle(directory: str, cores: Sequence[int]) -> bool:
     """Change to a directory and pin to the cores, if given; log and return false if that fails."""
     try:
         os.chdir(directory)
@@ -109,11 +109,11 @@ def settle(directory: str, cores: list[int]) -> bool:
     return True
 
 
-def execute(argv: list[str], env: dict[str, str]) -> NoReturn:
+def execute(argv: Sequence[str], env: dict[str, str]) -> NoReturn:
     """Execute `argv`; if that fails, log why and exit with a shell's codes (126, 127)."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        os.execvpe(argv[0], argv, env)
+        os.execvpe(argv[0], list(argv), env)
     except FileNotFoundError:
         named = "/" in argv[0]
         where = ", or the interpreter that its first line names" if named else f" in PATH={env.get('PATH', '')}"
@@ -138,13 +138,13 @@ def _freshen(threads: int) -> None:
         stream.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
 
 
-def _run_python(arguments: list[str]) -> int:
+def _run_python(arguments: Sequence[str]) -> int:
     """Run the arguments of a ``python`` command line: a script, or ``-m`` and a module."""
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
     if arguments[0] == "-m":
-        sys.argv = arguments[1:]
+        sys.argv = list(arguments[1:])
         sys.path.insert(0, os.getcwd())
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return 0

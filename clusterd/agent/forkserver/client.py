@@ -10,14 +10,20 @@ import os
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from clusterd import protocol
 from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import processes, programs
 from clusterd.agent.host.home import Home
+from clusterd.protocol import calls
+from clusterd.protocol.codec import from_map, to_map
+from clusterd.protocol.forkserver import Exited, ProcessIdentity, RankRecord, ServerHello, Shutdown, Spawn
+from clusterd.protocol.messages import Request
 from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
 from clusterd.umask import inherited
+
+R = TypeVar("R")
 
 _TRANSIENT = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """Errors that may be gone at the next try; all others are permanent."""
@@ -59,7 +65,7 @@ class ForkServers:
     `on_exited` is called with the path of a rank's record and the record, which is on disk unless the disk is full.
     """
 
-    def __init__(self, home: Home, on_exited: Callable[[str, dict[str, Any]], None], preload: str) -> None:
+    def __init__(self, home: Home, on_exited: Callable[[str, RankRecord], None], preload: str) -> None:
         self._home = home
         self._on_exited = on_exited
         self._preload = preload
@@ -97,16 +103,16 @@ class ForkServers:
         key = hashlib.sha256(identity.encode()).hexdigest()[:16]
         return await self._server(key, python, at_start, preloaded)
 
-    async def spawn(self, request: dict[str, Any], python: str | None, preloaded: bool) -> dict[str, Any]:
+    async def spawn(self, request: Spawn, python: str | None, preloaded: bool) -> ProcessIdentity:
         """Start one rank; return its pid and start time.
 
         Raises:
             SpawnFailed: as `ready`, or the server cannot fork.
         """
         for last_try in (False, True):
-            server = await self.ready(request["env"], python, preloaded)
+            server = await self.ready(request.env, python, preloaded)
             try:
-                return await server.request("spawn", request)
+                return await server.request(request)
             except ConnectionError as error:
                 # The unused server has just exited by itself: start another.
                 if last_try:
@@ -184,7 +190,7 @@ class ForkServers:
         for server in self._servers.values():
             if not server.lost:
                 try:
-                    await server.request("shutdown", {})
+                    await server.request(Shutdown())
                 except ConnectionError:
                     continue
         for server in self._servers.values():
@@ -204,57 +210,57 @@ class _Server:
         self.lost = False
         self._reader = reader
         self._writer = writer
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._next = 0
+        self._calls = calls.Calls()
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
     async def connect(
         cls,
         path: Path,
-        on_exited: Callable[[str, dict[str, Any]], None],
+        on_exited: Callable[[str, RankRecord], None],
         patience_s: float = FORK_SERVER_START_TIMEOUT_S,
     ) -> _Server:
         reader, writer = await asyncio.open_unix_connection(os.fspath(path))
         server = cls(reader, writer)
         server._task = asyncio.create_task(server._listen(on_exited))
         try:
-            answer = await asyncio.wait_for(server.request("hello", {}), patience_s)
+            answer = await asyncio.wait_for(server.request(ServerHello()), patience_s)
         except BaseException:
             await server.close()
             raise
-        server.pid = answer["pid"]
-        for state, record in answer.get("ended", ()):  # a fork server of an earlier version knows of none
+        server.pid = answer.pid
+        for state, record in answer.ended:
             on_exited(state, record)
         return server
 
-    async def request(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    async def request(self, request: Request[R]) -> R:
         if self.lost:
             raise ConnectionResetError("the fork server is gone")
-        self._next += 1
-        number = self._next
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
+        future: asyncio.Future[calls.Reply] = asyncio.get_running_loop().create_future()
+        number = self._calls.open(calls.resolve(future))
         try:
-            self._writer.write(protocol.encode({**arguments, "id": number, "verb": verb}))
+            self._writer.write(protocol.encode(calls.request(number, request.verb, to_map(request))))
             await self._writer.drain()
-            message = await future
+            outcome = await future
         finally:
-            self._waiting.pop(number, None)
-        if "error" in message:
-            raise SpawnFailed(message["error"]["kind"], message["error"]["message"])
-        answer: dict[str, Any] = message["ok"]
-        return answer
+            self._calls.close(number)
+        answer = calls.result(outcome, lambda failure: SpawnFailed(failure.kind, failure.message))
+        try:
+            reply: R = from_map(request.reply, answer, request.verb)
+        except protocol.ProtocolError as error:
+            raise SpawnFailed("spawn", f"the fork server's answer is malformed: {error}") from error
+        return reply
 
-    async def _listen(self, on_exited: Callable[[str, dict[str, Any]], None]) -> None:
+    async def _listen(self, on_exited: Callable[[str, RankRecord], None]) -> None:
         why = "it closed the connection"
         try:
             while True:
                 message = await protocol.read(self._reader)
-                if message.get("event") == "exited":
-                    on_exited(message["state"], message["record"])
-                elif (future := self._waiting.get(message.get("id", 0))) and not future.done():
-                    future.set_result(message)
+                if message.get("event") == Exited.event:
+                    exited = from_map(Exited, message, Exited.event)
+                    on_exited(exited.state, exited.record)
+                else:
+                    self._calls.take(message)
         except (asyncio.IncompleteReadError, OSError):
             pass
         except protocol.ProtocolError as error:
@@ -262,9 +268,7 @@ class _Server:
         finally:
             self.lost = True
             self._writer.close()
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(ConnectionResetError(why))
+            self._calls.end(ConnectionResetError(why))
 
     async def close(self) -> None:
         self.lost = True

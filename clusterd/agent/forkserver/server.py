@@ -19,8 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,10 @@ from clusterd.agent.forkserver import child, exit_reason
 from clusterd.agent.host import processes
 from clusterd.agent.host.home import forget_directory, read_json, write_json
 from clusterd.agent.log import log_line
+from clusterd.protocol import calls
+from clusterd.protocol.codec import from_map, to_map
+from clusterd.protocol.forkserver import REQUESTS, Exited, ProcessIdentity, RankRecord, ServerState, Shutdown, Spawn
+from clusterd.protocol.messages import Done, Request
 from clusterd.socket_files import inode, is_still
 
 IDLE_S = 600.0
@@ -49,7 +52,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 @dataclass
 class _Child:
     state: Path
-    record: dict[str, Any]
+    record: RankRecord
     kind: str
     stop_marker: Path
 
@@ -65,16 +68,16 @@ class PendingRecords:
     """Exit records that could not be written, as on a full disk: retained in memory and retried, by path."""
 
     def __init__(self) -> None:
-        self._records: dict[Path, Mapping[str, Any]] = {}
+        self._records: dict[Path, RankRecord] = {}
         self._tried_at = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._records)
 
-    def write(self, path: Path, record: Mapping[str, Any]) -> None:
+    def write(self, path: Path, record: RankRecord) -> None:
         """Write a record now, or retain it for a retry."""
         try:
-            write_json(path, record)
+            write_json(path, to_map(record))
         except FileNotFoundError:
             log_line(f"spawner: {path} is no longer needed")  # its attempt was removed meanwhile
         except OSError as error:
@@ -88,7 +91,7 @@ class PendingRecords:
         self._tried_at = time.monotonic()
         for path, record in list(self._records.items()):
             try:
-                write_json(path, record)
+                write_json(path, to_map(record))
             except FileNotFoundError:
                 pass
             except OSError:
@@ -99,18 +102,13 @@ class PendingRecords:
         """Discard a record whose path is reused for another rank."""
         self._records.pop(path, None)
 
-    def all(self) -> list[list[Any]]:
+    def all(self) -> tuple[tuple[str, RankRecord], ...]:
         """Path and record of each, for a newly connected agent."""
-        return [[str(path), record] for path, record in self._records.items()]
+        return tuple((str(path), record) for path, record in self._records.items())
 
 
 class ForkServer:
-    """Forks ranks on request, reaps them and records their exits.
-
-    Verbs: ``hello`` -> running ranks and exit records that are not on disk; ``spawn`` -> pid and start time;
-    ``shutdown`` -> exit after the last child.
-    Events: ``exited`` with the record and its path; the record is on disk before, unless the disk is full.
-    """
+    """Forks ranks on request, reaps them and records their exits (`clusterd.protocol.forkserver`)."""
 
     def __init__(self, path: Path, listener: socket.socket, lock: int) -> None:
         self._path = path
@@ -194,7 +192,7 @@ class ForkServer:
                     self._drop(peer)
                     return
                 for message in peer.decoder.feed(data):
-                    self._send(peer, {"id": message.get("id"), **self._answer(message)})
+                    self._send(peer, calls.reply(message.get("id"), self._answer(message)))
         except BlockingIOError:
             return
         except (OSError, protocol.ProtocolError):
@@ -216,22 +214,27 @@ class ForkServer:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outgoing else 0)
         self._selector.modify(peer.connection, events)
 
-    def _answer(self, message: protocol.Message) -> protocol.Message:
-        verb = message.get("verb")
-        if verb == "hello":
-            ranks = {str(child.state): pid for pid, child in self._children.items()}
-            return {"ok": {"pid": os.getpid(), "ranks": ranks, "ended": self._pending_records.all()}}
-        if verb == "spawn":
-            try:
-                return {"ok": self._spawn(message)}
-            except OSError as error:
-                return {"error": {"kind": "spawn", "message": f"cannot start a process: {error}"}}
-        if verb == "shutdown":
-            self._leaving = True
-            return {"ok": {}}
-        return {"error": {"kind": "verb", "message": f"a fork server knows no {verb!r}"}}
+    def _answer(self, message: protocol.Message) -> calls.Ok | calls.Failure:
+        verb = str(message.get("verb"))
+        if verb not in REQUESTS:
+            return calls.Failure(f"a fork server knows no {verb!r}", "verb")
+        try:
+            return calls.Ok(to_map(self._carry_out(from_map(REQUESTS[verb], message, verb))))
+        except protocol.ProtocolError as error:
+            return calls.Failure(str(error), "request")
+        except OSError as error:
+            return calls.Failure(f"cannot start a process: {error}", "spawn")
 
-    def _spawn(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _carry_out(self, request: Request[Any]) -> ServerState | ProcessIdentity | Done:
+        if isinstance(request, Spawn):
+            return self._spawn(request)
+        if isinstance(request, Shutdown):
+            self._leaving = True
+            return Done()
+        ranks = {str(child.state): pid for pid, child in self._children.items()}
+        return ServerState(os.getpid(), ranks, self._pending_records.all())
+
+    def _spawn(self, request: Spawn) -> ProcessIdentity:
         self._used_at = time.monotonic()
         gate_read, gate_write = os.pipe()
         try:
@@ -246,26 +249,23 @@ class ForkServer:
         os.close(gate_read)
         try:
             found = processes.stat(pid)
-            record = {
-                "pid": pid,
-                "start_time": found.start_time if found else 0,
-                "boot_id": processes.boot_id(),
-                "state": "running",
-                "exit_code": None,
-                "signal": None,
-                "reason": None,
-                "at_s": time.time(),
-                "generation": request["generation"],
-                "spawner": {"pid": os.getpid(), "start_time": own_start_time()},
-            }
-            state = Path(request["state"])
+            record = RankRecord(
+                pid=pid,
+                start_time=found.start_time if found else 0,
+                boot_id=processes.boot_id(),
+                state="running",
+                at_s=time.time(),
+                generation=request.generation,
+                spawner=ProcessIdentity(os.getpid(), own_start_time()),
+            )
+            state = Path(request.state)
             self._pending_records.drop(state)
-            self._children[pid] = _Child(state, record, request["kind"], Path(request["stop_marker"]))
-            write_json(state, record)
+            self._children[pid] = _Child(state, record, request.kind, Path(request.stop_marker))
+            write_json(state, to_map(record))
             os.write(gate_write, b"!")
         finally:
             os.close(gate_write)
-        return {"pid": pid, "start_time": record["start_time"]}
+        return ProcessIdentity(pid, record.start_time)
 
     def _close_inherited(self) -> None:
         """Close the server's descriptors in the child. Those that preloaded libraries opened stay open."""
@@ -293,24 +293,24 @@ class ForkServer:
         code = os.waitstatus_to_exitcode(status)
         number = -code if code < 0 else None
         marker = read_json(ended.stop_marker)
-        record = {
-            **ended.record,
-            "state": "exited",
-            "exit_code": None if number else code,
-            "signal": number,
-            "reason": exit_reason.reason_of(
+        record = replace(
+            ended.record,
+            state="exited",
+            exit_code=None if number else code,
+            signal=number,
+            reason=exit_reason.reason_of(
                 exit_code=code,
                 number=number,
                 kind=ended.kind,
-                stopped=marker is not None and marker.get("generation", 0) >= ended.record["generation"],
+                stopped=marker is not None and marker.get("generation", 0) >= ended.record.generation,
                 out_of_memory=number == signal.SIGKILL and self._oom.killed_lately(),
             ),
-            "at_s": time.time(),
-        }
+            at_s=time.time(),
+        )
         self._pending_records.write(ended.state, record)
         for peer in list(self._peers.values()):
             try:
-                self._send(peer, {"event": "exited", "state": str(ended.state), "record": record})
+                self._send(peer, Exited(str(ended.state), record).to_message())
             except OSError:
                 self._drop(peer)
 
@@ -382,7 +382,7 @@ def _listen(path: Path) -> socket.socket:
     return listener
 
 
-def _preload(module: str) -> dict[str, str] | None:
+def _preload(module: str) -> calls.Failure | None:
     """Import `module`; return the error to reply with if that fails."""
     if not module:
         return None
@@ -393,16 +393,13 @@ def _preload(module: str) -> dict[str, str] | None:
         importlib.import_module(module)
     except ImportError as error:
         version = ".".join(map(str, sys.version_info[:3]))
-        return {"kind": "no-torch", "message": f"{sys.executable} (Python {version}) cannot import torch: {error}"}
+        return calls.Failure(f"{sys.executable} (Python {version}) cannot import torch: {error}", "no-torch")
     except Exception as error:
-        return {
-            "kind": "no-torch",
-            "message": f"{sys.executable} fails to import torch: {type(error).__name__}: {error}",
-        }
+        return calls.Failure(f"{sys.executable} fails to import torch: {type(error).__name__}: {error}", "no-torch")
     return None
 
 
-def _refuse(listener: socket.socket, failure: dict[str, str]) -> None:
+def _refuse(listener: socket.socket, failure: calls.Failure) -> None:
     """Reply to the agent with the failure, then exit: torch may be installed by the next try."""
     listener.settimeout(30.0)
     try:
@@ -411,10 +408,10 @@ def _refuse(listener: socket.socket, failure: dict[str, str]) -> None:
         decoder = protocol.Decoder()
         while not (messages := decoder.feed(connection.recv(1 << 16))):
             continue
-        connection.sendall(protocol.encode({"id": messages[0].get("id"), "error": failure}))
+        connection.sendall(protocol.encode(calls.reply(messages[0].get("id"), failure)))
         connection.close()
     except (OSError, protocol.ProtocolError) as error:
-        log_line(f"spawner: {failure['message']} (and no agent connected: {error})")
+        log_line(f"spawner: {failure.message} (and no agent connected: {error})")
 
 
 def _adopt_orphans() -> None:

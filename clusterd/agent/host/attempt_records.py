@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from clusterd import protocol
 from clusterd.agent.host import processes
 from clusterd.agent.host.home import read_json, write_durably, write_json
+from clusterd.agent.log import log_line
+from clusterd.protocol.codec import from_map, to_map
+from clusterd.protocol.forkserver import ProcessIdentity, RankRecord
+from clusterd.protocol.launch import LaunchRequest
 
 Report = dict[str, Any]
 
@@ -37,36 +41,22 @@ class Rank:
     signal: int | None = None
     reason: str | None = None
     at_s: float | None = None
-    spawner: tuple[int, int] = (0, 0)  # pid and start time of its fork server
+    spawner: ProcessIdentity = field(default_factory=ProcessIdentity)  # its fork server
     message: str | None = None  # error message that the rank wrote before it exited
-    end: dict[str, Any] | None = None  # exit record not yet reported
+    end: RankRecord | None = None  # exit record not yet reported
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)  # proves a process to be this rank
 
-    def take(self, record: dict[str, Any]) -> None:
-        """Set the fields from a record on disk."""
-        self.pid = record["pid"]
-        self.start_time = record["start_time"]
-        self.boot_id = record["boot_id"]
-        self.state = record["state"]
-        self.exit_code = record["exit_code"]
-        self.signal = record["signal"]
-        self.reason = record["reason"]
-        self.at_s = record["at_s"]
-        spawner = record.get("spawner") or {}
-        self.spawner = (spawner.get("pid", 0), spawner.get("start_time", 0))
+    def take(self, record: RankRecord) -> None:
+        """Set the fields from a record."""
+        self.pid, self.start_time, self.boot_id = record.pid, record.start_time, record.boot_id
+        self.state, self.exit_code, self.signal = record.state, record.exit_code, record.signal
+        self.reason, self.at_s, self.spawner = record.reason, record.at_s, record.spawner
 
-    def lost(self, at_s: float) -> dict[str, Any]:
+    def lost(self, at_s: float) -> RankRecord:
         """Record of a rank whose process disappeared without an exit status."""
-        return {
-            "pid": self.pid,
-            "start_time": self.start_time,
-            "boot_id": self.boot_id,
-            "state": "lost",
-            "exit_code": None,
-            "signal": None,
-            "reason": "lost",
-            "at_s": at_s,
-        }
+        return RankRecord(
+            pid=self.pid, start_time=self.start_time, boot_id=self.boot_id, state="lost", reason="lost", at_s=at_s
+        )
 
     def report(self) -> Report:
         """A RankReport of the protocol."""
@@ -87,7 +77,7 @@ class Attempt:
     """One generation of an attempt on this host."""
 
     directory: Path
-    launch: dict[str, Any]  # the request as accepted, without secrets
+    launch: LaunchRequest  # as accepted, without secrets
     ranks: dict[int, Rank] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # over launching and stopping
     stopping: asyncio.Task[list[int]] | None = None
@@ -100,17 +90,17 @@ class Attempt:
     @property
     def job(self) -> str:
         """Id of the job."""
-        return str(self.launch["job"])
+        return self.launch.job
 
     @property
     def attempt(self) -> int:
         """Number of the attempt."""
-        return int(self.launch["attempt"])
+        return self.launch.attempt
 
     @property
     def generation(self) -> int:
         """Generation of the lease under which the ranks run."""
-        return int(self.launch["generation"])
+        return self.launch.generation
 
     @property
     def name(self) -> str:
@@ -131,8 +121,8 @@ class Attempt:
     def held(self) -> set[str]:
         """Uuids of the devices of the running ranks."""
         running = {rank.rank for rank in self.ranks.values() if rank.state == "running"}
-        devices = [given.get("device") or {} for given in self.launch["ranks"] if int(given["rank"]) in running]
-        return {uuid for device in devices for uuid in str(device.get("uuid", "")).split(",")}
+        devices = [spec.device for spec in self.launch.ranks if spec.rank in running]
+        return {uuid for device in devices for uuid in device.uuid.split(",")}
 
     @property
     def stop_marker(self) -> Path:
@@ -147,11 +137,11 @@ class Attempt:
         marker = read_json(self.stop_marker)
         return marker is not None and int(marker.get("generation", 0)) >= self.generation
 
-    def judged(self, end: dict[str, Any]) -> dict[str, Any]:
+    def judged(self, end: RankRecord) -> RankRecord:
         """Exit record with reason "stopped" if the rank exited after a stop whose marker could not be written."""
-        if self.unmarked_stop_s is None or end["state"] != "exited" or end["at_s"] < self.unmarked_stop_s:
+        if self.unmarked_stop_s is None or end.state != "exited" or (end.at_s or 0.0) < self.unmarked_stop_s:
             return end
-        return {**end, "reason": "stopped"}
+        return replace(end, reason="stopped")
 
     def log(self, rank: int) -> Path:
         """Path of the output of `rank`."""
@@ -172,28 +162,33 @@ class Attempt:
 
     def store(self) -> None:
         """Write the launch to disk, where a restarted agent finds it."""
-        write_durably(self.directory / "launch.msgpack", protocol.pack(self.launch))
+        write_durably(self.directory / "launch.msgpack", protocol.pack(to_map(self.launch)))
 
     def record_end(self, rank: int, exit_code: int, reason: str, at_s: float) -> None:
         """Write the exit record of a rank whose process was never started."""
-        record = {
-            "pid": 0,
-            "start_time": 0,
-            "boot_id": processes.boot_id(),
-            "state": "exited",
-            "exit_code": exit_code,
-            "signal": None,
-            "reason": reason,
-            "at_s": at_s,
-            "generation": self.generation,
-        }
-        write_json(self.state_file(rank), record)
+        record = RankRecord(
+            pid=0,
+            start_time=0,
+            boot_id=processes.boot_id(),
+            state="exited",
+            exit_code=exit_code,
+            reason=reason,
+            at_s=at_s,
+            generation=self.generation,
+        )
+        write_json(self.state_file(rank), to_map(record))
         self.ranks[rank].take(record)
 
-    def read_rank(self, rank: int) -> dict[str, Any] | None:
+    def read_rank(self, rank: int) -> RankRecord | None:
         """Record of a rank of this generation; None if there is none."""
-        record = read_json(self.state_file(rank))
-        return record if record is not None and record.get("generation") == self.generation else None
+        stored = read_json(self.state_file(rank))
+        if stored is None or stored.get("generation") != self.generation:
+            return None
+        try:
+            return from_map(RankRecord, stored, "record")
+        except protocol.ProtocolError as error:
+            log_line(f"agent: cannot read {self.state_file(rank)}: {error}")
+            return None
 
     def report(self) -> Report:
         """An AttemptReport of the protocol."""
@@ -201,7 +196,7 @@ class Attempt:
             "job": self.job,
             "attempt": self.attempt,
             "generation": self.generation,
-            "kind": self.launch["kind"],
+            "kind": self.launch.kind,
             "ranks": [self.ranks[rank].report() for rank in sorted(self.ranks)],
             "step": self.step,
         }
@@ -213,12 +208,15 @@ def load(directory: Path) -> Attempt | None:
     Ranks have the state of their records. The caller must check that ranks recorded as running still live.
     """
     try:
-        launch = protocol.decode((directory / "launch.msgpack").read_bytes())
-    except (OSError, protocol.ProtocolError):
+        launch = from_map(LaunchRequest, protocol.decode((directory / "launch.msgpack").read_bytes()), "launch")
+    except FileNotFoundError:
+        return None
+    except (OSError, protocol.ProtocolError) as error:
+        log_line(f"agent: cannot read the launch in {directory}: {error}")
         return None
     attempt = Attempt(directory, launch)
-    for given in launch["ranks"]:
-        number = int(given["rank"])
+    for spec in launch.ranks:
+        number = spec.rank
         attempt.ranks[number] = rank = Rank(number)
         if record := attempt.read_rank(number):
             rank.take(record)

@@ -8,12 +8,13 @@ import pwd
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import programs
+from clusterd.protocol.migration import Address
 
 REACH_TIMEOUT_S = 5.0
 PYTHON_TIMEOUT_S = 120.0
@@ -39,7 +40,7 @@ print(json.dumps(found))
 _LOGIND = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager")
 
 
-def check(peers: Mapping[str, Sequence[Any]], python: str | None) -> dict[str, Any]:
+def check(peers: Mapping[str, Address], python: str | None) -> dict[str, Any]:
     """Run all checks; blocks until they are done.
 
     Args:
@@ -49,7 +50,7 @@ def check(peers: Mapping[str, Sequence[Any]], python: str | None) -> dict[str, A
         `peers`, each with `seconds` or an `error`; `ends_at_logout`, None if unknown; `environment`, if checked.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        reached = pool.map(lambda place: _reach(str(place[0]), int(place[1])), peers.values())
+        reached = pool.map(lambda place: _reach(*place), peers.values())
         answer: dict[str, Any] = {"ends_at_logout": _ends_at_logout()}
         if python is not None:
             answer["environment"] = _environment(python)

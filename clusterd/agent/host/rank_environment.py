@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import processes, programs
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import attempt_name, write_json
+from clusterd.protocol.codec import to_map
+from clusterd.protocol.launch import LaunchRequest, RankFile, RankSpec
 
 _PYTHONS = ("python", "python3")
 
@@ -32,28 +34,27 @@ LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Makes torch use pages of 2 MiB for large tensors in host memory, which speeds up steps on CPUs."""
 
 
-def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapping[str, str]) -> dict[str, str]:
+def variables(attempt: Attempt, rank: RankSpec, tag: str, secrets: Mapping[str, str]) -> dict[str, str]:
     """Complete environment of one rank.
 
     The job's variables override clusterd's defaults (threads, network interface). Clusterd's override the job's where
     the rendezvous of the ranks depends on them.
     """
     launch = attempt.launch
-    device = rank.get("device") or {}
     env = programs.own_environment(os.environ)
-    env["OMP_NUM_THREADS"] = str(device.get("threads") or 1)
-    if interface := rank.get("interface"):
-        env["GLOO_SOCKET_IFNAME"] = str(interface)
-        env["NCCL_SOCKET_IFNAME"] = f"={interface}"  # without "=" NCCL matches prefixes
-    if launch["kind"] == "elastic":
+    env["OMP_NUM_THREADS"] = str(rank.device.threads or 1)
+    if rank.interface:
+        env["GLOO_SOCKET_IFNAME"] = rank.interface
+        env["NCCL_SOCKET_IFNAME"] = f"={rank.interface}"  # without "=" NCCL matches prefixes
+    if launch.kind == "elastic":
         env.update(SURVIVES_PEERS | LARGE_PAGES)
     else:
         env["PYTHONUNBUFFERED"] = "1"  # so that `logs -f` shows lines immediately
-    if launch.get("python"):
-        _activate(env, programs.interpreter(launch["python"]))
-    env.update(launch.get("env") or {})
+    if launch.python:
+        _activate(env, programs.interpreter(launch.python))
+    env.update(launch.env)
     env.update(secrets)
-    if launch["kind"] == "checkpointable" or (launch["kind"] == "elastic" and not runs_in_fork(launch)):
+    if launch.kind == "checkpointable" or (launch.kind == "elastic" and not runs_in_fork(launch)):
         ours = [str(CODE_ROOT), str(CODE_ROOT / "vendor"), env.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, ours))
     env.update(
@@ -61,33 +62,32 @@ def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapp
             processes.TAG: tag,
             "CLUSTERD_JOB": attempt.job,
             "CLUSTERD_ATTEMPT": str(attempt.attempt),
-            "CLUSTERD_RANK_FILE": str(attempt.rank_file(int(rank["rank"]))),
-            "RANK": str(rank["rank"]),
-            "WORLD_SIZE": str(rank["world_size"]),
-            "LOCAL_RANK": str(rank["local_rank"]),
-            "LOCAL_WORLD_SIZE": str(rank["local_world_size"]),
+            "CLUSTERD_RANK_FILE": str(attempt.rank_file(rank.rank)),
+            "RANK": str(rank.rank),
+            "WORLD_SIZE": str(rank.world_size),
+            "LOCAL_RANK": str(rank.local_rank),
+            "LOCAL_WORLD_SIZE": str(rank.local_world_size),
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_VISIBLE_DEVICES": _visible(launch, rank),
         }
     )
-    if rank.get("master_addr"):
-        env["MASTER_ADDR"] = str(rank["master_addr"])
-        env["MASTER_PORT"] = str(rank["master_port"])
-    if launch["kind"] == "command" and rank["world_size"] == 1:
+    if rank.master_addr:
+        env["MASTER_ADDR"] = rank.master_addr
+        env["MASTER_PORT"] = str(rank.master_port)
+    if launch.kind == "command" and rank.world_size == 1:
         # Without these variables, torchrun or accelerate inside a single-process command set up their own world.
         forget_rank(env)
-    elif launch["kind"] == "command" and "node" in rank:
+    elif launch.kind == "command" and rank.node is not None:
         env.update(_launcher_variables(rank))
     return env
 
 
-def _launcher_variables(rank: Mapping[str, Any]) -> dict[str, str]:
+def _launcher_variables(rank: RankSpec) -> dict[str, str]:
     """Variables of a launcher that starts the processes of one node itself, as torchrun and accelerate do.
 
     torchrun takes its options from PET_*, so that a plain `torchrun train.py` finds the other nodes.
     """
-    nodes, node, here = str(rank["hosts"]), str(rank["node"]), str(rank["local_world_size"])
-    address, port = str(rank["master_addr"]), str(rank["master_port"])
+    nodes, node, here = str(rank.hosts), str(rank.node), str(rank.local_world_size)
     return {
         "NNODES": nodes,
         "NODE_RANK": node,
@@ -96,12 +96,12 @@ def _launcher_variables(rank: Mapping[str, Any]) -> dict[str, str]:
         "PET_NNODES": nodes,
         "PET_NODE_RANK": node,
         "PET_NPROC_PER_NODE": here,
-        "PET_MASTER_ADDR": address,
-        "PET_MASTER_PORT": port,
+        "PET_MASTER_ADDR": rank.master_addr,
+        "PET_MASTER_PORT": str(rank.master_port),
     }
 
 
-def _visible(launch: Mapping[str, Any], rank: Mapping[str, Any]) -> str:
+def _visible(launch: LaunchRequest, rank: RankSpec) -> str:
     """Value of CUDA_VISIBLE_DEVICES for a rank.
 
     A rank sees its own GPU. A rank of a checkpointable job sees the GPUs of all its ranks on this host and picks one by
@@ -109,12 +109,11 @@ def _visible(launch: Mapping[str, Any], rank: Mapping[str, Any]) -> str:
     nothing else (vLLM, DeepSpeed).
     """
     ranks = [rank]
-    if launch["kind"] == "checkpointable":
-        ranks = sorted(launch["ranks"], key=lambda r: int(r["local_rank"]))
-    devices = [r.get("device") or {} for r in ranks]
-    uuids = ",".join(device["uuid"] for device in devices if device.get("kind") == "cuda").split(",")
-    indices = launch.get("gpu_indices") or {}
-    if launch["kind"] != "elastic" and all(uuid in indices for uuid in uuids):
+    if launch.kind == "checkpointable":
+        ranks = sorted(launch.ranks, key=lambda other: other.local_rank)
+    uuids = ",".join(known.device.uuid for known in ranks if known.device.kind == "cuda").split(",")
+    indices = launch.gpu_indices
+    if launch.kind != "elastic" and all(uuid in indices for uuid in uuids):
         return ",".join(str(indices[uuid]) for uuid in uuids)
     return ",".join(uuids)
 
@@ -134,23 +133,23 @@ def _activate(env: dict[str, str], python: str) -> None:
     env.pop("PYTHONHOME", None)
 
 
-def runs_in_fork(launch: Mapping[str, Any]) -> bool:
+def runs_in_fork(launch: LaunchRequest) -> bool:
     """True if the job's command is a Python program that can run in a fork with torch imported.
 
     Interpreter options other than -u cannot be applied in a fork, so such a command gets its own interpreter.
     """
     argv = forked_argv(launch)
     return (
-        launch["kind"] == "elastic"
+        launch.kind == "elastic"
         and len(argv) > 1
         and ((argv[1] == "-m" and len(argv) > 2) or not argv[1].startswith("-"))
     )
 
 
-def forked_argv(launch: Mapping[str, Any]) -> list[str]:
+def forked_argv(launch: LaunchRequest) -> list[str]:
     """The argv without the interpreter's -u, which a fork has anyway; empty if the command is not Python."""
-    argv = [str(argument) for argument in launch["argv"]]
-    named = launch.get("python")
+    argv = list(launch.argv)
+    named = launch.python
     if argv[0] not in _PYTHONS and not (named and argv[0] in (named, programs.interpreter(named))):
         return []
     while len(argv) > 1 and argv[1] == "-u":
@@ -158,66 +157,57 @@ def forked_argv(launch: Mapping[str, Any]) -> list[str]:
     return argv
 
 
-def exec_argv(launch: Mapping[str, Any]) -> list[str]:
+def exec_argv(launch: LaunchRequest) -> list[str]:
     """The argv of a rank that runs in a new process; ``python`` is replaced by the job's interpreter."""
-    argv = [str(argument) for argument in launch["argv"]]
-    if argv[0] in _PYTHONS and (launch["kind"] == "elastic" or launch.get("python")):
-        argv[0] = programs.interpreter(launch.get("python"))
+    argv = list(launch.argv)
+    if argv[0] in _PYTHONS and (launch.kind == "elastic" or launch.python):
+        argv[0] = programs.interpreter(launch.python)
     return argv
 
 
-def check(launch: Mapping[str, Any]) -> None:
+def check(launch: LaunchRequest) -> None:
     """Check that a launch can start on this host, before anything is written.
 
     Raises:
         Refused: the launch has no command, no ranks or an unknown kind, or its interpreter is not on this host.
     """
-    if not launch["argv"] or not launch["ranks"] or launch["kind"] not in ("command", "checkpointable", "elastic"):
-        raise Refused(
-            "launch", f"a launch needs argv, ranks and a kind; got {launch['argv']!r} of kind {launch['kind']!r}"
-        )
+    if not launch.argv or not launch.ranks or launch.kind not in ("command", "checkpointable", "elastic"):
+        given = f"{list(launch.argv)!r} of kind {launch.kind!r}"
+        raise Refused("launch", f"a launch needs argv, ranks and a kind; got {given}")
     try:
-        programs.interpreter(launch.get("python"))
+        programs.interpreter(launch.python)
     except FileNotFoundError as error:
         raise Refused("environment", str(error)) from error
 
 
-def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: Path) -> None:
+def write_rank_file(attempt: Attempt, rank: RankSpec, control_socket: Path) -> None:
     """Write the rank file of the protocol, readable by this user alone because it contains the rank's token."""
-    place = {
-        "job": attempt.job,
-        "attempt": attempt.attempt,
-        "generation": attempt.generation,
-        "rank": rank["rank"],
-        "world_size": rank["world_size"],
-        "local_rank": rank["local_rank"],
-        "local_world_size": rank["local_world_size"],
-        "hosts": rank.get("hosts", 1),
-        "master_addr": rank.get("master_addr"),
-        "master_port": rank.get("master_port"),
-        "interface": rank.get("interface"),
-        "plan": rank.get("plan"),
-        "device": rank.get("device"),
-        "steps_file": str(attempt.steps),
-        "directory": str(attempt.directory),
-        "control_socket": str(control_socket),
-        "token": attempt.ranks[int(rank["rank"])].token,
-        "restore": attempt.launch.get("restore"),
-        "final": attempt.launch.get("final"),
-        "standby": bool(attempt.launch.get("standby")),
-        "move": attempt.launch.get("move"),
-        "datasets": {name: known.get("path") for name, known in (attempt.launch.get("datasets") or {}).items()},
-        "data_cache": attempt.launch.get("data_cache"),
-        "snapshot_every": attempt.launch.get("snapshot_every"),
-        "probe": attempt.launch.get("probe"),
-    }
-    write_json(attempt.rank_file(int(rank["rank"])), place)
+    launch = attempt.launch
+    place = RankFile(
+        **{field.name: getattr(rank, field.name) for field in dataclasses.fields(RankSpec)},
+        job=launch.job,
+        attempt=launch.attempt,
+        generation=launch.generation,
+        token=attempt.ranks[rank.rank].token,
+        control_socket=str(control_socket),
+        directory=str(attempt.directory),
+        steps_file=str(attempt.steps),
+        restore=launch.restore,
+        final=launch.final,
+        standby=launch.standby,
+        move=launch.move,
+        datasets={name: known.path for name, known in launch.datasets.items()},
+        data_cache=launch.data_cache,
+        snapshot_every=launch.snapshot_every,
+        probe=launch.probe,
+    )
+    write_json(attempt.rank_file(rank.rank), to_map(place))
 
 
 def work_of(attempt: Attempt) -> Path:
     """Path of the ranks' working directory, which all generations of the attempt on this host share."""
-    given = attempt.launch.get("workdir")
-    if given and not attempt.launch.get("snapshot"):
+    given = attempt.launch.workdir
+    if given and not attempt.launch.snapshot:
         return Path(given).expanduser().absolute()
     own = attempt.directory / "work"
     if own.is_dir():
@@ -240,7 +230,7 @@ def working_directory(attempt: Attempt, snapshot: Path | None) -> Path:
     work = work_of(attempt)
     if work.is_dir():
         return work
-    if snapshot is None and attempt.launch.get("workdir"):
+    if snapshot is None and attempt.launch.workdir:
         raise Refused("workdir", f"the working directory {work} does not exist on this host")
     if snapshot is None:
         work.mkdir()

@@ -7,7 +7,6 @@ import hmac
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from clusterd.agent.background_tasks import Background
 from clusterd.agent.forkserver import child
@@ -18,6 +17,8 @@ from clusterd.agent.host.home import Home, read_json, write_json
 from clusterd.agent.log import log_line
 from clusterd.agent.ranks import launching, stopping
 from clusterd.agent.ranks.exit_reports import STRAGGLER_GRACE_S, Emit, ExitReports
+from clusterd.protocol.forkserver import RankRecord
+from clusterd.protocol.launch import Launched, LaunchRequest, StartedRank
 
 FAILURE_CHARACTERS_MAX = 1 << 14
 """Of a rank's failure message, which goes into the journal."""
@@ -119,7 +120,7 @@ class Attempts:
                 if self.tag(attempt.name) in left:
                     self._finish_sweep(attempt)
             elif attempt.stopped:  # the earlier agent died while it stopped this attempt
-                attempt.grace_s = float(attempt.launch.get("grace_s") or 0.0)
+                attempt.grace_s = attempt.launch.grace_s
                 attempt.stopping = asyncio.create_task(self._stop(attempt, "stopped"))
             else:
                 self._exit_reports.poll(attempt)
@@ -128,7 +129,7 @@ class Attempts:
         """Sweep an attempt whose agent died between the last rank's exit and the sweep."""
         for rank in attempt.ranks.values():
             record = attempt.read_rank(rank.rank)
-            rank.end = record if record and record["state"] == "exited" else rank.lost(time.time())
+            rank.end = record if record and record.state == "exited" else rank.lost(time.time())
             rank.state = "running"
         self._exit_reports.flush(attempt)
 
@@ -139,11 +140,11 @@ class Attempts:
             if attempt.running and not attempt.lock.locked():
                 self._exit_reports.poll(attempt)
 
-    def _on_exited(self, state: str, record: dict[str, Any]) -> None:
+    def _on_exited(self, state: str, record: RankRecord) -> None:
         path = Path(state)
         attempt = self._known.get(path.parent.name)
         number = path.name.removeprefix("rank-").removesuffix(".state.json")
-        if attempt is None or not number.isdigit() or record["generation"] != attempt.generation:
+        if attempt is None or not number.isdigit() or record.generation != attempt.generation:
             return
         rank = attempt.ranks.get(int(number))
         if rank is not None:
@@ -151,7 +152,7 @@ class Attempts:
 
     # ---- launch --------------------------------------------------------------------------------------------------
 
-    async def launch(self, request: dict[str, Any], control_socket: Path, snapshot: Path | None) -> Report:
+    async def launch(self, request: LaunchRequest, control_socket: Path, snapshot: Path | None) -> Launched:
         """Start the ranks of a generation; return the pids and start times of all of them.
 
         The launch, without its secrets, is on disk before the first process starts. A repeated request starts only the
@@ -161,21 +162,20 @@ class Attempts:
             Refused: ``stale`` (the generation was stopped), ``environment`` or ``workdir`` (not on this host, or the
                 directory belongs to another job), ``disk-full``.
         """
-        secrets = {str(k): str(v) for k, v in (request.get("secrets") or {}).items()}
         launch = launching.launch_record(request, self._home.root / "data", self.gpu_indices)
-        directory = self._home.attempt(launch["job"], launch["attempt"], launch["generation"])
+        directory = self._home.attempt(launch.job, launch.attempt, launch.generation)
         attempt = self._known.get(directory.name)
         if attempt is None:
-            newest = max((known.generation for known in self.generations(launch["job"], launch["attempt"])), default=0)
-            fence = max(newest, self._fences.get((launch["job"], launch["attempt"]), 0))
-            if fence >= launch["generation"]:
+            newest = max((known.generation for known in self.generations(launch.job, launch.attempt)), default=0)
+            fence = max(newest, self._fences.get((launch.job, launch.attempt), 0))
+            if fence >= launch.generation:
                 raise Refused(
-                    "stale", f"generation {launch['generation']} of {directory.name} came after {fence}, or its stop"
+                    "stale", f"generation {launch.generation} of {directory.name} came after {fence}, or its stop"
                 )
             rank_environment.check(launch)
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             attempt = self._known[directory.name] = Attempt(directory, launch)
-        elif (attempt.launch.get("born_s") or 0.0) != (launch["born_s"] or 0.0):
+        elif attempt.launch.born_s != launch.born_s:
             cause = "its id was given out again, as after a cluster's state was restored from a backup"
             raise Refused("environment", f"{directory.name} of another job is on this host: {cause}")
         async with attempt.lock:
@@ -185,13 +185,13 @@ class Attempts:
                 )
             if not attempt.stopped:
                 try:
-                    await self._launcher.start_missing(attempt, secrets, control_socket, snapshot)
+                    await self._launcher.start_missing(attempt, request.secrets, control_socket, snapshot)
                 except Refused:
                     if attempt.running:
                         self._background.start(self._abandon(attempt))
                     raise
         self._exit_reports.flush(attempt)
-        return {"ranks": [{"rank": r.rank, "pid": r.pid, "start_time": r.start_time} for r in attempt.ranks.values()]}
+        return Launched(tuple(StartedRank(r.rank, r.pid, r.start_time) for r in attempt.ranks.values()))
 
     async def _abandon(self, attempt: Attempt) -> None:
         """Stop the ranks that a failed launch had started."""

@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
 
 from clusterd.agent.background_tasks import Background
 from clusterd.agent.host import processes
 from clusterd.agent.host.attempt_records import Attempt, Rank
 from clusterd.agent.ranks import stopping
+from clusterd.exit_reasons import Reason
+from clusterd.protocol.agent import RankExited
+from clusterd.protocol.forkserver import RankRecord
+from clusterd.protocol.messages import Event
 
 STRAGGLER_GRACE_S = 1.0
 """Processes that outlive the last rank of an attempt get SIGTERM, and SIGKILL after this long."""
@@ -19,7 +22,7 @@ STRAGGLER_GRACE_S = 1.0
 CLEAR_S = 10.0
 """The exit of one of several ranks is reported after this long at the latest: its peers wait for the report."""
 
-Emit = Callable[[dict[str, Any]], object]
+Emit = Callable[[Event], object]
 
 
 class ExitReports:
@@ -45,7 +48,7 @@ class ExitReports:
             if rank.state == "running" and rank.end is None and (record := _exit_record(attempt, rank)):
                 self.add(attempt, rank, record)
 
-    def add(self, attempt: Attempt, rank: Rank, record: dict[str, Any]) -> None:
+    def add(self, attempt: Attempt, rank: Rank, record: RankRecord) -> None:
         """Take the exit record of a rank."""
         if rank.end is None and rank.state != "exited":
             rank.end = record
@@ -66,7 +69,7 @@ class ExitReports:
         for rank in attempt.ranks.values():
             self._report(attempt, rank)
 
-    async def wait_for(self, attempt: Attempt, rank: Rank) -> dict[str, Any]:
+    async def wait_for(self, attempt: Attempt, rank: Rank) -> RankRecord:
         """Wait for the exit record from the fork server: on disk, or as an event if the disk is full."""
         while (record := rank.end or _exit_record(attempt, rank)) is None:  # noqa: ASYNC110  # it waits for a file
             await asyncio.sleep(0.01)
@@ -74,7 +77,7 @@ class ExitReports:
 
     async def _clear_and_report(self, attempt: Attempt, rank: Rank) -> None:
         """Report one of several ranks; if it failed, kill its leftovers first: a replacement may start at once."""
-        died = rank.end is not None and rank.end["exit_code"] != 0 and attempt.launch["kind"] == "elastic"
+        died = rank.end is not None and rank.end.exit_code != 0 and attempt.launch.kind == "elastic"
         if died and rank.pid in attempt.sessions:
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # two distinct classes in Python 3.10
                 await asyncio.wait_for(stopping.clear_session(rank.pid, self._tag(attempt.name)), CLEAR_S)
@@ -91,25 +94,19 @@ class ExitReports:
         self._before_end(attempt)
         rank.take(attempt.judged(rank.end))
         rank.end = None
-        self._emit(
-            {
-                "event": "rank_exited",
-                "job": attempt.job,
-                "attempt": attempt.attempt,
-                "generation": attempt.generation,
-                **{k: v for k, v in rank.report().items() if k not in ("pid", "state")},
-            }
-        )
+        named = (attempt.job, attempt.attempt, attempt.generation, rank.rank)
+        reason, message = Reason(rank.reason), rank.message or ""
+        self._emit(RankExited(*named, reason, rank.exit_code, rank.signal, rank.at_s, message))
 
 
-def _exit_record(attempt: Attempt, rank: Rank) -> dict[str, Any] | None:
+def _exit_record(attempt: Attempt, rank: Rank) -> RankRecord | None:
     """Exit record of a rank; None while it runs or its fork server has yet to write the record."""
     if processes.lives(rank.pid, rank.start_time, rank.boot_id):
         return None
     server_lives = processes.lives(
-        *rank.spawner, boot=rank.boot_id
+        rank.spawner.pid, rank.spawner.start_time, rank.boot_id
     )  # checked before the file: the server writes before it exits
     record = attempt.read_rank(rank.rank)
-    if record is not None and record["state"] == "exited":
+    if record is not None and record.state == "exited":
         return record
     return None if server_lives else rank.lost(time.time())

@@ -6,33 +6,25 @@ import asyncio
 import errno
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from clusterd.agent.forkserver.client import ForkServers, SpawnFailed
 from clusterd.agent.host import programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Rank, Refused
 from clusterd.exit_reasons import EXIT_CODE_OF, Reason
+from clusterd.protocol.forkserver import Spawn
+from clusterd.protocol.launch import LaunchRequest, RankSpec
 
 
-def launch_record(request: Mapping[str, Any], data: Path, gpu_indices: Mapping[str, int]) -> dict[str, Any]:
+def launch_record(request: LaunchRequest, data: Path, gpu_indices: Mapping[str, int]) -> LaunchRequest:
     """Launch request as stored on disk: without its secrets.
 
     Args:
         data: cache directory of data sets, unless the request names one.
         gpu_indices: CUDA index by uuid; empty if uncertain.
     """
-    launch = {k: request[k] for k in ("job", "attempt", "generation", "ranks", "kind", "argv")}
-    optional = ("born_s", "env", "snapshot", "workdir", "python", "grace_s", "restore", "final", "move")
-    launch |= {k: request.get(k) for k in optional}
-    return launch | {
-        "standby": bool(request.get("standby")),
-        "datasets": request.get("datasets") or {},
-        "data_cache": request.get("data_cache") or str(data),
-        "snapshot_every": request.get("snapshot_every") or 0,
-        "probe": bool(request.get("probe")),
-        "gpu_indices": dict(gpu_indices),
-    }
+    return replace(request, secrets={}, data_cache=request.data_cache or str(data), gpu_indices=dict(gpu_indices))
 
 
 class Launcher:
@@ -58,36 +50,35 @@ class Launcher:
         Raises:
             Refused: the working directory, the fork server or the disk of this host prevents it.
         """
-        missing = [given for given in attempt.launch["ranks"] if _never_started(attempt, int(given["rank"]))]
+        missing = [spec for spec in attempt.launch.ranks if _never_started(attempt, spec.rank)]
         if not missing:
             return
         try:
             attempt.store()
             loop = asyncio.get_running_loop()
             work = await loop.run_in_executor(None, rank_environment.working_directory, attempt, snapshot)
-            for given in missing:
-                number = int(given["rank"])
-                attempt.ranks[number] = Rank(number)
-                rank_environment.write_rank_file(attempt, given, control_socket)
+            for spec in missing:
+                attempt.ranks[spec.rank] = Rank(spec.rank)
+                rank_environment.write_rank_file(attempt, spec, control_socket)
             if await self._server_is_ready(attempt, missing[0], secrets):
-                for given in missing:
+                for spec in missing:
                     if attempt.stopped:
                         return
-                    await self._start(attempt, given, secrets, work)
+                    await self._start(attempt, spec, secrets, work)
         except SpawnFailed as failed:
             if failed.kind != "no-torch":
                 raise Refused(failed.kind, str(failed)) from failed
-            for given in missing:
-                _end_without_torch(attempt, attempt.ranks[int(given["rank"])], str(failed))
+            for spec in missing:
+                _end_without_torch(attempt, attempt.ranks[spec.rank], str(failed))
         except OSError as error:
             kind = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "host"
             raise Refused(kind, f"cannot launch {attempt.name}: {error}") from error
 
-    async def _server_is_ready(self, attempt: Attempt, given: dict[str, Any], secrets: dict[str, str]) -> bool:
+    async def _server_is_ready(self, attempt: Attempt, spec: RankSpec, secrets: dict[str, str]) -> bool:
         """Wait for the fork server; False if a stop came first, which must not wait for an import of torch."""
         forked = rank_environment.runs_in_fork(attempt.launch)
-        python = programs.interpreter(attempt.launch.get("python")) if forked else None
-        env = rank_environment.variables(attempt, given, self._tag(attempt.name), secrets)
+        python = programs.interpreter(attempt.launch.python) if forked else None
+        env = rank_environment.variables(attempt, spec, self._tag(attempt.name), secrets)
         server = asyncio.ensure_future(self._fork_servers.ready(env, python, forked))
         stop = asyncio.ensure_future(attempt.stop_asked.wait())
         try:
@@ -100,31 +91,30 @@ class Launcher:
         self._in_background(server)  # continues: the next job of this environment finds the server ready
         return False
 
-    async def _start(self, attempt: Attempt, given: dict[str, Any], secrets: dict[str, str], work: Path) -> None:
+    async def _start(self, attempt: Attempt, spec: RankSpec, secrets: dict[str, str], work: Path) -> None:
         launch = attempt.launch
-        rank = attempt.ranks[int(given["rank"])]
+        rank = attempt.ranks[spec.rank]
         forked = rank_environment.runs_in_fork(launch)
-        device = given.get("device") or {}
-        env = rank_environment.variables(attempt, given, self._tag(attempt.name), secrets)
-        request = {
-            "generation": attempt.generation,
-            "kind": launch["kind"],
-            "mode": "python" if forked else "exec",
-            "argv": rank_environment.forked_argv(launch) if forked else rank_environment.exec_argv(launch),
-            "env": env,
-            "cwd": str(work),
-            "cores": [int(core) for core in device.get("cores") or ()],
-            "threads": int(env["OMP_NUM_THREADS"]) if env["OMP_NUM_THREADS"].isdigit() else 0,
-            "log": str(attempt.log(rank.rank)),
-            "state": str(attempt.state_file(rank.rank)),
-            "stop_marker": str(attempt.stop_marker),
-        }
-        python = programs.interpreter(launch.get("python")) if forked else None
+        env = rank_environment.variables(attempt, spec, self._tag(attempt.name), secrets)
+        request = Spawn(
+            generation=attempt.generation,
+            kind=launch.kind,
+            mode="python" if forked else "exec",
+            argv=tuple(rank_environment.forked_argv(launch) if forked else rank_environment.exec_argv(launch)),
+            env=env,
+            cwd=str(work),
+            cores=spec.device.cores,
+            threads=int(env["OMP_NUM_THREADS"]) if env["OMP_NUM_THREADS"].isdigit() else 0,
+            log=str(attempt.log(rank.rank)),
+            state=str(attempt.state_file(rank.rank)),
+            stop_marker=str(attempt.stop_marker),
+        )
+        python = programs.interpreter(launch.python) if forked else None
         await self._fork_servers.spawn(request, python, forked)
         # The rank may have exited, and its exit been recorded, before this line.
         if rank.end is None and (record := attempt.read_rank(rank.rank)):
             rank.take(record)
-            if record["state"] == "exited":
+            if record.state == "exited":
                 rank.state, rank.end = "running", record
 
 

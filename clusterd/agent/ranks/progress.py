@@ -9,16 +9,17 @@ from typing import Any
 
 from clusterd.agent.host.attempt_records import Attempt, steps_after
 from clusterd.agent.ranks.attempts import Attempts
+from clusterd.protocol import agent
+from clusterd.protocol.messages import Event
 
 PERIOD_S = 0.5
-_STEP_FIELDS = ("step", "loss", "samples", "at_s", "plan")
 _DETAILS = ("phases", "device_bytes", "host_bytes")
 
 
 class Progress:
     """Follows the step files by polling, because inotify misses changes on network file systems."""
 
-    def __init__(self, emit: Callable[[dict[str, Any]], object]) -> None:
+    def __init__(self, emit: Callable[[Event], object]) -> None:
         self._emit = emit
         self._sizes: dict[str, int] = {}
 
@@ -45,16 +46,19 @@ class Progress:
         attempt.step = step = steps[-1]
         details: dict[str, Any] = next((s for s in reversed(steps) if "phases" in s), {})
         self._emit(
-            {
-                "event": "progress",
-                "job": attempt.job,
-                "attempt": attempt.attempt,
-                "generation": attempt.generation,
-                "step_time_s": step.get("time_s"),
-                **{k: step.get(k) for k in _STEP_FIELDS},
+            agent.Progress(
+                attempt.job,
+                attempt.attempt,
+                attempt.generation,
+                step=step["step"],
+                loss=step.get("loss"),
+                step_time_s=step["time_s"],
+                steps=tuple((s["step"], s["time_s"]) for s in steps if s.get("plan") == step.get("plan")),
+                plan=step.get("plan") or "",
+                samples=step.get("samples"),
+                at_s=step.get("at_s"),
                 **{k: details[k] for k in _DETAILS if k in details},
-                "steps": [[s["step"], s["time_s"]] for s in steps if s.get("plan") == step.get("plan")],
-            }
+            )
         )
 
     def forget(self, name: str) -> None:

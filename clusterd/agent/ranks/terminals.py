@@ -22,6 +22,7 @@ from typing import Any
 
 from clusterd.agent.host import programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Refused
+from clusterd.protocol.requests import Screen
 from clusterd.umask import inherited
 
 CHUNK_BYTES = 1 << 16
@@ -44,16 +45,16 @@ class Terminals:
         argv: Sequence[str],
         tag: str,
         secrets: Mapping[str, str],
-        screen: Mapping[str, Any] | None,
+        screen: Screen | None,
     ) -> str:
         """Start `argv`, or this user's shell if it is empty; return the terminal's name.
 
         Args:
-            screen: `term`, `columns` and `rows` of the pseudo-terminal; None: pipes.
+            screen: of the pseudo-terminal; None: pipes.
         Raises:
             Refused: ``unknown`` (no such rank runs here), ``workdir``.
         """
-        given = next((one for one in attempt.launch["ranks"] if int(one["rank"]) == rank), None)
+        given = next((spec for spec in attempt.launch.ranks if spec.rank == rank), None)
         if given is None or attempt.stopped or not attempt.running:
             raise Refused("unknown", f"rank {rank} of {attempt.name} does not run here")
         work = rank_environment.work_of(attempt)
@@ -62,9 +63,9 @@ class Terminals:
         env = rank_environment.variables(attempt, given, tag, secrets)
         rank_environment.forget_rank(env)
         if screen is not None:
-            env["TERM"] = str(screen["term"])
+            env["TERM"] = screen.term
         shell = pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
-        cores = ",".join(str(core) for core in (given.get("device") or {}).get("cores") or ())
+        cores = ",".join(str(core) for core in given.device.cores)
         # A separate program acquires the controlling terminal: this process has threads, and running code in a fork
         # of it would be unsafe.
         command = programs.command("inside", str(work), cores, *(argv or [shell]))
@@ -123,7 +124,7 @@ class Terminal:
         self._ending = asyncio.create_task(self._wait())
 
     @classmethod
-    async def start(cls, command: Sequence[str], env: Mapping[str, str], screen: Mapping[str, Any] | None) -> Terminal:
+    async def start(cls, command: Sequence[str], env: Mapping[str, str], screen: Screen | None) -> Terminal:
         """Run a command in its own session."""
         if screen is None:
             child_in, sink = os.pipe()
@@ -180,7 +181,7 @@ class Terminal:
             self._sink = -1
         self._may_write()
 
-    def resize(self, screen: Mapping[str, Any]) -> None:
+    def resize(self, screen: Screen) -> None:
         """Set the window size."""
         with contextlib.suppress(OSError):
             _resize(self._source, screen)
@@ -234,6 +235,6 @@ class Terminal:
             self._write_ready.set_result(None)
 
 
-def _resize(terminal: int, screen: Mapping[str, Any]) -> None:
-    rows, columns = (max(1, min(int(screen[name]), 0x7FFF)) for name in ("rows", "columns"))
+def _resize(terminal: int, screen: Screen) -> None:
+    rows, columns = (max(1, min(size, 0x7FFF)) for size in (screen.rows, screen.columns))
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

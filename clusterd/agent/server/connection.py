@@ -16,6 +16,8 @@ from clusterd import protocol
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.log import log_line
 from clusterd.protocol.budget import FREE_BYTES, ByteBudget
+from clusterd.protocol.calls import Failure, Ok, reply
+from clusterd.protocol.codec import to_map
 from clusterd.protocol.proof import CHALLENGE_BYTES_MAX
 
 QUEUE_BYTES_MAX = 4 << 20
@@ -80,12 +82,12 @@ class Connection:
         except protocol.ProtocolError as error:
             log_line(f"agent: {message.get('event')} was not sent: {error}")
 
-    async def reply(self, number: object, reply: Message) -> None:
+    async def reply(self, number: object, outcome: Ok | Failure) -> None:
         """Queue the reply to a request once the peer took most of the earlier frames."""
         try:
-            frame = protocol.encode({"id": number, **reply})
+            frame = protocol.encode(reply(number, outcome))
         except protocol.ProtocolError as error:
-            frame = protocol.encode({"id": number, "error": {"kind": "size", "message": str(error)}})
+            frame = protocol.encode(reply(number, Failure(str(error), "size")))
         await self.wait_writable()
         self._queue(frame)
 
@@ -210,15 +212,18 @@ def _requested_bytes(message: Message) -> int:
     return min(limit, protocol.FRAME_BYTES_MAX) if isinstance(limit, int) and limit > 0 else 0
 
 
-async def outcome(verb: object, work: Awaitable[Message]) -> Message:
-    """Reply to a request: ``ok`` with the result of `work`, or ``error``."""
+async def outcome(verb: object, work: Awaitable[object]) -> Ok | Failure:
+    """Reply to a request: the result of `work`, a message or its map, or its failure."""
     try:
-        return {"ok": await work}
+        result = await work
+        return Ok(result if isinstance(result, dict) else to_map(result))
     except Refused as refused:
-        return {"error": {"kind": refused.kind, "message": str(refused)}}
+        return Failure(str(refused), refused.kind)
+    except protocol.ProtocolError as error:
+        return Failure(f"{verb}: {error}", "request")
     except (KeyError, TypeError, ValueError) as error:
         log_line(traceback.format_exc())
-        return {"error": {"kind": "request", "message": f"{verb}: {type(error).__name__}: {error}"}}
+        return Failure(f"{verb}: {type(error).__name__}: {error}", "request")
     except Exception as error:  # one failed request must not end the agent
         log_line(traceback.format_exc())
-        return {"error": {"kind": "host", "message": f"{verb}: {error}"}}
+        return Failure(f"{verb}: {error}", "host")

@@ -10,6 +10,7 @@ from clusterd.agent.host.nvml import Probe
 from clusterd.agent.ranks.attempts import Attempts
 from clusterd.agent.server.connection import Message
 from clusterd.agent.server.sessions import Sessions
+from clusterd.protocol.agent import FactsChanged
 
 PERIOD_S = 10.0
 
@@ -46,7 +47,7 @@ class Hardware:
             found = await self.facts()
             seen = _reportable(found)
             if reported is not None and seen != reported:
-                sessions.send_to_daemons({"event": "facts", "facts": found})
+                sessions.send_to_daemons(FactsChanged(found))
             reported = seen
 
 

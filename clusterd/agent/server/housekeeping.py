@@ -60,7 +60,7 @@ class Housekeeping:
             if ticks % 10 == 0:
                 await self.shorten_logs()
             if ticks % 3600 == 0:
-                used = {str(attempt.launch.get("snapshot")) for attempt in self._attempts}
+                used = {attempt.launch.snapshot or "" for attempt in self._attempts}
                 await loop.run_in_executor(None, self._workdirs.clean, used)
             ticks += 1
             await asyncio.sleep(1.0)

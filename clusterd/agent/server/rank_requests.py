@@ -10,6 +10,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
+from typing import Any
 
 from clusterd import protocol
 from clusterd.agent.host import programs
@@ -21,7 +22,11 @@ from clusterd.agent.server.sessions import Sessions
 from clusterd.agent.tensors.datasets import RANGE_BYTES_MAX, Datasets
 from clusterd.agent.tensors.moves import Moves
 from clusterd.agent.threads import in_thread
+from clusterd.protocol import control
+from clusterd.protocol.agent import RankReport
 from clusterd.protocol.budget import ByteBudget
+from clusterd.protocol.codec import from_map
+from clusterd.protocol.messages import Done, Request, read_event
 
 REPORT_BYTES_MAX = 256 << 10
 """Largest report of a rank to the daemon; ranks of clusterd send a few hundred bytes."""
@@ -93,48 +98,56 @@ class RankRequests:
         finally:
             finish()
 
-    async def _answer(self, connection: Connection, verb: str, message: Message) -> Message:
-        if verb in ("rank_hello", "data_hello"):
-            return self._hello(connection, verb, message)
-        if connection.rank is None:
+    async def _answer(
+        self, connection: Connection, verb: str, message: Message
+    ) -> Done | control.SegmentReply | control.SegmentsReply:
+        kind = control.REQUESTS.get(verb)
+        if connection.rank is None and kind not in (control.RankHello, control.DataHello):
             raise Refused("hello", f"{verb} came before a rank's hello")
-        return await self._request(*connection.rank, verb, message)
+        if kind is None or kind in (control.LookUpData, control.ReadData):
+            raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r} of a rank's")
+        request = from_map(kind, message, verb)
+        if isinstance(request, (control.RankHello, control.DataHello)):
+            return self._hello(connection, request)
+        assert connection.rank is not None
+        return await self._request(*connection.rank, request)
 
-    def _hello(self, connection: Connection, verb: str, message: Message) -> Message:
-        rank = int(message["rank"])
-        named = (message["job"], message["attempt"], message["generation"], rank)
-        attempt = self._attempts.admit(*named, str(message["token"]))
-        if verb == "data_hello":
+    def _hello(self, connection: Connection, hello: control.RankHello | control.DataHello) -> Done:
+        attempt = self._attempts.admit(hello.job, hello.attempt, hello.generation, hello.rank, hello.token)
+        if isinstance(hello, control.DataHello):
             connection.reads_for = attempt
-            return {}
-        connection.rank = (attempt, rank)
+            return Done()
+        connection.rank = (attempt, hello.rank)
         if attempt.stopped:
-            connection.send({"event": "stop", "reason": "stopped", "deadline_s": 0.0})
+            connection.send(control.Stop("stopped").to_message())
         elif missed := self._moves.missed(attempt):
-            connection.send(missed)
-        return {}
+            connection.send(missed.to_message())
+        return Done()
 
-    async def _request(self, attempt: Attempt, rank: int, verb: str, message: Message) -> Message:
-        if verb == "segment":
-            _check_own(attempt, message["name"])
-            return await self._moves.segment(attempt, message)
-        if verb == "publish":
-            _check_own(attempt, message["name"])
-            return await self._moves.publish(attempt, message)
-        if verb == "fetch":
-            _check_own(attempt, message["move"])
-            _check_own(attempt, message["name"])
-            for source in message["sources"]:
-                # A state snapshot may be of an earlier attempt.
-                _check_own(attempt, source["name"], any_attempt=True)
-            return await self._moves.fetch(attempt, message)
-        if verb == "segments":
-            _check_own(attempt, message["move"])
-            return self._moves.segments(message)
-        if verb == "failed":
-            self._attempts.failed(attempt, rank, str(message["reason"]), str(message["message"]))
-            return {}
-        raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r} of a rank's")
+    async def _request(
+        self, attempt: Attempt, rank: int, request: Request[Any]
+    ) -> Done | control.SegmentReply | control.SegmentsReply:
+        match request:
+            case control.MakeSegment():
+                _check_own(attempt, request.name)
+                return await self._moves.segment(attempt, request)
+            case control.PublishSegment():
+                _check_own(attempt, request.name)
+                return await self._moves.publish(attempt, request)
+            case control.FetchSegments():
+                _check_own(attempt, request.move)
+                _check_own(attempt, request.name)
+                for source in request.sources:
+                    # A state snapshot may be of an earlier attempt.
+                    _check_own(attempt, source.name, any_attempt=True)
+                return await self._moves.fetch(attempt, request)
+            case control.ListSegments():
+                _check_own(attempt, request.move)
+                return self._moves.segments(request.move)
+            case control.ReportFailure():
+                self._attempts.failed(attempt, rank, request.reason, request.message)
+                return Done()
+        raise AssertionError(request)
 
     async def _serve_data(self, connection: Connection, attempt: Attempt, verb: str, message: Message) -> None:
         """Answer a rank that reads a data set of another host; its bytes count until the rank took them."""
@@ -146,30 +159,30 @@ class RankRequests:
             self._data_budget.release(attempt.name, RANGE_BYTES_MAX)
 
     async def _data(self, attempt: Attempt, verb: str, message: Message) -> Message:
-        if verb not in ("data_look", "data_read"):
+        kind = control.REQUESTS.get(verb)
+        if kind not in (control.LookUpData, control.ReadData):
             raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r} of data sets")
-        return await in_thread(lambda: self._datasets.ask(attempt, verb, message), "data")
+        request = from_map(kind, message, verb)
+        return await in_thread(lambda: self._datasets.ask(attempt, request), "data")
 
     def _on_event(self, connection: Connection, message: Message) -> None:
         if connection.rank is None:
             return
         attempt, rank = connection.rank
+        sender = f"rank {rank} of {attempt.name}"
         if connection.received_bytes > REPORT_BYTES_MAX:
-            log_line(f"agent: dropped a report of {connection.received_bytes} bytes by rank {rank} of {attempt.name}")
-        elif message["event"] == "failed":  # an event of ranks that an agent of an earlier version started
-            self._attempts.failed(attempt, rank, str(message.get("reason")), str(message.get("message")))
-        elif message["event"] == "said":
-            self._sessions.send_to_daemons(
-                {
-                    "event": "rank_said",
-                    "job": attempt.job,
-                    "attempt": attempt.attempt,
-                    "generation": attempt.generation,
-                    "rank": rank,
-                    "at_s": time.time(),
-                    "said": message.get("said"),
-                }
-            )
+            log_line(f"agent: dropped a report of {connection.received_bytes} bytes by {sender}")
+            return
+        try:
+            event = read_event(control.OF_RANKS, message)
+        except protocol.ProtocolError as error:
+            log_line(f"agent: dropped a malformed message of {sender}: {error}")
+            return
+        if isinstance(event, control.FailedEvent):
+            self._attempts.failed(attempt, rank, event.reason, event.message)
+        elif isinstance(event, control.Report):
+            named = (attempt.job, attempt.attempt, attempt.generation, rank)
+            self._sessions.send_to_daemons(RankReport(*named, event.said, time.time()))
 
 
 class _Pace:
@@ -189,12 +202,12 @@ class _Pace:
             await asyncio.sleep(-self._left_bytes / BYTES_PER_S)
 
 
-def _check_own(attempt: Attempt, name: object, any_attempt: bool = False) -> None:
+def _check_own(attempt: Attempt, name: str, any_attempt: bool = False) -> None:
     """Refuse a migration or segment of another attempt, or of another job.
 
     Raises:
         Refused: ``foreign``.
     """
     number = r"\d+" if any_attempt else str(attempt.attempt)
-    if not re.match(rf"{re.escape(attempt.job)}\.{number}\.", str(name)):
+    if not re.match(rf"{re.escape(attempt.job)}\.{number}\.", name):
         raise Refused("foreign", f"{name} is not of {attempt.name}")

@@ -27,11 +27,14 @@ from clusterd.agent.server.hardware_reports import Hardware
 from clusterd.agent.server.housekeeping import Housekeeping
 from clusterd.agent.server.rank_requests import RankRequests
 from clusterd.agent.server.sessions import Sessions
-from clusterd.agent.server.verbs import Verbs
+from clusterd.agent.server.verbs import Handlers, Verbs
 from clusterd.agent.tensors.datasets import Datasets
 from clusterd.agent.tensors.moves import Moves
 from clusterd.protocol.budget import ByteBudget
+from clusterd.protocol.codec import from_map
+from clusterd.protocol.messages import Done, Event
 from clusterd.protocol.proof import new_nonce, proves
+from clusterd.protocol.requests import REQUESTS, Challenge, ChallengeReply, Facts, Heartbeat, Hello, Shutdown
 from clusterd.socket_files import inode, is_still
 from clusterd.umask import make_files_private
 
@@ -87,7 +90,12 @@ class Agent:
         self._ranks = RankRequests(
             self._attempts, self._sessions, self._moves, self._datasets, self._housekeeping.mark_needed
         )
-        self._verbs = {"facts": self._facts, "heartbeat": self._heartbeat, "shutdown": self._shutdown, **verbs.table}
+        self._verbs: Handlers = {
+            Facts: self._facts,
+            Heartbeat: self._heartbeat,
+            Shutdown: self._shutdown,
+            **verbs.table,
+        }
 
     async def run(self) -> None:
         """Adopt the attempts of an earlier agent, then serve until asked to exit."""
@@ -178,29 +186,31 @@ class Agent:
         finally:
             finish()
 
-    async def _answer(self, connection: Connection, verb: str, message: Message) -> Message:
-        if verb == "challenge":
+    async def _answer(self, connection: Connection, verb: str, message: Message) -> object:
+        if verb == Challenge.verb:
+            challenge = from_map(Challenge, message, verb)
             connection.nonce = new_nonce()
-            return {"nonce": connection.nonce, "seen": self._sessions.seen(str(message.get("daemon")))}
-        if verb == "hello":
-            self._check_proof(connection, message)
-            return await self._hello(connection, message)
+            return ChallengeReply(connection.nonce, self._sessions.seen(challenge.daemon))
+        if verb == Hello.verb:
+            hello = from_map(Hello, message, verb)
+            self._check_proof(connection, hello)
+            return await self._hello(connection, hello)
         self._sessions.check(connection, verb, message)
-        if verb not in self._verbs:
+        kind = REQUESTS.get(verb)
+        if kind is None:
             raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r}")
-        return await self._verbs[verb](message)
+        return await self._verbs[kind](from_map(kind, message, verb))
 
-    def _check_proof(self, connection: Connection, message: Message) -> None:
+    def _check_proof(self, connection: Connection, hello: Hello) -> None:
         """Check that a daemon knows the key that this agent was started with.
 
         Raises:
             Refused: ``key``.
         """
         nonce, connection.nonce = connection.nonce, ""
-        named = (str(message["daemon"]), int(message["epoch"]))
-        if not nonce or "proof" not in message:
+        if not nonce or hello.proof is None:
             raise Refused("key", "a daemon has to prove its cluster's key here; this one is of an older version")
-        if not proves(self._key, message["proof"], "hello", nonce, *named):
+        if not proves(self._key, hello.proof, "hello", nonce, hello.daemon, hello.epoch):
             raise Refused(
                 "key",
                 f"the agent at {self._home.root} was started with the key of another cluster or state directory: "
@@ -208,23 +218,20 @@ class Agent:
             )
         connection.proven = True
 
-    def _send_to_attempt(self, job: str, number: int, message: Message) -> None:
+    def _send_to_attempt(self, job: str, number: int, event: Event) -> None:
         """Send to the connected ranks of an attempt, of all its generations."""
         for attempt in self._attempts.generations(job, number):
-            self._sessions.send_to_ranks(attempt, message)
+            self._sessions.send_to_ranks(attempt, event)
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
 
-    async def _hello(self, connection: Connection, message: Message) -> Message:
-        if message["protocol"] != protocol.VERSION:
-            raise Refused(
-                "protocol",
-                f"the agent speaks protocol {protocol.VERSION}, the daemon {message['protocol']}",
-            )
+    async def _hello(self, connection: Connection, hello: Hello) -> Message:
+        if hello.protocol != protocol.VERSION:
+            raise Refused("protocol", f"the agent speaks protocol {protocol.VERSION}, the daemon {hello.protocol}")
         found = await self._hardware.facts()
         # No await from here on: changes after this report reach this connection as events.
-        self._sessions.lead(connection, str(message["daemon"]), int(message["epoch"]))
-        self._sessions.see(str(message["daemon"]), message.get("newest"))
+        self._sessions.lead(connection, hello.daemon, hello.epoch)
+        self._sessions.see(hello.daemon, list(hello.newest) if hello.newest is not None else None)
         self._sessions.save()
         return {
             "agent": self._id,
@@ -237,21 +244,21 @@ class Agent:
             "snapshots": self._moves.replicas.report(),
         }
 
-    async def _facts(self, _message: Message) -> Message:
+    async def _facts(self, _request: Facts) -> Message:
         return await self._hardware.facts()
 
-    async def _heartbeat(self, _message: Message) -> Message:
-        return {}
+    async def _heartbeat(self, _request: Heartbeat) -> Done:
+        return Done()
 
-    async def _shutdown(self, message: Message) -> Message:
+    async def _shutdown(self, request: Shutdown) -> Done:
         running = self._attempts.running
-        if running and not message.get("force"):
+        if running and not request.force:
             raise Refused("busy", f"{len(running)} attempts run here: {', '.join(sorted(running))}")
         await self._attempts.settle()
         await self._attempts.fork_servers.shutdown()
         # The delay lets the reply leave first.
         asyncio.get_running_loop().call_later(0.05, self._done.set)
-        return {}
+        return Done()
 
 
 def main() -> int:

@@ -12,6 +12,9 @@ from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import read_json, write_json
 from clusterd.agent.log import log_line
 from clusterd.agent.server.connection import Connection, Message
+from clusterd.protocol.agent import Superseded
+from clusterd.protocol.control import Stop
+from clusterd.protocol.messages import Event
 
 EPOCH_STEP_MAX = 24 * 3600
 """An epoch counts starts of a daemon, or is its wall clock in seconds after `start --restored`. One that is further
@@ -114,7 +117,7 @@ class Sessions:
             self._epochs[name] = epoch
             for other in self._connections:
                 if other.daemon is not None and other.daemon[0] == name:
-                    other.send({"event": "superseded", "by": epoch})
+                    other.send(Superseded(epoch).to_message())
             try:
                 write_json(self._file, self._epochs)
             except OSError as error:  # the leader must still be able to stop the job that filled the disk
@@ -141,11 +144,11 @@ class Sessions:
         if verb in _SAVED:  # not for every look at a log: a write waits for the disk
             self.save()
 
-    def send_to_daemons(self, event: Message) -> bool:
+    def send_to_daemons(self, event: Event) -> bool:
         """Send to every daemon that leads this host; false if none is connected."""
         leading = self._leading()
         for connection in leading:
-            connection.send(event)
+            connection.send(event.to_message())
         return bool(leading)
 
     async def wait_daemons_writable(self) -> None:
@@ -167,16 +170,16 @@ class Sessions:
         asked = set()
         for connection in self._connections:
             if connection.rank is not None and connection.rank[0] is attempt:
-                connection.send({"event": "stop", "reason": reason, "deadline_s": grace_s, **flags})
+                connection.send(Stop(reason, grace_s, **flags).to_message())
                 # The pid of the forked process: behind a shell, the process that listens has another one.
                 asked.add(attempt.ranks[connection.rank[1]].pid)
         return asked
 
-    def send_to_ranks(self, attempt: Attempt, message: Message) -> int:
+    def send_to_ranks(self, attempt: Attempt, event: Event) -> int:
         """Send to the connected ranks of one generation; return their number."""
         receivers = [c for c in self._connections if c.rank is not None and c.rank[0] is attempt]
         for connection in receivers:
-            connection.send(message)
+            connection.send(event.to_message())
         return len(receivers)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from clusterd.agent.host import append_only_files, checks, files
 from clusterd.agent.host.attempt_records import Refused
@@ -17,12 +18,17 @@ from clusterd.agent.server.connection import Message
 from clusterd.agent.tensors.datasets import Datasets, evict_cached_files
 from clusterd.agent.tensors.moves import Moves
 from clusterd.agent.threads import in_thread
+from clusterd.protocol import control
+from clusterd.protocol import requests as r
+from clusterd.protocol.launch import Launched, LaunchRequest
+from clusterd.protocol.messages import Done, Event, Request, read_event
 
-Verb = Callable[[Message], Awaitable[Message]]
+Handlers = dict[type[Request[Any]], Callable[[Any], Awaitable[object]]]
+ToRanks = r.MoveRanks | r.QuiesceRanks | r.AbortRanks | r.ResumeRanks | r.SendToRanks
 
 
 class Verbs:
-    """Table of handlers: each takes the request message and returns the reply."""
+    """Table of handlers: each takes the checked request and returns the reply, a message or its map."""
 
     def __init__(
         self,
@@ -40,178 +46,178 @@ class Verbs:
         self._terminals = terminals
 
     @property
-    def table(self) -> dict[str, Verb]:
-        """Handlers by verb, as on the wire."""
+    def table(self) -> Handlers:
+        """Handlers by type of request."""
         return {
-            "launch": self._launch,
-            "stop": self._stop,
-            "forget": self._forget,
-            "logs": self._logs,
-            "steps": self._steps,
-            "files": self._files,
-            "file": self._file,
-            "model": self._model,
-            "snapshot_has": self._snapshot_has,
-            "snapshot_put": self._snapshot_put,
-            "port": self._port,
-            "fabric": self._fabric,
-            "check": self._check,
-            "snapshot_keep": self._snapshot_keep,
-            "snapshot_kept": self._snapshot_stored,
-            "snapshot_admit": self._snapshot_admit,
-            "data_serve": self._data_serve,
-            "data_from": self._data_from,
-            "move": self._move,
-            "quiesce": self._forward,
-            "abort": self._forward,
-            "resume": self._forward,
-            "tell": self._message_ranks,
-            "drop": self._drop,
-            "terminal_open": self._terminal_open,
-            "terminal_read": self._terminal_read,
-            "terminal_write": self._terminal_write,
-            "terminal_hold": self._terminal_hold,
-            "terminal_close": self._terminal_close,
+            LaunchRequest: self._launch,
+            r.StopRanks: self._stop,
+            r.ForgetAttempt: self._forget,
+            r.ReadLog: self._logs,
+            r.ReadSteps: self._steps,
+            r.ListFiles: self._files,
+            r.ReadFile: self._file,
+            r.ReadModel: self._model,
+            r.HasWorkdir: self._has_workdir,
+            r.PutWorkdir: self._put_workdir,
+            r.LeasePort: self._port,
+            r.ServeSegments: self._serve_segments,
+            r.CheckHost: self._check,
+            r.KeepReplica: self._moves.replicas.keep,
+            r.ReplicaIsDone: self._replica_is_done,
+            r.AdmitReaders: self._admit_readers,
+            r.ServeDataset: self._serve_dataset,
+            r.SetDatasets: self._set_datasets,
+            r.MoveRanks: self._move,
+            r.QuiesceRanks: self._quiesce,
+            r.AbortRanks: self._abort,
+            r.ResumeRanks: self._resume,
+            r.SendToRanks: self._send_to_ranks,
+            r.DropMigration: self._drop,
+            r.OpenTerminal: self._open_terminal,
+            r.ReadTerminal: self._read_terminal,
+            r.WriteTerminal: self._write_terminal,
+            r.HoldTerminal: self._hold_terminal,
+            r.CloseTerminal: self._close_terminal,
         }
 
-    async def _launch(self, message: Message) -> Message:
-        snapshot = self._workdirs.need(message["snapshot"]) if message.get("snapshot") else None
-        if message.get("datasets"):
+    async def _launch(self, request: LaunchRequest) -> Launched:
+        snapshot = self._workdirs.need(request.snapshot) if request.snapshot else None
+        if request.datasets:
             await in_thread(lambda: evict_cached_files(self._home.root / "data"), "data")
-        if message.get("move"):
-            self._moves.admit(message["move"])
-        return await self._attempts.launch(message, self._home.rank_socket, snapshot)
+        if request.move is not None:
+            self._moves.admit(request.move)
+        return await self._attempts.launch(request, self._home.rank_socket, snapshot)
 
-    async def _stop(self, message: Message) -> Message:
-        job, attempt = message["job"], message["attempt"]
+    async def _stop(self, request: r.StopRanks) -> Message:
         report = await self._attempts.stop(
-            job,
-            attempt,
-            int(message["generation"]),
-            float(message.get("grace_s") or 0.0),
-            str(message.get("reason") or "stopped"),
-            {flag: bool(message.get(flag)) for flag in ("keep", "done")},
+            request.job,
+            request.attempt,
+            request.generation,
+            request.grace_s,
+            request.reason,
+            {"keep": request.keep, "done": request.done},
         )
-        if self._attempts.have_ended(job, attempt):
-            self._moves.end(job, attempt)
+        if self._attempts.have_ended(request.job, request.attempt):
+            self._moves.end(request.job, request.attempt)
         return report
 
-    async def _forget(self, message: Message) -> Message:
-        generations = self._attempts.generations(message["job"], message["attempt"])
-        freed = await self._attempts.forget(message["job"], message["attempt"])
+    async def _forget(self, request: r.ForgetAttempt) -> r.Forgotten:
+        generations = self._attempts.generations(request.job, request.attempt)
+        freed = await self._attempts.forget(request.job, request.attempt)
         names = {attempt.name for attempt in generations}
-        self._datasets.forget(f"{message['job']}.{message['attempt']}")
+        self._datasets.forget(f"{request.job}.{request.attempt}")
         for attempt in generations:
             self._progress.forget(attempt.name)
             self._moves.forget(attempt)
         self._ports.release(lambda owner, _generation, _age_s: owner in names)
-        return {"bytes": freed}
+        return r.Forgotten(freed)
 
-    async def _logs(self, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
-        rank = int(message["rank"])
-        if rank not in attempt.ranks:
-            raise Refused(
-                "unknown", f"rank {rank} of {attempt.name} is not on this host; here are {sorted(attempt.ranks)}"
-            )
-        ended = (
-            attempt.ranks[rank].state != "running"
-        )  # read before the file, which then holds all of the rank's output
-        return append_only_files.pull(attempt.log(rank), int(message["offset"]), int(message["limit"]), ended)
+    async def _logs(self, request: r.ReadLog) -> Message:
+        attempt = self._attempts.get(request.job, request.attempt, request.generation)
+        if request.rank not in attempt.ranks:
+            here = f"here are {sorted(attempt.ranks)}"
+            raise Refused("unknown", f"rank {request.rank} of {attempt.name} is not on this host; {here}")
+        # Read before the file, which then holds all of the rank's output.
+        ended = attempt.ranks[request.rank].state != "running"
+        return append_only_files.pull(attempt.log(request.rank), request.offset, request.limit, ended)
 
-    async def _steps(self, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
+    async def _steps(self, request: r.ReadSteps) -> Message:
+        attempt = self._attempts.get(request.job, request.attempt, request.generation)
         ended = not attempt.running
-        return append_only_files.pull(attempt.steps, int(message["offset"]), int(message["limit"]), ended)
+        return append_only_files.pull(attempt.steps, request.offset, request.limit, ended)
 
-    async def _files(self, message: Message) -> Message:
-        found = self._attempts.any_of(message["job"], message["attempt"])
+    async def _files(self, request: r.ListFiles) -> Message:
+        found = self._attempts.any_of(request.job, request.attempt)
         return await asyncio.get_running_loop().run_in_executor(None, files.written, found)
 
-    async def _file(self, message: Message) -> Message:
-        found = self._attempts.any_of(message["job"], message["attempt"])
-        asked = str(message["path"]), int(message["offset"]), int(message["limit"])
+    async def _file(self, request: r.ReadFile) -> Message:
+        found = self._attempts.any_of(request.job, request.attempt)
+        asked = request.path, request.offset, request.limit
         return await asyncio.get_running_loop().run_in_executor(None, files.read, found, *asked)
 
-    async def _model(self, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
-        return {"model": read_json(attempt.directory / "model.json")}
+    async def _model(self, request: r.ReadModel) -> r.Model:
+        attempt = self._attempts.get(request.job, request.attempt, request.generation)
+        return r.Model(read_json(attempt.directory / "model.json"))
 
-    async def _snapshot_has(self, message: Message) -> Message:
-        return {"have": self._workdirs.has(message["digest"])}
+    async def _has_workdir(self, request: r.HasWorkdir) -> r.Has:
+        return r.Has(self._workdirs.has(request.digest))
 
-    async def _snapshot_put(self, message: Message) -> Message:
-        put = (message["digest"], int(message["offset"]), bytes(message["data"]), bool(message["last"]))
+    async def _put_workdir(self, request: r.PutWorkdir) -> Done:
+        put = (request.digest, request.offset, request.data, request.last)
         await asyncio.get_running_loop().run_in_executor(None, self._workdirs.put, *put)
-        return {}
+        return Done()
 
-    async def _port(self, message: Message) -> Message:
-        name = self._home.attempt(message["job"], message["attempt"], int(message["generation"])).name
-        return {"port": self._ports.lease(name, int(message["generation"]))}
+    async def _port(self, request: r.LeasePort) -> r.Port:
+        name = self._home.attempt(request.job, request.attempt, request.generation).name
+        return r.Port(self._ports.lease(name, request.generation))
 
-    async def _snapshot_keep(self, message: Message) -> Message:
-        return await self._moves.replicas.keep(message)
+    async def _replica_is_done(self, request: r.ReplicaIsDone) -> Done:
+        self._moves.replicas.confirm(request.name)
+        return Done()
 
-    async def _snapshot_stored(self, message: Message) -> Message:
-        return self._moves.replicas.confirm(str(message["name"]))
+    async def _admit_readers(self, request: r.AdmitReaders) -> r.Port:
+        self._moves.admit_reader(request.set, request.token)
+        return self._moves.serve(request.address)
 
-    async def _snapshot_admit(self, message: Message) -> Message:
-        self._moves.admit({"id": message["set"], "token": message["token"]})
-        return self._moves.fabric(str(message.get("address") or ""))
+    async def _serve_dataset(self, request: r.ServeDataset) -> r.Port:
+        self._datasets.serve(request.token, request.dataset, request.path)
+        return self._moves.serve(request.address)
 
-    async def _data_serve(self, message: Message) -> Message:
-        self._datasets.serve(str(message["token"]), str(message["dataset"]), str(message["path"]))
-        return self._moves.fabric(str(message.get("address") or ""))
+    async def _set_datasets(self, request: r.SetDatasets) -> Done:
+        self._datasets.know(f"{request.job}.{request.attempt}", request.datasets)
+        return Done()
 
-    async def _data_from(self, message: Message) -> Message:
-        self._datasets.know(f"{message['job']}.{message['attempt']}", message["datasets"])
-        return {}
+    async def _serve_segments(self, request: r.ServeSegments) -> r.Port:
+        return self._moves.serve(request.address)
 
-    async def _fabric(self, message: Message) -> Message:
-        return self._moves.fabric(str(message.get("address") or ""))
+    async def _check(self, request: r.CheckHost) -> Message:
+        return await in_thread(lambda: checks.check(request.peers, request.python), "check")
 
-    async def _check(self, message: Message) -> Message:
-        return await in_thread(lambda: checks.check(message["peers"], message.get("python")), "check")
+    async def _move(self, request: r.MoveRanks) -> r.Receivers:
+        return self._forward(request, control.BeginMigration(request.move))
 
-    async def _move(self, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
-        return self._moves.forward(attempt, {"event": "move", "move": message["move"]})
+    async def _quiesce(self, request: r.QuiesceRanks) -> r.Receivers:
+        return self._forward(request, control.Quiesce(request.move))
 
-    async def _forward(self, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
-        return self._moves.forward(attempt, {"event": message["verb"], "move": message["move"]})
+    async def _abort(self, request: r.AbortRanks) -> r.Receivers:
+        return self._forward(request, control.Abort(request.move))
 
-    async def _message_ranks(self, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
-        return self._moves.forward(attempt, dict(message["message"]))
+    async def _resume(self, request: r.ResumeRanks) -> r.Receivers:
+        return self._forward(request, control.Resume(request.move))
 
-    async def _drop(self, message: Message) -> Message:
-        return await asyncio.get_running_loop().run_in_executor(None, self._moves.drop, str(message["move"]))
+    async def _send_to_ranks(self, request: r.SendToRanks) -> r.Receivers:
+        return self._forward(request, read_event(control.TO_RANKS, request.message))
 
-    async def _terminal_open(self, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
-        argv = [str(part) for part in message["argv"]]
-        secrets = {str(k): str(v) for k, v in message["secrets"].items()}
+    def _forward(self, request: ToRanks, event: Event) -> r.Receivers:
+        attempt = self._attempts.get(request.job, request.attempt, request.generation)
+        return self._moves.forward(attempt, event)
+
+    async def _drop(self, request: r.DropMigration) -> Done:
+        await asyncio.get_running_loop().run_in_executor(None, self._moves.drop, request.move)
+        return Done()
+
+    async def _open_terminal(self, request: r.OpenTerminal) -> r.Terminal:
+        attempt = self._attempts.get(request.job, request.attempt, request.generation)
         tag = self._attempts.tag(attempt.name)
-        name = await self._terminals.open(attempt, int(message["rank"]), argv, tag, secrets, message.get("screen"))
-        return {"terminal": name}
+        name = await self._terminals.open(attempt, request.rank, request.argv, tag, request.secrets, request.screen)
+        return r.Terminal(name)
 
-    async def _terminal_read(self, message: Message) -> Message:
-        return await self._terminals.get(str(message["terminal"])).read()
+    async def _read_terminal(self, request: r.ReadTerminal) -> Message:
+        return await self._terminals.get(request.terminal).read()
 
-    async def _terminal_write(self, message: Message) -> Message:
-        terminal = self._terminals.get(str(message["terminal"]))
-        if message.get("screen"):
-            terminal.resize(message["screen"])
-        await terminal.write(bytes(message.get("data") or b""))
-        if message.get("end"):
+    async def _write_terminal(self, request: r.WriteTerminal) -> Done:
+        terminal = self._terminals.get(request.terminal)
+        if request.screen is not None:
+            terminal.resize(request.screen)
+        await terminal.write(request.data or b"")
+        if request.end:
             terminal.end_input()
-        return {}
+        return Done()
 
-    async def _terminal_hold(self, message: Message) -> Message:
-        self._terminals.get(str(message["terminal"]))
-        return {}
+    async def _hold_terminal(self, request: r.HoldTerminal) -> Done:
+        self._terminals.get(request.terminal)
+        return Done()
 
-    async def _terminal_close(self, message: Message) -> Message:
-        self._terminals.close(str(message["terminal"]))
-        return {}
+    async def _close_terminal(self, request: r.CloseTerminal) -> Done:
+        self._terminals.close(request.terminal)
+        return Done()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.tensors.fabric import FetchFailed, ask, data_name
 from clusterd.datasets import FREE_SHARE, UNREACHABLE, DataUnavailable, File, Folders, Found
 from clusterd.protocol import FRAME_BYTES_MAX
+from clusterd.protocol.codec import to_map
+from clusterd.protocol.control import LookUpData, ReadData
+from clusterd.protocol.launch import DatasetSpec
 
 Message = dict[str, Any]
 
@@ -33,7 +37,7 @@ class Datasets:
     def __init__(self) -> None:
         self._served: dict[str, tuple[str, Folders]] = {}  # name and folder by token
         self._tokens: dict[str, str] = {}  # by public name
-        self._elsewhere: dict[str, dict[str, Message]] = {}  # by attempt, by data set
+        self._elsewhere: dict[str, dict[str, DatasetSpec]] = {}  # by attempt, by data set
         self._lock = threading.Lock()
 
     # ---- for other hosts -----------------------------------------------------------------------------------------
@@ -73,8 +77,8 @@ class Datasets:
 
     # ---- for the ranks here --------------------------------------------------------------------------------------
 
-    def know(self, attempt: str, datasets: dict[str, Message]) -> None:
-        """Store the addresses of an attempt's data sets: ``{name: {"token": ..., "from": [[host, port], ...]}}``."""
+    def know(self, attempt: str, datasets: Mapping[str, DatasetSpec]) -> None:
+        """Store the addresses of an attempt's data sets, by name."""
         with self._lock:
             self._elsewhere.setdefault(attempt, {}).update(datasets)
 
@@ -83,15 +87,14 @@ class Datasets:
         with self._lock:
             self._elsewhere.pop(attempt, None)
 
-    def ask(self, attempt: Attempt, verb: str, message: Message) -> Message:
+    def ask(self, attempt: Attempt, question: LookUpData | ReadData) -> Message:
         """Forward a rank's question about a remote data set to a host that has it; blocks.
 
         Raises:
             Refused: no host has it, or none that has it can be reached.
         """
-        dataset = str(message["dataset"])
-        request = {"data": verb.removeprefix("data_")}
-        request |= {k: message[k] for k in ("path", "file", "offset", "length") if k in message}
+        dataset = question.dataset
+        request = {"data": question.verb.removeprefix("data_"), **to_map(question)}
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
             known = self._where(attempt, dataset)
@@ -104,24 +107,24 @@ class Datasets:
                 raise Refused(UNREACHABLE, f"no host that has the data set {dataset!r} answers: {why}")
             time.sleep(RETRY_S)
 
-    def _where(self, attempt: Attempt, dataset: str) -> Message:
+    def _where(self, attempt: Attempt, dataset: str) -> DatasetSpec:
         name = f"{attempt.job}.{attempt.attempt}"
         with self._lock:
             known = self._elsewhere.get(name, {}).get(dataset)
         if known is None:
-            known = (attempt.launch.get("datasets") or {}).get(dataset)
-        if known is None or not known.get("from"):
+            known = attempt.launch.datasets.get(dataset)
+        if known is None or not known.from_:
             raise Refused(
                 "dataset", f"job {attempt.job} names no data set {dataset!r}: [datasets] in its job file does"
             )
-        return dict(known)
+        return known
 
     @staticmethod
-    def _first(known: Message, request: Message) -> tuple[Message | None, str]:
+    def _first(known: DatasetSpec, request: Message) -> tuple[Message | None, str]:
         why = "none is named"
-        for host, port in known["from"]:
+        for address in known.from_:
             try:
-                return ask((str(host), int(port)), str(known["token"]), request), ""
+                return ask(address, known.token, request), ""
             except FetchFailed as failed:
                 why = str(failed)
         return None, why

@@ -15,21 +15,25 @@ from typing import Any
 
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.log import log_line
+from clusterd.agent.tensors import fabric
 from clusterd.agent.tensors.datasets import Datasets
-from clusterd.agent.tensors.fabric import FetchFailed, fetch
 from clusterd.agent.tensors.segments import Segment, Store
 from clusterd.agent.tensors.slice_server import ANY_ADDRESS, SliceServer
 from clusterd.agent.tensors.snapshot_replicas import SnapshotReplicas, set_of
 from clusterd.agent.threads import in_thread
+from clusterd.protocol import control
+from clusterd.protocol.messages import Done, Event
+from clusterd.protocol.migration import MigrationRequest
+from clusterd.protocol.requests import Port, Receivers
 
 Message = dict[str, Any]
-SendToRanks = Callable[[Attempt, Message], int]
-SendToAttempt = Callable[[str, int, Message], None]
+SendToRanks = Callable[[Attempt, Event], int]
+SendToAttempt = Callable[[str, int, Event], None]
 
 _OUTBOX = re.compile(r"\.out(\d+)$")
 """Suffix of segments that a source rank fills, with the rank."""
 
-_REMEMBERED = ("move", "quiesce", "abort", "resume")
+_REMEMBERED = (control.BeginMigration, control.Quiesce, control.Abort, control.Resume)
 """Events that a rank gets on connecting if it missed them."""
 
 
@@ -37,8 +41,8 @@ class Moves:
     """Tensor store, slice server and message forwarding of this host's migrations.
 
     Args:
-        send_to_ranks: sends a message to the connected ranks of one generation; returns to how many.
-        send_to_attempt: sends a message to all connected ranks of an attempt (job, number).
+        send_to_ranks: sends an event to the connected ranks of one generation; returns to how many.
+        send_to_attempt: sends an event to all connected ranks of an attempt (job, number).
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class Moves:
         agent_id: str,
         send_to_ranks: SendToRanks,
         send_to_attempt: SendToAttempt,
-        send_to_daemon: Callable[[Message], bool],
+        send_to_daemon: Callable[[Event], bool],
         datasets: Datasets,
     ) -> None:
         shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else home
@@ -56,16 +60,16 @@ class Moves:
         self._datasets = datasets
         self._tokens: dict[str, str] = {}
         self.replicas = SnapshotReplicas(self._store, self._tokens, send_to_daemon)
-        self._last: dict[str, Message] = {}
+        self._last: dict[str, Event] = {}
         self._ended: set[str] = set()
         self._send_to_ranks = send_to_ranks
         self._send_to_attempt = send_to_attempt
         self._fetching: set[asyncio.Task[None]] = set()
-        self._arrived: dict[str, dict[str, Message]] = {}  # by migration, by segment
+        self._arrived: dict[str, dict[str, control.SegmentPublished]] = {}  # by migration, by segment
 
     # ---- the daemon's verbs --------------------------------------------------------------------------------------
 
-    def fabric(self, address: str) -> Message:
+    def serve(self, address: str) -> Port:
         """Return the port that other agents fetch from; listen from the first call on.
 
         Args:
@@ -74,7 +78,7 @@ class Moves:
         address = address or ANY_ADDRESS
         if address not in self._servers:
             self._servers[address] = self._listen(address)
-        return {"port": self._servers[address].port}
+        return Port(self._servers[address].port)
 
     def _listen(self, address: str) -> SliceServer:
         try:
@@ -83,31 +87,32 @@ class Moves:
             log_line(f"agent: serving slices on all interfaces, not on {address} alone: {error}")
             return SliceServer(self._store, self._tokens.get, self._datasets)
 
-    def admit(self, move: Message) -> None:
+    def admit(self, move: MigrationRequest) -> None:
         """Accept this migration's token for its segments, and the tokens of the state snapshots it restores from."""
-        for group, token in (move.get("sets") or {}).items():
-            self._tokens[str(group)] = str(token)
-        self._tokens[str(move["id"])] = str(move["token"])
-        self._ended.discard(str(move["id"]))
+        self._tokens.update(move.sets)
+        self.admit_reader(move.id, move.token)
 
-    def forward(self, attempt: Attempt, message: Message) -> Message:
-        """Forward a daemon's message to the ranks of one generation, also to those that connect later."""
-        kind = str(message.get("event"))
-        if kind in _REMEMBERED:
-            self._last[attempt.name] = message
-        if kind == "move":
-            self.admit(message["move"])
-        if kind == "abort":
-            self.drop(str(message["move"]))
-        return {"ranks": self._send_to_ranks(attempt, message)}
+    def admit_reader(self, move: str, token: str) -> None:
+        """Accept a token for the segments of a migration, or of a set of state snapshots."""
+        self._tokens[move] = token
+        self._ended.discard(move)
 
-    def drop(self, move: str) -> Message:
+    def forward(self, attempt: Attempt, event: Event) -> Receivers:
+        """Forward a daemon's event to the ranks of one generation, also to those that connect later."""
+        if isinstance(event, _REMEMBERED):
+            self._last[attempt.name] = event
+        if isinstance(event, control.BeginMigration):
+            self.admit(event.move)
+        if isinstance(event, control.Abort):
+            self.drop(event.move)
+        return Receivers(self._send_to_ranks(attempt, event))
+
+    def drop(self, move: str) -> None:
         """End a migration, completed or aborted, and drop its segments."""
         self._ended.add(move)
         self._tokens.pop(move, None)
         self._arrived.pop(move, None)
         self._store.drop(move)
-        return {}
 
     def end(self, job: str, attempt: int) -> None:
         """Drop all migrations of an attempt that no longer runs here; its state snapshots stay."""
@@ -118,17 +123,16 @@ class Moves:
 
     # ---- ranks' requests -----------------------------------------------------------------------------------------
 
-    def missed(self, attempt: Attempt) -> Message | None:
+    def missed(self, attempt: Attempt) -> Event | None:
         """Return the last event that a newly connected rank missed."""
         return self._last.get(attempt.name)
 
-    async def segment(self, attempt: Attempt, message: Message) -> Message:
+    async def segment(self, attempt: Attempt, request: control.MakeSegment) -> control.SegmentReply:
         """Make a segment for a rank to fill."""
-        name = str(message["name"])
-        move = set_of(name) or name.rpartition(".")[0]
-        made = await self._make(name, int(message["bytes"]), move, rank_writes=True)
+        move = set_of(request.name) or request.name.rpartition(".")[0]
+        made = await self._make(request.name, request.bytes, move, rank_writes=True)
         self._announce_segment(attempt, made)
-        return {"path": str(made.path), "kind": "shm" if made.path.is_relative_to("/dev/shm") else "file"}
+        return control.SegmentReply(str(made.path), "shm" if made.path.is_relative_to("/dev/shm") else "file")
 
     async def _make(self, name: str, size: int, move: str, *, rank_writes: bool = False) -> Segment:
         def make() -> Segment:
@@ -142,72 +146,64 @@ class Moves:
             raise Refused("over", f"move {move} is over")
         return made
 
-    async def publish(self, attempt: Attempt, message: Message) -> Message:
+    async def publish(self, attempt: Attempt, request: control.PublishSegment) -> Done:
         """Mark a rank's segment as complete: announce it to the attempt's ranks and serve waiting agents."""
-        name, wait = str(message["name"]), bool(message.get("wait", True))
-        snapshot = set_of(name) is not None
+        snapshot = set_of(request.name) is not None
         # A rank's state snapshots alternate between two segments; the last one is published without waiting.
-        made = self._store.publish(name, dict(message.get("meta") or {}), last=not (snapshot and wait))
+        made = self._store.publish(request.name, request.meta, last=not (snapshot and request.wait))
         if snapshot:
-            await self.replicas.published(attempt, made, wait=wait)
-            return {}
+            await self.replicas.published(attempt, made, wait=request.wait)
+            return Done()
         source = _OUTBOX.search(made.name)
         if source is not None:
-            self._announce(attempt, made.move, made.name, made.path, made.meta, "outbox", int(source[1]))
-        return {}
+            path = str(made.path)
+            self._announce(
+                attempt, control.SegmentPublished(made.move, made.name, path, made.meta, "outbox", int(source[1]))
+            )
+        return Done()
 
-    async def fetch(self, attempt: Attempt, message: Message) -> Message:
+    async def fetch(self, attempt: Attempt, request: control.FetchSegments) -> control.SegmentReply:
         """Make this host's inbox of a migration and start to fill it; announce each source when it is complete."""
-        move = str(message["move"])
-        inbox = await self._make(str(message["name"]), int(message["bytes"]), move)
+        inbox = await self._make(request.name, request.bytes, request.move)
         self._announce_segment(attempt, inbox)
-        for source in message["sources"]:
-            task = asyncio.create_task(self._bring(attempt, move, inbox, source))
+        for source in request.sources:
+            task = asyncio.create_task(self._bring(attempt, request.move, inbox, source))
             self._fetching.add(task)
             task.add_done_callback(self._fetching.discard)
-        return {"path": str(inbox.path)}
+        return control.SegmentReply(str(inbox.path))
 
-    def segments(self, message: Message) -> Message:
+    def segments(self, move: str) -> control.SegmentsReply:
         """Segments of a migration announced so far, for a rank that connected later."""
-        move = str(message["move"])
-        unfilled = [{"name": s.name, "path": str(s.path)} for s in self._store.of(move)]
-        return {"segments": list(self._arrived.get(move, {}).values()), "rooms": unfilled}
+        made = tuple(control.SegmentMade(s.name, str(s.path), move) for s in self._store.of(move))
+        return control.SegmentsReply(tuple(self._arrived.get(move, {}).values()), made)
 
     def _announce_segment(self, attempt: Attempt, made: Segment) -> None:
         """Announce a new segment, so that ranks can map it before it is filled."""
         if set_of(made.name) is None:
-            message = {"event": "room", "move": made.move, "name": made.name, "path": str(made.path)}
-            self._send_to_attempt(attempt.job, attempt.attempt, message)
+            made_event = control.SegmentMade(made.name, str(made.path), made.move)
+            self._send_to_attempt(attempt.job, attempt.attempt, made_event)
 
-    async def _bring(self, attempt: Attempt, move: str, inbox: Segment, source: Message) -> None:
-        host, port = source["address"]
+    async def _bring(self, attempt: Attempt, move: str, inbox: Segment, source: control.FetchSource) -> None:
         # A state snapshot is admitted under the name of its set, not of the migration that reads it.
-        group = set_of(str(source["name"])) or move
+        group = set_of(source.name) or move
         token = self._tokens.get(group, "")
-        ranges = [(int(offset), int(length)) for offset, length in source["ranges"]]
         work = (
-            (str(host), int(port)), token, group, str(source["name"]), ranges, inbox, int(source["offset"]),
+            source.address, token, group, source.name, source.ranges, inbox, source.offset,
             lambda: move in self._ended,
         )  # fmt: skip
         try:
-            meta = await in_thread(lambda: fetch(*work), "fetch")
-        except FetchFailed as failed:
+            meta = await in_thread(lambda: fabric.fetch(*work), "fetch")
+        except fabric.FetchFailed as failed:
             if move not in self._ended:
                 log_line(f"agent: {attempt.name}: {failed}")
-                message = {"event": "fetch_failed", "move": move, "name": source["name"], "why": str(failed)}
-                self._send_to_attempt(attempt.job, attempt.attempt, message)
+                self._send_to_attempt(attempt.job, attempt.attempt, control.FetchFailed(move, source.name, str(failed)))
             return
-        self._announce(attempt, move, str(source["name"]), inbox.path, meta, "inbox", source.get("source"))
+        path = str(inbox.path)
+        self._announce(attempt, control.SegmentPublished(move, source.name, path, meta, "inbox", source.source))
 
-    def _announce(
-        self, attempt: Attempt, move: str, name: str, path: Path, meta: Message, where: str, source: Any
-    ) -> None:
-        message = {
-            "event": "segment", "move": move, "name": name, "path": str(path), "meta": meta, "where": where,
-            "source": source,
-        }  # fmt: skip
-        self._arrived.setdefault(move, {})[name] = message
-        self._send_to_attempt(attempt.job, attempt.attempt, message)
+    def _announce(self, attempt: Attempt, published: control.SegmentPublished) -> None:
+        self._arrived.setdefault(published.move, {})[published.name] = published
+        self._send_to_attempt(attempt.job, attempt.attempt, published)
 
     def forget(self, attempt: Attempt) -> None:
         """Drop the stored event of a removed generation."""

@@ -16,6 +16,9 @@ from clusterd.agent.tensors.fabric import FetchFailed, fetch
 from clusterd.agent.tensors.segments import Segment, Store
 from clusterd.agent.threads import in_thread
 from clusterd.niceness import lower_priority
+from clusterd.protocol.agent import StateSnapshotTaken
+from clusterd.protocol.messages import Event
+from clusterd.protocol.requests import KeepReplica, Step
 
 Message = dict[str, Any]
 
@@ -34,7 +37,7 @@ def set_of(name: str) -> str | None:
 class SnapshotReplicas:
     """This host's part: what its ranks publish, and what it keeps for others."""
 
-    def __init__(self, store: Store, tokens: dict[str, str], send_to_daemon: Callable[[Message], bool]) -> None:
+    def __init__(self, store: Store, tokens: dict[str, str], send_to_daemon: Callable[[Event], bool]) -> None:
         """`send_to_daemon` sends an event to the daemon; false: none is connected."""
         self._store = store
         self._tokens = tokens
@@ -50,17 +53,9 @@ class SnapshotReplicas:
         found = NAME.fullmatch(segment.name)
         assert found is not None
         answer = self._waiting[segment.name] = asyncio.get_running_loop().create_future()
+        named = (attempt.job, attempt.attempt, attempt.generation, int(found[2]), segment.name)
         delivered = self._send_to_daemon(
-            {
-                "event": "snapshot",
-                "job": attempt.job,
-                "attempt": attempt.attempt,
-                "generation": attempt.generation,
-                "rank": int(found[2]),
-                "name": segment.name,
-                "step": int(segment.meta.get("step", -1)),
-                "bytes": segment.size,
-            }
+            StateSnapshotTaken(*named, step=int(segment.meta.get("step", -1)), bytes=segment.size)
         )
         try:
             if delivered and wait:
@@ -70,26 +65,24 @@ class SnapshotReplicas:
         finally:
             self._waiting.pop(segment.name, None)
 
-    def confirm(self, name: str) -> Message:
+    def confirm(self, name: str) -> None:
         """Release the waiting rank: the daemon reports that the replica is complete or given up."""
         answer = self._waiting.get(name)
         if answer is not None and not answer.done():
             answer.set_result(None)
-        return {}
 
-    async def keep(self, message: Message) -> Message:
+    async def keep(self, wanted: KeepReplica) -> Step:
         """Bring a snapshot from the host of its rank.
 
         Raises:
             Refused: no room, or it could not be fetched.
         """
-        name, group = str(message["name"]), str(message["set"])
-        self._tokens[group] = str(message["token"])
+        name, group = wanted.name, wanted.set
+        self._tokens[group] = wanted.token
         loop = asyncio.get_running_loop()
-        segment = await loop.run_in_executor(None, self._store.make, name, int(message["bytes"]), group)
+        segment = await loop.run_in_executor(None, self._store.make, name, wanted.bytes, group)
         segment.complete = False
-        host, port = message["address"]
-        request = ((str(host), int(port)), str(message["token"]), group, name, [(0, segment.size)], segment, 0)
+        request = (wanted.address, wanted.token, group, name, [(0, segment.size)], segment, 0)
 
         def bring() -> Message:
             lower_priority()
@@ -100,7 +93,7 @@ class SnapshotReplicas:
         except FetchFailed as failed:
             raise Refused("snapshot", str(failed)) from failed
         self._store.publish(name, result)
-        return {"step": int(result.get("step", -1))}
+        return Step(int(result.get("step", -1)))
 
     def report(self) -> list[Message]:
         """Complete state snapshots on this host, for a newly connected daemon."""

@@ -12,6 +12,8 @@ from clusterd.daemon.api.server import Peer, Streaming, Verb
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import AgentLost, ClusterError, TryLater, without_host
+from clusterd.protocol.codec import to_map
+from clusterd.protocol.requests import ListFiles, ReadFile
 from clusterd.ssh.host import AgentRefused
 from clusterd.types import HostId
 
@@ -48,18 +50,16 @@ class FileVerbs:
                     left[host] = here.why_away(attempt.account) if here is not None else "it was removed"
                     continue
                 try:
-                    answer = await self._hosts.request(
-                        host, "files", timeout_s=None, job=known.id, attempt=attempt.number
-                    )
+                    answer = await self._hosts.request(host, ListFiles(known.id, attempt.number), timeout_s=None)
                 except ClusterError as error:
                     if not (isinstance(error, AgentRefused) and error.kind == "unknown"):  # it was never launched there
                         left[host] = without_host(host, error)
                     continue
-                more += int(answer["more"])
-                for file in answer["files"]:
-                    before = newest.get(file["path"])
-                    if before is None or before["at_s"] <= file["at_s"]:
-                        newest[file["path"]] = {**file, "host": host, "attempt": attempt.number}
+                more += answer.more
+                for file in answer.files:
+                    before = newest.get(file.path)
+                    if before is None or before["at_s"] <= file.at_s:
+                        newest[file.path] = {**to_map(file), "host": host, "attempt": attempt.number}
         return {
             "job": known.id,
             "name": known.spec.name,
@@ -76,14 +76,13 @@ class FileVerbs:
         offset = 0
         while True:
             try:
-                piece = await self._hosts.request(
-                    HostId(host), "file", job=known.id, attempt=attempt, path=path, offset=offset, limit=CHUNK_BYTES
-                )
+                wanted = ReadFile(known.id, attempt, path, offset, CHUNK_BYTES)
+                piece = await self._hosts.request(HostId(host), wanted)
             except AgentLost as lost:
                 raise TryLater(f"{path} is not copied, {host} went away in the middle of it: {lost}") from None
-            yield piece
-            offset += len(piece["data"])
-            if not piece["data"] or offset >= piece["size"]:
+            yield {"data": piece.data, "size": piece.size}
+            offset += len(piece.data)
+            if not piece.data or offset >= piece.size:
                 return
 
     def _own(self, peer: Peer, job: str) -> Job:

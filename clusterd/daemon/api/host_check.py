@@ -15,6 +15,9 @@ from clusterd.daemon.api.server import Peer, Verb
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError
+from clusterd.protocol.codec import to_map
+from clusterd.protocol.migration import Address
+from clusterd.protocol.requests import CheckHost, ServeSegments
 from clusterd.types import HostId, HostState
 from clusterd.units import duration, size
 
@@ -49,10 +52,10 @@ class HostChecks:
         asked = [admission.find_host(state, name) for name in hosts] or list(state.hosts.values())
         names = {host.id for host in asked}
         up = [host for host in state.hosts.values() if host.state is HostState.UP]
-        places: dict[HostId, list[Any]] = {}
+        places: dict[HostId, Address] = {}
 
         async def served(host: Host) -> Row:
-            places[host.id] = await self._hosts.slice_server(host.id, "fabric")
+            places[host.id] = await self._hosts.slice_server(host.id, ServeSegments())
             return {}
 
         await self._each([host for host in up if host.facts is not None], served)
@@ -60,9 +63,11 @@ class HostChecks:
         async def tried(host: Host) -> Row:
             # Both ways, for firewalls are of one host each; who was not asked about tries only who was.
             towards = set(places) if host.id in names else names
-            peers = {name: place for name, place in places.items() if name in towards and name != host.id}
+            peers: dict[str, Address] = {
+                name: place for name, place in places.items() if name in towards and name != host.id
+            }
             mine = python if host.id in names else None
-            return await self._hosts.request(host.id, "check", timeout_s=None, peers=peers, python=mine)
+            return to_map(await self._hosts.request(host.id, CheckHost(peers, mine), timeout_s=None))
 
         answers = await self._each(up, tried)
         return [

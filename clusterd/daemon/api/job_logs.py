@@ -20,6 +20,7 @@ from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive, Tail
 from clusterd.errors import AgentLost, ClusterError, UsageError
+from clusterd.protocol.requests import ReadLog, ReadSteps
 from clusterd.ssh.host import AgentRefused
 from clusterd.types import AttemptState, HostId, HostState, JobState
 from clusterd.units import size
@@ -197,10 +198,10 @@ class JobLogs:
         else:
             host = _hosts_of(attempt, generation)[rank]
             try:
-                answer = await self._hosts.request(host, "logs", offset=0, limit=0, **which)
+                answer = await self._hosts.request(host, ReadLog(offset=0, limit=0, **which))
             except ClusterError:  # not there yet, or away: whoever reads meets it
                 return 0
-            whole = int(answer["size"])
+            whole = answer.size
         return max(whole - last_bytes, 0)
 
     def _is_away(self, host: HostId, silent: dict[HostId, float]) -> bool:
@@ -216,11 +217,11 @@ class JobLogs:
 
     async def _read(self, job: Job, attempt: Attempt, generation: int, rank: int, offset: int) -> dict[str, Any]:
         archived = self._archive.log_file(job.id, attempt.number, generation, rank)
-        which = {"job": job.id, "attempt": attempt.number, "generation": generation, "rank": rank}
+        which: dict[str, Any] = {"job": job.id, "attempt": attempt.number, "generation": generation, "rank": rank}
         host = _hosts_of(attempt, generation)[rank]
         if not archived.exists():
             try:
-                return await self._pull(host, "logs", offset, which)
+                return await self._pull(host, ReadLog(offset=offset, limit=CHUNK_BYTES, **which))
             except AgentLost:
                 tail = self._archive.tail(job.id, attempt.number, generation, rank)
                 if tail is None:
@@ -230,7 +231,7 @@ class JobLogs:
         if offset >= begin:
             return await _read_file(archived, offset, begin)
         try:
-            answer = await self._pull(host, "logs", offset, which)
+            answer = await self._pull(host, ReadLog(offset=offset, limit=CHUNK_BYTES, **which))
         except ClusterError:
             answer = {"data": b""}
         if answer["data"]:
@@ -238,17 +239,17 @@ class JobLogs:
         rest = await _read_file(archived, begin, begin)
         return {**rest, "data": _missing(host, begin - offset) + rest["data"]}
 
-    async def _pull(self, host: HostId, verb: str, offset: int, which: dict[str, Any]) -> dict[str, Any]:
+    async def _pull(self, host: HostId, wanted: ReadLog | ReadSteps) -> dict[str, Any]:
         try:
             with anyio.fail_after(ANSWER_S):
-                answer = await self._hosts.request(host, verb, offset=offset, limit=CHUNK_BYTES, **which)
+                answer = await self._hosts.request(host, wanted)
         except TimeoutError:  # of a host that is silent the connection ends later
             raise AgentLost(f"it has not answered for {ANSWER_S:.0f} s") from None
         except AgentRefused as refused:
             if refused.kind != "unknown":
                 raise
-            return {"data": b"", "offset": offset, "is_unknown": True}  # not launched there yet, or forgotten
-        return {"data": answer["data"], "offset": answer["offset"]}
+            return {"data": b"", "offset": wanted.offset, "is_unknown": True}  # not launched there yet, or forgotten
+        return {"data": answer.data, "offset": answer.offset}
 
     async def _description(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         archived = self._archive.log_file(job.id, 0, 1, 0)
@@ -269,11 +270,12 @@ class JobLogs:
         archived = self._archive.steps_file(job.id, attempt.number, generation)
         if archived.exists():
             return await anyio.Path(archived).read_bytes()
-        which = {"job": job.id, "attempt": attempt.number, "generation": generation}
+        which: dict[str, Any] = {"job": job.id, "attempt": attempt.number, "generation": generation}
         parts: list[bytes] = []
         offset = 0
         while True:
-            answer = await self._pull(_hosts_of(attempt, generation)[0], "steps", offset, which)
+            wanted = ReadSteps(offset=offset, limit=CHUNK_BYTES, **which)
+            answer = await self._pull(_hosts_of(attempt, generation)[0], wanted)
             if not answer["data"]:
                 return b"".join(parts)
             parts.append(answer["data"])

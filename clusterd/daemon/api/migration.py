@@ -26,7 +26,9 @@ from clusterd.daemon.hosts.pending_replies import PendingReply
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError, TryLater, UsageError
+from clusterd.protocol.control import TakeCheckpoint
 from clusterd.protocol.rank import CheckpointFailed
+from clusterd.protocol.requests import SendToRanks
 from clusterd.types import AttemptState, DeviceId, JobId, JobKind
 from plans.plan import Plan, PlanError
 
@@ -163,10 +165,12 @@ class MigrationVerbs:
                 hosts=attempt.hosts,
                 path=path,
             )
-            answers, errors = await self._hosts.everywhere(asked, "tell", message={"event": "checkpoint", "path": path})
+            answers, errors = await self._hosts.everywhere(
+                asked, SendToRanks, message=TakeCheckpoint(path).to_message()
+            )
             if not answers:  # one is enough: ranks of an elastic job pass it on
                 raise errors[0]
-            if not any(answer["ranks"] for answer in answers):
+            if not any(answer.ranks for answer in answers):
                 own = ", or its script does not use clusterd.train.checkpointable"
                 raise TryLater(
                     f"nobody of {known.spec.name} listens: it is still at its start"

@@ -14,6 +14,7 @@ from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import ClusterError, without_host
+from clusterd.protocol.requests import ForgetAttempt
 from clusterd.types import HostId, HostState, JobKind
 
 
@@ -43,11 +44,11 @@ class RetentionVerbs:
                 left[host] = state.hosts[host].why_away(known.spec.account)
                 continue
             try:
-                answer = await self._hosts.request(host, "forget", timeout_s=None, job=known.id, attempt=number)
+                answer = await self._hosts.request(host, ForgetAttempt(known.id, number), timeout_s=None)
             except ClusterError as error:
                 left[host] = without_host(host, error)
             else:
-                freed += int(answer.get("bytes", 0))
+                freed += answer.bytes
         freed += await anyio.to_thread.run_sync(self._archive.remove_job, known.id)
         needed = any(j.spec.snapshot == known.spec.snapshot and not j.state.is_final for j in state.jobs.values())
         if known.spec.snapshot and not needed:

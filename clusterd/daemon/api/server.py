@@ -30,6 +30,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from clusterd import __version__, protocol
 from clusterd.daemon.api.memory import CONNECTIONS_PER_USER, ClientMemory, SharedMemory
 from clusterd.errors import ClusterError, UsageError
+from clusterd.protocol.calls import Failure, Item, Ok, reply
 from clusterd.socket_files import inode, is_still
 
 log = logging.getLogger(__name__)
@@ -206,15 +207,15 @@ class Server:
             if streaming := self._streams.get(verb):
                 client.memory.end_answer(await client.memory.begin_answer(verb))
                 async for item in streaming(peer, **_arguments(streaming, peer, request, verb)):
-                    await send({"id": number, "item": item})
-                await send({"id": number, "ok": None})
+                    await send(reply(number, Item(item)))
+                await send(reply(number, Ok(None)))
             elif answering := self._verbs.get(verb):
                 expected = await client.memory.begin_answer(verb)
                 try:
                     # Only the frame stays while the client reads: an answer of a megabyte is ten of Python's objects.
-                    frame = protocol.encode(
-                        {"id": number, "ok": await answering(peer, **_arguments(answering, peer, request, verb))}
-                    )
+                    answer = await answering(peer, **_arguments(answering, peer, request, verb))
+                    frame = protocol.encode(reply(number, Ok(answer)))
+                    del answer
                     self._memory.answer_bytes[verb] = len(frame)
                     client.memory.add_unread(len(frame))
                 finally:
@@ -225,14 +226,14 @@ class Server:
                     f"this daemon ({__version__}) does not know {verb!r}: is the client of another version?"
                 )
         except ClusterError as error:
-            await send({"id": number, "error": {"message": str(error), "exit_code": error.exit_code}})
+            await send(reply(number, Failure(str(error), exit_code=error.exit_code)))
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             raise
         except Exception:
             # One bad request must not end the daemon, nor may it pass in silence.
             log.exception("serving %r failed", verb)
             message = f"the daemon failed while serving {verb!r}: its log says more"
-            await send({"id": number, "error": {"message": message, "exit_code": 1}})
+            await send(reply(number, Failure(message, exit_code=1)))
         finally:
             client.memory.finish(length)
             slots.release()

@@ -20,6 +20,7 @@ from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import AgentLost, ClusterError, UsageError
+from clusterd.protocol import requests
 from clusterd.types import AttemptState, HostId, JobState
 
 CLOSE_S = 5.0
@@ -61,7 +62,7 @@ class Terminals:
             await anyio.sleep(HELD_EVERY_S)
             for found in list(self._open.values()):
                 with contextlib.suppress(ClusterError):  # whoever reads from it is told
-                    await self._hosts.request(found.host, "terminal_hold", account=found.account, terminal=found.name)
+                    await self._hosts.request(found.host, requests.HoldTerminal(found.name), account=found.account)
 
     async def shell(
         self,
@@ -69,7 +70,7 @@ class Terminals:
         job: str,
         argv: list[str] | None = None,
         rank: int = 0,
-        screen: dict[str, Any] | None = None,
+        screen: requests.Screen | None = None,
         holds: bool = False,
     ) -> AsyncIterator[dict[str, Any]]:
         """Run `argv`, or a shell, beside a rank: ``{terminal, host, device}``, then ``{data}``, then ``{exit_code}``.
@@ -78,7 +79,7 @@ class Terminals:
         time limit is 124, as it is the job's.
 
         Args:
-            screen: (term, columns, rows) of the person's terminal; None: pipes.
+            screen: of the person's terminal; None: pipes.
             holds: the job is only there for this shell: waited for, with ``{waits}``, and cancelled when the shell ends
                 or its person goes.
         """
@@ -96,22 +97,22 @@ class Terminals:
             if rank not in attempt.ranks:
                 raise UsageError(f"job {known.id} ({known.spec.name}) has no rank {rank}: 0 to {max(attempt.ranks)}")
             place = attempt.ranks[rank].place
+            secrets = await self._archive.secrets(known.id)
+            named = (known.id, attempt.number, attempt.generation, rank)
             answer = await self._hosts.request(
-                place.host, "terminal_open", job=known.id, attempt=attempt.number, generation=attempt.generation,
-                rank=rank, argv=argv or [], screen=screen, secrets=await self._archive.secrets(known.id),
-            )  # fmt: skip
+                place.host, requests.OpenTerminal(*named, tuple(argv or ()), secrets, screen)
+            )
             self._count += 1
             number = self._count
-            self._open[number] = _Open(peer.uid, place.host, str(answer["terminal"]), known.spec.account)
+            self._open[number] = _Open(peer.uid, place.host, answer.terminal, known.spec.account)
             yield {"terminal": number, "host": place.host, "device": place.device}
+            wanted = requests.ReadTerminal(answer.terminal)
             while True:
-                piece = await self._hosts.request(
-                    place.host, "terminal_read", account=known.spec.account, terminal=answer["terminal"]
-                )
-                if piece["data"]:
-                    yield {"data": piece["data"]}
-                if piece["exit_code"] is not None:
-                    yield _ended(attempt, piece["exit_code"])
+                piece = await self._hosts.request(place.host, wanted, account=known.spec.account)
+                if piece.data:
+                    yield {"data": piece.data}
+                if piece.exit_code is not None:
+                    yield _ended(attempt, piece.exit_code)
                     return
         except AgentLost:
             lost = True  # nobody gave the devices back
@@ -137,24 +138,22 @@ class Terminals:
         peer: Peer,
         terminal: int,
         data: bytes = b"",
-        screen: dict[str, Any] | None = None,
+        screen: requests.Screen | None = None,
         end: bool = False,
     ) -> None:
         """Pass input on; `screen`: new size of the window; `end`: end of piped input."""
         found = self._open.get(terminal)
         if found is None or found.uid != peer.uid:
             raise ClusterError(f"there is no terminal {terminal} of yours")
-        await self._hosts.request(
-            found.host, "terminal_write", TYPING_S, account=found.account,
-            terminal=found.name, data=data, screen=screen, end=end,
-        )  # fmt: skip
+        wanted = requests.WriteTerminal(found.name, data, screen, end)
+        await self._hosts.request(found.host, wanted, TYPING_S, account=found.account)
 
     async def _close(self, number: int) -> None:
         found = self._open.pop(number, None)
         if found is None:
             return
         try:
-            await self._hosts.request(found.host, "terminal_close", account=found.account, terminal=found.name)
+            await self._hosts.request(found.host, requests.CloseTerminal(found.name), account=found.account)
         except ClusterError:
             return  # the agent hangs up by itself on whoever is silent
 

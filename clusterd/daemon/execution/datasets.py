@@ -6,19 +6,21 @@ import hashlib
 import hmac
 import logging
 from collections.abc import Iterable
-from typing import Any
 
 from clusterd.core.data_locality import places_of
 from clusterd.core.state import State
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import AgentLost, ClusterError, TryLater
+from clusterd.protocol.launch import DatasetSpec
+from clusterd.protocol.migration import Address
+from clusterd.protocol.requests import ServeDataset, SetDatasets
 from clusterd.types import HostId, JobSpec
 
 log = logging.getLogger(__name__)
 
-Where = dict[str, dict[str, Any]]
-"""Data sets by name: ``path`` on the host itself, if any; ``from``: addresses of serving hosts; ``token``."""
+Where = dict[str, DatasetSpec]
+"""Data sets by name."""
 
 
 class DataSets:
@@ -46,13 +48,13 @@ class DataSets:
             token = self._token(job, name)
             places = places_of(text)
             paths = {host: next((path for at, path in places if at in (None, host)), None) for host in found}
-            serving: list[list[Any]] = []
+            serving: tuple[Address, ...] = ()
             if None in paths.values():
                 serving = await self._serve_all(name, places, token, spec.account)
                 if not serving:
                     raise TryLater(f"no host that has the data set {name!r} is connected ({text})")
             for host, mine in paths.items():
-                found[host][name] = {"path": mine, "from": serving if mine is None else [], "token": token}
+                found[host][name] = DatasetSpec(mine, serving if mine is None else (), token)
         return found
 
     async def host_is_up(self, host: HostId) -> None:
@@ -66,28 +68,25 @@ class DataSets:
             except ClusterError as error:
                 log.info("the ranks of %s are not told where their data is: %s", job_id, error)
                 continue
-            which: dict[str, Any] = {"job": job_id, "attempt": job.attempt.number}
             for reader, known in by_reader.items():
                 try:
-                    await self._hosts.request(reader, "data_from", datasets=known, **which)
+                    await self._hosts.request(reader, SetDatasets(job_id, job.attempt.number, known))
                 except ClusterError as error:
                     log.info("%s is not told where the data of %s is: %s", reader, job_id, error)
 
     async def _serve_all(
         self, name: str, places: Iterable[tuple[str | None, str]], token: str, account: str
-    ) -> list[list[Any]]:
+    ) -> tuple[Address, ...]:
         answers = [await self._serve(name, HostId(str(at)), path, token, account) for at, path in places]
-        return [address for address in answers if address is not None]
+        return tuple(address for address in answers if address is not None)
 
-    async def _serve(self, name: str, host: HostId, path: str, token: str, account: str) -> list[Any] | None:
+    async def _serve(self, name: str, host: HostId, path: str, token: str, account: str) -> Address | None:
         if host not in self._state.hosts:
             raise ClusterError(
                 f"the data set {name!r} is on {host}, which is no host of ours: clusterd host add {host}"
             )
         try:
-            return await self._hosts.slice_server(
-                host, "data_serve", account=account, dataset=name, path=path, token=token
-            )
+            return await self._hosts.slice_server(host, ServeDataset("", name, path, token), account=account)
         except AgentLost:
             return None
 

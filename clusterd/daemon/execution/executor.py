@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -23,6 +24,10 @@ from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.unexpected import in_a_line
 from clusterd.errors import AgentLost, ClusterError, NotStarted, TryLater, without_host
+from clusterd.protocol.control import PeersLost, TakeCheckpoint, UseCores
+from clusterd.protocol.launch import LaunchRequest
+from clusterd.protocol.migration import MigrationRequest
+from clusterd.protocol.requests import SendToRanks, StopRanks
 from clusterd.types import AttemptState, HostId, JobKind
 
 log = logging.getLogger(__name__)
@@ -158,13 +163,13 @@ class Executor:
                 _launch_failed(decision, host, without_host(host, error), is_infrastructure, error.is_permanent)
             )
 
-        async def on(host: HostId, request: dict[str, Any]) -> None:
+        async def on(host: HostId, request: LaunchRequest) -> None:
             attempt = self._engine.scheduler.state.attempt(decision.job, decision.attempt, decision.generation)
             if attempt is None or attempt.state is not AttemptState.LAUNCHING:
                 # The host went and came back meanwhile, and its devices may be somebody else's by now.
                 raise AgentLost(f"{decision.job}.{decision.attempt} is not wanted any more")
             try:
-                await self._hosts.request(host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **request)
+                await self._hosts.request(host, request, timeout_s=LAUNCH_TIMEOUT_S)
             except AgentLost:
                 raise
             except ClusterError as error:
@@ -182,7 +187,7 @@ class Executor:
             async with anyio.create_task_group() as group:
                 for host in decision.hosts:
                     group.start_soon(prepare, host)
-            requests: dict[HostId, dict[str, Any]] = {}
+            requests: dict[HostId, LaunchRequest] = {}
             if not failures:
                 try:
                     requests = await self._launches.requests(decision, spec, secrets)
@@ -218,15 +223,12 @@ class Executor:
             log.warning("%s cannot go on from the snapshot of step %d: %s", decision.job, whole.step, error)
             if not isinstance(error, AgentLost | NotStarted):  # then it is not the snapshot that is at fault
                 await self._keeper.forget(decision.job)
-            which: dict[str, Any] = {
-                "job": decision.job, "attempt": decision.attempt, "generation": decision.generation,
-            }  # fmt: skip
-            why = "the snapshot was not whole"
+            named, why = (decision.job, decision.attempt, decision.generation), "the snapshot was not whole"
             for host in decision.hosts:
-                await self._hosts.request(host, "stop", timeout_s=None, grace_s=0.0, reason=why, **which)
+                await self._hosts.request(host, StopRanks(*named, reason=why), timeout_s=None)
             raise
 
-    async def _launch_standby(self, decision: d.StartMigration, move: dict[str, Any]) -> None:
+    async def _launch_standby(self, decision: d.StartMigration, move: MigrationRequest) -> None:
         """Start the target ranks of a migration; they wait for the switch."""
         spec = self._engine.scheduler.state.jobs[decision.job].spec
         target = d.LaunchAttempt(
@@ -243,12 +245,10 @@ class Executor:
                 group.start_soon(self._launches.send_snapshot, host, spec)
         requests = await self._launches.requests(target, spec, await self._archive.secrets(decision.job))
 
-        async def on(host: HostId, request: dict[str, Any]) -> None:
-            here = {**move, "host": host}
+        async def on(host: HostId, request: LaunchRequest) -> None:
+            standby = replace(request, standby=True, move=replace(move, host=host))
             try:
-                await self._hosts.request(
-                    host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **request, standby=True, move=here
-                )
+                await self._hosts.request(host, standby, timeout_s=LAUNCH_TIMEOUT_S)
             except AgentLost:
                 raise
             except ClusterError as error:
@@ -259,13 +259,13 @@ class Executor:
                 group.start_soon(on, host, request)
 
     async def _checkpoint(self, decision: d.TakeCheckpoint) -> None:
-        await self._hosts.everywhere(decision, "tell", message={"event": "checkpoint", "path": decision.path})
+        await self._hosts.everywhere(decision, SendToRanks, message=TakeCheckpoint(decision.path).to_message())
 
     async def _use_cores(self, decision: d.UseCores) -> None:
-        await self._hosts.everywhere(decision, "tell", message={"event": "cores", "each": decision.each})
+        await self._hosts.everywhere(decision, SendToRanks, message=UseCores(decision.each).to_message())
 
     async def _cut_off(self, decision: d.AbortCollectives) -> None:
-        await self._hosts.everywhere(decision, "tell", message={"event": "peers_lost", "reason": decision.reason})
+        await self._hosts.everywhere(decision, SendToRanks, message=PeersLost(decision.reason).to_message())
 
     # --- stop ---------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -14,6 +15,8 @@ from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import NotStarted
+from clusterd.protocol.launch import DeviceSpec, LaunchRequest, RankSpec
+from clusterd.protocol.requests import HasWorkdir, LeasePort, PutWorkdir
 from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
 from clusterd.types import TEMPLATE_NAMES, Device, HostId, JobId, JobKind, JobSpec, RankPlace
 from plans.model_shape import ModelShape
@@ -47,7 +50,7 @@ class LaunchRequests:
 
     async def requests(
         self, decision: d.LaunchAttempt, spec: JobSpec, secrets: dict[str, str]
-    ) -> dict[HostId, dict[str, Any]]:
+    ) -> dict[HostId, LaunchRequest]:
         """Launch request for the agent of each host.
 
         Raises:
@@ -58,53 +61,52 @@ class LaunchRequests:
         address, interface, port = "", "", 0
         first = decision.hosts[0]
         if spec.kind is not JobKind.COMMAND or len(decision.hosts) > 1:
-            key: dict[str, Any] = {
-                "job": decision.job, "attempt": decision.attempt, "generation": decision.generation,
-            }  # fmt: skip
-            port = (await self._hosts.request(first, "port", **key))["port"]
+            wanted = LeasePort(decision.job, decision.attempt, decision.generation)
+            port = (await self._hosts.request(first, wanted)).port
             if len(decision.hosts) == 1:
                 address, interface = "127.0.0.1", "lo"
             else:
                 known = state.hosts[first].facts
                 address = known.address if known else "127.0.0.1"
-        requests: dict[HostId, dict[str, Any]] = {}
+        requests: dict[HostId, LaunchRequest] = {}
         restore = decision.restore if decision.generation == 1 else None  # later ones get the state from ranks
         names = {d.name for host in decision.hosts for d in state.hosts[host].devices}
         probe = spec.kind is JobKind.ELASTIC and self.wants_probe(names, len(decision.hosts))
         snapshot_every = self._snapshot_every(decision.job, spec, decision.plan)
         datasets = await self._datasets.where(decision.job, spec, decision.hosts)
         booked = self._cores(decision)
-        for host in decision.hosts:
+        base = self.request_base(decision.job, decision.attempt, decision.generation, spec, secrets)
+        for node, host in enumerate(decision.hosts):
             here = [place for place in decision.ranks if place.host == host]
             host_facts = state.hosts[host].facts
             near = interface or (host_facts.interface if host_facts else "")
             devices = {device.id: device for device in state.hosts[host].devices}
-            requests[host] = {
-                "restore": restore,
-                "snapshot_every": snapshot_every,
-                "probe": probe,
-                "datasets": datasets[host],
-                **self.request_base(decision.job, decision.attempt, decision.generation, spec, secrets),
-                "argv": filled_in(spec.command, decision.job, decision.plan, len(decision.hosts)),
-                "ranks": [
-                    {
-                        "rank": place.rank,
-                        "world_size": len(decision.ranks),
-                        "local_rank": index,
-                        "local_world_size": len(here),
-                        "master_addr": address,
-                        "master_port": port,
-                        "interface": near,
-                        "plan": decision.plan.to_dict() if decision.plan else None,
-                        "device": _device(place, devices, booked.get(host, 0) // len(here)),
-                        "hosts": len(decision.hosts),
-                    }
-                    for index, place in enumerate(here)
-                ],
-            }
+            ranks = [
+                RankSpec(
+                    rank=place.rank,
+                    world_size=len(decision.ranks),
+                    local_rank=index,
+                    local_world_size=len(here),
+                    master_addr=address,
+                    master_port=port,
+                    interface=near,
+                    plan=decision.plan.to_dict() if decision.plan else None,
+                    device=_device(place, devices, booked.get(host, 0) // len(here)),
+                    hosts=len(decision.hosts),
+                )
+                for index, place in enumerate(here)
+            ]
             if spec.kind is JobKind.COMMAND:
-                node = decision.hosts.index(host)
-                requests[host]["ranks"] = [_one_process(requests[host]["ranks"], node, len(decision.hosts))]
+                ranks = [_one_process(ranks, node, len(decision.hosts))]
+            requests[host] = replace(
+                base,
+                argv=tuple(filled_in(spec.command, decision.job, decision.plan, len(decision.hosts))),
+                ranks=tuple(ranks),
+                restore=restore,
+                snapshot_every=snapshot_every,
+                probe=probe,
+                datasets=datasets[host],
+            )
         return requests
 
     def _snapshot_every(self, job: str, spec: JobSpec, plan: Plan | None) -> int:
@@ -138,24 +140,25 @@ class LaunchRequests:
 
     def request_base(
         self, job: str, attempt: int, generation: int, spec: JobSpec, secrets: dict[str, str]
-    ) -> dict[str, Any]:
-        """Fields common to every launch request of the job."""
+    ) -> LaunchRequest:
+        """Launch request with what all launches of the job have in common, without ranks."""
         known = self._engine.scheduler.state.jobs.get(JobId(job))
-        return {
-            "job": job,
-            "born_s": known.created_s if known is not None else 0.0,
-            "attempt": attempt,
-            "generation": generation,
-            "kind": spec.kind.value,
-            "argv": list(spec.command),
-            "env": {"CLUSTERD_JOB_NAME": spec.name, **_array_variables(spec), **spec.env},
-            "secrets": secrets,
-            "snapshot": spec.snapshot,
-            "workdir": None if spec.snapshot else spec.workdir,
-            "python": spec.python,
-            "grace_s": spec.grace_s,
-            "final": spec.checkpoint_path(job, "final") if spec.checkpoint_directory is not None else None,
-        }
+        return LaunchRequest(
+            job=job,
+            born_s=known.created_s if known is not None else 0.0,
+            attempt=attempt,
+            generation=generation,
+            kind=spec.kind.value,
+            argv=tuple(spec.command),
+            ranks=(),
+            env={"CLUSTERD_JOB_NAME": spec.name, **_array_variables(spec), **spec.env},
+            secrets=secrets,
+            snapshot=spec.snapshot,
+            workdir=None if spec.snapshot else spec.workdir,
+            python=spec.python,
+            grace_s=spec.grace_s,
+            final=spec.checkpoint_path(job, "final") if spec.checkpoint_directory is not None else None,
+        )
 
     async def send_snapshot(self, host: HostId, spec: JobSpec) -> None:
         """Send the job's workdir to a host that lacks it."""
@@ -164,14 +167,12 @@ class LaunchRequests:
             return
         # Two launches at a time on one host must not send the same content twice.
         async with self._sending.setdefault((host, spec.account, digest), anyio.Lock()):
-            if (await self._hosts.request(host, "snapshot_has", account=spec.account, digest=digest))["have"]:
+            if (await self._hosts.request(host, HasWorkdir(digest), account=spec.account)).have:
                 return
             offset = 0
             async for data, last in self._archive.snapshot_chunks(digest, CHUNK_BYTES):
-                await self._hosts.request(
-                    host, "snapshot_put", timeout_s=120.0, account=spec.account,
-                    digest=digest, offset=offset, data=data, last=last,
-                )  # fmt: skip
+                put = PutWorkdir(digest, offset, data, last)
+                await self._hosts.request(host, put, timeout_s=120.0, account=spec.account)
                 offset += len(data)
 
 
@@ -192,25 +193,27 @@ def filled_in(command: Iterable[str], job: str, plan: Plan | None, hosts: int) -
     return [re.sub(rf"\{{({names})\}}", lambda found: str(values[found[1]]), argument) for argument in command]
 
 
-def _device(place: RankPlace, devices: dict[Any, Device], cores: int) -> dict[str, Any]:
+def _device(place: RankPlace, devices: dict[Any, Device], cores: int) -> DeviceSpec:
     threads = max(cores, 1)
     if place.device is None:
-        return {"kind": "cpu", "uuid": "", "cores": [], "threads": threads}
+        return DeviceSpec("cpu", threads=threads)
     device = devices.get(place.device)
     if device is None:
         raise NotStarted(place.host, f"it has no {place.device} any more")
     if device.kind == "cpu":  # its cores are its own
         threads = max(len(device.cores), 1)
-    return {"kind": device.kind, "uuid": device.uuid, "cores": list(device.cores), "threads": threads}
+    return DeviceSpec(device.kind, device.uuid, tuple(device.cores), threads)
 
 
-def _one_process(ranks: list[dict[str, Any]], node: int, nodes: int) -> dict[str, Any]:
+def _one_process(ranks: Sequence[RankSpec], node: int, nodes: int) -> RankSpec:
     """A command is one process on each of its hosts, whatever devices it holds there."""
-    devices = [r["device"] for r in ranks]
-    cores = sorted({core for device in devices for core in device["cores"]})
-    uuids = [device["uuid"] for device in devices if device["kind"] == "cuda"]
-    merged = {"kind": devices[0]["kind"], "uuid": ",".join(uuids), "cores": cores}
-    merged["threads"] = sum(device["threads"] for device in devices)
+    devices = [rank.device for rank in ranks]
+    merged = DeviceSpec(
+        devices[0].kind,
+        ",".join(device.uuid for device in devices if device.kind == "cuda"),
+        tuple(sorted({core for device in devices for core in device.cores})),
+        sum(device.threads for device in devices),
+    )
     if nodes == 1:
-        return {**ranks[0], "world_size": 1, "local_world_size": 1, "device": merged}
-    return {**ranks[0], "local_rank": 0, "local_world_size": len(ranks), "device": merged, "node": node}
+        return replace(ranks[0], world_size=1, local_world_size=1, device=merged)
+    return replace(ranks[0], local_rank=0, local_world_size=len(ranks), device=merged, node=node)

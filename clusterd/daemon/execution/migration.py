@@ -19,6 +19,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import anyio
@@ -31,8 +32,10 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.snapshot_replicas import CompleteSnapshot
 from clusterd.daemon.unexpected import first_of
 from clusterd.errors import ClusterError, NotStarted
+from clusterd.protocol.migration import Address, MigrationRequest, SideRequest, SnapshotSegments
 from clusterd.protocol.rank import Failed, Loaded, Prepared, Quiesced, RankMessage
-from clusterd.types import HostId, RankPlace
+from clusterd.protocol.requests import DropMigration, MoveRanks, QuiesceRanks, ResumeRanks, ServeSegments
+from clusterd.types import HostId, JobId, RankPlace
 from clusterd.units import size
 
 log = logging.getLogger(__name__)
@@ -46,7 +49,7 @@ STEPS_AWAITED = 4
 
 TRANSFER_TIMEOUT_S = 600.0
 
-Launch = Callable[[d.StartMigration, dict[str, Any]], Coroutine[Any, Any, None]]
+Launch = Callable[[d.StartMigration, MigrationRequest], Coroutine[Any, Any, None]]
 
 
 class MoveFailed(ClusterError):
@@ -129,12 +132,11 @@ class MigrationSaga:
             refused = HostId(cause.host) if isinstance(cause, NotStarted) else None
             await self._failed(str(cause) or type(cause).__name__, refused)
 
-    async def restore(self, whole: CompleteSnapshot, served: dict[str, list[Any]]) -> int:
+    async def restore(self, whole: CompleteSnapshot, served: dict[str, Address]) -> int:
         """Start target ranks from state snapshots, without source ranks; returns their step."""
         move = await self._describe()
-        move["fabric"] = {**served, **move["fabric"]}
-        move["snapshot"] = {"names": list(whole.names), "hosts": list(whole.hosts)}
-        move["sets"] = whole.tokens
+        segments = SnapshotSegments(whole.names, whole.hosts)
+        move = replace(move, fabric={**served, **move.fabric}, snapshot=segments, sets=whole.tokens)
         try:
             await self._launch_standby(self.decision, move)
         except ExceptionGroup as errors:  # of several hosts
@@ -145,17 +147,18 @@ class MigrationSaga:
         if steps != {whole.step} or not all(report.verified for report in loaded.values()):
             raise MoveFailed(f"the snapshot of step {whole.step} is not whole: ranks hold steps {sorted(steps)}")
         for host in self.new_hosts:
-            await self._ask(host, "resume", self.decision.new_generation, {"move": self.id})
-            await self._hosts.request(host, "drop", account=self._account, move=self.id)
+            named = (self.decision.job, self.decision.attempt, self.decision.new_generation)
+            await self._hosts.request(host, ResumeRanks(*named, self.id))
+            await self._hosts.request(host, DropMigration(self.id), account=self._account)
         return whole.step
 
-    async def _prepare(self, move: dict[str, Any]) -> None:
+    async def _prepare(self, move: MigrationRequest) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(self._launch_standby, self.decision, move)
             group.start_soon(self._tell_old, move)
         await self._stand_by()
 
-    async def _free_source(self, move: dict[str, Any]) -> None:
+    async def _free_source(self, move: MigrationRequest) -> None:
         """Have waiting source ranks hand over and free their device memory before target ranks start."""
         await self._tell_old(move)
         await self._wait(Prepared, self._old(), PREPARE_TIMEOUT_S + self._steps_s)
@@ -164,10 +167,10 @@ class MigrationSaga:
         await self._launch_standby(self.decision, move)
         await self._stand_by()
 
-    async def _tell_old(self, move: dict[str, Any]) -> None:
+    async def _tell_old(self, move: MigrationRequest) -> None:
         async with anyio.create_task_group() as group:
             for host in self.old_hosts:
-                group.start_soon(self._ask, host, "move", self.decision.generation, {"move": {**move, "host": host}})
+                group.start_soon(self._hosts.request, host, MoveRanks(*self._source, replace(move, host=host)))
 
     def _old(self) -> set[tuple[int, int]]:
         return {(self.decision.generation, p.rank) for p in self.old_ranks}
@@ -183,31 +186,31 @@ class MigrationSaga:
             f"{len(self.decision.new_ranks)} ranks stand by", post=not self.decision.source_releases_memory
         )
 
-    async def _describe(self) -> dict[str, Any]:
+    async def _describe(self) -> MigrationRequest:
         """Description from which every rank computes the same copy plan."""
-        state = self._engine.scheduler.state
-        fabric: dict[str, list[Any]] = {}
+        shape = self._engine.scheduler.state.jobs[self.decision.job].shape
+        assert shape is not None
+        fabric: dict[str, Address] = {}
         for host in self.all_hosts:
-            fabric[host] = await self._hosts.slice_server(host, "fabric", account=self._account)
+            fabric[host] = await self._hosts.slice_server(host, ServeSegments(), account=self._account)
         decision = self.decision
-        return {
-            "id": self.id,
-            "token": secrets.token_hex(16),
-            "shape": state.jobs[decision.job].shape,
-            "lost": list(decision.lost),
-            "step": decision.step,
-            "makes_room": decision.source_releases_memory,
-            "old": _side(decision.generation, decision.plan.to_dict(), decision.ranks),
-            "new": _side(decision.new_generation, decision.new_plan.to_dict(), decision.new_ranks),
-            "fabric": fabric,
-            "host": None,
-        }
+        return MigrationRequest(
+            id=self.id,
+            token=secrets.token_hex(16),
+            shape=shape,
+            lost=decision.lost,
+            step=decision.step,
+            makes_room=decision.source_releases_memory,
+            old=_side(decision.generation, decision.plan.to_dict(), decision.ranks),
+            new=_side(decision.new_generation, decision.new_plan.to_dict(), decision.new_ranks),
+            fabric=fabric,
+        )
 
     async def _quiesce(self) -> None:
         self._phase = "quiesce"
         async with anyio.create_task_group() as group:
             for host in self.old_hosts:
-                group.start_soon(self._ask, host, "quiesce", self.decision.generation, {"move": self.id})
+                group.start_soon(self._hosts.request, host, QuiesceRanks(*self._source, self.id))
         quiesced = await self._wait(Quiesced, self._old(), QUIESCE_TIMEOUT_S + self._steps_s)
         steps = {report.step for report in quiesced.values()}
         if len(steps) != 1:
@@ -260,13 +263,10 @@ class MigrationSaga:
 
     # --- waiting and telling ------------------------------------------------------------------------------------------
 
-    async def _ask(self, host: HostId, verb: str, generation: int, more: dict[str, Any]) -> None:
-        which: dict[str, Any] = {
-            "job": self.decision.job,
-            "attempt": self.decision.attempt,
-            "generation": generation,
-        }
-        await self._hosts.request(host, verb, **which, **more)
+    @property
+    def _source(self) -> tuple[JobId, int, int]:
+        """Job, attempt and generation of the source ranks."""
+        return self.decision.job, self.decision.attempt, self.decision.generation
 
     async def _wait(self, kind: type[M], wanted: set[tuple[int, int]], timeout_s: float) -> dict[tuple[int, int], M]:
         """Wait until each of these ranks, by generation and number, has sent a report of this kind."""
@@ -332,14 +332,10 @@ def _distinct(places: Iterable[RankPlace]) -> tuple[HostId, ...]:
     return tuple(dict.fromkeys(place.host for place in places))
 
 
-def _side(generation: int, plan: dict[str, Any], places: Iterable[RankPlace]) -> dict[str, Any]:
+def _side(generation: int, plan: dict[str, Any], places: Iterable[RankPlace]) -> SideRequest:
     ordered = sorted(places, key=lambda place: place.rank)
-    return {
-        "generation": generation,
-        "plan": plan,
-        "hosts": [place.host for place in ordered],
-        "devices": [place.device for place in ordered],
-    }
+    hosts, devices = tuple(place.host for place in ordered), tuple(place.device for place in ordered)
+    return SideRequest(generation, plan, hosts, devices)
 
 
 def _copied_s(reports: Iterable[Quiesced | Loaded], quiesced_at_s: float) -> float:

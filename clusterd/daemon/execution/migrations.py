@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
@@ -16,7 +15,9 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.snapshot_replicas import CompleteSnapshot
 from clusterd.errors import ClusterError
 from clusterd.protocol.agent import RankExited
+from clusterd.protocol.migration import Address
 from clusterd.protocol.rank import FromRank, Trains
+from clusterd.protocol.requests import AbortRanks, DropMigration, ResumeRanks
 from clusterd.types import HostId, JobId, RankPlace
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Migrations:
             if not move.verified:
                 self._finishing.pop(key, None)
 
-    async def restore(self, decision: d.LaunchAttempt, whole: CompleteSnapshot, served: dict[str, list[Any]]) -> int:
+    async def restore(self, decision: d.LaunchAttempt, whole: CompleteSnapshot, served: dict[str, Address]) -> int:
         """Start the ranks of a lost job from state snapshots in memory; returns their step.
 
         Args:
@@ -85,7 +86,7 @@ class Migrations:
         move = self._under_way.get(key)
         if move is not None:
             move.scope.cancel()
-        await self._hosts.everywhere(decision, "abort", move=move_id(*key))
+        await self._hosts.everywhere(decision, AbortRanks, move=move_id(*key))
 
     async def resume(self, decision: d.ResumeAttempt) -> None:
         """Let the target ranks train after the switch."""
@@ -93,7 +94,7 @@ class Migrations:
         move = self._finishing.get(key)
         if move is not None:
             move.resume_asked_s = time.perf_counter()
-        await self._hosts.everywhere(decision, "resume", move=move_id(*key))
+        await self._hosts.everywhere(decision, ResumeRanks, move=move_id(*key))
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
@@ -122,7 +123,8 @@ class Migrations:
             )
             for host in move.all_hosts:
                 try:
-                    await self._hosts.request(host, "drop", job=job, move=move.id)
+                    account = self._engine.scheduler.state.account_of(job)
+                    await self._hosts.request(host, DropMigration(move.id), account=account)
                 except ClusterError as error:
                     log.info("%s keeps the segments of %s for now: %s", host, move.id, error)
         await self._engine.report(

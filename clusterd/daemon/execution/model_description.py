@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -22,6 +23,8 @@ from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.unexpected import in_a_line
 from clusterd.errors import AgentLost, ClusterError
 from clusterd.protocol.agent import RankExited
+from clusterd.protocol.launch import DeviceSpec, RankSpec
+from clusterd.protocol.requests import ForgetAttempt, ReadLog, ReadModel, StopRanks
 from clusterd.types import HostId, JobId, JobSpec, Reason
 from plans.model_shape import ModelShape
 
@@ -83,7 +86,7 @@ class ModelInspector:
         rows = (row for row in report.hello.attempts if row.attempt == DESCRIPTION)
         for job in {row.job for row in rows if (host, row.job, DESCRIPTION) not in self._hosts.exits}:
             async with self._lock(host, job):
-                await self._clean_up(host, report.account, {"job": job, "attempt": DESCRIPTION, "generation": 1})
+                await self._clean_up(host, report.account, job)
 
     def _lock(self, host: HostId, job: str) -> anyio.Lock:
         """Lock of one inspection: the clean-up of one must not hit the next on that host."""
@@ -120,26 +123,15 @@ class ModelInspector:
         secrets = await self._archive.secrets(decision.job)
         await self._launches.send_snapshot(decision.host, spec)
         base = self._launches.request_base(decision.job, DESCRIPTION, 1, spec, secrets)
-        key: dict[str, Any] = {"job": decision.job, "attempt": DESCRIPTION, "generation": 1}
-        base["env"] = {**base["env"], "CLUSTERD_DESCRIBE": "1"}
-        base["datasets"] = (await self._datasets.where(decision.job, spec, [decision.host]))[decision.host]
-        rank = {
-            "rank": 0,
-            "world_size": 1,
-            "local_rank": 0,
-            "local_world_size": 1,
-            "master_addr": "",
-            "master_port": 0,
-            "interface": "",
-            "plan": {},
-            "device": {"kind": "cpu", "uuid": "", "cores": [], "threads": 1},
-            "hosts": 1,
-        }
+        request = replace(
+            base,
+            env={**base.env, "CLUSTERD_DESCRIBE": "1"},
+            datasets=(await self._datasets.where(decision.job, spec, [decision.host]))[decision.host],
+            ranks=(RankSpec(rank=0, plan={}, device=DeviceSpec("cpu", threads=1)),),
+        )
         ended = self._hosts.exits.expect((decision.host, decision.job, DESCRIPTION))
         try:
-            await self._hosts.request(
-                decision.host, "launch", timeout_s=LAUNCH_TIMEOUT_S, account=spec.account, **base, ranks=[rank]
-            )
+            await self._hosts.request(decision.host, request, timeout_s=LAUNCH_TIMEOUT_S, account=spec.account)
             with anyio.move_on_after(DESCRIBE_TIMEOUT_S) as waiting:
                 report = await ended.wait()
             if waiting.cancelled_caught:
@@ -147,26 +139,23 @@ class ModelInspector:
                 return e.ModelNotDescribed(at_s=time.time(), job=decision.job, why=why)
             if report is None:
                 raise AgentLost(f"{decision.host} was lost while it told the model of {decision.job}")
-            answer = await self._hosts.request(
-                decision.host, "model", account=spec.account, job=decision.job, attempt=DESCRIPTION
-            )
-            if answer["model"] is None:
+            wanted = ReadModel(decision.job, DESCRIPTION)
+            answer = await self._hosts.request(decision.host, wanted, account=spec.account)
+            if answer.model is None:
                 return await self._not_described(decision, spec.account, report)
-            model = ModelShape.from_dict(answer["model"]).signature
-            return e.ModelDescribed(at_s=time.time(), job=decision.job, shape=answer["model"], model=model)
+            model = ModelShape.from_dict(answer.model).signature
+            return e.ModelDescribed(at_s=time.time(), job=decision.job, shape=answer.model, model=model)
         finally:
             ended.close()
             with anyio.CancelScope(shield=True):
-                await self._clean_up(decision.host, spec.account, key)
+                await self._clean_up(decision.host, spec.account, decision.job)
 
     async def _not_described(self, decision: d.DescribeModel, account: str, report: RankExited) -> e.Event:
         end = facts.rank_end(report)
-        log_chunk = await self._hosts.request(
-            decision.host, "logs", account=account, job=decision.job, attempt=DESCRIPTION, rank=0,
-            offset=0, limit=CHUNK_BYTES,
-        )  # fmt: skip
-        await self._archive.write_log(decision.job, DESCRIPTION, 0, log_chunk["data"])
-        lines = log_chunk["data"].decode(errors="replace").strip().splitlines()
+        wanted = ReadLog(job=decision.job, attempt=DESCRIPTION, rank=0, offset=0, limit=CHUNK_BYTES)
+        log_chunk = await self._hosts.request(decision.host, wanted, account=account)
+        await self._archive.write_log(decision.job, DESCRIPTION, 0, log_chunk.data)
+        lines = log_chunk.data.decode(errors="replace").strip().splitlines()
         tail = lines[-1] if lines else "it said nothing"
         if end.is_success:
             tail = 'its script ended without calling clusterd.train.run: call it, or submit with kind = "command"'
@@ -178,14 +167,11 @@ class ModelInspector:
             is_permanent=end.reason is Reason.NO_TORCH,
         )
 
-    async def _clean_up(self, host: HostId, account: str, key: dict[str, Any]) -> None:
+    async def _clean_up(self, host: HostId, account: str, job: str) -> None:
+        stop = StopRanks(job, DESCRIPTION, 1, reason="described")
         try:
             with anyio.move_on_after(TIDY_TIMEOUT_S):
-                await self._hosts.request(
-                    host, "stop", timeout_s=None, account=account, grace_s=0.0, reason="described", **key
-                )
-                await self._hosts.request(
-                    host, "forget", timeout_s=None, account=account, job=key["job"], attempt=DESCRIPTION
-                )
+                await self._hosts.request(host, stop, timeout_s=None, account=account)
+                await self._hosts.request(host, ForgetAttempt(job, DESCRIPTION), timeout_s=None, account=account)
         except ClusterError as error:
-            log.info("%s keeps the description of %s for now: %s", host, key["job"], error)
+            log.info("%s keeps the description of %s for now: %s", host, job, error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
 
 import anyio
 
@@ -16,8 +15,7 @@ from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import AgentLost, ClusterError
-from clusterd.protocol.agent import RankRow
-from clusterd.protocol.codec import from_map
+from clusterd.protocol.requests import Stopped, StopRanks
 from clusterd.types import HostId
 
 log = logging.getLogger(__name__)
@@ -40,10 +38,10 @@ class Stops:
         answer = await self._gone(decision)
         if answer is None:
             return
-        if answer.get("swept"):
-            log.info("%s: swept %d stragglers of %s", decision.host, len(answer["swept"]), decision.job)
+        if answer.swept:
+            log.info("%s: swept %d stragglers of %s", decision.host, len(answer.swept), decision.job)
         try:
-            await self._collect(decision, answer["ranks"])
+            await self._collect(decision, [row.rank for row in answer.ranks])
         except Exception:
             # Its devices are free all the same: nothing of it is left there but files.
             log.exception("logs and steps of attempt %s.%d stay on %s", decision.job, decision.attempt, decision.host)
@@ -54,28 +52,27 @@ class Stops:
                 attempt=decision.attempt,
                 generation=decision.generation,
                 host=decision.host,
-                ranks=tuple(facts.rank_report(from_map(RankRow, row, "stop")) for row in answer["ranks"]),
+                ranks=tuple(facts.rank_report(row) for row in answer.ranks),
             )
         )
 
-    async def _gone(self, decision: d.StopAttempt) -> dict[str, Any] | None:
+    async def _gone(self, decision: d.StopAttempt) -> Stopped | None:
         """Reply of the host that nothing is left; None: it is no longer awaited here."""
         pause_s = AGAIN_S
         while True:
             late_timer = asyncio.get_running_loop().call_later(decision.grace_s + LATE_S, _say_late, decision)
             try:
-                return await self._hosts.request(
-                    decision.host,
-                    "stop",
-                    timeout_s=None,  # what does not end, as in a read from a dead file server, holds its devices
-                    job=decision.job,
-                    attempt=decision.attempt,
-                    generation=decision.generation,
-                    grace_s=decision.grace_s,
-                    reason=decision.reason,
-                    keep=decision.keep,
-                    done=decision.done,
+                request = StopRanks(
+                    decision.job,
+                    decision.attempt,
+                    decision.generation,
+                    decision.grace_s,
+                    decision.reason,
+                    decision.keep,
+                    decision.done,
                 )
+                # No time-out: what does not end, as in a read from a dead file server, holds its devices.
+                return await self._hosts.request(decision.host, request, timeout_s=None)
             except AgentLost:
                 return None  # asked again when the host is back
             except ClusterError as error:
@@ -103,11 +100,11 @@ class Stops:
             pending = attempt.retired[decision.generation].pending
         return decision.host in pending or (decision.job, decision.attempt, decision.generation) in host.orphans
 
-    async def _collect(self, decision: d.StopAttempt, ranks: list[dict[str, Any]]) -> None:
+    async def _collect(self, decision: d.StopAttempt, ranks: list[int]) -> None:
         """Fetch logs and steps of the attempt, and report the newest step."""
         which = (decision.job, decision.attempt, decision.generation)
         await self._archive.fetch_attempt(self._hosts, decision.host, *which, ranks)
-        last = await self._archive.last_step(*which) if _has_first(ranks) else None
+        last = await self._archive.last_step(*which) if 0 in ranks else None
         if last is not None:
             await self._engine.report(
                 e.AttemptProgressed(
@@ -125,8 +122,3 @@ class Stops:
 def _say_late(decision: d.StopAttempt) -> None:
     which = f"attempt {decision.job}.{decision.attempt}"
     log.warning("%s has not ended %s yet: until it does, its devices are not free", decision.host, which)
-
-
-def _has_first(ranks: list[dict[str, Any]]) -> bool:
-    """True where rank 0, which writes the steps, was on this host."""
-    return any(report["rank"] == 0 for report in ranks)

@@ -6,7 +6,6 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import anyio
 import anyio.abc
@@ -15,6 +14,7 @@ from clusterd.core import events as e
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError
 from clusterd.protocol import agent
+from clusterd.protocol.requests import Chunk, ReadSteps
 from clusterd.types import HostId, JobId
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ SHARE = 1 / 360
 FIRST_STEP_BYTES = 512
 """Enough for one line of steps.jsonl."""
 
-Request = Callable[..., Awaitable[dict[str, Any]]]
+ReadRequest = Callable[[HostId, ReadSteps], Awaitable[Chunk]]
 
 
 class Progress:
@@ -38,7 +38,7 @@ class Progress:
         request: sends a request to the agent of a host.
     """
 
-    def __init__(self, engine: Engine, tasks: anyio.abc.TaskGroup, request: Request) -> None:
+    def __init__(self, engine: Engine, tasks: anyio.abc.TaskGroup, request: ReadRequest) -> None:
         self._engine = engine
         self._tasks = tasks
         self._request = request
@@ -86,8 +86,8 @@ class Progress:
     async def _first_loss(self, host: HostId, job: str, attempt: int) -> float | None:
         """Loss of step 1, read from the host: progress reports carry the newest step alone."""
         try:
-            answer = await self._request(host, "steps", job=job, attempt=attempt, offset=0, limit=FIRST_STEP_BYTES)
-            first = json.loads(answer["data"].partition(b"\n")[0])
+            answer = await self._request(host, ReadSteps(job=job, attempt=attempt, offset=0, limit=FIRST_STEP_BYTES))
+            first = json.loads(answer.data.partition(b"\n")[0])
         except (ClusterError, ValueError) as error:
             log.info("the first step of %s is not known: %s", job, error)
             return None

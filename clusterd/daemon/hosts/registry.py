@@ -6,8 +6,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
@@ -28,8 +28,14 @@ from clusterd.daemon.journal.journal import Journal
 from clusterd.daemon.unexpected import guarded
 from clusterd.errors import AgentLost, ClusterError, HostError
 from clusterd.protocol import ProtocolError, agent, rank
+from clusterd.protocol.codec import from_map, to_map
+from clusterd.protocol.messages import Request
+from clusterd.protocol.migration import Address
+from clusterd.protocol.requests import AdmitReaders, ServeDataset, ServeSegments
 from clusterd.ssh.host import HostLink, LinkState
 from clusterd.types import HostId, JobId
+
+R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
@@ -325,8 +331,8 @@ class HostRegistry:
     # --- requests to agents -------------------------------------------------------------------------------------------
 
     async def request(
-        self, host: HostId, verb: str, timeout_s: float | None = 60.0, *, account: str | None = None, **args: Any
-    ) -> dict[str, Any]:
+        self, host: HostId, request: Request[R], timeout_s: float | None = 60.0, *, account: str | None = None
+    ) -> R:
         """Send a request to an agent of the host and return the reply.
 
         Args:
@@ -334,53 +340,58 @@ class HostRegistry:
             account: whose agent; None: that of the job that the request names, else the daemon's own.
         Raises:
             AgentLost: not connected, or the link broke before the reply, as it does when that is late.
-            HostError: the agent refused, with its message.
+            HostError: the agent refused, with its message, or its reply is malformed.
         """
         managed = self._managed.get(host)
         if managed is None:
             raise AgentLost(f"{host} is no longer part of the cluster")
         if account is None:
-            account = self._engine.scheduler.state.account_of(str(args.get("job", "")))
+            account = self._engine.scheduler.state.account_of(str(getattr(request, "job", "")))
         link = managed.link if not account else self.accounts.get(host, account)
         if link is None:
             raise AgentLost(f"the agent of {account} on {host} is not connected")
-        return await link.request(verb, timeout_s=timeout_s, **args)
+        answer = await link.request(request.verb, timeout_s=timeout_s, **to_map(request))
+        try:
+            reply: R = from_map(request.reply, answer, request.verb)
+        except ProtocolError as error:
+            raise HostError(f"{host}: its agent's reply is malformed: {error}") from None
+        return reply
 
-    async def slice_server(self, host: HostId, verb: str, *, account: str = "", **args: Any) -> list[Any]:
+    async def slice_server(
+        self, host: HostId, request: ServeSegments | AdmitReaders | ServeDataset, *, account: str = ""
+    ) -> Address:
         """Have an agent of a host serve slices at the host's address for other hosts; return address and port.
 
         Args:
-            verb: ``fabric``, or a request that also says what is served.
+            request: says what is served; its address is filled in here.
             account: whose agent; "": the daemon's own.
         Raises:
             ClusterError: as `request`.
         """
         address = self._address(host) or "127.0.0.1"
-        return [address, (await self.request(host, verb, account=account, address=address, **args))["port"]]
+        return address, (await self.request(host, replace(request, address=address), account=account)).port
 
     async def everywhere(
-        self, decision: d.ToRanks, verb: str, **args: Any
-    ) -> tuple[list[dict[str, Any]], list[ClusterError]]:
+        self, decision: d.ToRanks, kind: Callable[..., Request[R]], **args: Any
+    ) -> tuple[list[R], list[ClusterError]]:
         """Send a request to the agents of all hosts of a decision, each on its own.
 
+        Args:
+            kind: makes the request, of the attempt's job, number and generation, and `args`.
         Returns:
             The replies, and the errors; errors of hosts that are not merely away are logged already.
         """
-        answers: list[dict[str, Any]] = []
+        answers: list[R] = []
         errors: list[ClusterError] = []
+        request = kind(job=decision.job, attempt=decision.attempt, generation=decision.generation, **args)
 
         async def ask(host: HostId) -> None:
-            key: dict[str, Any] = {
-                "job": decision.job,
-                "attempt": decision.attempt,
-                "generation": decision.generation,
-            }
             try:
-                answers.append(await self.request(host, verb, **key, **args))
+                answers.append(await self.request(host, request))
             except ClusterError as error:
                 errors.append(error)
                 if not isinstance(error, AgentLost):
-                    log.warning("%s: %s of %s.%d: %s", host, verb, decision.job, decision.attempt, error)
+                    log.warning("%s: %s of %s.%d: %s", host, request.verb, decision.job, decision.attempt, error)
 
         async with anyio.create_task_group() as group:
             for host in decision.hosts:

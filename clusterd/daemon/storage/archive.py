@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import AsyncIterator, Container, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from cryptography.fernet import Fernet, InvalidToken
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.journal import Journal
 from clusterd.errors import ClusterError, UsageError
+from clusterd.protocol.requests import ReadLog, ReadSteps
 from clusterd.types import HostId
 
 log = logging.getLogger(__name__)
@@ -196,37 +198,37 @@ class Archive:
         job: str,
         attempt: int,
         generation: int,
-        ranks: Iterable[dict[str, Any]],
+        ranks: Iterable[int],
     ) -> None:
         """Copy the end of each rank's log, and the training steps, from the host to the head node.
 
         A failure is only logged, because the files are still on the host.
         """
-        which: dict[str, Any] = {"job": job, "attempt": attempt, "generation": generation}
+        which: dict[str, Any] = {
+            "job": job, "attempt": attempt, "generation": generation, "offset": 0, "limit": 0
+        }  # fmt: skip
         try:
-            for report in ranks:
-                rank = int(report["rank"])
-                await self._fetch(
-                    hosts, host, "logs", self.log_file(job, attempt, generation, rank), rank=rank, **which
-                )
+            for rank in ranks:
+                wanted = ReadLog(rank=rank, **which)
+                await self._fetch(hosts, host, wanted, self.log_file(job, attempt, generation, rank))
                 if rank == 0:
-                    await self._fetch(hosts, host, "steps", self.steps_file(job, attempt, generation), **which)
+                    await self._fetch(hosts, host, ReadSteps(**which), self.steps_file(job, attempt, generation))
         except (ClusterError, OSError) as error:
             log.warning("cannot fetch the logs of attempt %s.%d from %s: %s", job, attempt, host, error)
 
-    async def _fetch(self, hosts: HostRegistry, host: HostId, verb: str, target: Path, **which: Any) -> None:
-        answer = await hosts.request(host, verb, offset=0, limit=0, **which)
-        offset = max(int(answer["size"]) - LOG_BYTES_MAX, 0)
+    async def _fetch(self, hosts: HostRegistry, host: HostId, wanted: ReadLog | ReadSteps, target: Path) -> None:
+        answer = await hosts.request(host, wanted)
+        offset = max(answer.size - LOG_BYTES_MAX, 0)
         partial = target.with_suffix(".partial")
         await anyio.to_thread.run_sync(_write, partial, b"")
         if offset:
             await anyio.to_thread.run_sync(_write, _begin(target), str(offset).encode())
         async with await anyio.open_file(partial, "wb") as file:
             while True:
-                answer = await hosts.request(host, verb, offset=offset, limit=CHUNK_BYTES, **which)
-                await file.write(answer["data"])
-                offset = answer["offset"]
-                if not answer["data"] or offset >= answer["size"]:
+                answer = await hosts.request(host, replace(wanted, offset=offset, limit=CHUNK_BYTES))
+                await file.write(answer.data)
+                offset = answer.offset
+                if not answer.data or offset >= answer.size:
                     break
         await anyio.to_thread.run_sync(partial.replace, target)
         _tail(target).unlink(missing_ok=True)

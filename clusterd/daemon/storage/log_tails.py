@@ -12,6 +12,7 @@ from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive, Tail
 from clusterd.errors import ClusterError
+from clusterd.protocol.requests import Chunk, ReadLog
 from clusterd.types import AttemptState, HostId
 
 log = logging.getLogger(__name__)
@@ -72,14 +73,14 @@ class LogTails:
 
     async def _copy(self, host: HostId, which: Which) -> None:
         names = dict(zip(("job", "attempt", "generation", "rank"), which, strict=True))
-        size = int((await self._pull(host, names, 0, 0))["size"])
+        size = (await self._pull(host, names, 0, 0)).size
         if size == self._ends.get(which, 0):
             return
         begin = max(size - TAIL_BYTES, 0)
         answer = await self._pull(host, names, begin, TAIL_BYTES)
-        end = int(answer["offset"])
-        await self._archive.write_tail(*which, Tail(begin, end, answer["data"]))
+        end = answer.offset
+        await self._archive.write_tail(*which, Tail(begin, end, answer.data))
         self._ends[which] = end
 
-    async def _pull(self, host: HostId, names: dict[str, Any], offset: int, limit: int) -> dict[str, Any]:
-        return await self._hosts.request(host, "logs", offset=offset, limit=limit, **names)
+    async def _pull(self, host: HostId, names: dict[str, Any], offset: int, limit: int) -> Chunk:
+        return await self._hosts.request(host, ReadLog(offset=offset, limit=limit, **names))

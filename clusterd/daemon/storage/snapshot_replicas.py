@@ -10,7 +10,6 @@ import hmac
 import logging
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from clusterd.core.queueing.admission import hosts_without_login
 from clusterd.core.state import Attempt, Job, State
@@ -19,6 +18,8 @@ from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import AgentLost, ClusterError, NotStarted
 from clusterd.protocol import agent
+from clusterd.protocol.migration import Address
+from clusterd.protocol.requests import AdmitReaders, DropMigration, KeepReplica, ReplicaIsDone
 from clusterd.types import HostId, JobId
 from plans.plan import Plan
 
@@ -75,15 +76,13 @@ class SnapshotReplicas:
             second = self._second(host, attempt) if attempt is not None else None
             if second is not None:
                 address = await self._admitted(of, host)
-                await self._hosts.request(
-                    second, "snapshot_keep", timeout_s=None, account=self._account(of),
-                    name=name, set=_set(of), token=self._token(of), address=address, bytes=report.bytes,
-                )  # fmt: skip
+                wanted = KeepReplica(name, _set(of), self._token(of), address, report.bytes)
+                await self._hosts.request(second, wanted, timeout_s=None, account=self._account(of))
                 copy.holders.add(second)
         except ClusterError as error:
             log.info("state snapshot %s has no replica: %s", name, error)
         try:
-            await self._hosts.request(host, "snapshot_kept", account=self._account(of), name=name)
+            await self._hosts.request(host, ReplicaIsDone(name), account=self._account(of))
             await self._drop_older(of)
         except ClusterError as error:
             log.info("%s: %s", host, error)
@@ -129,7 +128,7 @@ class SnapshotReplicas:
         names, hosts = zip(*(by_rank[rank] for rank in range(plan.ranks)), strict=True)
         return CompleteSnapshot(of, plan, step, names, hosts, {_set(of): self._token(of)})
 
-    async def admit(self, whole: CompleteSnapshot) -> dict[str, list[Any]]:
+    async def admit(self, whole: CompleteSnapshot) -> dict[str, Address]:
         """Ask every holder of a state snapshot to admit readers; returns address and port of each.
 
         Raises:
@@ -137,7 +136,7 @@ class SnapshotReplicas:
                 retry.
             ClusterError: a holder refuses.
         """
-        served: dict[str, list[Any]] = {}
+        served: dict[str, Address] = {}
         for host in dict.fromkeys(whole.hosts):
             try:
                 served[host] = await self._admitted(whole.of, host)
@@ -168,14 +167,12 @@ class SnapshotReplicas:
             self._ports.pop((_set(of), host), None)
             if self._is_up(host, self._account(of)):
                 try:
-                    await self._hosts.request(host, "drop", account=self._account(of), move=_set(of))
+                    await self._hosts.request(host, DropMigration(_set(of)), account=self._account(of))
                 except ClusterError as error:
                     log.info("%s could not drop old state snapshots: %s", host, error)
 
-    async def _admitted(self, of: Generation, host: HostId) -> list[Any]:
-        return await self._hosts.slice_server(
-            host, "snapshot_admit", account=self._account(of), set=_set(of), token=self._token(of)
-        )
+    async def _admitted(self, of: Generation, host: HostId) -> Address:
+        return await self._hosts.slice_server(host, AdmitReaders(_set(of), self._token(of)), account=self._account(of))
 
     def _second(self, host: HostId, attempt: Attempt) -> HostId | None:
         """Host of the replica: the job's next host in a ring; for a job on one host, the least busy other one."""

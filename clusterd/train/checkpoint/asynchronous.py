@@ -12,9 +12,11 @@ from collections import deque
 
 import torch.distributed as dist
 
+from clusterd.protocol import rank
+from clusterd.protocol.control import TakeCheckpoint
 from clusterd.train.checkpoint.dcp import stage
 from clusterd.train.checkpoint.dcp_files import Staged, write
-from clusterd.train.process.control import Control, Message
+from clusterd.train.process.control import Control
 from clusterd.train.process.exits import CheckpointFailed
 from clusterd.train.state.plain_data import NotSerializable
 from clusterd.train.state.training import Training
@@ -36,7 +38,7 @@ class AsyncCheckpointer:
         self._thread: threading.Thread | None = None
         self.failure = ""  # of the last one
         self._can_travel = True
-        control.on("checkpoint", self._on_checkpoint)
+        control.on(TakeCheckpoint, self._on_checkpoint)
 
     def take(self, path: str | None = None) -> None:
         """Copy the state, between two steps on every rank, and write it on a thread.
@@ -59,7 +61,7 @@ class AsyncCheckpointer:
         # A rank that failed must not leave the others waiting for it.
         self.failure = next(filter(None, self._gather(self.failure)), "")
         if staged is None or self.failure:
-            self._control.report("checkpoint_failed", why=self.failure, path=path, step=training.step)
+            self._control.report(rank.CheckpointFailed(path, self.failure, training.step))
             return
         blocked_s = time.perf_counter() - began
         self._thread = threading.Thread(
@@ -124,8 +126,8 @@ class AsyncCheckpointer:
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
-    def _on_checkpoint(self, message: Message) -> None:
-        path = str(message["path"])
+    def _on_checkpoint(self, event: TakeCheckpoint) -> None:
+        path = event.path
         with self._lock:
             if path == self._taken_before_request:  # late request for the last checkpoint
                 self._taken_before_request = None
@@ -135,13 +137,12 @@ class AsyncCheckpointer:
 
     def _write(self, staged: Staged, path: str, blocked_s: float) -> None:
         began = time.perf_counter()
-        about = {"path": path, "step": staged.step}
         try:
             write(staged, path, self._group)
         except Exception as error:  # a full disk is no reason to stop training
             self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            self._control.report("checkpoint_failed", why=self.failure, **about)
+            self._control.report(rank.CheckpointFailed(path, self.failure, staged.step))
             return
-        self._control.report(
-            "checkpointed", bytes=staged.bytes, blocked_s=blocked_s, write_s=time.perf_counter() - began, **about
-        )
+        took_s = time.perf_counter() - began
+        done = rank.Checkpointed(staged.step, path, bytes=staged.bytes, blocked_s=blocked_s, write_s=took_s)
+        self._control.report(done)

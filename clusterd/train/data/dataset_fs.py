@@ -9,7 +9,6 @@ by name; ``data_cache``); without clusterd the environment does::
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,9 @@ from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from clusterd.datasets import DataUnavailable, File, Folder, Folders, Source
+from clusterd.protocol.control import DataHello
 from clusterd.train.data.dataset_sources import BLOCK_BYTES, AgentSource, CachedSource
+from clusterd.train.process.context import rank_file
 
 Entry = dict[str, Any]
 """fsspec's description of a file or a folder."""
@@ -51,16 +52,13 @@ class DatasetSources:
     def of(cls, environ: Mapping[str, str]) -> DatasetSources:
         """Sources of a process with this environment."""
         if path := environ.get("CLUSTERD_RANK_FILE"):
-            rank_file = json.loads(Path(path).read_text(encoding="utf-8"))
-            folders = {name: folder for name, folder in (rank_file.get("datasets") or {}).items() if folder}
-            if not rank_file.get("control_socket"):
+            file = rank_file(path)
+            folders = {name: folder for name, folder in file.datasets.items() if folder}
+            if not file.control_socket:
                 return cls(folders)
-            identity = {key: rank_file.get(key) for key in ("job", "attempt", "generation", "rank", "token")}
-            cache = (
-                rank_file.get("data_cache")
-                or f"{environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/clusterd/data"
-            )
-            return cls(folders, CachedSource(AgentSource(rank_file["control_socket"], identity), Path(cache)))
+            hello = DataHello(file.job, file.attempt, file.generation, file.rank, file.token)
+            cache = file.data_cache or f"{environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/clusterd/data"
+            return cls(folders, CachedSource(AgentSource(file.control_socket, hello), Path(cache)))
         pairs = [p.partition("=") for p in environ.get("CLUSTERD_DATASETS", "").split(":") if p]
         return cls({name: folder for name, _, folder in pairs})
 

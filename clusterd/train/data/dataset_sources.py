@@ -14,10 +14,16 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from clusterd import protocol
 from clusterd.datasets import FREE_SHARE, UNREACHABLE, DataUnavailable, DataUnreachable, File, Folder, Found, Source
+from clusterd.protocol import calls
+from clusterd.protocol.codec import from_map, to_map
+from clusterd.protocol.control import DataHello, LookUpData, ReadData
+from clusterd.protocol.messages import Request
+
+R = TypeVar("R")
 
 BLOCK_BYTES = 1 << 20
 """Unit of fetching and caching."""
@@ -97,63 +103,64 @@ class CachedSource:
 class AgentSource:
     """Data sets of other hosts, through the agent of this one.
 
-    Each process has a connection of its own to the agent, so that data-loader workers need not share the rank's. Verbs:
-    ``data_hello`` {job, attempt, generation, rank, token}; ``data_look`` {dataset, path} -> {file: FILE}, {folder:
-    {name: FILE or nil}} or {}, FILE being [size, version]; ``data_read`` {dataset, path, file: FILE, offset, length} ->
-    {data}.
+    Each process has a connection of its own to the agent, so that data-loader workers need not share the rank's.
     """
 
-    def __init__(self, control_socket: str, identity: Mapping[str, Any]) -> None:
-        self._path, self._identity = control_socket, dict(identity)
+    def __init__(self, control_socket: str, hello: DataHello) -> None:
+        self._path, self._hello = control_socket, hello
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._process = 0
-        self._request_id = 0
+        self._calls = calls.Calls()
         self._decoder = protocol.Decoder()
 
     def look(self, dataset: str, path: str) -> Found:
         """Entry at a path, from the agent."""
-        found = self._ask("data_look", dataset=dataset, path=path)
-        if "file" in found:
-            return File(*found["file"])
-        if "folder" in found:
-            return {name: File(*file) if file else None for name, file in found["folder"].items()}
+        found = self._ask(LookUpData(dataset, path))
+        if found.file is not None:
+            return File(*found.file)
+        if found.folder is not None:
+            return {name: File(*file) if file else None for name, file in found.folder.items()}
         return None
 
     def read(self, dataset: str, path: str, file: File, offset: int, length: int) -> bytes:
         """Read a range from any host that has the file."""
-        file_reference = {"dataset": dataset, "path": path, "file": [file.size, file.version]}
-        data: bytes = self._ask("data_read", **file_reference, offset=offset, length=length)["data"]
+        data = self._ask(ReadData(dataset, path, (file.size, file.version), offset, length)).data or b""
         if len(data) != length:
             raise DataUnavailable(f"{path} of data set {dataset!r}: got {len(data)} bytes of {length}")
         return data
 
-    def _ask(self, verb: str, **arguments: Any) -> dict[str, Any]:
+    def _ask(self, request: Request[R]) -> R:
         with self._lock:
             for again in (True, False):
                 try:
-                    answer = self._exchange(verb, arguments)
+                    outcome = self._exchange(request)
+                    if isinstance(outcome, calls.Ok):
+                        reply: R = from_map(request.reply, outcome.value, request.verb)
+                        return reply
                     break
                 except (OSError, protocol.ProtocolError) as error:
                     self._disconnect()  # a restarted agent answers the second time
                     if not again:
-                        raise DataUnreachable(f"the agent did not answer {verb!r}: {error}") from error
-        if "error" in answer:
-            away = answer["error"].get("kind") == UNREACHABLE
-            raise (DataUnreachable if away else DataUnavailable)(str(answer["error"].get("message", "")))
-        ok: dict[str, Any] = answer["ok"]
-        return ok
+                        raise DataUnreachable(f"the agent did not answer {request.verb!r}: {error}") from error
+        assert isinstance(outcome, calls.Failure)
+        raise (DataUnreachable if outcome.kind == UNREACHABLE else DataUnavailable)(outcome.message)
 
-    def _exchange(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _exchange(self, request: Request[Any]) -> calls.Reply:
         if self._connection is None or self._process != os.getpid():  # after a fork the connection is the parent's
             self._connect()
         assert self._connection is not None
-        self._request_id += 1
-        self._connection.sendall(protocol.encode({"verb": verb, "id": self._request_id, **arguments}))
-        while data := self._connection.recv(1 << 20):
-            for message in self._decoder.feed(data):
-                if message.get("id") == self._request_id:
-                    return message
+        replies: list[calls.Reply] = []
+        number = self._calls.open(replies.append)
+        try:
+            self._connection.sendall(protocol.encode(calls.request(number, request.verb, to_map(request))))
+            while data := self._connection.recv(1 << 20):
+                for message in self._decoder.feed(data):
+                    self._calls.take(message)
+                if replies:
+                    return replies[0]
+        finally:
+            self._calls.close(number)
         raise ConnectionError("the agent closed the connection")
 
     def __del__(self) -> None:
@@ -164,7 +171,7 @@ class AgentSource:
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.settimeout(ANSWER_S)
         self._connection.connect(self._path)
-        self._connection.sendall(protocol.encode({"verb": "data_hello", **self._identity}))
+        self._connection.sendall(protocol.encode(self._hello.to_message()))
         self._process, self._decoder = os.getpid(), protocol.Decoder()
 
     def _disconnect(self) -> None:

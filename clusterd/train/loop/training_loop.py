@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from clusterd.protocol.control import PeersLost, UseCores
+from clusterd.protocol.rank import Orphaned, Trains
 from clusterd.train.checkpoint.asynchronous import AsyncCheckpointer
 from clusterd.train.loop import peers
 from clusterd.train.loop.consensus import StepConsensus
@@ -20,7 +22,7 @@ from clusterd.train.migration.snapshots import StateSnapshots
 from clusterd.train.migration.source import MigrationSource
 from clusterd.train.parallel.mesh import COLLECTIVE_TIMEOUT_S
 from clusterd.train.process import exits
-from clusterd.train.process.control import Control, Message
+from clusterd.train.process.control import Control
 from clusterd.train.process.job import Outcome
 from clusterd.train.process.seeding import seed_step
 from clusterd.train.state import scalars
@@ -83,8 +85,8 @@ class TrainingLoop:
         self._cores = 0  # CPU threads from the next step on; 0: no change
         needs_watch = training.device.type == "cuda" and dist.is_initialized()
         self._hang_detector = peers.HangDetector(COLLECTIVE_TIMEOUT_S if needs_watch else None, self._on_peers_lost)
-        control.on("peers_lost", lambda message: self._on_peers_lost(str(message.get("reason", ""))))
-        control.on("cores", self._on_cores)
+        control.on(PeersLost, lambda event: self._on_peers_lost(event.reason))
+        control.on(UseCores, self._on_cores)
 
     def run(self) -> Outcome:
         """Run all steps.
@@ -134,7 +136,7 @@ class TrainingLoop:
         training.stepper.phases.begin(training.step + 1)
         for inputs, targets in training.batches():
             if self._migration_id:
-                control.report("trains", id=self._migration_id, step=training.step, at_s=time.time())
+                control.report(Trains(self._migration_id, training.step, time.time()))
                 self._migration_id = ""
             if self._cores:
                 self._apply_cores()
@@ -267,7 +269,7 @@ class TrainingLoop:
             cause = cause.__cause__
         training.stepper.clear(gradients=not may_finish)
         step = training.step if is_whole else INCONSISTENT_STEP
-        self._control.report("orphaned", step=step, updated=True, may_finish=may_finish, out_of_memory=out_of_memory)
+        self._control.report(Orphaned(step, may_finish, out_of_memory))
         deadline = time.monotonic() + ORPHAN_WAIT_S
         while (migration := self._migration.wait_for_migration(deadline - time.monotonic())) is not None:
             if may_finish and migration.step == training.step + 1:
@@ -287,8 +289,8 @@ class TrainingLoop:
         device = self._training.device
         return device.type != "cuda" or (not self._disconnected and bool(torch.cuda.current_stream(device).query()))
 
-    def _on_cores(self, message: Message) -> None:
-        self._cores = max(int(message["each"]), 1)
+    def _on_cores(self, event: UseCores) -> None:
+        self._cores = max(event.each, 1)
 
     def _on_peers_lost(self, reason: str) -> None:
         """Handle a report that peers are gone, which may precede a connection error: a dead host closes none."""

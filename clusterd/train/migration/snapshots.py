@@ -12,11 +12,13 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from clusterd.niceness import lower_priority
+from clusterd.protocol.control import MakeSegment, PublishSegment
+from clusterd.protocol.messages import Request
 from clusterd.train.migration.spec import sums_to_bytes
 from clusterd.train.process.control import AgentAbsent, AgentRefused, Control
 from clusterd.train.state import scalars
@@ -29,6 +31,8 @@ from clusterd.train.state.training import Training
 from plans.layout import Layout, layout
 from plans.packing import Outbox
 from plans.snapshots import state_snapshot_outbox
+
+R = TypeVar("R")
 
 
 class StateSnapshots:
@@ -79,7 +83,7 @@ class StateSnapshots:
                 meta["sums"] = sums_to_bytes(copies_to_segment(self._segments[slot], parts).run(after=done))
             finally:
                 self._copied.set()
-            if self._ask_agent("publish", name=self._name(slot), meta=meta) is not None:
+            if self._ask_agent(PublishSegment(self._name(slot), meta)) is not None:
                 self._newest, self._step = slot, meta["step"]
 
         self._thread = threading.Thread(target=take, name="clusterd-snapshot")
@@ -110,7 +114,7 @@ class StateSnapshots:
             return
         meta["sums"] = sums_to_bytes(copies_to_segment(self._segments[slot], parts).run())
         # The next ranks may run on this very host: do not wait for the replica on a second one.
-        self._ask_agent("publish", name=self._name(slot), meta=meta, wait=False)
+        self._ask_agent(PublishSegment(self._name(slot), meta, wait=False))
 
     def _state(self) -> tuple[list[SegmentPart], dict[str, Any]]:
         """Live tensors of this rank's share of the state, and the metadata that accompanies them."""
@@ -145,19 +149,19 @@ class StateSnapshots:
     def _allocate_segments(self, size_bytes: int, count: int) -> None:
         size = max(size_bytes, 8)  # a rank with nothing to write publishes too, so that the step is complete
         for slot in range(count):
-            answer = self._ask_agent("segment", name=self._name(slot), bytes=size)
-            if answer is None:
+            made = self._ask_agent(MakeSegment(self._name(slot), size))
+            if made is None:
                 return
-            segment = Segment(answer["path"], size_bytes=size)
+            segment = Segment(made.path, size_bytes=size)
             segment.touch()
             if self._training.device.type == "cuda":
                 segment.pin()
             self._segments.append(segment)
 
-    def _ask_agent(self, verb: str, **arguments: Any) -> dict[str, Any] | None:
+    def _ask_agent(self, request: Request[R]) -> R | None:
         """Ask the agent; training goes on without a state snapshot if it is absent or refuses."""
         try:
-            return self._control.ask(verb, **arguments)
+            return self._control.ask(request)
         except (AgentRefused, AgentAbsent) as error:
             print(f"clusterd: no state snapshot of step {self._training.step}: {error}", flush=True)
             return None

@@ -13,8 +13,10 @@ import time
 
 import torch
 
+from clusterd.protocol.control import Abort, BeginMigration, MakeSegment, PublishSegment, Quiesce
+from clusterd.protocol.rank import Failed, Prepared, Quiesced, Resumed
 from clusterd.train.migration.spec import MigrationSpec, sums_to_bytes
-from clusterd.train.process.control import Control, Message
+from clusterd.train.process.control import Control
 from clusterd.train.state import scalars
 from clusterd.train.state.copy_plan import (
     LocalShards,
@@ -50,9 +52,9 @@ class MigrationSource:
         self._segment: Segment | None = None
         self._addresses: tuple[MemoryAddresses, int] = {}, 0  # at preparation, and the last step done then
         self._prepared: PreparedCopy | None = None
-        control.on("move", self._on_move)
-        control.on("quiesce", self._on_quiesce)
-        control.on("abort", self._on_abort)
+        control.on(BeginMigration, self._on_move)
+        control.on(Quiesce, self._on_quiesce)
+        control.on(Abort, self._on_abort)
 
     def hand_over(self, at_s: float) -> str:
         """Publish the state between two steps, on every rank, and wait for the outcome.
@@ -121,17 +123,17 @@ class MigrationSource:
                 segment.populate_for_writing()
             copies = prepared.copies if prepared is not None else self._copies(migration, segment, live)
             sums = copies.run(copy_threads(migration.old.hosts, training.context.rank))
-        copied = [began_s, time.time()] if sums else []
+        copied = (began_s, time.time()) if sums else ()
         if segment is not None:
             meta = {
                 "step": training.step,
                 "sums": sums_to_bytes(sums),
                 "scalars": scalars.collect(training, migration.shape),
             }
-            self._control.ask("publish", name=migration.outbox_name(training.context.rank), meta=meta)
+            self._control.ask(PublishSegment(migration.outbox_name(training.context.rank), meta))
         if migration.frees_source_memory:
             free_state(training, live)
-        self._control.report("quiesced", id=migration.id, step=training.step, at_s=at_s, copied=copied)
+        self._control.report(Quiesced(migration.id, training.step, at_s, copied))
 
     def _copies(self, migration: MigrationSpec, segment: Segment, live: LocalShards) -> CopyBatch:
         tensors, parts = migration.transfers.old.tensors, migration.packing.outbox(self._training.context.rank).parts
@@ -149,20 +151,20 @@ class MigrationSource:
                 self._changed.wait(POLL_S)
             if self._control.requested("stop"):
                 return "stop"
-        self._control.report("resumed", id=migration.id, step=self._training.step)
+        self._control.report(Resumed(migration.id, self._training.step))
         return "abort"
 
     # --- messages of the agent, on the control thread -----------------------------------------------------------------
 
-    def _on_move(self, message: Message) -> None:
-        migration_id = message["move"]["id"]
+    def _on_move(self, event: BeginMigration) -> None:
+        migration_id = event.move.id
         with self._changed:
             if migration_id in self._aborted or (self._migration is not None and self._migration.id == migration_id):
                 return  # repeated by an agent that reconnected
         try:
-            migration = MigrationSpec.from_dict(message["move"])
+            migration = MigrationSpec.of(event.move)
         except (KeyError, TypeError, ValueError) as error:
-            self._control.report("failed", id=migration_id, phase="prepare", why=f"cannot parse the migration: {error}")
+            self._control.report(Failed(migration_id, f"cannot parse the migration: {error}", phase="prepare"))
             return
         if self._training.context.rank in migration.lost:
             return  # this rank's state is older than that of the others
@@ -173,20 +175,20 @@ class MigrationSource:
         # Not a daemon thread, as it may be inside torch: see `snapshots`.
         threading.Thread(target=self._prepare, args=[migration], name="clusterd-prepare").start()
 
-    def _on_quiesce(self, message: Message) -> None:
+    def _on_quiesce(self, event: Quiesce) -> None:
         with self._changed:
-            if message["move"] in self._aborted:
+            if event.move in self._aborted:
                 return
-            self._quiesce = message["move"]
+            self._quiesce = event.move
             self._prepare_copy()
             self._changed.notify_all()
-        self._control.request("quiesce", f"migration {message['move']}")
+        self._control.request("quiesce", f"migration {event.move}")
 
-    def _on_abort(self, message: Message) -> None:
+    def _on_abort(self, event: Abort) -> None:
         self._control.withdraw("quiesce")
         with self._changed:
-            self._aborted.add(message["move"])
-            if self._migration is not None and self._migration.id == message["move"]:
+            self._aborted.add(event.move)
+            if self._migration is not None and self._migration.id == event.move:
                 self._reset()
             self._changed.notify_all()
 
@@ -222,8 +224,8 @@ class MigrationSource:
             )
             segment = None
             if outbox.size_bytes:
-                answer = self._control.ask("segment", name=migration.outbox_name(rank), bytes=outbox.size_bytes)
-                segment = Segment(answer["path"], size_bytes=outbox.size_bytes)
+                made = self._control.ask(MakeSegment(migration.outbox_name(rank), outbox.size_bytes))
+                segment = Segment(made.path, size_bytes=outbox.size_bytes)
                 if self._training.device.type == "cuda":
                     segment.touch()
                     segment.pin()
@@ -241,7 +243,7 @@ class MigrationSource:
                 return
             self._segment, self._addresses, self._ready = segment, addresses, True
             self._changed.notify_all()
-        self._control.report("prepared", id=migration.id, digest=digest, bytes=outbox.size_bytes)
+        self._control.report(Prepared(migration.id, digest, outbox.size_bytes))
 
     def _fail(self, migration: MigrationSpec, phase: str, error: Exception) -> None:
         with self._changed:
@@ -249,7 +251,7 @@ class MigrationSource:
                 return
             self._ready, self._failed = True, str(error)
             self._changed.notify_all()
-        self._control.report("failed", id=migration.id, phase=phase, why=f"{type(error).__name__}: {error}")
+        self._control.report(Failed(migration.id, f"{type(error).__name__}: {error}", phase))
 
     def _reset(self) -> None:
         self._prepared = None

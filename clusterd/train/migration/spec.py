@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+from clusterd.protocol.migration import Address, MigrationRequest, SideRequest, SnapshotSegments
 from plans.layout import Layout, layout
 from plans.model_shape import ModelShape
 from plans.packing import Packing
@@ -25,27 +25,11 @@ class MigrationSide:
     devices: tuple[str, ...]
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> MigrationSide:
-        """Parse the message."""
+    def of(cls, side: SideRequest) -> MigrationSide:
+        """Parse the side's plan."""
         return cls(
-            int(values["generation"]),
-            Plan.from_dict(values["plan"]),
-            tuple(values["hosts"]),
-            tuple(values.get("devices") or ()),
+            side.generation, Plan.from_dict(side.plan), side.hosts, tuple(device or "" for device in side.devices)
         )
-
-
-@dataclass(frozen=True)
-class StateSnapshot:
-    """Segments that ranks published at one step, by rank: their names, and the hosts that have them."""
-
-    names: tuple[str, ...]
-    hosts: tuple[str, ...]
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> StateSnapshot:
-        """Parse the message."""
-        return cls(tuple(values["names"]), tuple(values["hosts"]))
 
 
 @dataclass(frozen=True)
@@ -57,28 +41,28 @@ class MigrationSpec:
     old: MigrationSide
     new: MigrationSide
     lost: tuple[int, ...]
-    fabric: Mapping[str, tuple[str, int]]
-    snapshot: StateSnapshot | None  # source of the state, instead of ranks
+    fabric: Mapping[str, Address]
+    snapshot: SnapshotSegments | None  # source of the state, instead of ranks
     step: int | None  # with lost ranks: step that survivors must complete, if they can
     frees_source_memory: bool  # source ranks free their memory before target ranks start
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> MigrationSpec:
-        """Parse the message.
+    def of(cls, request: MigrationRequest) -> MigrationSpec:
+        """Parse the model and the plans of a request.
 
         Raises:
-            ValueError, KeyError: it is malformed.
+            ValueError, KeyError: they are malformed.
         """
         return cls(
-            str(values["id"]),
-            ModelShape.from_dict(values["shape"]),
-            MigrationSide.from_dict(values["old"]),
-            MigrationSide.from_dict(values["new"]),
-            tuple(values.get("lost") or ()),
-            {host: (str(a), int(p)) for host, (a, p) in (values.get("fabric") or {}).items()},
-            StateSnapshot.from_dict(values["snapshot"]) if values.get("snapshot") else None,
-            None if values.get("step") is None else int(values["step"]),
-            bool(values.get("makes_room")),
+            request.id,
+            ModelShape.from_dict(request.shape),
+            MigrationSide.of(request.old),
+            MigrationSide.of(request.new),
+            request.lost,
+            request.fabric,
+            request.snapshot,
+            request.step,
+            request.makes_room,
         )
 
     @cached_property

@@ -12,12 +12,15 @@ import queue
 import sys
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from clusterd.protocol import control as events
+from clusterd.protocol.messages import Event
+from clusterd.protocol.rank import Failed, Loaded, Prepared
 from clusterd.train.migration.spec import MigrationSpec, sums_from_bytes
 from clusterd.train.process import exits
 from clusterd.train.process.context import Context
-from clusterd.train.process.control import Control, Message
+from clusterd.train.process.control import Control
 from clusterd.train.state import scalars
 from clusterd.train.state.copy_plan import LocalShards, copy_threads, segment_part
 from clusterd.train.state.copying import CopyBatch, copies_from_segment
@@ -53,16 +56,15 @@ class MigrationTarget:
         assert context.migration is not None
         self._context, self._control = context, control
         self._phase = "prepare"
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self.migration_id = str(context.migration.get("id", ""))
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.migration_id = context.migration.id
         self._mapped: dict[str, Segment] = {}  # by path
         self._copies: dict[tuple[str, int], CopyBatch] = {}  # out of mapped segments, by path and source
         self._map_budget_bytes = MAPPED_AHEAD_BYTES
         self._pins = False
-        for event in ("segment", "room", "fetch_failed", "resume"):
-            control.on(event, self._messages.put)
-        control.on("connected", self._messages.put)
-        control.on("stop", self._exit_unneeded)
+        for kind in (events.SegmentPublished, events.SegmentMade, events.FetchFailed, events.Resume, events.Connected):
+            control.on(kind, self._events.put)
+        control.on(events.Stop, self._exit_unneeded)
 
     def take_over(self, make: Callable[[], Target]) -> Target:
         """Make the rank's training and return it once it may run the next step.
@@ -78,17 +80,16 @@ class MigrationTarget:
             known = exits.classify_error(error, where="")
             full = isinstance(known, exits.DeviceOutOfMemory)
             refused = str(known) if isinstance(known, exits.PlanRefused) else ""
-            self._control.report(
-                "failed", id=self.migration_id, phase=self._phase, why=why, out_of_memory=full, refused=refused
-            )
+            self._control.report(Failed(self.migration_id, why, self._phase, full, refused))
             raise MigrationFailed(f"migration {self.migration_id} failed in phase {self._phase}: {why}") from error
-        self._control.on("stop", lambda _: None)  # from now on the loop handles stops, between two steps
+        self._control.on(events.Stop, lambda _: None)  # from now on the loop handles stops, between two steps
         # A daemon that repeats the resume message missed the report that this rank trains.
-        self._control.on("resume", lambda _: self._control.resend_report())
+        self._control.on(events.Resume, lambda _: self._control.resend_report())
         return training
 
     def _prepare_and_load(self, make: Callable[[], Target]) -> Target:
-        migration = MigrationSpec.from_dict(self._context.migration or {})
+        assert self._context.migration is not None
+        migration = MigrationSpec.of(self._context.migration)
         rank = self._context.rank
         training = make()
         training.rehearse()
@@ -100,9 +101,9 @@ class MigrationTarget:
         live = check_shards(training, migration.shape, migration.new_layout, rank)
         reads = migration.packing.reads(rank)
         self._fetch(migration)
-        for segment in self._control.ask("segments", move=migration.id).get("rooms", ()):
+        for segment in self._control.ask(events.ListSegments(migration.id)).rooms:
             self._map(migration, live, reads, segment)
-        self._control.report("prepared", id=migration.id, digest=migration.transfers.digest)
+        self._control.report(Prepared(migration.id, migration.transfers.digest))
         self._phase = "transfer"
         metas, copied = self._load(migration, live, reads, copy_threads(migration.new.hosts, rank))
         self._phase = "verify"
@@ -113,18 +114,19 @@ class MigrationTarget:
         scalars.restore(training, migration.shape, [meta["scalars"] for meta in metas])
         host = migration.new.hosts[rank]
         self._control.report(
-            "loaded",
-            id=migration.id,
-            step=training.step,
-            verified=True,
-            bytes_local=sum(read.bytes for read in reads if read.local),
-            bytes_network=sum(fetch.bytes for fetch in migration.packing.fetches(host)),
-            copied=copied,
+            Loaded(
+                migration.id,
+                training.step,
+                verified=True,
+                bytes_local=sum(read.bytes for read in reads if read.local),
+                bytes_network=sum(fetch.bytes for fetch in migration.packing.fetches(host)),
+                copied=copied,
+            )
         )
         self._unmap()
         training.read_ahead()
         self._phase = "resume"
-        while self._next()["event"] != "resume":
+        while not isinstance(self._next(), events.Resume):
             pass
         return training
 
@@ -135,26 +137,22 @@ class MigrationTarget:
         fetches = migration.packing.fetches(host)
         if not fetches or migration.new.hosts.index(host) != rank:
             return
-        self._control.ask(
-            "fetch",
-            move=migration.id,
-            name=migration.inbox_name,
-            bytes=migration.packing.inbox_bytes(host),
-            sources=[
-                {
-                    "name": migration.outbox_name(fetch.source),
-                    "source": fetch.source,
-                    "address": list(migration.fabric[fetch.source_host]),
-                    "ranges": [list(r) for r in fetch.ranges],
-                    "offset": fetch.offset,
-                }
-                for fetch in fetches
-            ],
+        sources = tuple(
+            events.FetchSource(
+                migration.outbox_name(fetch.source),
+                migration.fabric[fetch.source_host],
+                tuple(fetch.ranges),
+                fetch.offset,
+                fetch.source,
+            )
+            for fetch in fetches
         )
+        size_bytes = migration.packing.inbox_bytes(host)
+        self._control.ask(events.FetchSegments(migration.id, migration.inbox_name, size_bytes, sources))
 
     def _load(
         self, migration: MigrationSpec, live: LocalShards, reads: list[Read], threads: int
-    ) -> tuple[list[Message], list[float]]:
+    ) -> tuple[list[dict[str, Any]], tuple[float, float]]:
         """Read every source as it arrives; return the metadata by source, and start and end times."""
         pending: dict[int, list[Read]] = {}
         for read in reads:
@@ -163,38 +161,35 @@ class MigrationTarget:
             raise ValueError(
                 f"rank {self._context.rank} of {migration.new.plan} has nothing to read: it would hold no state"
             )
-        metas: dict[int, Message] = {}
+        metas: dict[int, dict[str, Any]] = {}
         began_s = 0.0
         self._request_published(migration)
         while pending:
-            message = self._next()
-            if message["event"] == "connected":
+            event = self._next()
+            if isinstance(event, events.Connected):
                 self._request_published(migration)
-            if message.get("move") != migration.id:
+            if isinstance(event, events.SegmentMade) and event.move == migration.id:
+                self._map(migration, live, reads, event)
+            if not isinstance(event, events.SegmentPublished) or event.move != migration.id or event.source is None:
                 continue
-            if message["event"] == "room":
-                self._map(migration, live, reads, message)
-            if message["event"] != "segment":
-                continue
-            source = int(message["source"])
-            own_reads = pending.get(source, [])
-            if not own_reads or own_reads[0].local != (message["where"] == "outbox"):
+            own_reads = pending.get(event.source, [])
+            if not own_reads or own_reads[0].local != (event.where == "outbox"):
                 continue
             began_s = began_s or time.time()
-            self._read_source(migration, live, own_reads, message, threads)
-            metas[source] = message["meta"]
-            del pending[source]
+            self._read_source(migration, live, own_reads, event, event.source, threads)
+            metas[event.source] = event.meta
+            del pending[event.source]
         for shard in live.values():
             if shard.mirror is not None and (local := shard.tensors[0]) is not None:
                 shard.mirror.copy_(local)
-        return [metas[source] for source in sorted(metas)], [began_s, time.time()]
+        return [metas[source] for source in sorted(metas)], (began_s, time.time())
 
-    def _map(self, migration: MigrationSpec, live: LocalShards, reads: list[Read], announcement: Message) -> None:
+    def _map(self, migration: MigrationSpec, live: LocalShards, reads: list[Read], made: events.SegmentMade) -> None:
         """Map a segment that this rank will read, and prepare the copies from it, before the downtime.
 
         Maps only this rank's own pages.
         """
-        name, path = os.path.basename(announcement["path"]), str(announcement["path"])
+        name, path = os.path.basename(made.path), made.path
         local = {migration.outbox_name(read.source) for read in reads if read.local}
         if path in self._mapped or not (name == migration.inbox_name or name in local):
             return
@@ -227,7 +222,8 @@ class MigrationTarget:
         migration: MigrationSpec,
         live: LocalShards,
         reads: list[Read],
-        message: Message,
+        published: events.SegmentPublished,
+        source: int,
         threads: int,
     ) -> None:
         """Read the parts of one source.
@@ -235,9 +231,8 @@ class MigrationTarget:
         Raises:
             ValueError: a checksum differs from that of the source rank.
         """
-        source = int(message["source"])
         tensors = migration.transfers.new.tensors
-        path = str(message["path"])
+        path = published.path
         segment = self._mapped.get(path)
         if segment is not None and segment.is_at(path):
             sums = self._copies[path, source].run(threads)
@@ -246,7 +241,7 @@ class MigrationTarget:
             segment.populate_for_reading((read.offset, read.bytes) for read in reads)
             sums = _copies(migration, live, segment, reads).run(threads)
             segment.close()
-        sent = sums_from_bytes(message["meta"]["sums"])
+        sent = sums_from_bytes(published.meta["sums"])
         place = {(p.tensor, p.low, p.high): i for i, p in enumerate(migration.packing.outbox(source).parts)}
         for read, found in zip(reads, sums, strict=True):
             low, high = read.within or (read.low, read.high)
@@ -258,26 +253,25 @@ class MigrationTarget:
 
     def _request_published(self, migration: MigrationSpec) -> None:
         """Ask for the segments that were published before this rank listened."""
-        for segment in self._control.ask("segments", move=migration.id)["segments"]:
-            where = "inbox" if os.path.basename(segment["path"]) == migration.inbox_name else "outbox"
-            self._messages.put({"event": "segment", "move": migration.id, "where": where, **segment})
+        for segment in self._control.ask(events.ListSegments(migration.id)).segments:
+            self._events.put(segment)
 
-    def _next(self) -> Message:
+    def _next(self) -> Event:
         while True:
             if self._control.requested("stop"):
                 raise SystemExit(0)
             try:
-                message = self._messages.get(timeout=POLL_S)
+                event = self._events.get(timeout=POLL_S)
             except queue.Empty:
                 continue
             break
-        if message["event"] == "fetch_failed" and message.get("move") == self.migration_id:
-            raise ConnectionError(f"{message.get('name')}: {message.get('why')}")
-        return message
+        if isinstance(event, events.FetchFailed) and event.move == self.migration_id:
+            raise ConnectionError(f"{event.name}: {event.why}")
+        return event
 
-    def _exit_unneeded(self, message: Message) -> None:
+    def _exit_unneeded(self, stop: events.Stop) -> None:
         # The main thread may wait in a collective for ranks that are gone; there is no state to save.
-        print(f"clusterd: not needed: {message.get('reason', '')}", flush=True)
+        print(f"clusterd: not needed: {stop.reason}", flush=True)
         sys.stderr.flush()
         os._exit(0)
 

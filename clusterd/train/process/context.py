@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterd.protocol.codec import from_map
+from clusterd.protocol.launch import RankFile
+from clusterd.protocol.migration import MigrationRequest
 from clusterd.train.process.exits import PlanRefused
 from plans.plan import Coordinates, Plan, PlanError
 
@@ -29,14 +32,14 @@ class Context:
     master_addr: str = ""
     master_port: int = 0
     job: str = ""
-    attempt: Any = ""
+    attempt: int = 0
     generation: int = 0
     directory: Path | None = None  # of the attempt on this host
     steps_file: Path | None = None
     control_socket: str = ""
     token: str = ""
     standby: bool = False  # started for a migration, to take over from the ranks that train now
-    migration: dict[str, Any] | None = None
+    migration: MigrationRequest | None = None
     snapshot_every: int = 0  # steps between state snapshots; 0: none
     probe: bool = False  # measure device and links first
     hosts: int = 1  # number of hosts of the ranks
@@ -61,7 +64,7 @@ def read(environ: Mapping[str, str] | None = None) -> Context:
     """
     environ = os.environ if environ is None else environ
     if path := environ.get("CLUSTERD_RANK_FILE"):
-        return _checked(_of_rank_file(json.loads(Path(path).read_text(encoding="utf-8"))))
+        return _checked(_of_rank_file(rank_file(path)))
     rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     return _checked(
         Context(
@@ -76,33 +79,36 @@ def read(environ: Mapping[str, str] | None = None) -> Context:
     )
 
 
-def _of_rank_file(values: dict[str, Any]) -> Context:
-    device = values.get("device") or {}
-    world_size = int(values["world_size"])
+def rank_file(path: str) -> RankFile:
+    """Read the file in which the agent describes a rank."""
+    return from_map(RankFile, json.loads(Path(path).read_text(encoding="utf-8")), "rank file")
+
+
+def _of_rank_file(file: RankFile) -> Context:
     return Context(
         launcher="clusterd",
-        rank=int(values["rank"]),
-        world_size=world_size,
-        local_rank=int(values.get("local_rank", 0)),
-        plan=_plan(values.get("plan"), world_size),
-        device_kind=device.get("kind", ""),
-        threads=int(device.get("threads") or 0),
-        master_addr=values.get("master_addr") or "127.0.0.1",
-        master_port=int(values.get("master_port") or 0),
-        job=str(values["job"]),
-        attempt=values["attempt"],
-        generation=int(values.get("generation", 0)),
-        directory=Path(values["directory"]) if values.get("directory") else None,
-        steps_file=Path(values["steps_file"]) if values.get("steps_file") else None,
-        control_socket=values.get("control_socket") or "",
-        token=values.get("token") or "",
-        standby=bool(values.get("standby")),
-        migration=values.get("move") or None,
-        snapshot_every=int(values.get("snapshot_every") or 0),
-        probe=bool(values.get("probe")),
-        hosts=int(values.get("hosts") or 1),
-        restore=values.get("restore") or "",
-        final=values.get("final") or "",
+        rank=file.rank,
+        world_size=file.world_size,
+        local_rank=file.local_rank,
+        plan=_plan(file.plan, file.world_size),
+        device_kind=file.device.kind,
+        threads=file.device.threads,
+        master_addr=file.master_addr or "127.0.0.1",
+        master_port=file.master_port,
+        job=file.job,
+        attempt=file.attempt,
+        generation=file.generation,
+        directory=Path(file.directory) if file.directory else None,
+        steps_file=Path(file.steps_file) if file.steps_file else None,
+        control_socket=file.control_socket,
+        token=file.token,
+        standby=file.standby,
+        migration=file.move,
+        snapshot_every=file.snapshot_every,
+        probe=file.probe,
+        hosts=file.hosts,
+        restore=file.restore or "",
+        final=file.final or "",
     )
 
 

@@ -14,9 +14,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from clusterd import protocol
+from clusterd.protocol import calls
+from clusterd.protocol.codec import from_map, to_map
+from clusterd.protocol.control import TO_RANKS, Connected, RankHello, Report, ReportFailure, Stop
+from clusterd.protocol.messages import Event, Request, read_event
+from clusterd.protocol.rank import RankMessage
 from clusterd.train.process.context import Context
 
 SIGNALS = ("stop", "quiesce", "checkpoint", "keep", "done")
@@ -27,8 +32,8 @@ ANSWER_S = 120.0
 FAILURE_REPORT_S = 5.0
 """Time for which a failed rank waits to deliver its failure report."""
 
-Message = dict[str, Any]
-Handler = Callable[[Message], None]
+R = TypeVar("R")
+E = TypeVar("E", bound=Event)
 
 
 class AgentRefused(Exception):
@@ -53,12 +58,11 @@ class Control:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._requested: dict[str, str] = {}
-        self._status: Message | None = None
-        self._last_report: Message | None = None
-        self._handlers: dict[str, Handler] = {}
-        self._unhandled: list[Message] = []
-        self._answers: dict[int, Message | None] = {}
-        self._number = 0
+        self._status: Event | None = None
+        self._last_report: Report | None = None
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {}
+        self._unhandled: list[Event] = []
+        self._calls = calls.Calls()
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -96,45 +100,46 @@ class Control:
         """Reason of a flag, if it was raised on this rank."""
         return self._requested.get(flag, "asked of another rank")
 
-    def on(self, event: str, handler: Handler) -> None:
+    def on(self, kind: type[E], handler: Callable[[E], None]) -> None:
         """Register the handler of an event, called on the control thread, and handle earlier ones now."""
         with self._lock:
-            self._handlers[event] = handler
-            earlier = [m for m in self._unhandled if m.get("event") == event]
-            self._unhandled = [m for m in self._unhandled if m.get("event") != event]
-        for message in earlier:
-            handler(message)
+            self._handlers[kind] = handler
+            earlier = [event for event in self._unhandled if isinstance(event, kind)]
+            self._unhandled = [event for event in self._unhandled if not isinstance(event, kind)]
+        for event in earlier:
+            handler(event)
 
-    def send_status(self, message: Message) -> None:
+    def send_status(self, event: Event) -> None:
         """Send the status to the agent, and to any later agent."""
-        self._status = message
-        self._send(message)
+        self._status = event
+        self._send(event)
 
-    def report(self, event: str, **fields: Any) -> None:
+    def report(self, message: RankMessage) -> None:
         """Report to the daemon through the agent; the last report is repeated to a later agent."""
-        self._last_report = {"event": "said", "said": {"what": event, **fields}}
+        self._last_report = Report(message.to_message())
         self._send(self._last_report)
 
     def report_failure(self, reason: str, message: str) -> None:
         """Report why this rank is about to exit, and wait until the agent has recorded it."""
         if self._context.control_socket:
             with contextlib.suppress(AgentAbsent, AgentRefused):
-                self.ask("failed", FAILURE_REPORT_S, reason=reason, message=message)
+                self.ask(ReportFailure(reason, message), FAILURE_REPORT_S)
 
     def resend_report(self) -> None:
         """Repeat the last report, for a daemon that may have missed it."""
         if self._last_report is not None:
             self._send(self._last_report)
 
-    def ask(self, verb: str, timeout_s: float = ANSWER_S, **arguments: Any) -> Message:
+    def ask(self, request: Request[R], timeout_s: float = ANSWER_S) -> R:
         """Send a request to the agent and return its answer; any thread may call it.
 
         If the agent is lost, its successor gets the request again.
 
         Raises:
             AgentRefused: the agent answered with an error.
-            AgentAbsent: no agent answered in time.
+            AgentAbsent: no agent answered in time, or what answered is none.
         """
+        verb = request.verb
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while True:
@@ -146,23 +151,24 @@ class Control:
                     raise AgentAbsent(f"{verb!r} was requested after the rank's end")
                 connection = self._connection
                 assert connection is not None
-                self._number = number = self._number + 1
-                self._answers[number] = None
+                replies: list[calls.Reply] = []
+                number = self._calls.open(replies.append)
                 with contextlib.suppress(OSError):
-                    connection.sendall(protocol.encode({"verb": verb, "id": number, **arguments}))
-                answered = self._changed.wait_for(
-                    lambda n=number, c=connection: self._answers[n] is not None or self._connection is not c,  # type: ignore[misc]
-                    deadline - time.monotonic(),
-                )
-                answer = self._answers.pop(number)
-                if answer is not None:
-                    break
-                if not answered:
+                    connection.sendall(protocol.encode(calls.request(number, verb, to_map(request))))
+                self._changed.wait_for(lambda found=replies: found, deadline - time.monotonic())  # type: ignore[misc]
+                self._calls.close(number)
+                if not replies:
                     raise AgentAbsent(f"no agent answered {verb!r} within {timeout_s:.0f} s")
-        if "error" in answer:
-            raise AgentRefused(str(answer["error"].get("kind", "")), str(answer["error"].get("message", "")))
-        ok: Message = answer["ok"]
-        return ok
+                outcome = replies[0]
+                if not isinstance(outcome, calls.Ended):
+                    break
+        if isinstance(outcome, calls.Failure):
+            raise AgentRefused(outcome.kind, outcome.message)
+        try:
+            reply: R = from_map(request.reply, outcome.value, verb)
+        except protocol.ProtocolError as error:
+            raise AgentAbsent(f"the agent's answer is malformed: {error}") from error
+        return reply
 
     def close(self) -> None:
         """Stop the thread."""
@@ -175,11 +181,11 @@ class Control:
         if self._thread is not None:
             self._thread.join(timeout=2 * RECONNECT_S)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, event: Event) -> None:
         with self._lock:
             if self._connection is not None:
                 with contextlib.suppress(OSError):  # the thread notices too, and reconnects
-                    self._connection.sendall(protocol.encode(message))
+                    self._connection.sendall(protocol.encode(event.to_message()))
 
     def _serve(self) -> None:
         while not self._closed.is_set():
@@ -191,23 +197,14 @@ class Control:
         context = self._context
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(context.control_socket)
-            hello = {
-                "verb": "rank_hello",
-                "job": context.job,
-                "attempt": context.attempt,
-                "generation": context.generation,
-                "rank": context.rank,
-                "token": context.token,
-                "pid": os.getpid(),
-            }
+            named = (context.job, context.attempt, context.generation, context.rank, context.token)
             with self._changed:
-                connection.sendall(protocol.encode(hello))
-                for message in (self._status, self._last_report):
-                    if message is not None:
-                        connection.sendall(protocol.encode(message))
+                for first in (RankHello(*named, pid=os.getpid()), self._status, self._last_report):
+                    if first is not None:
+                        connection.sendall(protocol.encode(first.to_message()))
                 self._connection = connection
                 self._changed.notify_all()
-            self._dispatch({"event": "connected"})
+            self._handle(Connected())
             decoder = protocol.Decoder()
             try:
                 while data := connection.recv(65536):
@@ -216,27 +213,33 @@ class Control:
             finally:
                 with self._changed:
                     self._connection = None
+                    self._calls.end(ConnectionResetError("the agent closed the connection"))
                     self._changed.notify_all()
 
-    def _dispatch(self, message: Message) -> None:
+    def _dispatch(self, message: protocol.Message) -> None:
         if "event" not in message:
             with self._changed:
-                if message.get("id") in self._answers:
-                    self._answers[message["id"]] = message
+                if self._calls.take(message):
                     self._changed.notify_all()
             return
-        event = message["event"]
-        if event == "stop":
-            for flag in ("keep", "done"):  # before stop: no step may see stop without them
-                if message.get(flag):
-                    self.request(flag, str(message.get("reason", "")))
-            self.request("stop", str(message.get("reason", "")))
+        try:
+            event = read_event(TO_RANKS, message)
+        except protocol.ProtocolError as error:
+            print(f"clusterd: dropped a message of the agent: {error}", flush=True)
+            return
+        self._handle(event)
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Stop):
+            for flag, raised in (("keep", event.keep), ("done", event.done), ("stop", True)):
+                if raised:  # stop comes last: no step may see it without the others
+                    self.request(flag, event.reason)
         with self._lock:
-            handler = self._handlers.get(event)
-            if handler is None and event not in ("stop", "connected"):
-                self._unhandled.append(message)
+            handler = self._handlers.get(type(event))
+            if handler is None and not isinstance(event, (Stop, Connected)):
+                self._unhandled.append(event)
         if handler is not None:
-            handler(message)
+            handler(event)
 
 
 @contextlib.contextmanager

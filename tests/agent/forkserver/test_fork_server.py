@@ -418,7 +418,9 @@ def test_what_a_launch_waits_for_is_not_dropped_by_the_end_of_older_ranks(connec
     agent.launch(["sleep", "100"])
     asks = 'line.sendall(protocol.encode({"id": 2, "verb": "segment", "name": "j.1.2.out0", "bytes": 1}))'
     (tmp_path / "train.py").write_text(dedent(HELLO).format(root=ROOT, changes={}, then=asks))
-    what = {"kind": "elastic", "generation": 2, "workdir": str(tmp_path), "move": {"id": "j.1.2", "token": "secret"}}
+    side = {"generation": 1, "plan": {}, "hosts": ["here"]}
+    move = {"id": "j.1.2", "token": "secret", "shape": {}, "old": side, "new": {**side, "generation": 2}}
+    what = {"kind": "elastic", "generation": 2, "workdir": str(tmp_path), "move": move}
     launching = agent.send("launch", **launch(["python", "train.py"], **what))
     servers = Home(agent.root).sockets
     wait_until(lambda: len(list(servers.glob("????????????????.sock"))) == 2, "the second fork server to start")

@@ -12,6 +12,7 @@ import pytest
 from clusterd.agent.host import append_only_files
 from clusterd.agent.host.attempt_records import Attempt, Rank
 from clusterd.agent.server import housekeeping
+from tests.agent.client import accepted
 
 MIB = 1 << 20
 
@@ -53,7 +54,7 @@ def test_a_log_is_shortened_once_more_when_its_rank_is_over(tmp_path: Path, monk
     """What a job wrote since the last look, gigabytes in a few seconds, stayed on the disk."""
     looked: list[Path] = []
     monkeypatch.setattr(housekeeping.append_only_files, "trim", lambda file: looked.append(file) or 0)
-    attempt = Attempt(tmp_path, {}, ranks={0: Rank(0, state="running")})
+    attempt = Attempt(tmp_path, accepted(), ranks={0: Rank(0, state="running")})
     some: Any = Mock()
     work = housekeeping.Housekeeping(cast(Any, [attempt]), some, some, some, some, some)
     asyncio.run(work.shorten_logs())

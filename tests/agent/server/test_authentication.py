@@ -36,6 +36,9 @@ class Process:
                     return message
         return {}
 
+    def event(self, name: object, **fields: Any) -> None:
+        self._socket.sendall(protocol.encode({"event": name, **fields}))
+
     def close(self) -> None:
         self._socket.close()
 
@@ -98,6 +101,36 @@ def test_a_rank_speaks_for_itself_only(agent: AgentClient) -> None:
     assert process.request("stop", job="other", attempt=1, generation=1)["error"]["kind"] == "verb"
     assert "ok" in process.request("segment", name="mine.1.2.out0", bytes=10)
     process.close()
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "field"),
+    [
+        ("segment", {"name": 7, "bytes": 10}, "segment.name is int, not str"),
+        ("publish", {"name": "mine.1.2.out0", "meta": []}, "publish.meta is list, not a map"),
+        (
+            "fetch",
+            {"move": "mine.1.2", "name": "mine.1.2.in", "bytes": 1, "sources": [{}]},
+            "sources[0].name is absent",
+        ),
+        ("segments", {}, "segments.move is absent"),
+        ("rank_hello", {"job": "mine"}, "rank_hello.attempt is absent"),
+    ],
+)
+def test_a_malformed_request_of_a_rank_is_refused_by_its_field(
+    agent: AgentClient, verb: str, arguments: dict[str, Any], field: str
+) -> None:
+    agent.launch(["sleep", "100"], job="mine")
+    process, _ = as_rank(agent, "mine")
+    refused = process.request(verb, **arguments)["error"]
+    assert (refused["kind"], field in refused["message"]) == ("request", True), refused
+    process.event({})
+    process.event("said", said="stop everything")
+    assert "ok" in process.request("segment", name="mine.1.2.out0", bytes=10)
+    process.close()
+    lines = [line for line in Home(agent.root).log.read_text().splitlines() if "rank 0 of mine.1" in line]
+    assert len(lines) == 2 and lines[1].endswith("said.said is str, not a map"), lines
+    assert "Traceback" not in Home(agent.root).log.read_text()
 
 
 def test_a_proof_is_good_for_one_hello(connect: Connect) -> None:

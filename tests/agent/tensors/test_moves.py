@@ -15,7 +15,8 @@ import pytest
 from clusterd.agent.host.attempt_records import Attempt
 from clusterd.agent.tensors.datasets import Datasets
 from clusterd.agent.tensors.moves import Moves
-from tests.agent.client import launch
+from clusterd.protocol.control import MakeSegment, PublishSegment
+from tests.agent.client import accepted
 
 SIZE = 4 << 20
 
@@ -41,15 +42,15 @@ def moves(tmp_path: Path) -> Iterator[Moves]:
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> Attempt:
-    return Attempt(tmp_path / "j.1", launch(["true"]))
+    return Attempt(tmp_path / "j.1", accepted())
 
 
 def segment(moves: Moves, attempt: Attempt, name: str, size: int = SIZE) -> Path:
-    return Path(asyncio.run(moves.segment(attempt, {"name": name, "bytes": size}))["path"])
+    return Path(asyncio.run(moves.segment(attempt, MakeSegment(name, size))).path)
 
 
 def publish(moves: Moves, attempt: Attempt, name: str, **more: Any) -> None:
-    asyncio.run(moves.publish(attempt, {"name": name, "meta": {"step": 1}, **more}))
+    asyncio.run(moves.publish(attempt, PublishSegment(name, {"step": 1}, **more)))
 
 
 @pytest.mark.parametrize(("move", "name"), [("j.1.2", "j.1.2.out0"), ("j.1.g1.snaps", "j.1.g1.snap0.0")])

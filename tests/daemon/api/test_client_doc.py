@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from clusterd.daemon.api import (
-    accounts,
-    files,
-    host_check,
-    hosts,
-    job_logs,
-    jobs,
-    migration,
-    performance,
-    queue,
-    retention,
-    terminals,
-)
 from tests.conftest import RunningCluster
 
-PAGE = (Path(__file__).parents[3] / "docs" / "client.md").read_text()
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "client.md").read_text()
 
 
 def test_its_example_runs(local_cluster: RunningCluster, tmp_path: Path) -> None:
@@ -42,20 +29,7 @@ def test_its_example_runs(local_cluster: RunningCluster, tmp_path: Path) -> None
 
 
 def test_every_verb_is_told_with_its_arguments() -> None:
-    answer = {name: arguments.split(", ") for name, arguments in re.findall(r"^\| `(\w+)\(([\w, ]*)\)`", PAGE, re.M)}
-    there: dict[str, list[str]] = {}
-    for verbs in (
-        jobs.JobVerbs, migration.MigrationVerbs, host_check.HostChecks, files.FileVerbs, retention.RetentionVerbs,
-        hosts.HostVerbs, queue.QueueVerbs, hosts.ClaimVerbs, accounts.Accounts, performance.PerformanceVerbs,
-        terminals.Terminals,
-    ):  # fmt: skip
-        for name, verb in inspect.getmembers(verbs, inspect.isfunction):
-            of, *arguments = list(inspect.signature(verb).parameters)[1:] or [""]
-            if of == "peer" and not name.startswith("_") and _is_verb(verb):
-                there[name] = arguments or [""]
-    there["logs"] = list(inspect.signature(job_logs.JobLogs.follow).parameters)[2:]
-    assert answer == there
-
-
-def _is_verb(function: object) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "verbs.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ from clusterd.daemon.hosts.reports import HostUp, Reports
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.errors import AgentLost
 from clusterd.protocol.agent import HelloReply, StateSnapshotRow
+from clusterd.protocol.messages import Request
 from clusterd.types import HostId, JobId, JobKind
 from tests.conftest import RunningCluster
 from tests.core.conftest import Lab
@@ -54,13 +55,13 @@ class Deaf:
         self._deaf = deaf
         self.reports = Reports()
 
-    async def request(self, host: str, verb: str, **_: Any) -> dict[str, Any]:
+    async def request(self, host: str, request: Request[Any], timeout_s: float | None = 60.0, **_: Any) -> None:
         if host == self._deaf:
-            raise AgentLost(f"{host} did not answer {verb!r} within 60 s")
-        return {}
+            raise AgentLost(f"{host} did not answer {request.verb!r} within 60 s")
 
-    async def slice_server(self, host: str, verb: str, **args: Any) -> list[Any]:
-        return ["127.0.0.1", (await self.request(host, verb, **args)).get("port", 0)]
+    async def slice_server(self, host: str, request: Request[Any], **_: Any) -> tuple[str, int]:
+        await self.request(host, request)
+        return "127.0.0.1", 0
 
 
 def carried_out(lab: Lab, decided: list[d.Decision], launches: Any = None, deaf: str | None = None) -> list[e.Event]:

@@ -11,6 +11,7 @@ import anyio
 from clusterd.core import events as e
 from clusterd.daemon.api.retention import RetentionVerbs
 from clusterd.daemon.api.server import Peer
+from clusterd.protocol.requests import ForgetAttempt, Forgotten
 from clusterd.types import JobKind
 from tests.conftest import RunningCluster, processes_of, until
 from tests.core.conftest import Lab
@@ -57,9 +58,11 @@ def test_forget_asks_every_host_for_what_told_the_model() -> None:
     asked: list[tuple[str, str, int]] = []
 
     class Agents:
-        async def request(self, host: str, verb: str, **what: Any) -> dict[str, Any]:
-            asked.append((host, verb, what["attempt"]))
-            return {"bytes": 7}
+        async def request(
+            self, host: str, request: ForgetAttempt, timeout_s: float | None = 60.0, **_: Any
+        ) -> Forgotten:
+            asked.append((host, request.verb, request.attempt))
+            return Forgotten(7)
 
     lab = Lab()
     for name in "ab":

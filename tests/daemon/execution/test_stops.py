@@ -14,6 +14,7 @@ from clusterd.core import events as e
 from clusterd.daemon.execution import stops as module
 from clusterd.daemon.execution.stops import Stops
 from clusterd.errors import AgentLost, HostError
+from clusterd.protocol.requests import Stopped, StopRanks
 from tests.conftest import RunningCluster
 from tests.core.conftest import Lab
 
@@ -51,13 +52,13 @@ class Agent:
     def __init__(self, refusals: int) -> None:
         self.refusals = refusals
 
-    async def request(self, host: str, verb: str, timeout_s: float | None = 60.0, **what: Any) -> dict[str, Any]:
+    async def request(self, host: str, request: StopRanks, timeout_s: float | None = 60.0) -> Stopped:
         if self.refusals:
             self.refusals -= 1
             raise HostError("No space left on device")
         if timeout_s is not None:
-            raise AgentLost(f"{host} did not answer {verb!r} within {timeout_s:.0f} s")
-        return {"ranks": [], "swept": []}
+            raise AgentLost(f"{host} did not answer {request.verb!r} within {timeout_s:.0f} s")
+        return Stopped(())
 
 
 def stop(lab: Lab, agent: Any, decided: list[d.Decision]) -> list[e.Event]:

@@ -16,6 +16,7 @@ from clusterd.daemon.api.job_logs import JobLogs
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.log_tails import TAIL_BYTES, LogTails
 from clusterd.errors import AgentLost, ClusterError
+from clusterd.protocol.requests import Chunk, ReadLog
 from clusterd.types import AttemptState, HostId, HostState, JobId, JobKind, JobSpec, RankPlace
 
 JOB, A, B = JobId("7"), HostId("a"), HostId("b")
@@ -32,13 +33,12 @@ class Agents:
     def file(self, rank: int) -> Path:
         return self.directory / f"rank-{rank}"
 
-    async def request(self, host: str, verb: str, *, rank: int, offset: int, limit: int, **_: Any) -> dict[str, Any]:
-        assert verb == "logs"
+    async def request(self, host: str, wanted: ReadLog) -> Chunk:
         if host in self.away:
             raise AgentLost(f"{host} did not answer")
-        answer = append_only_files.pull(self.file(rank), offset, limit, ended=False)
+        answer = append_only_files.pull(self.file(wanted.rank), wanted.offset, wanted.limit, ended=False)
         self.pulled_bytes += len(answer["data"])
-        return answer
+        return Chunk(**answer)
 
 
 @pytest.fixture

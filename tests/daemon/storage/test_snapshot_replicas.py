@@ -14,6 +14,8 @@ from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.errors import HostError
 from clusterd.protocol.agent import HelloReply, StateSnapshotRow, StateSnapshotTaken
+from clusterd.protocol.codec import to_map
+from clusterd.protocol.messages import Request
 from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId, JobKind, JobSpec, RankPlace
 from plans.plan import Plan
 
@@ -27,14 +29,14 @@ class Agents:
         self.asked: list[tuple[str, str, dict[str, Any]]] = []
         self.full: set[str] = set()
 
-    async def request(self, host: str, verb: str, **what: Any) -> dict[str, Any]:
-        self.asked.append((host, verb, what))
-        if verb == "snapshot_keep" and host in self.full:
+    async def request(self, host: str, request: Request[Any], timeout_s: float | None = 60.0, **_: Any) -> None:
+        self.asked.append((host, request.verb, to_map(request)))
+        if request.verb == "snapshot_keep" and host in self.full:
             raise HostError("no room for a segment")
-        return {"port": 1234}
 
-    async def slice_server(self, host: str, verb: str, **args: Any) -> list[Any]:
-        return ["127.0.0.1", (await self.request(host, verb, **args))["port"]]
+    async def slice_server(self, host: str, request: Request[Any], **_: Any) -> tuple[str, int]:
+        await self.request(host, request)
+        return "127.0.0.1", 1234
 
 
 @pytest.fixture

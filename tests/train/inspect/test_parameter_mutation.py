@@ -196,5 +196,5 @@ def test_a_snapshot_has_such_parameters_as_they_were_after_the_step(
     part = next(
         p for p in state_snapshot_outbox(shared, 0).parts if shared.tensors[p.tensor].name == "embed.target.bias"
     )
-    kept = Segment(str(tmp_path / "..g0.snap0.0")).view(torch.float32, (32,), part.offset)
+    kept = Segment(str(tmp_path / ".0.g0.snap0.0")).view(torch.float32, (32,), part.offset)
     assert kept.tolist() == [160.0] * 32

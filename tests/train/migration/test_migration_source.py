@@ -11,11 +11,13 @@ import pytest
 import torch
 from scenarios import Recorded, job
 
+from clusterd.protocol.control import MakeSegment, SegmentReply
+from clusterd.protocol.rank import RankMessage
 from clusterd.train.inspect.describe import describe
 from clusterd.train.migration import source
 from clusterd.train.migration.source import MigrationSource
 from clusterd.train.process.context import Context
-from clusterd.train.process.control import Control, Message
+from clusterd.train.process.control import Control
 from clusterd.train.rank_main import Training
 from clusterd.train.state.copying import CopyBatch
 from clusterd.train.state.segments import Segment
@@ -32,15 +34,15 @@ class Agent(Control):
         self.aborts_at = ""
         self._directory = directory
 
-    def ask(self, verb: str, timeout_s: float = 0.0, **arguments: Any) -> Message:
-        self.passes(verb)
-        path = self._directory / arguments["name"]
-        if verb == "segment":
-            path.write_bytes(bytes(arguments["bytes"]))
-        return {"path": str(path)}
+    def ask(self, request: Any, timeout_s: float = 0.0) -> Any:
+        self.passes(request.verb)
+        path = self._directory / request.name
+        if isinstance(request, MakeSegment):
+            path.write_bytes(bytes(request.bytes))
+        return SegmentReply(str(path))
 
-    def report(self, what: str, **more: Any) -> None:
-        self.said.append(what)
+    def report(self, message: RankMessage) -> None:
+        self.said.append(message.what)
 
     def passes(self, what: str) -> None:
         """Abort if this is the moment, on the control thread."""
@@ -49,7 +51,7 @@ class Agent(Control):
             hearing.start()
             hearing.join()
 
-    def prepare(self, shape: Message) -> None:
+    def prepare(self, shape: dict[str, Any]) -> None:
         side = {"plan": {"dp": 1}, "hosts": ["a"]}
         sides = {"old": {**side, "generation": 1, "devices": ["a:0"]}, "new": {**side, "generation": 2, "devices": []}}
         self._dispatch({"event": "move", "move": {"id": MOVE, "shape": shape, **sides}})

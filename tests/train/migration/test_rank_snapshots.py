@@ -61,7 +61,7 @@ def test_buffers_are_those_of_the_step_though_the_next_forward_pass_changes_them
     settle(taken)
     shared = layout(made.shape, Plan()).deduplicated()
     part = next(p for p in state_snapshot_outbox(shared, 0).parts if shared.tensors[p.tensor].name == "embed.seen")
-    assert Segment(str(tmp_path / "..g0.snap0.0")).view(torch.int64, (), part.offset).item() == 160
+    assert Segment(str(tmp_path / ".0.g0.snap0.0")).view(torch.int64, (), part.offset).item() == 160
 
 
 def test_the_newest_snapshot_is_never_written_over(tmp_path: Path) -> None:

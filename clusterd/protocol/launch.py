@@ -1,0 +1,110 @@
+"""Launch of ranks: the daemon's request to an agent, and the file by which a rank gets its part of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from clusterd.protocol.messages import Request
+from clusterd.protocol.migration import Address, MigrationRequest
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """Device of a rank; of a command, all that it holds on its host."""
+
+    kind: str = ""  # "cuda", "cpu", or "": cuda if available
+    uuid: str = ""  # several: separated by commas
+    cores: tuple[int, ...] = ()  # that the rank is pinned to; empty: not pinned
+    threads: int = 0  # of intra-op parallelism; 0: not set
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """A data set as seen from one host."""
+
+    path: str | None = None  # on this host
+    from_: tuple[Address, ...] = ()  # agents that serve it, where it is not
+    token: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """One rank of a launch: its place among the ranks, and its device."""
+
+    rank: int
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = ""  # "": ranks need no rendezvous
+    master_port: int = 0
+    interface: str | None = None  # for the ranks' traffic
+    plan: dict[str, Any] | None = None
+    device: DeviceSpec = DeviceSpec()
+    hosts: int = 1  # number of hosts of all ranks
+    node: int | None = None  # of a command: position of this host among them
+
+
+@dataclass(frozen=True)
+class StartedRank:
+    """A rank with its process; `pid` is 0 where a stop came first."""
+
+    rank: int
+    pid: int
+    start_time: int
+
+
+@dataclass(frozen=True)
+class Launched:
+    """All ranks of the generation on this host."""
+
+    ranks: tuple[StartedRank, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest(Request[Launched], verb="launch"):
+    """Ranks of one generation of an attempt to start on a host; agents store it without its secrets."""
+
+    job: str
+    attempt: int
+    generation: int
+    kind: str  # a `JobKind`
+    argv: tuple[str, ...]
+    ranks: tuple[RankSpec, ...]
+    born_s: float = 0.0  # when the job was submitted: tells it from another one with its id
+    env: dict[str, str] = field(default_factory=dict)
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    snapshot: str | None = None  # digest of the submitted workdir
+    workdir: str | None = None  # directory on the host, instead
+    python: str | None = None  # interpreter of the job's environment
+    grace_s: float = 0.0
+    restore: str | None = None  # directory of the checkpoint to restore
+    final: str | None = None  # directory of the final checkpoint
+    standby: bool = False  # target ranks of a migration
+    move: MigrationRequest | None = None
+    datasets: dict[str, DatasetSpec] = field(default_factory=dict)
+    data_cache: str | None = None  # directory; None: the agent's own
+    snapshot_every: int = 0  # steps between state snapshots; 0: none
+    probe: bool = False  # measure devices and links first
+    gpu_indices: dict[str, int] = field(default_factory=dict)  # CUDA index by uuid; filled in by the agent
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFile(RankSpec):
+    """Content of a rank's file: its place, and what the job's ranks have in common."""
+
+    job: str
+    attempt: int
+    generation: int = 0
+    token: str = field(default="", repr=False)  # proves to the agent that a process is this rank
+    control_socket: str = ""
+    directory: str | None = None  # of the attempt on this host
+    steps_file: str | None = None
+    restore: str | None = None
+    final: str | None = None
+    standby: bool = False
+    move: MigrationRequest | None = None
+    datasets: dict[str, str | None] = field(default_factory=dict)  # folder on this host by name
+    data_cache: str | None = None
+    snapshot_every: int = 0
+    probe: bool = False
