@@ -1,4 +1,4 @@
-"""The link to one host: dialed, bootstrapped, kept up; requests go in, events come out, its state can be seen."""
+"""Link to one host: it dials, starts the agent, reconnects, sends requests and delivers events."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from clusterd.ssh.resolve import Route
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 60.0
 STEADY_S = 30.0
-"""A link that held this long starts its next wait from the shortest."""
+"""After a link that held this long the next pause is the shortest."""
 
 REQUEST_TIMEOUT_S = 60.0
 
 LOST_AFTER_S = 120.0
 HEARTBEATS = 4
-"""Heartbeats in `lost_after_s`."""
+"""Number of heartbeats within `lost_after_s`."""
 
 EVENT_BYTES_MAX, EVENT_BYTES_LIMIT = 8 << 20, 64 << 20
-"""Reports that wait for their handler: beyond the first the link is not read from, beyond the second it is broken."""
+"""Bytes of reports not handled yet: above the first limit reading pauses, above the second the link breaks."""
 
 Message = dict[str, Any]
 StateName = Literal["idle", "dialing", "bootstrapping", "up", "waiting", "closed"]
@@ -51,7 +51,7 @@ _PERMANENT = ("environment", "workdir", "launch")
 
 
 class AgentRefused(HostError):
-    """The agent answered, and declined. `kind` is its reason for programs: stale, busy, unknown, disk-full, ..."""
+    """The agent refused a request; `kind` is its reason for programs: stale, busy, unknown, disk-full, ..."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -150,7 +150,7 @@ class HostLink:
         self._lost_after_s = lost_after_s
         self._become_account = become
         self.agent_home = ""
-        """Where the agent was looked for when the host was last dialed."""
+        """Directory of the agent at the last dial."""
         self._code = code
         self._jitter = jitter or random.Random()
         self._connection: asyncssh.SSHClientConnection | None = None
@@ -184,11 +184,11 @@ class HostLink:
                             ) as stream:
                                 hello = await self._greet(stream)
                                 if hello is None:
-                                    continue  # an old agent that had nothing to do made room for a new one
+                                    continue  # an idle agent of another version exited to be replaced
                                 up_since = time.monotonic()
                                 await self._serve(stream, hello)
                 except (ClusterError, OSError, asyncssh.Error, ValueError, protocol.ProtocolError) as error:
-                    # What nobody put into words below is still one host's trouble, and never the daemon's.
+                    # Any other error concerns this host alone, and must not end the daemon.
                     failed = error if isinstance(error, ClusterError) else HostError(f"{self.name}: {error}")
                     steady = up_since is not None and time.monotonic() - up_since > STEADY_S
                     failures = 1 if steady else failures + 1
@@ -197,11 +197,11 @@ class HostLink:
             self._become("closed")
 
     def retry_now(self) -> None:
-        """Do not wait any longer: what was in the way may have gone, as after `host trust`."""
+        """End the current pause: the obstacle may be gone, as after `host trust`."""
         self._wake.set()
 
     async def end_former(self, home: str) -> None:
-        """End the agent that was left in another directory there, if one lives in it and nothing runs under it.
+        """Shut down the agent in another directory of the host, if one runs there with nothing under it.
 
         Args:
             home: that directory; "": the default.
@@ -218,7 +218,7 @@ class HostLink:
                 await self._exchange(stream, Shutdown())
 
     async def request(self, verb: str, *, timeout_s: float | None = REQUEST_TIMEOUT_S, **arguments: Any) -> Message:
-        """The agent's answer.
+        """Send a request and return the agent's reply.
 
         Args:
             timeout_s: None waits for as long as the link holds, as `stop` may need.
@@ -241,7 +241,7 @@ class HostLink:
                 return _result(self.name, await future)
         except TimeoutError:
             lost = AgentLost(f"{self.name} did not answer {verb!r} within {timeout_s:.0f} s")
-            # Whoever asked counts on what is compared after a new connection: no link stays up over an unknown outcome.
+            # The outcome is unknown: the link must break, so that the next hello compares both sides.
             self._break(stream, lost)
             raise lost from None
         finally:
@@ -254,18 +254,18 @@ class HostLink:
         return self._code or bundle()
 
     async def _greet(self, stream: AgentStream) -> Message | None:
-        """The agent's reply to hello; None when it was of another version and ended, to be replaced."""
+        """Return the agent's reply to hello; None if an agent of another version exited to be replaced."""
         nonce = await self._challenge(stream)
         shown = proof(self._key, "hello", nonce, self._daemon_id, self._epoch) if nonce else None
         newest = self._history.newest() if self._history is not None else None
         try:
             request = Hello(protocol.VERSION, self._daemon_id, self._epoch, shown, newest)
             hello = await self._exchange(stream, request)
-            hello["clock_skew_s"] = hello["now_s"] - time.time()  # now: what is done before it is looked at takes time
+            hello["clock_skew_s"] = hello["now_s"] - time.time()  # before anything that takes time
         except AgentRefused as refused:
             if refused.kind != "protocol":
                 raise
-            # Refused as well while jobs of the other version run; that refusal says so.
+            # This is refused while jobs of the other version run, with a message that says so.
             await self._exchange(stream, Shutdown())
             return None
         idle = all(rank["state"] != "running" for attempt in hello["attempts"] for rank in attempt["ranks"])
@@ -274,11 +274,11 @@ class HostLink:
                 await self._exchange(stream, Shutdown())
                 return None
             except AgentRefused:
-                return hello  # it found something to do meanwhile: the old one stays
+                return hello  # it got work meanwhile: the old agent stays
         return hello
 
     async def _challenge(self, stream: AgentStream) -> str:
-        """The agent's nonce; "": it is of a version before proofs, which still runs jobs, and asks for none.
+        """Return the agent's nonce; "" from an agent of a version before proofs, which asks for none.
 
         Raises:
             ClusterError: the agent has seen events that this daemon's journal does not hold.
@@ -295,7 +295,7 @@ class HostLink:
         return answer.nonce
 
     async def _exchange(self, stream: AgentStream, request: Request[Any]) -> Message:
-        """Ask when nobody else listens yet."""
+        """Send a request before the link is up, when nothing else reads from it."""
         replies: list[calls.Reply] = []
         number = self._calls.open(replies.append)
         try:
@@ -312,7 +312,7 @@ class HostLink:
         return _result(self.name, replies[0])
 
     async def _serve(self, stream: AgentStream, hello: Message) -> None:
-        """Until the link breaks; raises why then."""
+        """Serve the link until it breaks; raises the error that broke it."""
         events: asyncio.Queue[tuple[Message, int]] = asyncio.Queue()
         waiting_bytes = 0
         failure: list[ClusterError] = []
@@ -347,7 +347,7 @@ class HostLink:
                     while True:
                         await anyio.sleep(pause_s)
                         if waiting_bytes > EVENT_BYTES_MAX:
-                            continue  # an answer would come behind reports that are not read now
+                            continue  # its reply would queue behind reports that are not read now
                         try:
                             await self._ask(stream, "heartbeat", {}, self._lost_after_s - pause_s)
                         except AgentRefused:  # an agent of an older version does not know it, and lives
@@ -390,7 +390,7 @@ class HostLink:
 
     async def _wait(self, error: ClusterError, failures: int) -> None:
         longest_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(failures - 1, 16))
-        # Between half and all of it: hosts that were lost together do not come back together.
+        # Between half and all of it, so that hosts that were lost together do not redial together.
         pause_s = longest_s * self._jitter.uniform(0.5, 1.0)
         self._wake = anyio.Event()
         self._become("waiting", why=readable(str(error)), until_s=time.time() + pause_s, failures=failures, error=error)

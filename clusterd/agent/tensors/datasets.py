@@ -1,7 +1,7 @@
-"""Data sets by name: folders of this host for others to read, and other hosts' folders for the ranks here.
+"""Data sets by name: folders that this host serves to others, and remote folders for its ranks.
 
-The daemon says which folder of which host a name stands for. A host that has one serves it, to whoever proves the job's
-token, over the port that slices of tensors go through; a rank asks its own agent, which asks the host that has it.
+The daemon says which folder of which host a name stands for. The host with the folder serves it over the slice port to
+peers that prove the job's token; a rank asks its own agent, which asks that host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENTRY_BYTES = 48
 """Upper bound of a directory entry's encoded size, without the name."""
 RETRY_S = 1.0
 PATIENCE_S = 30.0
-"""A host that has the data may be restarting its agent: the daemon tells where it is then."""
+"""The agent of the host with the data may be restarting; the daemon then sends its new address."""
 
 
 class Datasets:
@@ -43,7 +43,7 @@ class Datasets:
     # ---- for other hosts -----------------------------------------------------------------------------------------
 
     def serve(self, token: str, dataset: str, folder: str) -> None:
-        """From now on, whoever proves `token` may read this folder.
+        """Let peers that prove `token` read this folder.
 
         Raises:
             Refused: there is no such folder on this host.
@@ -61,7 +61,7 @@ class Datasets:
             return self._tokens.get(name)
 
     def answer(self, token: str, request: Message) -> Message:
-        """Answer another agent, which proved this token."""
+        """Answer another agent that proved this token."""
         with self._lock:
             dataset, folders = self._served[token]
         try:
@@ -78,7 +78,7 @@ class Datasets:
     # ---- for the ranks here --------------------------------------------------------------------------------------
 
     def know(self, attempt: str, datasets: Mapping[str, DatasetSpec]) -> None:
-        """Store the addresses of an attempt's data sets, by name."""
+        """Store the addresses of an attempt's data sets by name."""
         with self._lock:
             self._elsewhere.setdefault(attempt, {}).update(datasets)
 

@@ -21,26 +21,26 @@ CHUNK_BYTES = 4 << 20
 REQUEST_BYTES_MAX = 1 << 20
 CONNECT_TIMEOUT_S = 30.0
 HANDSHAKE_S = 5.0
-"""For a peer to show that it knows the token, from its connection on."""
+"""Time for a peer to prove the token, from its connection on."""
 HANDSHAKES = 3
-"""Tries of a client: a server that is flooded by others may close a connection before its handshake is over."""
+"""Connection attempts of a client: a flooded server may close a connection before its handshake is over."""
 IDLE_TIMEOUT_S = 60.0
-"""A peer that sends nothing for so long in the middle of its bytes is gone."""
+"""A peer that sends nothing for this long within a transfer is gone."""
 
 Range = tuple[int, int]
 
 
 class FetchFailed(Exception):
-    """The bytes did not come; says from where and why."""
+    """A fetch failed; the message names the host and the cause."""
 
 
 def client_proof(token: str, nonce: str, own_nonce: str, name: str) -> str:
-    """MAC by which the side that fetches shows its token for `name`."""
+    """MAC by which the fetching side proves its token for `name`."""
     return proof(token, "slice client", nonce, own_nonce, name)
 
 
 def server_proof(token: str, nonce: str, own_nonce: str, name: str) -> str:
-    """MAC by which the side that serves shows that it knows the token too; nonces in the same order."""
+    """MAC by which the serving side proves the token too; nonces in the same order."""
     return proof(token, "slice server", nonce, own_nonce, name)
 
 
@@ -80,7 +80,7 @@ def _shake_hands(connection: socket.socket, token: str, name: str, request: dict
         raise protocol.ProtocolError("it sent no challenge: its agent is of an older version, and busy") from None
     own_nonce = new_nonce()
     shown = {"name": name, "nonce": own_nonce, "proof": client_proof(token, nonce, own_nonce, name)}
-    # One round trip less: the request holds no secret, so that it need not wait for the server's proof.
+    # The request holds no secret, so it is sent with the proof, which saves a round trip.
     connection.sendall(protocol.encode(shown) + protocol.encode(request))
     answer = receive_frame(connection, CHALLENGE_BYTES_MAX, deadline)
     if not proves(token, answer.get("proof"), "slice server", nonce, own_nonce, name):
@@ -88,7 +88,7 @@ def _shake_hands(connection: socket.socket, token: str, name: str, request: dict
 
 
 def ask(address: tuple[str, int], token: str, request: dict[str, Any]) -> dict[str, Any]:
-    """One question about a data set to the agent that has it, and its answer.
+    """Send one question about a data set to the agent that serves it, and return the answer.
 
     Raises:
         FetchFailed: nobody answers there, or not to this token.
@@ -117,7 +117,7 @@ def fetch(
     Blocks until the segment is published there.
 
     Args:
-        patient: nobody waits for it: the other side gives way to ranks on its cores.
+        patient: nobody waits for the data: the server yields to ranks on its cores.
 
     Raises:
         FetchFailed: the other side refused, or broke off, or `stopped` said so.
@@ -139,7 +139,7 @@ def fetch(
 
 
 def _patient(connection: socket.socket, stopped: Callable[[], bool]) -> dict[str, Any]:
-    """The first frame, which may be long in coming; looks up now and then whether it is still wanted."""
+    """Receive the first frame, which may take long, checking now and then that it is still wanted."""
     connection.settimeout(1.0)
     head = b""
     while len(head) < 4:
@@ -160,7 +160,7 @@ def _patient(connection: socket.socket, stopped: Callable[[], bool]) -> dict[str
 
 
 def receive_frame(connection: socket.socket, bytes_max: int, deadline: float | None = None) -> dict[str, Any]:
-    """The next frame, of which no byte is stored if it is longer than `bytes_max`.
+    """Receive the next frame; nothing is stored of a frame longer than `bytes_max`.
 
     Args:
         deadline: monotonic time by which all of it must have come; None: the socket's own time-out, for each read.
@@ -179,7 +179,7 @@ def _receive_exactly(connection: socket.socket, count: int, deadline: float | No
             if left_s <= 0:
                 raise TimeoutError("it took too long")
             connection.settimeout(left_s)
-        # Memory grows with what has come, not with what was announced.
+        # Memory grows with the received bytes, not with the announced length.
         got = connection.recv(min(count - len(data), 1 << 18))
         if not got:
             raise EOFError("it closed the connection")

@@ -83,7 +83,7 @@ class Moves:
     def _listen(self, address: str) -> SliceServer:
         try:
             return SliceServer(self._store, self._tokens.get, self._datasets, address)
-        except OSError as error:  # the address of a router in front of it
+        except OSError as error:  # the address is a router's
             log_line(f"agent: serving slices on all interfaces, not on {address} alone: {error}")
             return SliceServer(self._store, self._tokens.get, self._datasets)
 
@@ -115,7 +115,7 @@ class Moves:
         self._store.drop(move)
 
     def end(self, job: str, attempt: int) -> None:
-        """Drop all migrations of an attempt that no longer runs here; its state snapshots stay."""
+        """Drop all migrations of an attempt that has ended here; its state snapshots stay."""
         mine = re.compile(rf"{re.escape(job)}\.{attempt}\.\d+")
         for move in {*self._tokens, *(segment.move for segment in self._store.all())}:
             if mine.fullmatch(move):
@@ -210,7 +210,7 @@ class Moves:
         self._last.pop(attempt.name, None)
 
     def close(self) -> None:
-        """Close the server and the store, when the agent exits: its successor knows no migration."""
+        """Close the server and the store when the agent exits."""
         for server in self._servers.values():
             server.close()
         self._store.close()

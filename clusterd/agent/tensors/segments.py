@@ -26,11 +26,11 @@ from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.host.home import read_json
 
 SPARE_SHARE = 0.1
-"""Of a segment's size, that must stay free beside it: others use shared memory too."""
+"""Part of a segment's size that must stay free beside it, for other users of shared memory."""
 
 OTHERS_BYTES_MAX = 1 << 30
 OTHERS_SHARE = 0.1
-"""Of all shared memory, that stays free too: NCCL and loaders of data have theirs there, and go without warning."""
+"""Part of all shared memory that stays free: NCCL and data loaders need some, and fail without it."""
 
 OWNER = "owner"
 """File of a store in memory that names its agent's directory, and is locked while that agent lives."""
@@ -47,9 +47,9 @@ class Segment:
     """One file of the store.
 
     Attributes:
-        size: as it was asked for; the file may be larger.
+        size: requested size; the file may be larger.
         rank_writes: a rank has it mapped for writing and has not finished.
-        fetches: how many threads write what comes over the network.
+        fetches: number of threads that write received data into it.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Segment:
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[memoryview]:
-        """To write it from here: until the end of this block nobody else gets the file.
+        """Context in which this agent writes the segment; until its end no one else gets the file.
 
         Raises:
             EOFError: it was dropped.
@@ -88,7 +88,7 @@ class Segment:
                 self.fetches -= 1
 
     def wait(self, timeout_s: float) -> bool:
-        """Until it is complete; False when it was dropped, or the time is over."""
+        """Wait until the segment is complete; False if it was dropped or the time is over."""
         with self.changed:
             self.changed.wait_for(lambda: self.complete or self.dropped, timeout_s)
             return self.complete and not self.dropped
@@ -98,7 +98,9 @@ class Store:
     """All segments of one agent. Methods may be called from any thread."""
 
     def __init__(self, shared: Path, files: Path, limits: Path | None = None) -> None:
-        """`shared` is in memory (below /dev/shm), `files` on disk, for what does not fit. Both are emptied.
+        """Open the store, and empty it.
+
+        `shared` is in memory (below /dev/shm); `files` is on disk, for segments that do not fit.
 
         Args:
             limits: a JSON file that may say how much the store may take, ``{"memory_bytes": ..., "disk_bytes": ...}``,
@@ -119,7 +121,7 @@ class Store:
         _sweep(shared)
 
     def make(self, name: str, size: int, move: str, *, rank_writes: bool = False) -> Segment:
-        """A segment of at least one page, every page of it present; the same again for the same name and size.
+        """Make a segment of at least one page with every page present; the same name and size return the same segment.
 
         Args:
             rank_writes: a rank will fill it; otherwise this agent does.
@@ -144,17 +146,17 @@ class Store:
         return segment
 
     def find(self, name: str) -> Segment | None:
-        """The segment of this name."""
+        """Return the segment of this name."""
         with self._lock:
             return self._segments.get(name)
 
     def all(self) -> list[Segment]:
-        """Every segment that is in use."""
+        """All segments in use."""
         with self._lock:
             return list(self._segments.values())
 
     def of(self, move: str) -> list[Segment]:
-        """The segments of a move."""
+        """All segments of a migration."""
         with self._lock:
             return [s for s in self._segments.values() if s.move == move]
 
@@ -177,14 +179,14 @@ class Store:
         return segment
 
     def drop(self, move: str) -> None:
-        """Forget a move's segments: whoever waits for them is told, and memory that nobody writes goes to the pool."""
+        """Drop the segments of a migration: waiting peers get an error, memory without a writer goes to the pool."""
         with self._lock:
             for segment in [s for s in self._segments.values() if s.move == move]:
                 del self._segments[segment.name]
                 self._discard(segment)
 
     def close(self) -> None:
-        """Remove everything."""
+        """Remove all segments."""
         for place in self._places:
             shutil.rmtree(place, ignore_errors=True)
         os.close(self._owned)
@@ -199,7 +201,7 @@ class Store:
         if written or not in_memory or pooled_bytes + segment.file_bytes > POOL_BYTES_MAX:
             segment.path.unlink(missing_ok=True)
             return
-        # Under a name that nobody can ask for: its own may be made again, of another size.
+        # Under another name: a segment of the old name may be made again with another size.
         path = segment.path.with_name(f"~{next(self._pooled)}")
         segment.path.rename(path)
         self._pool.append(replace(segment, path=path))
@@ -265,15 +267,15 @@ def _total_bytes(place: Path) -> int:
 
 
 def _make_present(path: Path, size: int) -> mmap.mmap:
-    """Make a file whose every page exists; returns it mapped.
+    """Make a file in which every page exists, and map it.
 
     Raises:
-        OSError: no room. Writing to a page that cannot be had later would be a SIGBUS instead.
+        OSError: no space. Without this, a later write to a missing page would raise SIGBUS.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, size)
-        # Never closed: threads may be sending from it. It goes with the last view of it.
+        # Never closed, as threads may be sending from it; the last view frees it.
         mapped = mmap.mmap(descriptor, size)
         _populate(mapped, size)
         return mapped
@@ -291,11 +293,11 @@ def _populate(mapped: mmap.mmap, size: int) -> None:
 
 
 def _sweep(mine: Path) -> None:
-    """Removes stores that agents left who were killed and whose directories are gone: memory until the next boot."""
+    """Remove stores of killed agents whose directories are gone; they would hold memory until the next boot."""
     prefix = mine.name.rpartition("-")[0]
     for owner in mine.parent.glob(f"{prefix}-*/{OWNER}"):
         with contextlib.suppress(OSError), open(owner, "rb") as file:
             if not Path(os.fsdecode(file.read())).exists():
-                # Containers share memory and not directories: one that lives elsewhere holds the lock.
+                # Containers may share memory without directories: an agent in another one holds the lock.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(owner.parent, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Server of slices and data sets for other agents: authenticates first, and lets nobody take what others need.
+"""Server of slices and data sets for other agents: it authenticates first, and bounds the cost of strangers.
 
-Anybody who reaches the port may connect. Until a peer has proved a token it costs one thread, a few kilobytes and five
-seconds at most, within limits for each address and for all. Threads with blocking sockets: the kernel does the work,
-and the interpreter's lock is free meanwhile.
+Anyone who reaches the port may connect. Until a peer has proved a token it costs one thread, a few kilobytes and five
+seconds at most, within limits per address and in total. Threads use blocking sockets, so that the kernel does the work
+while the interpreter's lock is free.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from clusterd.protocol.proof import CHALLENGE_BYTES_MAX, new_nonce, proves
 
 PUBLISH_TIMEOUT_S = 600.0
 SENDING_MAX = 64
-"""Peers that get bytes at the same time; more wait, as do those whose segment is not published yet."""
+"""Concurrent transfers; further peers wait, as do those whose segment is not published yet."""
 CONNECTIONS_MAX, CONNECTIONS_PER_ADDRESS = 1024, 256
-"""Of peers that proved a token."""
+"""Limit of connections of peers that proved a token."""
 UNPROVEN_MAX, UNPROVEN_PER_ADDRESS = 128, 32
-"""Of peers that did not yet; of more, the oldest is closed, so that a newer one still has time for its handshake."""
+"""Limit of connections without a proof; beyond it the oldest is closed, so that newer ones have time for theirs."""
 ANY_ADDRESS = "0.0.0.0"
 
 
 class SliceServer:
-    """Serves ranges of complete segments, and data sets, to whoever proves their token.
+    """Serves ranges of complete segments, and data sets, to peers that prove their token.
 
     Args:
         token_of: token of a move or of a set of state snapshots, by name.
@@ -55,7 +55,7 @@ class SliceServer:
         datasets: Datasets | None = None,
         address: str = ANY_ADDRESS,
     ) -> None:
-        """Listen at once, on a free port; raises OSError where `address` is none of this host."""
+        """Listen on a free port; raises OSError if `address` is not one of this host's."""
         self._store, self._token_of = store, token_of
         self._datasets = datasets or Datasets()
         self._listener = socket.create_server((address, 0), backlog=128)
@@ -68,7 +68,7 @@ class SliceServer:
         threading.Thread(target=self._accept, name="fabric", daemon=True).start()
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         self._is_open = False
         # Closing alone does not wake a thread that is in accept().
         with contextlib.suppress(OSError):
@@ -90,7 +90,7 @@ class SliceServer:
                 connection.close()
 
     def _serve(self, connection: socket.socket, address: str) -> None:
-        # The other side says what it missed; there is nobody here to tell.
+        # The client reports the failure.
         broken = (OSError, EOFError, protocol.ProtocolError, KeyError, TypeError, ValueError)
         with connection, contextlib.suppress(*broken):
             try:
@@ -98,7 +98,7 @@ class SliceServer:
             finally:
                 self._unproven.discard(connection)
             if shown is None:
-                return  # no reply to a stranger
+                return  # no reply without a proof
             with self._counted(address) as is_admitted:
                 if not is_admitted:
                     return
@@ -111,7 +111,7 @@ class SliceServer:
                     self._answer(connection, name, receive_frame(connection, REQUEST_BYTES_MAX))
 
     def _authenticate(self, connection: socket.socket) -> tuple[str, str] | None:
-        """Name that the peer proved a token for, and that token if it is of a data set; None: it did not."""
+        """Return the name that the peer proved a token for, and the token if it is of a data set; else None."""
         deadline = time.monotonic() + HANDSHAKE_S
         connection.settimeout(HANDSHAKE_S)
         nonce = new_nonce()
@@ -127,7 +127,7 @@ class SliceServer:
 
     @contextlib.contextmanager
     def _counted(self, address: str) -> Any:
-        """Count a peer's connection; false within if there are too many."""
+        """Count a peer's connection; yields False if there are too many."""
         with self._lock:
             most = self._peers.total() >= CONNECTIONS_MAX or self._peers[address] >= CONNECTIONS_PER_ADDRESS
             self._peers[address] += 1
@@ -140,7 +140,7 @@ class SliceServer:
                     del self._peers[address]
 
     def _answer_data(self, connection: socket.socket, token: str) -> None:
-        """One question after the other, for as long as the caller has some."""
+        """Answer a peer's questions one after the other until it closes."""
         while True:
             request = receive_frame(connection, REQUEST_BYTES_MAX)
             with self._sending:
@@ -163,14 +163,14 @@ class SliceServer:
 
 
 class _Unproven:
-    """Connections whose peers have not proved anything yet, the oldest first."""
+    """Connections of peers that have proved nothing yet, oldest first."""
 
     def __init__(self) -> None:
         self._address_of: dict[socket.socket, str] = {}
         self._lock = threading.Lock()
 
     def add(self, connection: socket.socket, address: str) -> None:
-        """Add one, and close the oldest where there are too many of this address, or in all."""
+        """Add a connection, and close the oldest where there are too many of its address or in total."""
         with self._lock:
             same = [known for known, of in self._address_of.items() if of == address]
             if len(same) >= UNPROVEN_PER_ADDRESS:
@@ -180,7 +180,7 @@ class _Unproven:
             self._address_of[connection] = address
 
     def discard(self, connection: socket.socket) -> None:
-        """Take one out that proved a token, or is closed."""
+        """Remove a connection that proved a token or closed."""
         with self._lock:
             self._address_of.pop(connection, None)
 

@@ -29,13 +29,13 @@ REPLICA_TIMEOUT_S = 60.0
 
 
 def set_of(name: str) -> str | None:
-    """The name under which all snapshots of one generation are admitted and dropped; None: it is no snapshot."""
+    """Name under which all snapshots of one generation are admitted and dropped; None if it is no snapshot."""
     found = NAME.fullmatch(name)
     return f"{found[1]}.snaps" if found else None
 
 
 class SnapshotReplicas:
-    """This host's part: what its ranks publish, and what it keeps for others."""
+    """Snapshots that this host's ranks publish, and replicas that it stores for other hosts."""
 
     def __init__(self, store: Store, tokens: dict[str, str], send_to_daemon: Callable[[Event], bool]) -> None:
         """`send_to_daemon` sends an event to the daemon; false: none is connected."""
@@ -45,10 +45,10 @@ class SnapshotReplicas:
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
     async def published(self, attempt: Attempt, segment: Segment, wait: bool) -> None:
-        """A rank's snapshot is whole: returns when a second host has it, or when that is not to be.
+        """Handle a complete snapshot of a rank: returns when a second host has a replica, or will not get one.
 
         Args:
-            wait: otherwise at once, for a rank that will not write again.
+            wait: wait for the replica; False for a rank that will not write again.
         """
         found = NAME.fullmatch(segment.name)
         assert found is not None
@@ -72,7 +72,7 @@ class SnapshotReplicas:
             answer.set_result(None)
 
     async def keep(self, wanted: KeepReplica) -> Step:
-        """Bring a snapshot from the host of its rank.
+        """Fetch a replica from the host of its rank.
 
         Raises:
             Refused: no room, or it could not be fetched.
