@@ -217,7 +217,7 @@ def host_row(state: State, host: Host, link: Row | None = None) -> Row:
     return {
         "name": host.id,
         "state": host.state.value,
-        "why": host.why or host.unknown_attempts_notice,
+        "why": host.why or host.unknown_attempts_notice or (host.facts.gpu_error if host.facts else ""),
         "since_s": host.since_s,
         "drained": host.drained,
         "address": host.facts.address if host.facts else None,

@@ -169,6 +169,7 @@ class Device:
     memory_bytes: int
     cores: tuple[int, ...] = ()  # of a CPU device
     foreign: str = ""  # description of foreign processes on it; not allocated while set
+    offered_by: str = ""  # another host of the same machine that offers this GPU
     exclusive: bool = False  # compute mode allows one process at a time
     compute_capability: str = ""  # of a GPU: "8.0"; empty: not reported
     excluded: bool = False  # by the configuration of its host; then `foreign` says so, too
@@ -272,3 +273,4 @@ class HostFacts:
     link_mbit: int = 0  # reported by its driver; 0: unknown
     labels: tuple[str, ...] = ()  # set by operators, for constraints of jobs
     devices: tuple[Device, ...] = ()
+    gpu_error: str = ""  # why GPUs that may be there are not offered

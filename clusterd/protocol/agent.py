@@ -59,6 +59,7 @@ class Facts:
     cpu_model: str | None = None
     gpus: tuple[GpuRow, ...] = ()
     addresses: tuple[AddressRow, ...] = ()
+    gpu_error: str | None = None  # why GPUs that may be there are not among `gpus`
 
 
 @dataclass(frozen=True)

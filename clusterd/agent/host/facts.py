@@ -20,19 +20,26 @@ from clusterd.agent.host.nvml import Probe
 
 _SIOCGIFADDR = 0x8915
 
+AMD_DEVICE = Path("/dev/kfd")
+
 Facts = dict[str, Any]
 
 
-def gather(probe: Probe, disk: Path, held: Collection[str] = (), own_tag: str = processes.TAG) -> Facts:
+def gather(
+    probe: Probe, disk: Path, held: Collection[str] = (), own_tag: str = processes.TAG, amd: Path = AMD_DEVICE
+) -> Facts:
     """The Facts of the protocol.
 
     Args:
         disk: a path on the file system to which jobs write.
         held: uuids of the GPUs on which ranks of this agent run.
+        amd: device file of AMD's driver.
         own_tag: environment variable that marks processes of clusterd; every other process on a GPU is foreign.
     """
     memory = memory_bytes()
     gpus, gpu_error = probe.gpus()
+    if not gpus and gpu_error is None and amd.exists():
+        gpu_error = f"AMD GPUs ({amd}) are not supported"
     for gpu in gpus:
         gpu["processes"] = [_with_owner(process, own_tag, gpu["uuid"] in held) for process in gpu["processes"]]
         gpu["unlisted_bytes"] = 0 if gpu["uuid"] in held else _unlisted_bytes(gpu)

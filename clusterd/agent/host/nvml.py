@@ -10,6 +10,8 @@ import ctypes
 import re
 import subprocess
 import threading
+import time
+from concurrent.futures import Future, TimeoutError
 from typing import Any
 
 from clusterd.agent.host import processes
@@ -25,6 +27,9 @@ _PROCESSES_MAX = 1024
 _MODE_EXCLUSIVE, _MODE_PROHIBITED = 3, 2
 _MIG_IS_ON = "MIG is on: GPUs partitioned into instances are not used (turn it off with `nvidia-smi -mig 0`)"
 _PROHIBITED = "its compute mode prohibits all processes (`nvidia-smi -c 0` as root allows them)"
+DRIVER_ANSWERS_S = 20.0
+"""A driver that takes longer hangs, as after some hardware faults: its calls never return."""
+
 _NO_SUCH_VALUE = ("[N/A]", "[Not Supported]")
 
 
@@ -181,16 +186,46 @@ class Nvml:
 class Probe:
     """Lists the GPUs of this host, with NVML or `nvidia-smi`, whichever works."""
 
-    def __init__(self, library: str = "libnvidia-ml.so.1", program: str = "nvidia-smi") -> None:
+    def __init__(
+        self,
+        library: str = "libnvidia-ml.so.1",
+        program: str = "nvidia-smi",
+        answers_s: float = DRIVER_ANSWERS_S,
+    ) -> None:
         self._library = library
         self._program = program
+        self._answers_s = answers_s
         self._nvml: Nvml | None = None
         self._lock = threading.Lock()  # so that no thread closes the library while another uses it
+        self._asked_at_s: float | None = None
+        self._answer: Future[tuple[list[Gpu], str | None]] | None = None
 
     def gpus(self) -> tuple[list[Gpu], str | None]:
-        """List the GPUs and their errors; without an NVIDIA driver the list is empty, and that is not an error."""
+        """List the GPUs and their errors; without an NVIDIA driver the list is empty, and that is not an error.
+
+        Blocks for `answers_s` at most. A call to a driver that hangs never returns, so it has a thread of its own, and
+        no further call is made before it has returned.
+        """
         with self._lock:
-            return self._gpus()
+            if self._answer is None:
+                self._answer, self._asked_at_s = Future(), time.monotonic()
+                threading.Thread(target=self._ask, args=(self._answer,), name="clusterd-nvml", daemon=True).start()
+            answer, asked_at_s = self._answer, self._asked_at_s
+        assert asked_at_s is not None
+        try:
+            found = answer.result(max(self._answers_s - (time.monotonic() - asked_at_s), 0.0))
+        except TimeoutError:
+            return [], f"the NVIDIA driver has not answered for {time.monotonic() - asked_at_s:.0f} s: reboot this host"
+        with self._lock:
+            if self._answer is answer:
+                self._answer = None
+        return found
+
+    def _ask(self, answer: Future[tuple[list[Gpu], str | None]]) -> None:
+        try:
+            answer.set_result(self._gpus())
+        except BaseException as error:
+            answer.set_exception(error)
 
     def _gpus(self) -> tuple[list[Gpu], str | None]:
         try:

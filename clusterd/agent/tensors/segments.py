@@ -32,6 +32,9 @@ OTHERS_BYTES_MAX = 1 << 30
 OTHERS_SHARE = 0.1
 """Part of all shared memory that stays free: NCCL and data loaders need some, and fail without it."""
 
+SHARED_BYTES_MIN = 1 << 30
+"""Shared memory below this, as of a container's 64 MB, is left to NCCL and data loaders."""
+
 OWNER = "owner"
 """File of a store in memory that names its agent's directory, and is locked while that agent lives."""
 
@@ -240,7 +243,8 @@ class Store:
     def _available_bytes(self, place: Path) -> int:
         free = _free_bytes(place)
         if place == self._places[0]:
-            free -= min(OTHERS_BYTES_MAX, int(_total_bytes(place) * OTHERS_SHARE))
+            total = _total_bytes(place)
+            free = free - min(OTHERS_BYTES_MAX, int(total * OTHERS_SHARE)) if total >= SHARED_BYTES_MIN else 0
         limits = (read_json(self._limits) or {}) if self._limits is not None else {}
         limit = limits.get("memory_bytes" if place == self._places[0] else "disk_bytes")
         if limit is None:

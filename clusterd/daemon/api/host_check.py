@@ -115,7 +115,7 @@ def _facts(host: Host, facts: Mapping[str, Any]) -> Iterator[Row]:
     names = Counter(d.name if d.kind == "cuda" else "CPU device" for d in host.devices)
     there = ", ".join(f"{count} x {name}" for name, count in names.items()) or "none"
     if facts.get("gpu_error"):
-        yield _row(host.id, "devices", "failed", f"{facts['gpu_error']}: its GPUs are not offered")
+        yield _row(host.id, "devices", "failed", f"{facts['gpu_error']}: offered are {there}")
     else:
         yield _row(host.id, "devices", "ok", there)
     for device in host.devices:

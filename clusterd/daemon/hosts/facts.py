@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from clusterd.config import HostOptions
@@ -36,27 +37,31 @@ UNLISTED_SHARE_MIN = 0.1
 
 
 def host_facts(
-    host: HostId, reported: Mapping[str, Any], options: HostOptions, address: str, ours: Container[int] = ()
-) -> HostFacts:
+    host: HostId, reported: Mapping[str, Any], options: HostOptions, address: str,
+    ours: Container[int] = (), elsewhere: Mapping[str, HostId] = MappingProxyType({}),
+) -> HostFacts:  # fmt: skip
     """Facts that the core needs, from the map that the host's agent reported.
 
     Args:
         ours: processes that are ranks of other accounts, which the agent takes for foreign.
+        elsewhere: hosts of this machine that offer a GPU already, by its uuid, as embedded hosts see the same GPUs.
 
     Raises:
         ProtocolError: the map lacks a field, or one is of another type.
     """
     facts = from_map(agent.Facts, reported, "facts")
-    devices = [_gpu(host, gpu, ours) for gpu in facts.gpus]
+    devices = [_gpu(host, gpu, ours, elsewhere.get(gpu.uuid, "")) for gpu in facts.gpus]
     cores, count = facts.cpu_cores, options.cpu_devices
     if count is None:
-        count = 0 if devices else max(cores // max(options.cores_per_device, 1), 1)
+        # A host whose GPUs cannot be read has GPUs: its jobs must not silently train on CPUs.
+        count = 0 if devices or facts.gpu_error else max(cores // max(options.cores_per_device, 1), 1)
     if count and not devices and count > cores:
         cores = count  # embedded hosts may offer more slots than the machine has cores; each still counts as one
     devices += _cpu_devices(host, count, options, facts, cores)
     near = next((entry for entry in facts.addresses if entry.address == address), None)
     return HostFacts(
         boot_id=facts.boot_id,
+        gpu_error=facts.gpu_error or "",
         cpu_cores=cores,
         memory_bytes=facts.memory_bytes,
         address=address,
@@ -77,7 +82,7 @@ def _excluded(device: Device) -> Device:
     return replace(device, excluded=True, foreign="excluded by exclude_devices in the configuration")
 
 
-def _gpu(host: HostId, gpu: agent.GpuRow, ours: Container[int]) -> Device:
+def _gpu(host: HostId, gpu: agent.GpuRow, ours: Container[int], offered_by: str) -> Device:
     foreign = [
         p for p in gpu.processes if not p.ours and p.pid not in ours and (p.memory_bytes or 0) >= FOREIGN_BYTES_MIN
     ]
@@ -85,6 +90,8 @@ def _gpu(host: HostId, gpu: agent.GpuRow, ours: Container[int]) -> Device:
     use = f"in use by {users}" if users else ""
     if not use and (gpu.unlisted_bytes or 0) >= max(UNLISTED_BYTES_MIN, UNLISTED_SHARE_MIN * gpu.memory_bytes):
         use = "in use, the driver does not say by whom"
+    if offered_by:
+        use = f"{offered_by} offers this GPU, on the same machine"
     return Device(
         id=DeviceId(f"{host}:gpu{gpu.index}"),
         host=host,
@@ -94,6 +101,7 @@ def _gpu(host: HostId, gpu: agent.GpuRow, ours: Container[int]) -> Device:
         memory_bytes=gpu.memory_bytes,
         foreign=use,
         exclusive=gpu.exclusive,
+        offered_by=offered_by,
         compute_capability=gpu.compute_capability,
     )
 

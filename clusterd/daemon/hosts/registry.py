@@ -201,7 +201,8 @@ class HostRegistry:
             hello = agent.hello_reply(message)
             address = facts.address(hello.facts, reached_at)
             pids = self.accounts.gpu_pids(host)
-            known = facts.host_facts(host, hello.facts, self._managed[host].options, address, pids)
+            elsewhere = self._gpus_elsewhere(host, hello.boot_id)
+            known = facts.host_facts(host, hello.facts, self._managed[host].options, address, pids, elsewhere)
         except ProtocolError as error:
             raise HostError(f"its agent's reply is malformed: {error}") from None
         identity = agent_identity(hello)
@@ -324,9 +325,21 @@ class HostRegistry:
         if managed is None or known is None or known.facts is None or not managed.facts:
             return
         pids = self.accounts.gpu_pids(host)
-        now = facts.host_facts(host, managed.facts, managed.options, self._address(host), pids)
-        if now.devices != known.facts.devices:
+        elsewhere = self._gpus_elsewhere(host, known.facts.boot_id)
+        now = facts.host_facts(host, managed.facts, managed.options, self._address(host), pids, elsewhere)
+        if (now.devices, now.gpu_error) != (known.facts.devices, known.facts.gpu_error):
             await self._engine.report(e.HostChanged(at_s=time.time(), host=host, facts=now))
+
+    def _gpus_elsewhere(self, host: HostId, boot_id: str) -> dict[str, HostId]:
+        """Hosts on the same machine that offer a GPU, by its uuid."""
+        others = [h for h in self._engine.scheduler.state.hosts.values() if h.id != host]
+        return {
+            device.uuid: other.id
+            for other in others
+            if other.facts is not None and other.facts.boot_id == boot_id
+            for device in other.facts.devices
+            if device.kind == "cuda" and not device.offered_by
+        }
 
     # --- requests to agents -------------------------------------------------------------------------------------------
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import shutil
 import stat
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +24,7 @@ OUTSIDE = 1 << 30
 FAKE = r"""
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 typedef struct { unsigned long long total, free, used; } memory;
 typedef struct { unsigned gpu, memory; } utilisation;
 typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } process_v2;
@@ -31,7 +35,7 @@ int opened;
 int nvmlInit_v2(void) { opened++; if (INIT == 0 && holders++ == 0) seen = there; return INIT; }
 int nvmlShutdown(void) { holders--; return 0; }
 const char *nvmlErrorString(int code) { (void)code; return "Unknown Error"; }
-int nvmlDeviceGetCount_v2(unsigned *n) { *n = 2; return 0; }
+int nvmlDeviceGetCount_v2(unsigned *n) { while (access(HANG, 0) == 0) usleep(1000); *n = 2; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **h) { *h = (void *)(unsigned long)(i + 1); return 0; }
 int nvmlDeviceGetMigMode(void *h, unsigned *now, unsigned *next) {
     if ((unsigned long)h == 1) return 3;
@@ -65,7 +69,10 @@ pytestmark = pytest.mark.skipif(
 def fake_driver(tmp_path: Path, name: str = "libfake.so", **answers: object) -> str:
     source, library = tmp_path / "fake.c", tmp_path / name
     source.write_text(FAKE)
-    usual = {"init": 0, "second": 0, "more": "", "there": 2, "mig": 0, "pid": 1, "used_gib": 1, "numa": 3, "compute": 0}
+    usual = {
+        "init": 0, "second": 0, "more": "", "there": 2, "mig": 0, "pid": 1, "used_gib": 1, "numa": 3, "compute": 0,
+        "hang": json.dumps("/nonexistent"),
+    }  # fmt: skip
     defined = [f"-D{key.upper()}={value}" for key, value in {**usual, **answers}.items()]
     subprocess.run(["gcc", "-shared", "-fPIC", *defined, "-o", library, source], check=True)
     return str(library)
@@ -186,6 +193,22 @@ def test_programs_find_their_gpus_by_index_where_that_is_certain(
     agent.launch(["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"], kind=kind, ranks=[rank(device=device)])
     agent.event("rank_exited")
     assert agent.log() == ("0\n" if kind != "elastic" and not second else "GPU-1\n")
+
+
+def test_a_driver_that_hangs_blocks_nobody_for_long_and_is_asked_once(tmp_path: Path) -> None:
+    hang = tmp_path / "hang"
+    hang.touch()
+    probe = Probe(fake_driver(tmp_path, hang=json.dumps(str(hang))), answers_s=0.05)
+    calls = {t.ident for t in threading.enumerate()}
+    for _ in range(3):
+        gpus, error = probe.gpus()
+        assert gpus == []
+        assert error is not None and "the NVIDIA driver has not answered" in error
+    assert len([t for t in threading.enumerate() if t.ident not in calls]) == 1
+    hang.unlink()
+    while (found := probe.gpus())[1] is not None:
+        time.sleep(0.01)
+    assert len(found[0]) == 2
 
 
 def test_a_host_without_a_driver_has_no_gpus_and_nothing_is_wrong() -> None:

@@ -92,10 +92,15 @@ def test_what_does_not_fit_memory_goes_to_a_file_and_what_fits_nowhere_is_refuse
 
 def test_shared_memory_is_left_for_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL fails for good where it finds none, as the very ranks would that a segment is made for."""
-    monkeypatch.setattr("clusterd.agent.tensors.segments._free_bytes", lambda place: 16 << 20)
-    monkeypatch.setattr("clusterd.agent.tensors.segments._total_bytes", lambda place: 40 << 20)
+    monkeypatch.setattr("clusterd.agent.tensors.segments._free_bytes", lambda place: 217 << 20)
+    monkeypatch.setattr("clusterd.agent.tensors.segments._total_bytes", lambda place: 2 << 30)
     assert store.make("first", 10 << 20, "m").path.parent.name == "shm"
     assert store.make("second", 12 << 20, "m").path.parent.name == "files"
+
+
+def test_the_little_shared_memory_of_a_container_is_left_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clusterd.agent.tensors.segments._total_bytes", lambda place: 64 << 20)
+    assert store.make("first", 1 << 20, "m").path.parent.name == "files"
 
 
 def test_what_killed_agents_left_is_removed_whatever_their_directories_are_called(tmp_path: Path) -> None:

@@ -38,6 +38,28 @@ def test_use_by_somebody_who_is_not_listed_is_foreign(total_gib: int, unlisted_g
     assert message == ("in use, the driver does not say by whom" if is_foreign else "")
 
 
+def test_a_gpu_that_another_host_of_the_machine_offers_is_left_out() -> None:
+    """Two embedded hosts see the same GPUs."""
+    one = {"uuid": "GPU-1", "index": 0, "name": "A100", "memory_bytes": GIB, "processes": []}
+    answer = {"boot_id": "b", "cpu_cores": 4, "cpu_ids": [0], "memory_bytes": GIB, "gpus": [one]}
+    elsewhere = {"GPU-1": HostId("local0")}
+    [device] = host_facts(HostId("local1"), answer, HostOptions(), "127.0.0.1", elsewhere=elsewhere).devices
+    assert device.foreign == "local0 offers this GPU, on the same machine"
+    assert device.offered_by == "local0"
+
+
+def test_a_host_whose_gpus_cannot_be_read_offers_no_cpus_in_their_place() -> None:
+    """Jobs that ask for devices would train on CPUs without a word."""
+    answer = {
+        "boot_id": "b", "cpu_cores": 64, "cpu_ids": [*range(64)], "memory_bytes": GIB, "gpus": [],
+        "gpu_error": "the NVIDIA kernel driver is not loaded",
+    }  # fmt: skip
+    found = host_facts(HostId("a"), answer, HostOptions(), "10.0.0.1")
+    assert (found.devices, found.gpu_error) == ((), "the NVIDIA kernel driver is not loaded")
+    assert len(host_facts(HostId("a"), answer, HostOptions(cpu_devices=2), "10.0.0.1").devices) == 2
+    assert len(host_facts(HostId("a"), {**answer, "gpu_error": None}, HostOptions(), "10.0.0.1").devices) == 16
+
+
 def test_facts_of_an_agent_from_before_are_understood() -> None:
     assert foreign() == ""
 
