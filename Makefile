@@ -22,9 +22,11 @@ TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 3 ? n 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow and not gpu' -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-# On a machine with NVIDIA GPUs; the others have nothing to run here.
-test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -m gpu
+# On a machine with NVIDIA GPUs, by a Python that has torch, pytest and msgpack: nothing is installed. Packages that it
+# lacks can lie, unpacked, in the folder GPU_PACKAGES.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+test-gpu:
+	PYTHONPATH=.:$(GPU_PACKAGES) $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir=tests/gpu -p no:cacheprovider tests/gpu
 
 # The slow scenarios alone: real OpenSSH servers, eight ranks, failures in the middle of moves.
 test-slow: $(STAMP)

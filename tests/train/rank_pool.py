@@ -76,10 +76,11 @@ class RankPool:
     """Starts ranks; one run at a time.
 
     Args:
-        gpus: ranks may see the host's GPUs.
+        gpus: number of the host's GPUs that ranks may see; more ranks share them.
     """
 
-    def __init__(self, *, gpus: bool = False) -> None:
+    def __init__(self, *, gpus: int = 0) -> None:
+        self._gpus = gpus
         folders = [str(ROOT), str(ROOT / "examples/gpt"), str(ROOT / "examples/hf"), str(HERE.parent)]
         environment = {
             **os.environ,
@@ -124,6 +125,7 @@ class RankPool:
         request = {
             "directory": str(directory),
             "world_size": world_size,
+            "gpus": self._gpus,
             "patience_s": patience_s,
             "runs": [[str(d), v] for d, v in zip(directories, variations, strict=True)],
         }
@@ -205,6 +207,8 @@ def _run(request: dict[str, Any]) -> list[int]:
     for rank in range(request["world_size"]):
         pid = os.fork()
         if pid == 0:
+            if 0 < request["gpus"] < request["world_size"]:
+                _share_gpus(rank)
             _become_rank(Path(request["directory"]), rank, request["runs"])
         ranks[pid] = rank
     codes = [0] * len(ranks)
@@ -224,6 +228,12 @@ def _run(request: dict[str, Any]) -> list[int]:
                 # The others wait for it in a collective; give them time to notice.
                 deadline = min(deadline, time.monotonic() + request["patience_s"])
     return codes
+
+
+def _share_gpus(rank: int) -> None:
+    """Let several ranks use one GPU: NCCL refuses that for ranks of one host, so each is a host of its own to it."""
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # from NCCL 2.30 on
 
 
 def _become_rank(directory: Path, rank: int, runs: list[tuple[str, dict[str, Any]]]) -> None:

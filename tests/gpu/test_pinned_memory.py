@@ -1,0 +1,45 @@
+"""Segments in shared memory, pinned for copies to and from GPUs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from clusterd.train.state.copying import SegmentPart, copies_from_segment, copies_to_segment
+from clusterd.train.state.segments import Segment
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU here")]
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    """In shared memory, as an agent's: a driver may refuse to pin a file on disk."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="clusterd-test-") as file:
+        file.write(bytes(1 << 16))
+        file.flush()
+        made = Segment(file.name)
+        yield made
+        made.close()
+
+
+def test_what_goes_through_pinned_memory_comes_back_with_the_same_sum(segment: Segment) -> None:
+    segment.pin()
+    assert segment.view(torch.uint8, (1 << 16,), 0).is_pinned()
+    there = [torch.randn(64, 33, device="cuda"), torch.randn(7, device="cuda").bfloat16()]
+    back = [torch.empty_like(tensor) for tensor in there]
+    offsets = [0, there[0].nbytes]
+
+    def pieces(tensors: list[torch.Tensor]) -> list[SegmentPart]:
+        return [SegmentPart(offset, (tensor,), tensor.nbytes) for offset, tensor in zip(offsets, tensors, strict=True)]
+
+    assert copies_to_segment(segment, pieces(there)).run() == copies_from_segment(segment, pieces(back)).run()
+    assert all(torch.equal(a, b) for a, b in zip(there, back, strict=True))
+
+
+def test_memory_that_cannot_be_pinned_disturbs_no_kernel(segment: Segment) -> None:
+    segment.pin()
+    segment.pin()  # pinning twice is refused
+    assert torch.ones(4, device="cuda").sum().item() == 4
