@@ -21,7 +21,7 @@ from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.unexpected import in_a_line
-from clusterd.errors import AgentLost, ClusterError
+from clusterd.errors import AgentLost, ClusterError, TryLater
 from clusterd.protocol.agent import RankExited
 from clusterd.protocol.launch import DeviceSpec, RankSpec
 from clusterd.protocol.requests import ForgetAttempt, ReadLog, ReadModel, StopRanks
@@ -106,6 +106,10 @@ class ModelInspector:
         hosts = [h for h in self._engine.scheduler.state.hosts.values() if h.unusable is None]
         left_out = hosts_without_login(self._engine.scheduler.state, spec.account)
         usable = [h for h in hosts if h.id not in left_out and (not wanted or h.id in wanted)]
+        if not usable and left_out:
+            await self._hosts.log_in(spec.account)
+            host, why = next(iter(left_out.items()))
+            raise TryLater(f"no host lets the cluster in as {spec.account} ({host}: {why}): clusterd login")
         if not usable:
             raise ClusterError("no host that it may use is up (clusterd host ls)")
         host = min(usable, key=lambda h: (h.cores_used, h.id)).id
