@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from clusterd import errors, protocol
-from clusterd.config import socket_path
+from clusterd.config import client_socket
 from clusterd.protocol.calls import Calls, Deliver, Failure, Item, Reply, request, result
 
 SELECT_MAX_S = 1e6
@@ -42,7 +43,8 @@ class Client:
         Raises:
             DaemonAbsent: no daemon listens there, or its socket refuses this user.
         """
-        self.path = path or socket_path()
+        self.path = path or client_socket()
+        self._place = os.environ.get("CLUSTERD_HOST", self.path) if path is None else self.path  # for messages
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(timeout_s)
         try:
@@ -50,12 +52,12 @@ class Client:
         except PermissionError:
             self._socket.close()
             raise errors.DaemonAbsent(
-                f"{self.path} does not let this user in: ask its owner to set socket_group in clusterd.toml"
+                f"{self._place} does not let this user in: ask its owner to set socket_group in clusterd.toml"
             ) from None
         except OSError as error:
             self._socket.close()
             raise errors.DaemonAbsent(
-                f"no daemon answers at {self.path} ({error.strerror or error}): clusterd start"
+                f"no daemon answers at {self._place} ({error.strerror or error}): clusterd start"
             ) from None
         self._decoder = protocol.Decoder()
         self._received: list[protocol.Message] = []
@@ -84,7 +86,7 @@ class Client:
             with Client(self.path, STILL_THERE_S) as another:
                 another.call("hello")
         except errors.DaemonAbsent:
-            message = f"the daemon at {self.path} has not answered yet; is it stopped, or very busy?"
+            message = f"the daemon at {self._place} has not answered yet; is it stopped, or very busy?"
         if message:
             import logging
 
@@ -140,7 +142,7 @@ class Client:
         try:
             self._calls.take(message)
         except protocol.ProtocolError as error:
-            raise errors.DaemonAbsent(f"what answers at {self.path} is no clusterd daemon: {error}") from None
+            raise errors.DaemonAbsent(f"what answers at {self._place} is no clusterd daemon: {error}") from None
 
     def _send(self, verb: str, args: dict[str, Any], deliver: Deliver) -> int:
         number = self._calls.open(deliver)
@@ -150,7 +152,7 @@ class Client:
             self._calls.close(number)
             raise
         except OSError as error:
-            raise errors.DaemonAbsent(f"the daemon at {self.path} went away ({error.strerror or error})") from None
+            raise errors.DaemonAbsent(f"the daemon at {self._place} went away ({error.strerror or error})") from None
         return number
 
     def _receive(self) -> dict[str, Any]:
@@ -158,13 +160,13 @@ class Client:
             try:
                 data = self._socket.recv(1 << 18)
             except OSError as error:
-                raise errors.DaemonAbsent(f"the daemon at {self.path} does not answer ({error})") from None
+                raise errors.DaemonAbsent(f"the daemon at {self._place} does not answer ({error})") from None
             if not data:
-                raise errors.DaemonAbsent(f"the daemon at {self.path} went away: clusterd status")
+                raise errors.DaemonAbsent(f"the daemon at {self._place} went away: clusterd status")
             try:
                 self._received = self._decoder.feed(data)
             except protocol.ProtocolError as error:
-                raise errors.DaemonAbsent(f"what answers at {self.path} is no clusterd daemon: {error}") from None
+                raise errors.DaemonAbsent(f"what answers at {self._place} is no clusterd daemon: {error}") from None
         return self._received.pop(0)
 
     def ready(self, timeout_s: float) -> bool:

@@ -116,6 +116,19 @@ def socket_path(system: bool = False) -> Path:
     return state_dir() / "clusterd.sock"
 
 
+def client_socket(system: bool = False) -> Path:
+    """Path of the socket that commands connect to: the daemon's, or one that leads to another machine's daemon.
+
+    Raises:
+        UsageError, DaemonAbsent: as `clusterd.remote.forwarded_socket`.
+    """
+    if (url := os.environ.get("CLUSTERD_HOST")) and not system:
+        from clusterd.remote import forwarded_socket  # imported only if needed: the command line starts faster without
+
+        return forwarded_socket(url)
+    return socket_path(system)
+
+
 ENVIRONMENT = {"state_dir": ("CLUSTERD_STATE_DIR",), "socket": ("CLUSTERD_SOCKET", "CLUSTERD_STATE_DIR")}
 """Variables that override the file: clients read them too, but never the file."""
 

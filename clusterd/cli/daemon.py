@@ -145,6 +145,8 @@ def _hosts(config: configuration.Config) -> int:
 @click.option("--system", is_flag=True, help="The system's daemon, not the user's.")
 def stop(system: bool) -> None:
     """Stop the daemon; jobs keep running."""
+    if os.environ.get("CLUSTERD_HOST") and not system:
+        raise click.UsageError("CLUSTERD_HOST names another machine: run clusterd stop there")
     path = configuration.socket_path(system)
     with Client(path) as cluster:
         answer = cluster.call("stop")
@@ -173,7 +175,7 @@ def _has_ended(pid: int) -> bool:
 @output_option
 def status(system: bool, output: str) -> None:
     """Show the state of the daemon."""
-    with Client(configuration.socket_path(system)) as cluster:
+    with Client(configuration.client_socket(system)) as cluster:
         answer = cluster.call("status")
     if output != "table":
         show_json(answer, output)
@@ -213,7 +215,7 @@ def login(output: str) -> int:
 
     Shows the account, the line to add to its authorized keys, and whether each host lets the cluster in.
     """
-    with Client(configuration.socket_path()) as cluster:
+    with Client() as cluster:
         answer = cluster.call("login", meanwhile="the hosts are dialed")
     refused = {host: why for host, why in answer["hosts"].items() if why}
     code = 1 if refused and len(refused) == len(answer["hosts"]) else 0

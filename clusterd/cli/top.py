@@ -62,9 +62,9 @@ def _source(replay: Path | None, path: Path, preconnected: Connection | None) ->
 
 
 def _usual_socket(system: bool) -> Path:
-    from clusterd.config import socket_path
+    from clusterd.config import client_socket
 
-    return socket_path(system)
+    return client_socket(system)
 
 
 def _needs_ascii() -> bool:

@@ -1,0 +1,91 @@
+"""Commands on a laptop, for a daemon that is reached by the user's own ssh."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunningCluster
+from tests.ssh.openssh import OpenSshServer, make_key, needs_sshd, run
+
+pytestmark = [pytest.mark.slow, needs_sshd, pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+def laptop(local_cluster: RunningCluster, tmp_path: Path) -> Iterator[RunningCluster]:
+    """A user with a home, an SSH configuration and nothing else, beside the head node and a jump host before it."""
+    key = make_key(tmp_path / "id_ed25519")
+    servers = [OpenSshServer(name, tmp_path / name, key) for name in ("bastion", "head")]
+    known = tmp_path / "known_hosts"
+    for server in servers:
+        server.start()
+        public = (server.directory / "host_key.pub").read_text().split()
+        with open(known, "a") as file:
+            file.write(f"[127.0.0.1]:{server.port} {public[0]} {public[1]}\n")
+    bastion, head = servers
+    config = tmp_path / "ssh_config"
+    config.write_text(bastion.config(known) + head.config(known, ProxyJump="bastion"))
+    wrapper = tmp_path / "bin" / "ssh"
+    wrapper.parent.mkdir()
+    real = run("which", "ssh").strip()
+    wrapper.write_text(f'#!/bin/sh\nexec {real} -F {config} "$@"\n')
+    wrapper.chmod(0o755)
+    far = RunningCluster(tmp_path)
+    for name in ("CLUSTERD_STATE_DIR", "CLUSTERD_SOCKET", "CLUSTERD_CONFIG"):
+        far.environment.pop(name, None)
+    runtime = tmp_path / "run"
+    runtime.mkdir(mode=0o700)
+    far.environment |= {
+        "CLUSTERD_HOST": f"ssh://head{local_cluster.socket}", "HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(runtime),
+        "PATH": f"{wrapper.parent}:{os.environ['PATH']}",
+    }  # fmt: skip
+    yield far
+    for pid in _forwarders(runtime):
+        os.kill(pid, signal.SIGTERM)
+    for server in reversed(servers):
+        server.stop()
+
+
+def _forwarders(runtime: Path) -> list[int]:
+    found = subprocess.run(["pgrep", "-f", f"L {runtime}"], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def test_a_laptop_has_every_command_over_ssh(laptop: RunningCluster, local_cluster: RunningCluster) -> None:
+    runtime = Path(laptop.environment["XDG_RUNTIME_DIR"])
+    assert f"pid {local_cluster.pid}" in laptop.run("status").stdout
+    work = laptop.directory / "work"
+    work.mkdir()
+    (work / "hello.py").write_text("print(input())\nopen('result', 'w').write('42')\n")
+    done = laptop.run("run", "--name", "far", "--", sys.executable, "-c", "print(6 * 7)", cwd=work)
+    assert done.stdout == "42\n"
+    assert "far" in laptop.run("ls", "--all").stdout
+    assert len(_forwarders(runtime)) == 1, "one ssh serves all commands"
+    # A connection that broke is made anew by the next command.
+    os.kill(_forwarders(runtime)[0], signal.SIGKILL)
+    assert "far" in laptop.run("ls", "--all").stdout
+    refused = laptop.run("stop", check=False)
+    assert (refused.returncode, "run clusterd stop there" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("host", "code", "message"),
+    [
+        ("head", 2, "write ssh://HEAD"),
+        ("ssh://nowhere.invalid/x.sock", 69, "`ssh ssh://nowhere.invalid` failed"),
+        ("ssh://head", 69, "no daemon of yours has a socket there: name it, as in ssh://head/PATH/OF.sock"),
+        ("ssh://head/nothing.sock", 69, "the daemon at ssh://head/nothing.sock"),
+    ],
+)
+def test_what_is_no_daemon_is_one_line(laptop: RunningCluster, host: str, code: int, message: str) -> None:
+    laptop.environment["CLUSTERD_HOST"] = host
+    done = laptop.run("ls", check=False)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
