@@ -25,7 +25,7 @@ from typing import Any
 
 from clusterd import protocol
 from clusterd.agent.forkserver import child, exit_reason
-from clusterd.agent.host import processes
+from clusterd.agent.host import cgroups, processes
 from clusterd.agent.host.home import forget_directory, read_json, write_json
 from clusterd.agent.log import log_line
 from clusterd.protocol import calls
@@ -249,6 +249,10 @@ class ForkServer:
         os.close(gate_read)
         try:
             found = processes.stat(pid)
+            group = request.cgroup
+            if group and not cgroups.add(Path(group), pid):
+                log_line(f"spawner: cannot put process {pid} into {group}")
+                group = ""
             record = RankRecord(
                 pid=pid,
                 start_time=found.start_time if found else 0,
@@ -257,6 +261,7 @@ class ForkServer:
                 at_s=time.time(),
                 generation=request.generation,
                 spawner=ProcessIdentity(os.getpid(), own_start_time()),
+                cgroup=group,
             )
             state = Path(request.state)
             self._pending_records.drop(state)

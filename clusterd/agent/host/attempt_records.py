@@ -43,6 +43,7 @@ class Rank:
     at_s: float | None = None
     spawner: ProcessIdentity = field(default_factory=ProcessIdentity)  # its fork server
     message: str | None = None  # error message that the rank wrote before it exited
+    cgroup: str = ""  # directory of the control group of its generation
     end: RankRecord | None = None  # exit record not yet reported
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)  # proves a process to be this rank
 
@@ -51,12 +52,14 @@ class Rank:
         self.pid, self.start_time, self.boot_id = record.pid, record.start_time, record.boot_id
         self.state, self.exit_code, self.signal = record.state, record.exit_code, record.signal
         self.reason, self.at_s, self.spawner = record.reason, record.at_s, record.spawner
+        self.cgroup = record.cgroup
 
     def lost(self, at_s: float) -> RankRecord:
         """Record of a rank whose process disappeared without an exit status."""
         return RankRecord(
-            pid=self.pid, start_time=self.start_time, boot_id=self.boot_id, state="lost", reason="lost", at_s=at_s
-        )
+            pid=self.pid, start_time=self.start_time, boot_id=self.boot_id, state="lost", reason="lost", at_s=at_s,
+            cgroup=self.cgroup,
+        )  # fmt: skip
 
     def report(self) -> Report:
         """A RankReport of the protocol."""
@@ -116,6 +119,11 @@ class Attempt:
     def sessions(self) -> set[int]:
         """Session ids of the ranks; a session outlives its rank while any process is left in it."""
         return {rank.pid for rank in self.ranks.values() if rank.pid and rank.boot_id == processes.boot_id()}
+
+    @property
+    def cgroups(self) -> set[Path]:
+        """Directories of the ranks' control groups; as its name has the attempt in it, none is another attempt's."""
+        return {Path(rank.cgroup) for rank in self.ranks.values() if rank.cgroup}
 
     @property
     def held(self) -> set[str]:

@@ -65,10 +65,11 @@ class Terminals:
         if screen is not None:
             env["TERM"] = screen.term
         shell = pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
+        group = attempt.ranks[rank].cgroup
         cores = ",".join(str(core) for core in given.device.cores)
         # A separate program acquires the controlling terminal: this process has threads, and running code in a fork
         # of it would be unsafe.
-        command = programs.command("inside", str(work), cores, *(argv or [shell]))
+        command = programs.command("inside", str(work), cores, group, *(argv or [shell]))
         name = uuid.uuid4().hex
         self._open[name] = await Terminal.start(command, env, screen)
         return name

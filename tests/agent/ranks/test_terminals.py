@@ -101,7 +101,7 @@ def test_whoever_is_not_asked_for_any_more_is_hung_up_on() -> None:
     """Their daemon is gone."""
 
     async def script() -> int:
-        command = programs.command("inside", "/", "", "sh", "-c", "echo begun; sleep 1000; true")
+        command = programs.command("inside", "/", "", "", "sh", "-c", "echo begun; sleep 1000; true")
         terminals, terminal = Terminals(), await Terminal.start(command, os.environ, None)
         assert (await terminal.read())["data"] == b"begun\n"
         terminals._open["it"] = terminal
