@@ -86,6 +86,8 @@ class LaunchRequest(Request[Launched], verb="launch"):
     data_cache: str | None = None  # directory; None: the agent's own
     snapshot_every: int = 0  # steps between state snapshots; 0: none
     probe: bool = False  # measure devices and links first
+    memory_bytes: int = 0  # of the host, that all ranks on it may use together; 0: not limited
+    cores: int = 0  # booked for them on the host; 0: unknown
     gpu_indices: dict[str, int] = field(default_factory=dict)  # CUDA index by uuid; filled in by the agent
 
 

@@ -308,7 +308,7 @@ class ForkServer:
                 number=number,
                 kind=ended.kind,
                 stopped=marker is not None and marker.get("generation", 0) >= ended.record.generation,
-                out_of_memory=number == signal.SIGKILL and self._oom.killed_lately(),
+                out_of_memory=number == signal.SIGKILL and self._ran_out_of_memory(ended.record.cgroup),
             ),
             at_s=time.time(),
         )
@@ -318,6 +318,11 @@ class ForkServer:
                 self._send(peer, Exited(str(ended.state), record).to_message())
             except OSError:
                 self._drop(peer)
+
+    def _ran_out_of_memory(self, group: str) -> bool:
+        """True if the kernel killed a process for host memory: of this group, or of anyone where there is no count."""
+        kills = cgroups.out_of_memory_kills(Path(group)) if group else None
+        return self._oom.killed_lately() if kills is None else kills > 0
 
 
 def own_start_time() -> int:

@@ -117,6 +117,7 @@ class Launcher:
         )
         group = self._group(attempt.name)
         if group and cgroups.make(group):
+            cgroups.limit(group, launch.memory_bytes, launch.cores)
             request = replace(request, cgroup=str(group))
         python = programs.interpreter(launch.python) if forked else None
         await self._fork_servers.spawn(request, python, forked)

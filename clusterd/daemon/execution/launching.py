@@ -74,7 +74,7 @@ class LaunchRequests:
         probe = spec.kind is JobKind.ELASTIC and self.wants_probe(names, len(decision.hosts))
         snapshot_every = self._snapshot_every(decision.job, spec, decision.plan)
         datasets = await self._datasets.where(decision.job, spec, decision.hosts)
-        booked = self._cores(decision)
+        booked, booked_memory = self._booked(decision)
         base = self.request_base(decision.job, decision.attempt, decision.generation, spec, secrets)
         for node, host in enumerate(decision.hosts):
             here = [place for place in decision.ranks if place.host == host]
@@ -106,6 +106,8 @@ class LaunchRequests:
                 snapshot_every=snapshot_every,
                 probe=probe,
                 datasets=datasets[host],
+                cores=booked.get(host, 0),
+                memory_bytes=booked_memory.get(host, 0) if spec.resources.memory_bytes else 0,
             )
         return requests
 
@@ -130,13 +132,14 @@ class LaunchRequests:
         step_s = known.step_time_s or min(predicted, default=SNAPSHOT_EVERY_S / SNAPSHOT_EVERY)
         return max(SNAPSHOT_EVERY, round(SNAPSHOT_EVERY_S / max(step_s, 1e-4)))
 
-    def _cores(self, decision: d.LaunchAttempt) -> Mapping[HostId, int]:
-        """CPU cores booked for these ranks on each host."""
+    def _booked(self, decision: d.LaunchAttempt) -> tuple[Mapping[HostId, int], Mapping[HostId, int]]:
+        """CPU cores and host memory booked for these ranks on each host."""
         attempt = self._engine.scheduler.state.jobs[decision.job].attempt
         if attempt is None:
-            return {}
+            return {}, {}
         coming = attempt.migration
-        return coming.cores if coming is not None and coming.generation == decision.generation else attempt.cores
+        of = coming if coming is not None and coming.generation == decision.generation else attempt
+        return of.cores, of.memory_bytes
 
     def request_base(
         self, job: str, attempt: int, generation: int, spec: JobSpec, secrets: dict[str, str]
