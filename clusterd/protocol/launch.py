@@ -63,7 +63,7 @@ class Launched:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest(Request[Launched], verb="launch"):
-    """Ranks of one generation of an attempt to start on a host; agents store it without its secrets."""
+    """Ranks of one generation of an attempt to start on a host; agents store it without secrets and variables."""
 
     job: str
     attempt: int
@@ -72,7 +72,7 @@ class LaunchRequest(Request[Launched], verb="launch"):
     argv: tuple[str, ...]
     ranks: tuple[RankSpec, ...]
     born_s: float = 0.0  # when the job was submitted: tells it from another one with its id
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict, repr=False)
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
     snapshot: str | None = None  # digest of the submitted workdir
     workdir: str | None = None  # directory on the host, instead

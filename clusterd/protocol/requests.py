@@ -337,6 +337,7 @@ class OpenTerminal(OfGeneration, Request[Terminal], verb="terminal_open"):
     argv: tuple[str, ...]
     secrets: dict[str, str] = field(repr=False)
     screen: Screen | None = None  # None: pipes
+    env: dict[str, str] = field(default_factory=dict, repr=False)  # the job's variables, which agents do not store
 
 
 @dataclass(frozen=True)

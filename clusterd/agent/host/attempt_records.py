@@ -80,7 +80,7 @@ class Attempt:
     """One generation of an attempt on this host."""
 
     directory: Path
-    launch: LaunchRequest  # as accepted, without secrets
+    launch: LaunchRequest  # as accepted, without secrets; without variables where an earlier agent accepted it
     ranks: dict[int, Rank] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # over launching and stopping
     stopping: asyncio.Task[list[int]] | None = None
@@ -169,8 +169,11 @@ class Attempt:
         return self.directory / "steps.jsonl"
 
     def store(self) -> None:
-        """Write the launch to disk, where a restarted agent finds it."""
-        write_durably(self.directory / "launch.msgpack", protocol.pack(to_map(self.launch)))
+        """Write the launch to disk, where a restarted agent finds it.
+
+        Without the job's variables, as people put passwords there: a repeated launch and a terminal bring them again.
+        """
+        write_durably(self.directory / "launch.msgpack", protocol.pack(to_map(replace(self.launch, env={}))))
 
     def record_end(self, rank: int, exit_code: int, reason: str, at_s: float) -> None:
         """Write the exit record of a rank whose process was never started."""

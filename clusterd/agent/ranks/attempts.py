@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from clusterd.agent.background_tasks import Background
@@ -170,8 +171,8 @@ class Attempts:
     async def launch(self, request: LaunchRequest, control_socket: Path, snapshot: Path | None) -> Launched:
         """Start the ranks of a generation; return the pids and start times of all of them.
 
-        The launch, without its secrets, is on disk before the first process starts. A repeated request starts only the
-        ranks that were never started, as after an agent died during the launch.
+        The launch, without its secrets and variables, is on disk before the first process starts. A repeated request
+        starts only the ranks that were never started, as after an agent died during the launch.
 
         Raises:
             Refused: ``stale`` (the generation was stopped), ``environment`` or ``workdir`` (not on this host, or the
@@ -193,6 +194,7 @@ class Attempts:
         elif attempt.launch.born_s != launch.born_s:
             cause = "its id was given out again, as after a cluster's state was restored from a backup"
             raise Refused("environment", f"{directory.name} of another job is on this host: {cause}")
+        attempt.launch = replace(attempt.launch, env=launch.env)
         async with attempt.lock:
             if attempt.stopped and not attempt.ranks:
                 raise Refused(

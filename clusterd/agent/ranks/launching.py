@@ -18,7 +18,7 @@ from clusterd.protocol.launch import LaunchRequest, RankSpec
 
 
 def launch_record(request: LaunchRequest, data: Path, gpu_indices: Mapping[str, int]) -> LaunchRequest:
-    """Launch request as stored on disk: without its secrets.
+    """Launch request as it is remembered: without its secrets.
 
     Args:
         data: cache directory of data sets, unless the request names one.

@@ -44,12 +44,13 @@ class Terminals:
         rank: int,
         argv: Sequence[str],
         tag: str,
-        secrets: Mapping[str, str],
+        variables: Mapping[str, str],
         screen: Screen | None,
     ) -> str:
         """Start `argv`, or this user's shell if it is empty; return the terminal's name.
 
         Args:
+            variables: the job's, with its secrets.
             screen: of the pseudo-terminal; None: pipes.
         Raises:
             Refused: ``unknown`` (no such rank runs here), ``workdir``.
@@ -60,7 +61,7 @@ class Terminals:
         work = rank_environment.work_of(attempt)
         if not work.is_dir():
             raise Refused("workdir", f"the working directory {work} is gone")
-        env = rank_environment.variables(attempt, given, tag, secrets)
+        env = rank_environment.variables(attempt, given, tag, variables)
         rank_environment.forget_rank(env)
         if screen is not None:
             env["TERM"] = screen.term

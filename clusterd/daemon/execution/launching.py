@@ -154,7 +154,7 @@ class LaunchRequests:
             kind=spec.kind.value,
             argv=tuple(spec.command),
             ranks=(),
-            env={"CLUSTERD_JOB_NAME": spec.name, **_array_variables(spec), **spec.env},
+            env=job_variables(spec),
             secrets=secrets,
             snapshot=spec.snapshot,
             workdir=None if spec.snapshot else spec.workdir,
@@ -179,11 +179,13 @@ class LaunchRequests:
                 offset += len(data)
 
 
-def _array_variables(spec: JobSpec) -> dict[str, str]:
-    """Variables of a task of an array."""
-    if spec.array is None:
-        return {}
-    return {"CLUSTERD_ARRAY_JOB_ID": spec.array.id, "CLUSTERD_ARRAY_TASK_ID": str(spec.array.index)}
+def job_variables(spec: JobSpec) -> dict[str, str]:
+    """Variables that are the same for all processes of a job: its own, its name, and its place in an array."""
+    variables = {"CLUSTERD_JOB_NAME": spec.name}
+    if spec.array is not None:
+        variables["CLUSTERD_ARRAY_JOB_ID"] = spec.array.id
+        variables["CLUSTERD_ARRAY_TASK_ID"] = str(spec.array.index)
+    return {**variables, **spec.env}
 
 
 def filled_in(command: Iterable[str], job: str, plan: Plan | None, hosts: int) -> list[str]:
