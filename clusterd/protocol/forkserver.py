@@ -29,6 +29,7 @@ class RankRecord:
     at_s: float | None = None  # of the last change
     generation: int = 0
     spawner: ProcessIdentity = ProcessIdentity()
+    cgroup: str = ""  # directory of the control group of its generation; "": none
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Spawn(Request[ProcessIdentity], verb="spawn"):
     log: str  # path
     state: str  # path of its record
     stop_marker: str  # path of the mark of a stop
+    cgroup: str = ""  # directory of the control group to put it into; "": none
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Launched:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest(Request[Launched], verb="launch"):
-    """Ranks of one generation of an attempt to start on a host; agents store it without its secrets."""
+    """Ranks of one generation of an attempt to start on a host; agents store it without secrets and variables."""
 
     job: str
     attempt: int
@@ -72,7 +72,7 @@ class LaunchRequest(Request[Launched], verb="launch"):
     argv: tuple[str, ...]
     ranks: tuple[RankSpec, ...]
     born_s: float = 0.0  # when the job was submitted: tells it from another one with its id
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict, repr=False)
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
     snapshot: str | None = None  # digest of the submitted workdir
     workdir: str | None = None  # directory on the host, instead
@@ -86,6 +86,8 @@ class LaunchRequest(Request[Launched], verb="launch"):
     data_cache: str | None = None  # directory; None: the agent's own
     snapshot_every: int = 0  # steps between state snapshots; 0: none
     probe: bool = False  # measure devices and links first
+    memory_bytes: int = 0  # of the host, that all ranks on it may use together; 0: not limited
+    cores: int = 0  # booked for them on the host; 0: unknown
     gpu_indices: dict[str, int] = field(default_factory=dict)  # CUDA index by uuid; filled in by the agent
 
 

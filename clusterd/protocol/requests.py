@@ -204,6 +204,8 @@ class HostCheck:
     ends_at_logout: bool | None = None  # ranks are killed when the user logs out
     peers: dict[str, dict[str, Any]] = field(default_factory=dict)  # seconds or an error, by host
     environment: dict[str, Any] | None = None  # None: not checked
+    enforced: tuple[str, ...] | None = None  # controllers that limit jobs; None: no control groups, or not known
+    lingers: bool | None = None  # the user's service manager outlives logins; None: the agent is of an older version
 
 
 @dataclass(frozen=True)
@@ -335,6 +337,7 @@ class OpenTerminal(OfGeneration, Request[Terminal], verb="terminal_open"):
     argv: tuple[str, ...]
     secrets: dict[str, str] = field(repr=False)
     screen: Screen | None = None  # None: pipes
+    env: dict[str, str] = field(default_factory=dict, repr=False)  # the job's variables, which agents do not store
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd import protocol
-from clusterd.agent.host import processes
+from clusterd.agent.host import cgroups, processes
 from clusterd.agent.host.home import Home, read_json
 from clusterd.agent.server import attach
 from clusterd.protocol.codec import from_map
@@ -78,8 +78,17 @@ def end_all(root: Path) -> None:
 
     wait_until(none_left, f"the processes of {root} to end")
     for identity in [root / "identity.json", *root.glob("*/identity.json")]:
-        if (sockets := Home(identity.parent).sockets).parent == Path("/tmp"):  # who was killed removed nothing
+        # An agent that was killed removed nothing.
+        if (sockets := Home(identity.parent).sockets).parent == Path("/tmp"):
             shutil.rmtree(sockets, ignore_errors=True)
+        for group in groups_of((read_json(identity) or {}).get("agent", "?")):
+            cgroups.remove(group)
+
+
+def groups_of(agent: str) -> list[Path]:
+    """Control groups of the attempts of an agent."""
+    base = cgroups.find_base()
+    return list(base.glob(f"{cgroups.PREFIX}{agent}-*")) if base else []
 
 
 def start_attach(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
-from clusterd.daemon.api.host_check import _network
+import pytest
+
+from clusterd import protocol
+from clusterd.daemon.api.host_check import _limits, _network
 from clusterd.types import HostId
 from tests.conftest import RunningCluster
 
@@ -30,6 +34,33 @@ def test_a_missing_interpreter_is_a_failure_of_that_host_alone(local_cluster: Ru
     assert "local0 " not in done.stdout
     unknown = local_cluster.run("host", "check", "gpu77", check=False)
     assert unknown.returncode and "gpu77" in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    ("enforced", "lingers", "state", "text"),
+    [
+        (["memory", "cpu"], False, "ok", "host memory that they ask for"),
+        (None, False, "warning", "enable-linger"),
+        (None, True, "warning", "Delegate=memory cpu"),
+        (["cpu"], True, "warning", "more host memory than a job asks for"),
+        (["memory"], True, "warning", "more than its share of cores"),
+    ],
+)
+def test_limits_that_are_not_enforced_come_with_a_remedy(
+    enforced: list[str] | None, lingers: bool, state: str, text: str
+) -> None:
+    row = _limits(HostId("gpu01"), {"enforced": enforced, "lingers": lingers})
+    assert row["state"] == state
+    assert text in row["said"]
+
+
+def test_the_host_gets_the_memory_and_cores_of_a_job_to_enforce(local_cluster: RunningCluster) -> None:
+    """Not the memory that a job did not ask for."""
+    for memory, expected in ((["--memory", "96MB"], 96 * 1000**2), ([], 0)):
+        done = local_cluster.run("run", "--cpus", "1", *memory, "--", "pwd")
+        launch = protocol.decode((Path(done.stdout.strip()).parent / "launch.msgpack").read_bytes())
+        assert launch["cores"] == 1
+        assert launch["memory_bytes"] == expected
 
 
 def test_a_firewall_shows_from_either_side() -> None:

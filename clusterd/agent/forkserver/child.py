@@ -39,6 +39,7 @@ def become(request: Spawn, gate: int, close_inherited: Callable[[], None]) -> No
         os.close(gate)
         if not opened:
             os._exit(EXIT_CANNOT_START)
+        processes.set_mark(request.env[processes.TAG])
         reset_signals()
         close_inherited()
         _redirect(request.log)

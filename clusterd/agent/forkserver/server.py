@@ -25,7 +25,7 @@ from typing import Any
 
 from clusterd import protocol
 from clusterd.agent.forkserver import child, exit_reason
-from clusterd.agent.host import processes
+from clusterd.agent.host import cgroups, processes
 from clusterd.agent.host.home import forget_directory, read_json, write_json
 from clusterd.agent.log import log_line
 from clusterd.protocol import calls
@@ -249,6 +249,10 @@ class ForkServer:
         os.close(gate_read)
         try:
             found = processes.stat(pid)
+            group = request.cgroup
+            if group and not cgroups.add(Path(group), pid):
+                log_line(f"spawner: cannot put process {pid} into {group}")
+                group = ""
             record = RankRecord(
                 pid=pid,
                 start_time=found.start_time if found else 0,
@@ -257,6 +261,7 @@ class ForkServer:
                 at_s=time.time(),
                 generation=request.generation,
                 spawner=ProcessIdentity(os.getpid(), own_start_time()),
+                cgroup=group,
             )
             state = Path(request.state)
             self._pending_records.drop(state)
@@ -303,7 +308,7 @@ class ForkServer:
                 number=number,
                 kind=ended.kind,
                 stopped=marker is not None and marker.get("generation", 0) >= ended.record.generation,
-                out_of_memory=number == signal.SIGKILL and self._oom.killed_lately(),
+                out_of_memory=number == signal.SIGKILL and self._ran_out_of_memory(ended.record.cgroup),
             ),
             at_s=time.time(),
         )
@@ -313,6 +318,11 @@ class ForkServer:
                 self._send(peer, Exited(str(ended.state), record).to_message())
             except OSError:
                 self._drop(peer)
+
+    def _ran_out_of_memory(self, group: str) -> bool:
+        """True if the kernel killed a process for host memory: of this group, or of anyone where there is no count."""
+        kills = cgroups.out_of_memory_kills(Path(group)) if group else None
+        return self._oom.killed_lately() if kills is None else kills > 0
 
 
 def own_start_time() -> int:

@@ -43,6 +43,7 @@ class Rank:
     at_s: float | None = None
     spawner: ProcessIdentity = field(default_factory=ProcessIdentity)  # its fork server
     message: str | None = None  # error message that the rank wrote before it exited
+    cgroup: str = ""  # directory of the control group of its generation
     end: RankRecord | None = None  # exit record not yet reported
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)  # proves a process to be this rank
 
@@ -51,12 +52,14 @@ class Rank:
         self.pid, self.start_time, self.boot_id = record.pid, record.start_time, record.boot_id
         self.state, self.exit_code, self.signal = record.state, record.exit_code, record.signal
         self.reason, self.at_s, self.spawner = record.reason, record.at_s, record.spawner
+        self.cgroup = record.cgroup
 
     def lost(self, at_s: float) -> RankRecord:
         """Record of a rank whose process disappeared without an exit status."""
         return RankRecord(
-            pid=self.pid, start_time=self.start_time, boot_id=self.boot_id, state="lost", reason="lost", at_s=at_s
-        )
+            pid=self.pid, start_time=self.start_time, boot_id=self.boot_id, state="lost", reason="lost", at_s=at_s,
+            cgroup=self.cgroup,
+        )  # fmt: skip
 
     def report(self) -> Report:
         """A RankReport of the protocol."""
@@ -77,7 +80,7 @@ class Attempt:
     """One generation of an attempt on this host."""
 
     directory: Path
-    launch: LaunchRequest  # as accepted, without secrets
+    launch: LaunchRequest  # as accepted, without secrets; without variables where an earlier agent accepted it
     ranks: dict[int, Rank] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # over launching and stopping
     stopping: asyncio.Task[list[int]] | None = None
@@ -116,6 +119,11 @@ class Attempt:
     def sessions(self) -> set[int]:
         """Session ids of the ranks; a session outlives its rank while any process is left in it."""
         return {rank.pid for rank in self.ranks.values() if rank.pid and rank.boot_id == processes.boot_id()}
+
+    @property
+    def cgroups(self) -> set[Path]:
+        """Directories of the ranks' control groups; as its name has the attempt in it, none is another attempt's."""
+        return {Path(rank.cgroup) for rank in self.ranks.values() if rank.cgroup}
 
     @property
     def held(self) -> set[str]:
@@ -161,8 +169,11 @@ class Attempt:
         return self.directory / "steps.jsonl"
 
     def store(self) -> None:
-        """Write the launch to disk, where a restarted agent finds it."""
-        write_durably(self.directory / "launch.msgpack", protocol.pack(to_map(self.launch)))
+        """Write the launch to disk, where a restarted agent finds it.
+
+        Without the job's variables, as people put passwords there: a repeated launch and a terminal bring them again.
+        """
+        write_durably(self.directory / "launch.msgpack", protocol.pack(to_map(replace(self.launch, env={}))))
 
     def record_end(self, rank: int, exit_code: int, reason: str, at_s: float) -> None:
         """Write the exit record of a rank whose process was never started."""

@@ -1,4 +1,4 @@
-"""Active checks of a host: reachability of other hosts, a Python environment, whether processes survive logout."""
+"""Active checks of a host: reachability of other hosts, a Python environment, limits, survival of a logout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from clusterd.agent import CODE_ROOT
-from clusterd.agent.host import programs
+from clusterd.agent.host import cgroups, programs
 from clusterd.protocol.migration import Address
 
 REACH_TIMEOUT_S = 5.0
@@ -47,11 +47,16 @@ def check(peers: Mapping[str, Address], python: str | None) -> dict[str, Any]:
         peers: address and port at which the agents of other hosts serve tensor slices, by host.
         python: an interpreter or a virtual environment, as jobs name it; None: not checked.
     Returns:
-        `peers`, each with `seconds` or an `error`; `ends_at_logout`, None if unknown; `environment`, if checked.
+        `peers`, each with `seconds` or an `error`; `ends_at_logout`, None if unknown; `environment`, if checked;
+        `enforced` controllers and whether the user `lingers`.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         reached = pool.map(lambda place: _reach(*place), peers.values())
-        answer: dict[str, Any] = {"ends_at_logout": _ends_at_logout()}
+        answer: dict[str, Any] = {
+            "ends_at_logout": _ends_at_logout(),
+            "enforced": cgroups.enforced(),
+            "lingers": cgroups.lingers(),
+        }
         if python is not None:
             answer["environment"] = _environment(python)
         answer["peers"] = dict(zip(peers, reached, strict=True))

@@ -1,11 +1,13 @@
-"""Processes in /proc: liveness, start time, session and tag; and the memory of the machine.
+"""Processes in /proc: liveness, start time, session, tag and mark; and the memory of the machine.
 
 Pids are reused, so a process is identified by pid, start time and boot id together.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import resource
 import signal
 from collections.abc import Container, Iterator
 from functools import lru_cache
@@ -13,7 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 TAG = "CLUSTERD_TAG"
-"""Environment variable that marks every process of an attempt: ``<agent>/<job>.<attempt>``."""
+"""Environment variable that every process of an attempt has: ``<agent>/<job>.<attempt>``."""
+
+_RLIMIT_LOCKS = 10
+"""A resource limit that Linux inherits and shows, but has not enforced since version 2.4."""
 
 
 class Stat(NamedTuple):
@@ -79,22 +84,77 @@ def environment(pid: int) -> bytes:
         return b""
 
 
-def tagged(tag: str) -> list[int]:
-    """Pids of the processes whose environment has `tag`, whoever their parent is now; never the caller's own."""
-    wanted = f"{TAG}={tag}".encode()
+def set_mark(tag: str) -> bool:
+    """Mark this process, and all that it starts from now on, as of the attempt with `tag`; false if that is refused.
+
+    The mark is a resource limit without effect. A new session, a double fork or another environment does not remove
+    it; only a program that sets this very limit does. It is refused where an administrator, or an enclosing attempt,
+    has set a lower one.
+    """
+    value = mark_of(tag)
+    try:
+        resource.setrlimit(_RLIMIT_LOCKS, (value, value))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def mark_of(tag: str) -> int:
+    """The mark of the processes of an attempt, by its tag."""
+    return int.from_bytes(hashlib.sha256(tag.encode()).digest()[:8], "big") >> 2 | 1 << 62
+
+
+def mark(pid: int) -> int | None:
+    """The mark of a process; None if it has none or is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/limits").read_bytes().splitlines()
+    except OSError:
+        return None
+    hard = next((line.split()[4] for line in lines if line.startswith(b"Max file locks")), b"")
+    return int(hard) if hard.isdigit() else None
+
+
+def marks() -> set[int]:
+    """Marks of all processes."""
+    return {found for pid in everyone() if (found := mark(pid)) is not None and not _is_over(pid)}
+
+
+def of_attempt(tag: str) -> list[int]:
+    """Pids of the processes that carry `tag` or its mark, whoever their parent is now; never the caller's own.
+
+    Processes that this user may not signal, such as those of a set-uid program, are not among them.
+    """
+    wanted, wanted_mark = f"{TAG}={tag}".encode(), mark_of(tag)
     own = os.getpid()
     found = []
     for pid in everyone():
-        text = environment(pid) if pid != own else b""
-        if wanted in text and wanted in text.split(b"\0"):
+        if pid == own:
+            continue
+        text = environment(pid)
+        has_tag = wanted in text and wanted in text.split(b"\0")
+        if has_tag or (mark(pid) == wanted_mark and not _is_over(pid) and _may_signal(pid)):
             found.append(pid)
     return found
+
+
+def _is_over(pid: int) -> bool:
+    """True for a process that is gone, or a zombie. One whose main thread has ended appears as a zombie before."""
+    found = stat(pid)
+    return found is None or (found.state in "ZX" and _threads(pid) <= 1)
+
+
+def _may_signal(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
 
 
 def ending(sessions: Container[int]) -> list[int]:
     """Pids in these sessions that have released their memory, but still hold files and devices.
 
-    On exit the kernel first frees a process' memory, with the environment by which `tagged` finds it, and then closes
+    On exit the kernel first frees a process' memory, with the environment by which a scan finds it, and then closes
     its files. Closing a GPU whose memory is full takes seconds. A process whose main thread has ended appears as a
     zombie while its other threads run.
     """

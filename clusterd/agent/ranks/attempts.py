@@ -6,12 +6,13 @@ import asyncio
 import hmac
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from clusterd.agent.background_tasks import Background
 from clusterd.agent.forkserver import child
 from clusterd.agent.forkserver.client import ForkServers
-from clusterd.agent.host import attempt_records, files, processes, rank_environment
+from clusterd.agent.host import attempt_records, cgroups, files, processes, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Refused, Report
 from clusterd.agent.host.home import Home, read_json, write_json
 from clusterd.agent.log import log_line
@@ -33,21 +34,31 @@ class Attempts:
         emit: sends an event to the daemon, if one listens.
         ask: sends the stop message to the connected ranks of an attempt; returns their pids.
         before_end: called before an exit report is sent, to send the rank's last progress first.
+        preload: module that fork servers of elastic jobs import.
+        cgroup_base: control group below which those of attempts are made; None: there is none.
     """
 
     def __init__(
-        self, home: Home, agent_id: str, emit: Emit, ask: Ask, before_end: Callable[[Attempt], None], preload: str
+        self,
+        home: Home,
+        agent_id: str,
+        emit: Emit,
+        ask: Ask,
+        before_end: Callable[[Attempt], None],
+        preload: str,
+        cgroup_base: Path | None = None,
     ) -> None:
         self._home = home
         self._agent_id = agent_id
         self._ask = ask
+        self._cgroup_base = cgroup_base
         self._known: dict[str, Attempt] = {}
         self._fences: dict[tuple[str, int], int] = {}  # generations that were stopped before their launch arrived
         self._background = Background()
         self._exit_reports = ExitReports(emit, before_end, self.tag, self._background)
         self.fork_servers = ForkServers(home, self._on_exited, preload)
         self.gpu_indices: Mapping[str, int] = {}  # CUDA index by uuid; empty where the numbering is uncertain
-        self._launcher = launching.Launcher(self.fork_servers, self.tag, self._background.start)
+        self._launcher = launching.Launcher(self.fork_servers, self.tag, self._group, self._background.start)
 
     # ---- look-up -------------------------------------------------------------------------------------------------
 
@@ -82,6 +93,10 @@ class Attempts:
         """Tag of the processes of attempt `name`. The agent's id separates agents that share a machine."""
         return f"{self._agent_id}/{name}"
 
+    def _group(self, name: str) -> Path | None:
+        """Control group of attempt `name`; None if this agent cannot make any."""
+        return cgroups.group_of(self._cgroup_base, self._agent_id, name) if self._cgroup_base else None
+
     @property
     def running(self) -> list[str]:
         """Names of attempts with a running rank or an unfinished sweep."""
@@ -114,10 +129,11 @@ class Attempts:
             if attempt := attempt_records.load(directory):
                 self._known[attempt.name] = attempt
         await self.fork_servers.adopt()
-        left = processes.tags(self.tag(""))
+        tags, marks = processes.tags(self.tag("")), processes.marks()
         for attempt in self:
+            tag = self.tag(attempt.name)
             if not attempt.running:
-                if self.tag(attempt.name) in left:
+                if tag in tags or processes.mark_of(tag) in marks or any(map(cgroups.is_populated, attempt.cgroups)):
                     self._finish_sweep(attempt)
             elif attempt.stopped:  # the earlier agent died while it stopped this attempt
                 attempt.grace_s = attempt.launch.grace_s
@@ -155,8 +171,8 @@ class Attempts:
     async def launch(self, request: LaunchRequest, control_socket: Path, snapshot: Path | None) -> Launched:
         """Start the ranks of a generation; return the pids and start times of all of them.
 
-        The launch, without its secrets, is on disk before the first process starts. A repeated request starts only the
-        ranks that were never started, as after an agent died during the launch.
+        The launch, without its secrets and variables, is on disk before the first process starts. A repeated request
+        starts only the ranks that were never started, as after an agent died during the launch.
 
         Raises:
             Refused: ``stale`` (the generation was stopped), ``environment`` or ``workdir`` (not on this host, or the
@@ -178,6 +194,7 @@ class Attempts:
         elif attempt.launch.born_s != launch.born_s:
             cause = "its id was given out again, as after a cluster's state was restored from a backup"
             raise Refused("environment", f"{directory.name} of another job is on this host: {cause}")
+        attempt.launch = replace(attempt.launch, env=launch.env)
         async with attempt.lock:
             if attempt.stopped and not attempt.ranks:
                 raise Refused(
@@ -233,10 +250,10 @@ class Attempts:
         known = self._known.get(directory.name)
         if known is None:
             self._fences[job, attempt] = max(generation, self._fences.get((job, attempt), 0))
-            return {
-                "ranks": [],
-                "swept": await stopping.sweep(self.tag(directory.name), min(grace_s, STRAGGLER_GRACE_S)),
-            }
+            group = self._group(directory.name)
+            groups = {group} if group else set()
+            tag = self.tag(directory.name)
+            return {"ranks": [], "swept": await stopping.sweep(tag, min(grace_s, STRAGGLER_GRACE_S), groups=groups)}
         self._mark_stopped(known, reason)
         if known.stopping is None or known.stopping.done():
             known.grace_s = grace_s
@@ -253,6 +270,7 @@ class Attempts:
                 lambda: self._leaders(attempt),
                 attempt.sessions,
                 self.tag(attempt.name),
+                attempt.cgroups,
                 lambda: attempt.grace_s,
                 lambda: self._ask(attempt, reason, attempt.grace_s, flags or {}),
                 lambda pid, start_time, seconds: _show_threads(attempt, pid, start_time, seconds),

@@ -85,7 +85,7 @@ class ExitReports:
 
     async def _sweep_and_report(self, attempt: Attempt) -> None:
         async with attempt.lock:
-            await stopping.sweep(self._tag(attempt.name), STRAGGLER_GRACE_S, attempt.sessions)
+            await stopping.sweep(self._tag(attempt.name), STRAGGLER_GRACE_S, attempt.sessions, attempt.cgroups)
             self.report_all(attempt)
 
     def _report(self, attempt: Attempt, rank: Rank) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from clusterd.agent.forkserver.client import ForkServers, SpawnFailed
-from clusterd.agent.host import programs, rank_environment
+from clusterd.agent.host import cgroups, programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Rank, Refused
 from clusterd.exit_reasons import EXIT_CODE_OF, Reason
 from clusterd.protocol.forkserver import Spawn
@@ -18,7 +18,7 @@ from clusterd.protocol.launch import LaunchRequest, RankSpec
 
 
 def launch_record(request: LaunchRequest, data: Path, gpu_indices: Mapping[str, int]) -> LaunchRequest:
-    """Launch request as stored on disk: without its secrets.
+    """Launch request as it is remembered: without its secrets.
 
     Args:
         data: cache directory of data sets, unless the request names one.
@@ -32,14 +32,20 @@ class Launcher:
 
     Args:
         tag: returns the tag of an attempt's processes, by attempt name.
+        group: returns the control group of an attempt's processes, by attempt name; None: there is none.
         in_background: takes over work that is no longer awaited.
     """
 
     def __init__(
-        self, fork_servers: ForkServers, tag: Callable[[str], str], in_background: Callable[[Awaitable[object]], None]
+        self,
+        fork_servers: ForkServers,
+        tag: Callable[[str], str],
+        group: Callable[[str], Path | None],
+        in_background: Callable[[Awaitable[object]], None],
     ) -> None:
         self._fork_servers = fork_servers
         self._tag = tag
+        self._group = group
         self._in_background = in_background
 
     async def start_missing(
@@ -109,6 +115,10 @@ class Launcher:
             state=str(attempt.state_file(rank.rank)),
             stop_marker=str(attempt.stop_marker),
         )
+        group = self._group(attempt.name)
+        if group and cgroups.make(group):
+            cgroups.limit(group, launch.memory_bytes, launch.cores)
+            request = replace(request, cgroup=str(group))
         python = programs.interpreter(launch.python) if forked else None
         await self._fork_servers.spawn(request, python, forked)
         # The rank may have exited, and its exit been recorded, before this line.

@@ -1,4 +1,4 @@
-"""Stop an attempt completely: stop message, SIGTERM, SIGKILL, then a sweep for processes with its tag."""
+"""Stop an attempt completely: stop message, SIGTERM, SIGKILL, then a sweep for what it left behind."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Set
+from pathlib import Path
 
-from clusterd.agent.host import processes
+from clusterd.agent.host import cgroups, processes
 
 _TICK_S = 0.02
 
@@ -17,19 +18,22 @@ async def end_ranks(
     leaders: Callable[[], list[tuple[int, int]]],
     sessions: Set[int],
     tag: str,
+    groups: Set[Path],
     grace: Callable[[], float],
     ask: Callable[[], set[int]],
     on_timeout: Callable[[int, int, float], None],
 ) -> list[int]:
-    """Stop these ranks and every process that carries `tag`; return the pids that outlived their rank.
+    """Stop these ranks and every other process of their attempt; return the pids that outlived their rank.
 
     Ranks connected over their control socket have the first half of the grace to finish their step. Then (others at
-    once) their sessions get SIGTERM, and SIGKILL at the end of the grace. Returns only when no process with the tag is
-    left, however long that takes: a process that the kernel cannot end yet still holds its device.
+    once) their sessions get SIGTERM, and SIGKILL at the end of the grace. Returns only when no process of the
+    attempt is left, however long that takes: a process that the kernel cannot end yet still holds its device.
 
     Args:
         leaders: pid and start time of each running rank, the leader of its session.
         sessions: session ids of all ranks, including exited ones.
+        tag: of the attempt's processes.
+        groups: control groups of all ranks.
         grace: seconds since the call; evaluated repeatedly, because it may be shortened.
         ask: sends the stop message; returns the pids of the ranks that got it.
         on_timeout: called with pid, start time and elapsed seconds of each rank that did not obey the stop message.
@@ -59,7 +63,7 @@ async def end_ranks(
             signal_session(pid, start_time, signal.SIGKILL)
         await asyncio.sleep(_TICK_S)
     remaining_s = max(0.0, min(1.0, grace() - (loop.time() - begun)))
-    return await sweep(tag, remaining_s, sessions)
+    return await sweep(tag, remaining_s, sessions, groups)
 
 
 def signal_session(leader: int, start_time: int, number: int) -> None:
@@ -73,11 +77,14 @@ def signal_session(leader: int, start_time: int, number: int) -> None:
             processes.send(pid, found.start_time, number)
 
 
-async def sweep(tag: str, grace_s: float, sessions: Set[int] = frozenset()) -> list[int]:
-    """Kill every process that carries `tag`, wherever it was re-parented to; return the pids found.
+async def sweep(
+    tag: str, grace_s: float, sessions: Set[int] = frozenset(), groups: Set[Path] = frozenset()
+) -> list[int]:
+    """Kill every process of an attempt, wherever it was re-parented to; return the pids found.
 
-    Scans until one scan finds nothing: a process may fork while it is being killed, and one scan may miss the child.
-    Also waits for exiting processes of `sessions`, which may still hold a device.
+    The members of its control groups, where it has some, and the processes with its tag or mark. Scans until one scan
+    finds nothing: a process may fork while it is being killed, and one scan may miss the child. Also waits for exiting
+    processes of `sessions` and `groups`, which may still hold a device.
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()
@@ -85,11 +92,15 @@ async def sweep(tag: str, grace_s: float, sessions: Set[int] = frozenset()) -> l
     terminated: set[int] = set()
     pause_s = _TICK_S
     while True:
-        left = await loop.run_in_executor(None, lambda: [*processes.tagged(tag), *processes.ending(sessions)])
-        if not left:
+        left = await loop.run_in_executor(None, _left_behind, tag, sessions, groups)
+        if not left and not any(map(cgroups.is_populated, groups)):
+            for group in groups:
+                cgroups.remove(group)
             return sorted(found)
         found.update(left)
         expired = loop.time() - begun >= grace_s
+        for group in groups if expired else ():
+            cgroups.kill(group)
         for pid in left:
             if expired:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -101,6 +112,11 @@ async def sweep(tag: str, grace_s: float, sessions: Set[int] = frozenset()) -> l
         await asyncio.sleep(pause_s)
         if expired:
             pause_s = min(pause_s * 1.5, 1.0)
+
+
+def _left_behind(tag: str, sessions: Set[int], groups: Set[Path]) -> set[int]:
+    members = {pid for group in groups for pid in cgroups.pids(group)}
+    return {*processes.of_attempt(tag), *processes.ending(sessions), *members}
 
 
 async def clear_session(leader: int, tag: str) -> None:
@@ -119,4 +135,4 @@ async def clear_session(leader: int, tag: str) -> None:
 
 def _left_in(session: int, tag: str) -> list[int]:
     members = set(processes.in_session(session))
-    return [pid for pid in processes.tagged(tag) if pid in members] + processes.ending({session})
+    return [pid for pid in processes.of_attempt(tag) if pid in members] + processes.ending({session})

@@ -44,12 +44,13 @@ class Terminals:
         rank: int,
         argv: Sequence[str],
         tag: str,
-        secrets: Mapping[str, str],
+        variables: Mapping[str, str],
         screen: Screen | None,
     ) -> str:
         """Start `argv`, or this user's shell if it is empty; return the terminal's name.
 
         Args:
+            variables: the job's, with its secrets.
             screen: of the pseudo-terminal; None: pipes.
         Raises:
             Refused: ``unknown`` (no such rank runs here), ``workdir``.
@@ -60,15 +61,16 @@ class Terminals:
         work = rank_environment.work_of(attempt)
         if not work.is_dir():
             raise Refused("workdir", f"the working directory {work} is gone")
-        env = rank_environment.variables(attempt, given, tag, secrets)
+        env = rank_environment.variables(attempt, given, tag, variables)
         rank_environment.forget_rank(env)
         if screen is not None:
             env["TERM"] = screen.term
         shell = pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
+        group = attempt.ranks[rank].cgroup
         cores = ",".join(str(core) for core in given.device.cores)
         # A separate program acquires the controlling terminal: this process has threads, and running code in a fork
         # of it would be unsafe.
-        command = programs.command("inside", str(work), cores, *(argv or [shell]))
+        command = programs.command("inside", str(work), cores, group, *(argv or [shell]))
         name = uuid.uuid4().hex
         self._open[name] = await Terminal.start(command, env, screen)
         return name

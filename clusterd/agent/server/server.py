@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd import protocol
-from clusterd.agent.host import processes, programs
+from clusterd.agent.host import cgroups, processes, programs
 from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.host.home import Home, default_home, forget_directory, listen, write_json
 from clusterd.agent.host.ports import Ports
@@ -67,6 +67,7 @@ class Agent:
             self._sessions.request_stop,
             self._progress.poll,
             os.environ.get("CLUSTERD_PRELOAD", PRELOAD),
+            cgroups.prepare(),
         )
         self._workdirs = Workdirs(home.workdirs)
         self._datasets = Datasets()

@@ -199,7 +199,8 @@ class Verbs:
     async def _open_terminal(self, request: r.OpenTerminal) -> r.Terminal:
         attempt = self._attempts.get(request.job, request.attempt, request.generation)
         tag = self._attempts.tag(attempt.name)
-        name = await self._terminals.open(attempt, request.rank, request.argv, tag, request.secrets, request.screen)
+        variables = {**request.env, **request.secrets}
+        name = await self._terminals.open(attempt, request.rank, request.argv, tag, variables, request.screen)
         return r.Terminal(name)
 
     async def _read_terminal(self, request: r.ReadTerminal) -> Message:

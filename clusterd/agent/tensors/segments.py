@@ -118,8 +118,7 @@ class Store:
         for place in self._places:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._owned = os.open(shared / OWNER, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._owned, fcntl.LOCK_EX)
+        self._owned = _own(shared)
         os.write(self._owned, os.fsencode(files.parent))
         _sweep(shared)
 
@@ -296,12 +295,32 @@ def _populate(mapped: mmap.mmap, size: int) -> None:
         mapped[offset] = 0
 
 
+def _own(place: Path) -> int:
+    """Take the lock of a store; return its descriptor, which holds the lock until it is closed.
+
+    An agent that starts at the same time may take the new store for one without an agent and remove it: then again.
+    """
+    while True:
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            descriptor = os.open(place / OWNER, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(place / OWNER)):
+                return descriptor
+        os.close(descriptor)
+
+
 def _sweep(mine: Path) -> None:
-    """Remove stores of killed agents whose directories are gone; they would hold memory until the next boot."""
+    """Remove the stores of this user's agents that do not live: memory until the next boot.
+
+    Their content is of no use: an agent empties its store when it starts. The lock tells, not the agent's directory:
+    a test leaves its directory behind, and containers share memory but not directories.
+    """
     prefix = mine.name.rpartition("-")[0]
     for owner in mine.parent.glob(f"{prefix}-*/{OWNER}"):
         with contextlib.suppress(OSError), open(owner, "rb") as file:
-            if not Path(os.fsdecode(file.read())).exists():
-                # Containers may share memory without directories: an agent in another one holds the lock.
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(owner.parent, ignore_errors=True)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owner.parent, ignore_errors=True)

@@ -145,6 +145,8 @@ def _tried(host: HostId, answer: Row, python: str | None) -> Iterator[Row]:
         yield _row(host, "logout", "failed", f"{what}; an administrator can name its user in KillExcludeUsers")
     elif answer["ends_at_logout"] is not None:
         yield _row(host, "logout", "ok", "what runs outlives the connection")
+    if answer.get("lingers") is not None:
+        yield _limits(host, answer)
     if python is not None:
         found = answer["environment"]
         has = ", ".join(f"{what} {found[what]}" for what in ("python", "torch") if what in found)
@@ -152,6 +154,22 @@ def _tried(host: HostId, answer: Row, python: str | None) -> Iterator[Row]:
             has += f" for CUDA {found['cuda']}, which sees {found['gpus']} GPUs"
         state = "failed" if "error" in found else "ok"
         yield _row(host, "python", state, ": ".join(filter(None, (python, has, found.get("error")))))
+
+
+def _limits(host: HostId, answer: Row) -> Row:
+    """Row about the enforcement of memory and CPU shares."""
+    enforced = answer["enforced"]
+    if enforced is not None and len(enforced) == 2:
+        held = "jobs are held to the host memory that they ask for, and to their share of cores"
+        return _row(host, "limits", "ok", held)
+    lacks = "more than its share of cores" if "memory" in (enforced or ()) else "more host memory than a job asks for"
+    if enforced is None and not answer["lingers"]:
+        remedy = "`loginctl enable-linger` there and a new agent (`kill` this one: its jobs go on) mend that"
+        remedy += "; a container needs a writable /sys/fs/cgroup"
+    else:
+        remedy = "an administrator can delegate the controllers, of cgroup version 2, to its user"
+        remedy += " (Delegate=memory cpu in user@.service)"
+    return _row(host, "limits", "warning", f"nothing stops a job from using {lacks}; {remedy}")
 
 
 def _network(

@@ -16,6 +16,7 @@ from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.daemon.api.server import Peer, Streaming, Verb
 from clusterd.daemon.api.watch import Feed
+from clusterd.daemon.execution.launching import job_variables
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
@@ -99,8 +100,9 @@ class Terminals:
             place = attempt.ranks[rank].place
             secrets = await self._archive.secrets(known.id)
             named = (known.id, attempt.number, attempt.generation, rank)
+            variables = job_variables(known.spec)
             answer = await self._hosts.request(
-                place.host, requests.OpenTerminal(*named, tuple(argv or ()), secrets, screen)
+                place.host, requests.OpenTerminal(*named, tuple(argv or ()), secrets, screen, variables)
             )
             self._count += 1
             number = self._count

@@ -74,7 +74,7 @@ class LaunchRequests:
         probe = spec.kind is JobKind.ELASTIC and self.wants_probe(names, len(decision.hosts))
         snapshot_every = self._snapshot_every(decision.job, spec, decision.plan)
         datasets = await self._datasets.where(decision.job, spec, decision.hosts)
-        booked = self._cores(decision)
+        booked, booked_memory = self._booked(decision)
         base = self.request_base(decision.job, decision.attempt, decision.generation, spec, secrets)
         for node, host in enumerate(decision.hosts):
             here = [place for place in decision.ranks if place.host == host]
@@ -106,6 +106,8 @@ class LaunchRequests:
                 snapshot_every=snapshot_every,
                 probe=probe,
                 datasets=datasets[host],
+                cores=booked.get(host, 0),
+                memory_bytes=booked_memory.get(host, 0) if spec.resources.memory_bytes else 0,
             )
         return requests
 
@@ -130,13 +132,14 @@ class LaunchRequests:
         step_s = known.step_time_s or min(predicted, default=SNAPSHOT_EVERY_S / SNAPSHOT_EVERY)
         return max(SNAPSHOT_EVERY, round(SNAPSHOT_EVERY_S / max(step_s, 1e-4)))
 
-    def _cores(self, decision: d.LaunchAttempt) -> Mapping[HostId, int]:
-        """CPU cores booked for these ranks on each host."""
+    def _booked(self, decision: d.LaunchAttempt) -> tuple[Mapping[HostId, int], Mapping[HostId, int]]:
+        """CPU cores and host memory booked for these ranks on each host."""
         attempt = self._engine.scheduler.state.jobs[decision.job].attempt
         if attempt is None:
-            return {}
+            return {}, {}
         coming = attempt.migration
-        return coming.cores if coming is not None and coming.generation == decision.generation else attempt.cores
+        of = coming if coming is not None and coming.generation == decision.generation else attempt
+        return of.cores, of.memory_bytes
 
     def request_base(
         self, job: str, attempt: int, generation: int, spec: JobSpec, secrets: dict[str, str]
@@ -151,7 +154,7 @@ class LaunchRequests:
             kind=spec.kind.value,
             argv=tuple(spec.command),
             ranks=(),
-            env={"CLUSTERD_JOB_NAME": spec.name, **_array_variables(spec), **spec.env},
+            env=job_variables(spec),
             secrets=secrets,
             snapshot=spec.snapshot,
             workdir=None if spec.snapshot else spec.workdir,
@@ -176,11 +179,13 @@ class LaunchRequests:
                 offset += len(data)
 
 
-def _array_variables(spec: JobSpec) -> dict[str, str]:
-    """Variables of a task of an array."""
-    if spec.array is None:
-        return {}
-    return {"CLUSTERD_ARRAY_JOB_ID": spec.array.id, "CLUSTERD_ARRAY_TASK_ID": str(spec.array.index)}
+def job_variables(spec: JobSpec) -> dict[str, str]:
+    """Variables that are the same for all processes of a job: its own, its name, and its place in an array."""
+    variables = {"CLUSTERD_JOB_NAME": spec.name}
+    if spec.array is not None:
+        variables["CLUSTERD_ARRAY_JOB_ID"] = spec.array.id
+        variables["CLUSTERD_ARRAY_TASK_ID"] = str(spec.array.index)
+    return {**variables, **spec.env}
 
 
 def filled_in(command: Iterable[str], job: str, plan: Plan | None, hosts: int) -> list[str]:

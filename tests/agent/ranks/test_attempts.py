@@ -148,11 +148,26 @@ def test_a_checkpointable_script_finds_its_gpu_by_its_local_rank(agent: AgentCli
 
 
 def test_secrets_are_never_written_down(agent: AgentClient) -> None:
-    agent.launch(["sleep", "100"], secrets={"TOKEN": "hush-hush-8"})
+    agent.launch(["sleep", "100"], secrets={"TOKEN": "hush-hush-8"}, env={"PASSWORD": "also-hush-hush-8"})
     found = subprocess.run(["grep", "-rl", "hush-hush-8", str(agent.root)], capture_output=True, text=True, check=False)
     assert found.stdout == ""
     shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     assert "hush-hush-8" not in shown.stdout
+
+
+def test_a_launch_that_the_next_agent_repeats_has_its_variables(connect: Connect, tmp_path: Path) -> None:
+    """The first agent died before it started the second rank; the record on disk has no variables."""
+    agent = connect()
+    agent.launch(["sh", "-c", "echo $PASSWORD"], env={"PASSWORD": "again"}, ranks=[rank(0, 2), rank(1, 2)])
+    for number in (0, 1):
+        agent.event("rank_exited", rank=number)
+    directory = Home(agent.root).attempt("j", 1)
+    agent.kill_agent()
+    (directory / "rank-1.state.json").unlink()
+    (directory / "rank-1.log").unlink()
+    agent = connect()
+    agent.launch(["sh", "-c", "echo $PASSWORD"], env={"PASSWORD": "again"}, ranks=[rank(0, 2), rank(1, 2)])
+    wait_until(lambda: agent.log(rank=1) == "again\n", "the second rank to print its variable")
 
 
 def test_a_repeated_launch_returns_what_runs(agent: AgentClient) -> None:

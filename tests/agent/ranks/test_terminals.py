@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,16 @@ def test_a_command_has_what_the_rank_has(job: AgentClient, tmp_path: Path) -> No
     out, code = message(job, opened(job, "sh", "-c", script, secrets={"PIN": "1234"}))
     assert out.decode().split() == ["blue", "1234", "rank:", str(tmp_path / "agent/attempts/j.1/work")]
     assert code == 3
+
+
+def test_a_command_has_the_jobs_variables_under_the_next_agent_too(
+    job: AgentClient, connect: Callable[..., AgentClient]
+) -> None:
+    """The daemon sends them again: agents do not write them down."""
+    job.kill_agent()
+    agent = connect()
+    terminal = opened(agent, "sh", "-c", "echo $COLOUR $PIN", env={"COLOUR": "blue"}, secrets={"PIN": "1234"})
+    assert message(agent, terminal)[0].split() == [b"blue", b"1234"]
 
 
 def test_a_terminal_is_one(job: AgentClient) -> None:
@@ -101,7 +112,7 @@ def test_whoever_is_not_asked_for_any_more_is_hung_up_on() -> None:
     """Their daemon is gone."""
 
     async def script() -> int:
-        command = programs.command("inside", "/", "", "sh", "-c", "echo begun; sleep 1000; true")
+        command = programs.command("inside", "/", "", "", "sh", "-c", "echo begun; sleep 1000; true")
         terminals, terminal = Terminals(), await Terminal.start(command, os.environ, None)
         assert (await terminal.read())["data"] == b"begun\n"
         terminals._open["it"] = terminal

@@ -8,6 +8,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,8 @@ def test_a_segment_is_there_to_its_last_page_and_mapped_by_others(store: Store) 
     assert store.make("m.1.2.out0", 3 * mmap.PAGESIZE + 5, "m.1.2") is segment
 
 
-def test_stores_of_agents_that_are_gone_for_good_are_removed(tmp_path: Path) -> None:
-    """Not those of agents that live, or whose directory is there for the next agent."""
+def test_stores_of_agents_that_were_killed_are_removed(tmp_path: Path) -> None:
+    """Also where the agent's directory is still there: the next agent in it would empty its store first."""
     shared = tmp_path / "shm"
     for name in ("gone", "lives", "comes back"):
         (tmp_path / name).mkdir()
@@ -48,9 +49,7 @@ def test_stores_of_agents_that_are_gone_for_good_are_removed(tmp_path: Path) -> 
     shutil.rmtree(tmp_path / "gone")
     shutil.rmtree(tmp_path / "lives")  # from where this one looks
     Store(shared / "clusterd-0-new", tmp_path / "files")
-    assert sorted(place.name for place in shared.iterdir()) == [
-        "clusterd-0-comes back", "clusterd-0-lives", "clusterd-0-new",
-    ]  # fmt: skip
+    assert sorted(place.name for place in shared.iterdir()) == ["clusterd-0-lives", "clusterd-0-new"]
     lives.close()
     assert not (shared / "clusterd-0-lives").exists()
 
@@ -104,19 +103,37 @@ def test_the_little_shared_memory_of_a_container_is_left_alone(store: Store, mon
 
 
 def test_what_killed_agents_left_is_removed_whatever_their_directories_are_called(tmp_path: Path) -> None:
-    """One of a home directory that is not UTF-8 kept every other agent of its user from starting."""
-    homes = [tmp_path / os.fsdecode(b"caf\xe9"), tmp_path / "gone", tmp_path / "mine"]
-    left, gone, mine = (tmp_path / "shm" / f"clusterd-0-{number}" for number in range(3))
-    for shared, home in ((left, homes[0]), (gone, homes[1])):
-        Store(shared, home / "files").close()
-        shared.mkdir(exist_ok=True)
-        (shared / "owner").write_bytes(os.fsencode(home))
-    shutil.rmtree(homes[1])
-    store = Store(mine, homes[2] / "files")
+    """Also where the directory is still there; one that is not UTF-8 kept every agent of its user from starting."""
+    homes = [tmp_path / os.fsdecode(b"caf\xe9"), tmp_path / "gone", tmp_path / "lives", tmp_path / "mine"]
+    left, gone, lives, mine = (tmp_path / "shm" / f"clusterd-0-{number}" for number in range(4))
+    others = tmp_path / "shm" / "clusterd-1000-0" / "owner"
+    for file in (left / "owner", gone / "owner", others):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    homes[0].mkdir()
+    (left / "owner").write_bytes(os.fsencode(homes[0]))
+    (gone / "owner").write_bytes(os.fsencode(homes[1]))
+    running = Store(lives, homes[2] / "files")
+    store = Store(mine, homes[3] / "files")
     try:
-        assert (left.exists(), gone.exists()) == (True, False)
+        assert (left.exists(), gone.exists(), lives.exists(), others.exists()) == (False, False, True, True)
     finally:
+        running.close()
         store.close()
+
+
+def test_agents_that_start_at_once_leave_each_other_their_stores(tmp_path: Path) -> None:
+    """One sees the other's store before the other holds its lock."""
+    shared = [tmp_path / "shm" / f"clusterd-0-{number}" for number in range(8)]
+    with ThreadPoolExecutor(len(shared)) as pool:
+        stores = list(pool.map(lambda place: Store(place, tmp_path / place.name / "files"), shared))
+    try:
+        for store, place in zip(stores, shared, strict=True):
+            assert store.make("m.out0", 1 << 16, "m").path.parent == place
+            assert (place / "owner").read_bytes()
+    finally:
+        for store in stores:
+            store.close()
 
 
 def test_a_store_takes_no_more_than_it_may(tmp_path: Path) -> None:
