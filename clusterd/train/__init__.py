@@ -10,6 +10,9 @@ Guarantees under every plan, and across changes of plan:
   of one process to float tolerance. `loss` must return a mean over the samples it is given.
 - **Sample order** is a function of (seed, epoch): global batch k of an epoch is entries [k * B, (k + 1) * B) of the
   order, cut into contiguous shares; a partial last batch is dropped. The plan does not change it.
+- **The script starts under one seed** of Python, NumPy and torch and one hash seed in every process of a job, also
+  after migrations and restarts; the job's id determines it. A ``random_split`` before `run` splits alike everywhere.
+  Length and a few samples of the data are compared between processes; a difference is refused.
 - **Initial weights** are those that the factory makes under the seed, the same on every rank. The factory must draw
   from torch's, NumPy's or Python's global generator, and be callable on torch's meta device.
 - **Random numbers in a step** (torch's, NumPy's and Python's: dropout, stochastic depth) depend on (seed, step,
@@ -36,8 +39,11 @@ Importing this package imports neither torch nor CUDA; a fork server imports `cl
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from clusterd.script_seed import SEED_VARIABLE, seed_generators
 
 if TYPE_CHECKING:
     from clusterd.train.process.job import Outcome
@@ -48,6 +54,11 @@ with contextlib.suppress(ImportError):  # without fsspec nothing can open cluste
     import fsspec
 
     fsspec.register_implementation("clusterd", "clusterd.train.data.dataset_fs.DatasetFileSystem", clobber=True)
+
+
+if SEED_VARIABLE in os.environ:
+    # A rank that runs in an interpreter of its own; a fork is seeded by its fork server.
+    seed_generators(os.environ[SEED_VARIABLE])
 
 
 def run(

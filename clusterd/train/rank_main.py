@@ -14,7 +14,8 @@ import torch
 
 from clusterd.exit_reasons import Reason
 from clusterd.train.checkpoint import dcp, dcp_files, export
-from clusterd.train.data import loader
+from clusterd.train.data import fingerprint, loader
+from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.inspect import describe, loss_mean
 from clusterd.train.loop.step import Stepper
 from clusterd.train.loop.training_loop import OnStep, TrainingLoop
@@ -47,6 +48,7 @@ class Training:
         optimizer: the optimizer over this rank's shards.
         attributes: plain attributes that the modules and the optimizer change.
         step: number of the last step done; with the seed it determines the data position and the RNG.
+        fingerprint: of the data set.
 
     Args:
         uninitialized: build without values; they come from other ranks or a checkpoint.
@@ -62,9 +64,11 @@ class Training:
         *,
         uninitialized: bool = False,
         shape: ModelShape | None = None,
+        fingerprint: Fingerprint | None = None,
     ) -> None:
         plan = context.plan
         self.job, self.context, self.device, self.step = job, context, device, 0
+        self.fingerprint = fingerprint
         self._prefetched: Iterator[tuple[Any, Any]] | None = None
         self._shape = shape
         model = build_uninitialized(job.model, job.seed) if uninitialized else build.build_model(job.model, job.seed)
@@ -208,12 +212,19 @@ def train(job: Job, context: Context, control: Control, on_step: OnStep, on_end:
         export.check(job.save)  # also in standby: then the migration fails, not the job after the switch
     if context.final:
         dcp_files.check(context.final)
+    # A single process that will never migrate has no other to compare with.
+    known = fingerprint.fingerprint_of(job.data, context.job) if context.launcher != "alone" else None
     device = device_of(context)
     with process_groups(context, device) as mesh:
+
+        def make(*, uninitialized: bool) -> Training:
+            fingerprint.check_same_on_all_ranks(known)
+            return Training(job, context, device, mesh, uninitialized=uninitialized, shape=shape, fingerprint=known)
+
         if target is not None:
-            training = target.take_over(lambda: Training(job, context, device, mesh, uninitialized=True, shape=shape))
+            training = target.take_over(lambda: make(uninitialized=True))
         else:
-            training = Training(job, context, device, mesh, uninitialized=bool(context.restore), shape=shape)
+            training = make(uninitialized=bool(context.restore))
             if context.restore:
                 training.optimizer.make_state()
                 dcp.restore(training, training.shape, context.restore)

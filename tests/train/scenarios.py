@@ -43,6 +43,10 @@ class Recorded(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self._tokens)
 
+    def shift(self, count: int) -> None:
+        """Begin with another sample."""
+        self._tokens = self._tokens.roll(count, 0)
+
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         # Called by a data loader; the description of the model reads single samples.
         time.sleep(self._pace_s)
@@ -263,6 +267,7 @@ def rank(
     way: str = "",
     record: str = "",
     filed: bool = False,
+    unlike: str = "",
     **options: Any,
 ) -> None:
     """Train on one rank, and save the requested samples and the final parameters.
@@ -271,6 +276,7 @@ def rank(
         way: run this one of `torch_limits` instead.
         record: folder for the complete state at both ends of every migration.
         filed: read samples from a data set that is opened by name.
+        unlike: entry of the rank file; processes in which it differs have other data.
     """
     if way:
         rank_file = json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())
@@ -279,6 +285,8 @@ def rank(
     if record:
         recorded_state.record(Path(record))
     data = (Filed if filed else Recorded)(samples, pace_s)
+    if unlike:
+        data.shift(json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())[unlike])
     left: dict[str, Any] = {}
 
     def on_end(training: rank_main.Training) -> None:

@@ -20,6 +20,7 @@ _SINGLE = (
     "errors.py",
     "exit_reasons.py",
     "niceness.py",
+    "script_seed.py",
     "umask.py",
     "socket_files.py",
     "timeouts.py",

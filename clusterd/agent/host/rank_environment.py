@@ -12,6 +12,7 @@ from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import processes, programs
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import attempt_name, write_json
+from clusterd.script_seed import HASH_SEED, SEED_VARIABLE
 
 _PYTHONS = ("python", "python3")
 
@@ -47,6 +48,8 @@ def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapp
         env["NCCL_SOCKET_IFNAME"] = f"={interface}"  # without "=" NCCL matches prefixes
     if launch["kind"] == "elastic":
         env.update(SURVIVES_PEERS | LARGE_PAGES)
+        env["PYTHONHASHSEED"] = HASH_SEED
+        env[SEED_VARIABLE] = str(launch.get("seed_of") or attempt.job)
     else:
         env["PYTHONUNBUFFERED"] = "1"  # so that `logs -f` shows lines immediately
     if launch.get("python"):

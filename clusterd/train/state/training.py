@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process.context import Context
@@ -22,6 +23,7 @@ class Training(Protocol):
         optimizer: the optimizer over this rank's shards.
         attributes: plain attributes that modules and the optimizer change.
         step: number of the last step done.
+        fingerprint: of the data set; None: unknown.
     """
 
     job: Job
@@ -32,6 +34,7 @@ class Training(Protocol):
     attributes: Attributes
     scheduler: Any
     step: int
+    fingerprint: Fingerprint | None
 
     @property
     def shape(self) -> ModelShape:
