@@ -31,6 +31,8 @@ Guarantees under every plan, and across changes of plan:
   averages kept as parameters), when the backward pass adds to gradients or clips them, when the loss is a sum or
   computes with parameters. A loss that averages over a count in the samples (tokens that are not padding) is reported
   in the log. The set of trainable parameters is fixed when the model is made: none can become trainable later.
+- **Evaluation** (`Evaluation`) counts each sample once under every plan, in evaluation mode, with the buffers of
+  replica 0, and changes no state of training. A stop or a migration ends it between two batches, and it is repeated.
 - **A stop** (the agent's, or SIGTERM) takes effect at the end of a step, the same one on all ranks.
 
 Importing this package imports neither torch nor CUDA; a fork server imports `clusterd.train.process.preload`.
@@ -44,11 +46,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from clusterd.script_seed import SEED_VARIABLE, seed_generators
+from clusterd.train.process.evaluation import Evaluation as Evaluation
 
 if TYPE_CHECKING:
     from clusterd.train.process.job import Outcome
 
-__all__ = ["run"]
+__all__ = ["Evaluation", "run"]
 
 with contextlib.suppress(ImportError):  # without fsspec nothing can open clusterd:// paths
     import fsspec
@@ -79,6 +82,7 @@ def run(
     precision: str = "fp32",
     find_unused_parameters: bool = False,
     save: str | None = None,
+    evaluate: Evaluation | None = None,
 ) -> Outcome:
     """Train to the last step, or until a stop, under the plan that the environment names.
 
@@ -109,6 +113,7 @@ def run(
             stochastic depth). Costs a walk of the graph per step, and rules out ZeRO-2 and ZeRO-3.
         save: file for the trained model, relative to the working directory: its whole ``state_dict``, written by
             rank 0 after the last step, or when the target loss is reached. A stopped run writes none.
+        evaluate: when and on which data to evaluate the model; see `Evaluation`.
     Returns:
         The last step done, its loss, and the reason for a stop, if any. Under clusterd a stopped run does not
         return: the process exits with code 0.
@@ -153,5 +158,6 @@ def run(
             precision=precision,
             find_unused_parameters=find_unused_parameters,
             save=save,
+            evaluate=evaluate,
         )
     )

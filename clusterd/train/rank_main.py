@@ -18,7 +18,7 @@ from clusterd.train.data import fingerprint, loader
 from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.inspect import describe, loss_mean
 from clusterd.train.loop.step import Stepper
-from clusterd.train.loop.training_loop import OnStep, TrainingLoop
+from clusterd.train.loop.training_loop import StepLog, TrainingLoop
 from clusterd.train.migration.target import MigrationTarget
 from clusterd.train.parallel import build, precision
 from clusterd.train.parallel.apply_plan import ParallelModel
@@ -35,6 +35,7 @@ from clusterd.train.process.probe import probe
 from clusterd.train.process.run_in_fork import run_in_fork
 from clusterd.train.process.steps_log import StepsLog
 from clusterd.train.state.attributes import Attributes
+from clusterd.train.state.evaluations import Evaluations
 from plans import legality
 from plans.model_shape import ModelShape
 from plans.plan import Plan
@@ -49,6 +50,7 @@ class Training:
         attributes: plain attributes that the modules and the optimizer change.
         step: number of the last step done; with the seed it determines the data position and the RNG.
         fingerprint: of the data set.
+        evaluations: schedule and results of the evaluations.
 
     Args:
         uninitialized: build without values; they come from other ranks or a checkpoint.
@@ -69,6 +71,8 @@ class Training:
         plan = context.plan
         self.job, self.context, self.device, self.step = job, context, device, 0
         self.fingerprint = fingerprint
+        per_epoch = loader.check_length(job.data, job.global_batch)
+        self.evaluations = Evaluations(job.evaluate, steps=job.steps, steps_per_epoch=per_epoch)
         self._prefetched: Iterator[tuple[Any, Any]] | None = None
         self._shape = shape
         model = build_uninitialized(job.model, job.seed) if uninitialized else build.build_model(job.model, job.seed)
@@ -166,7 +170,7 @@ def run(job: Job, on_end: OnEnd | None = None) -> Outcome:
         control = Control(context)
         control.start()
         with stop_on_sigterm(control):
-            outcome = train(job, context, control, _log(job, context), on_end)
+            outcome = train(job, context, control, _RankLog(job, context), on_end)
     except Exception as error:
         refusal = exits.classify_error(error, where=str(context) if control is not None else "starting")
         if control is not None:
@@ -203,13 +207,15 @@ def refuse_second_run(context: Context) -> None:
 _trained_here: set[tuple[Path | None, Any, int, int]] = set()
 
 
-def train(job: Job, context: Context, control: Control, on_step: OnStep, on_end: OnEnd | None = None) -> Outcome:
+def train(job: Job, context: Context, control: Control, log: StepLog, on_end: OnEnd | None = None) -> Outcome:
     """Train on one rank, from creating process groups to destroying them."""
     target = MigrationTarget(context, control) if context.standby and context.migration is not None else None
     shape = ModelShape.from_dict(context.migration["shape"]) if context.migration is not None else None
     shape = check_plan(job, context, shape)
     if context.rank == 0 and job.save is not None:
         export.check(job.save)  # also in standby: then the migration fails, not the job after the switch
+    if context.rank == 0 and job.evaluate is not None and job.evaluate.save_best is not None:
+        export.check(job.evaluate.save_best)
     if context.final:
         dcp_files.check(context.final)
     # A single process that will never migrate has no other to compare with.
@@ -234,7 +240,7 @@ def train(job: Job, context: Context, control: Control, on_step: OnStep, on_end:
             if context.rank == 0:
                 control.report("probe", figures=figures)
         migration_id = target.migration_id if target is not None else ""
-        training_loop = TrainingLoop(training, control, on_step, migration_id=migration_id)
+        training_loop = TrainingLoop(training, control, log, migration_id=migration_id)
         outcome = training_loop.run()
         if outcome.done:
             try:
@@ -295,16 +301,31 @@ def write_description(job: Job, directory: Path) -> None:
     part.replace(directory / "model.json")
 
 
-def _log(job: Job, context: Context) -> OnStep:
-    if context.rank != 0:
-        return lambda *_: None
-    log: StepsLog | None = None
+class _RankLog:
+    """Step log of rank 0; other ranks have none. The number of the first step is known when it is done."""
 
-    def on_step(step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
-        nonlocal log
-        if log is None:  # the first step's number is known when it is done
-            plan, path = str(context.plan), context.steps_file
-            log = StepsLog(path, first_step=step, steps=job.steps, plan=plan, samples=job.global_batch)
-        log.step(step, loss, time_s, details)
+    def __init__(self, job: Job, context: Context) -> None:
+        self._job, self._context = job, context
+        self._log: StepsLog | None = None
 
-    return on_step
+    def step(self, step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
+        """Record a finished step."""
+        if (log := self._opened(step)) is not None:
+            log.step(step, loss, time_s, details)
+
+    def evaluation(self, step: int, metrics: dict[str, float], time_s: float) -> None:
+        """Record an evaluation after a step."""
+        if (log := self._opened(step + 1)) is not None:
+            log.evaluation(step, metrics, time_s)
+
+    def _opened(self, first_step: int) -> StepsLog | None:
+        job, context = self._job, self._context
+        if self._log is None and context.rank == 0:
+            self._log = StepsLog(
+                context.steps_file,
+                first_step=first_step,
+                steps=job.steps,
+                plan=str(context.plan),
+                samples=job.global_batch,
+            )
+        return self._log

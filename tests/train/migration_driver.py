@@ -255,6 +255,10 @@ class Mover:
         last = self._last_step()
         self.wait(lambda: self._last_step() >= last + steps)
 
+    def evaluations(self) -> list[Message]:
+        """Evaluations in the logs of all generations."""
+        return [line for g in self.generations for line in Run([], g.directory / "0").evaluations.values()]
+
     def stop(self, *, done: bool = False) -> list[Message]:
         """End the job, `done` or not; return the steps of all generations, in order."""
         self._tell(self.now, {"event": "stop", "reason": "enough", "done": done})

@@ -57,6 +57,16 @@ class Run:
     @property
     def steps(self) -> list[dict[str, Any]]:
         """Steps in rank 0's log."""
+        return [line for line in self._lines() if "evaluated" not in line]
+
+    @property
+    def evaluations(self) -> dict[int, dict[str, Any]]:
+        """Evaluations in rank 0's log, by step."""
+        found = [line for line in self._lines() if "evaluated" in line]
+        assert len({line["evaluated"] for line in found}) == len(found), found
+        return {line["evaluated"]: line for line in found}
+
+    def _lines(self) -> list[dict[str, Any]]:
         path = self.directory / "steps.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

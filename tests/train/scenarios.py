@@ -25,6 +25,7 @@ from torch.utils.data import default_collate
 
 from clusterd.train import rank_main
 from clusterd.train.parallel import build
+from clusterd.train.process.evaluation import Evaluation
 from clusterd.train.process.job import Job
 
 VOCABULARY, CONTEXT = 64, 16
@@ -55,6 +56,19 @@ class Recorded(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._tokens[index, :-1], self._tokens[index, 1:]
+
+
+class Steps:
+    """A step log in memory."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, float]] = []
+
+    def step(self, step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
+        self.steps.append((step, loss))
+
+    def evaluation(self, step: int, metrics: dict[str, float], time_s: float) -> None:
+        """Nothing."""
 
 
 class Filed(Recorded):
@@ -215,6 +229,7 @@ def job(
     precision: str = "fp32",
     save: str | None = None,
     loss: str = "mean",
+    evaluate: dict[str, Any] | None = None,
 ) -> Job:
     """The job; every option is a variation that some test uses."""
 
@@ -256,7 +271,32 @@ def job(
         precision=precision,
         find_unused_parameters=find_unused_parameters,
         save=save,
+        evaluate=evaluation(**evaluate) if evaluate is not None else None,
     )
+
+
+class Validation(Recorded):
+    """Other samples of the same kind; a reading takes `pace_s`."""
+
+    def __init__(self, samples: int, pace_s: float = 0.0) -> None:
+        super().__init__(samples, pace_s)
+        self._tokens = self._tokens.roll(5, 1)
+
+
+def right_bytes(logits: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    """Share of right bytes among the larger ones, as sum and weight, and the loss."""
+    counts = target > 20
+    right = (logits.argmax(-1) == target) & counts
+    return {"right": (right.sum(), counts.sum()), "loss": cross_entropy(logits, target)}
+
+
+METRICS: dict[str, Any] = {"": None, "right": right_bytes, "worse": lambda logits, target: float(next(WORSE))}
+WORSE = iter(range(1_000_000))
+
+
+def evaluation(*, samples: int = 37, pace_s: float = 0.0, metric: str = "", **options: Any) -> Evaluation:
+    """An evaluation of the job."""
+    return Evaluation(data=Validation(samples, pace_s), metric=METRICS[metric], **options)
 
 
 def rank(

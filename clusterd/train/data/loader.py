@@ -57,25 +57,20 @@ def batches(
     Raises:
         Refused: the data set is too small, or has no length.
     """
-    try:
-        samples = len(dataset)
-        steps_per_epoch(samples, global_batch)
-    except TypeError:
-        raise Refused("data has no length; it must be a map-style data set (__len__ and __getitem__)") from None
-    except TooFewSamples as error:
-        raise Refused(str(error)) from None
+    check_length(dataset, global_batch)
+    samples = len(dataset)
     loader = DataLoader(
         dataset,
         batch_sampler=ShareSampler(samples, plan.batch_shares(global_batch), seed, replica, first_step, steps),
         num_workers=num_workers,
         collate_fn=collate_fn,
         pin_memory=device.type == "cuda",
-        worker_init_fn=_ignore_sigterm,
+        worker_init_fn=ignore_sigterm,
         # Replicas, and runs resumed at another step, must not augment different samples with the same numbers.
         generator=torch.Generator().manual_seed(mix(mix(seed & 0xFFFFFFFF) ^ (first_step << 32 | replica)) >> 1),
     )
     fetched = iter(loader)
-    end = partial(_stop_workers, fetched)
+    end = partial(stop_workers, fetched)
     atexit.register(end)  # runs before multiprocessing's own, which would wait for workers that ignore SIGTERM
     try:
         for step in range(first_step, steps):
@@ -87,6 +82,20 @@ def batches(
     finally:
         atexit.unregister(end)
         end()
+
+
+def check_length(dataset: Any, global_batch: int) -> int:
+    """Check that a data set has at least one global batch; return the steps of an epoch.
+
+    Raises:
+        Refused: it is too small, or has no length.
+    """
+    try:
+        return steps_per_epoch(len(dataset), global_batch)
+    except TypeError:
+        raise Refused("data has no length; it must be a map-style data set (__len__ and __getitem__)") from None
+    except TooFewSamples as error:
+        raise Refused(str(error)) from None
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
@@ -157,7 +166,7 @@ def micro_batch_sizes(share: int, accumulation: int) -> list[int]:
     return list(even_shares(share, accumulation))
 
 
-def _stop_workers(fetched: Any) -> None:
+def stop_workers(fetched: Any) -> None:
     """Stop the loader workers; kill those that are busy with a sample."""
     if hasattr(fetched, "_shutdown_workers"):
         fetched._shutdown_workers()
@@ -165,6 +174,7 @@ def _stop_workers(fetched: Any) -> None:
             worker.kill()
 
 
-def _ignore_sigterm(_worker: int) -> None:
+def ignore_sigterm(_worker: int) -> None:
+    """Make a loader worker ignore SIGTERM."""
     # SIGTERM reaches the whole process group; the rank finishes its step and needs its workers until then.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -29,6 +29,7 @@ class Stepper:
 
     Attributes:
         complete: True from the end of gradient reduction to the end of the update; the rest of the step needs no peer.
+        stage_forward: forward pass of a pipeline stage, for passes outside of the schedule.
         updating: True from the first to the last change of a parameter; a step that fails in between leaves neither the
             old state nor the new one.
     """
@@ -62,6 +63,7 @@ class Stepper:
         self._trainable: list[nn.Parameter] = [p for p in parallel.module.parameters() if p.requires_grad]
         self._pipeline_stage: Any = None
         self._schedule_options: dict[str, bool] = {}
+        self.stage_forward = parallel.module.forward  # without what torch's pipeline schedules need around it
         self._schedule = self._build_schedule() if plan.pp > 1 else None
         # Shards of one replica have the same loss; one of them reports it.
         self._reports_loss = coordinates.shard == 0 and coordinates.stage == plan.pp - 1
@@ -70,6 +72,12 @@ class Stepper:
     def wants_inputs(self) -> bool:
         """True if this stage reads samples; stages in the middle of a pipeline do not."""
         return self._stage in (0, self._parallel.plan.pp - 1)
+
+    @property
+    def samples_at_once(self) -> int:
+        """Samples of the largest micro-batch of any replica."""
+        plan = self._parallel.plan
+        return max(micro_batch_sizes(max(plan.batch_shares(self._global_batch)), plan.accumulation))
 
     def step(self, inputs: Any, targets: Any, on_gradients: Callable[[torch.Tensor], None] = lambda _: None) -> None:
         """Run one step on this replica's share of a global batch.

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from clusterd.train.checkpoint import export
 from clusterd.train.checkpoint.asynchronous import AsyncCheckpointer
 from clusterd.train.loop import peers
 from clusterd.train.loop.consensus import StepConsensus
+from clusterd.train.loop.evaluation import Evaluator, Interrupted
 from clusterd.train.loop.phases import peak_bytes
 from clusterd.train.loop.step import Stepper
 from clusterd.train.migration.snapshots import StateSnapshots
@@ -41,8 +43,15 @@ UPDATE_WAIT_S = 2.0
 INCONSISTENT_STEP = -1
 """Step reported by a rank whose parameters belong to no step."""
 
-OnStep = Callable[[int, float, float, "dict[str, Any]"], None]
-"""Called on every rank with a finished step: its number, the global loss, its seconds; on timed steps, its phases."""
+
+class StepLog(Protocol):
+    """Log of finished steps, called on every rank."""
+
+    def step(self, step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
+        """Record a step: its number, the global loss, its seconds; on timed steps, its phases."""
+
+    def evaluation(self, step: int, metrics: dict[str, float], time_s: float) -> None:
+        """Record an evaluation after a step."""
 
 
 class SteppedTraining(Training, Protocol):
@@ -61,8 +70,9 @@ class TrainingLoop:
         migration_id: the migration that created this rank; the rank reports its first step under it.
     """
 
-    def __init__(self, training: SteppedTraining, control: Control, on_step: OnStep, *, migration_id: str = "") -> None:
-        self._training, self._control, self._on_step = training, control, on_step
+    def __init__(self, training: SteppedTraining, control: Control, log: StepLog, *, migration_id: str = "") -> None:
+        self._training, self._control, self._log = training, control, log
+        self._ends_early = False
         self._migration_id = migration_id
         self._migration = MigrationSource(training, control)
         self._checkpointer = AsyncCheckpointer(training, control)
@@ -128,14 +138,16 @@ class TrainingLoop:
 
     def _steps(self) -> str:
         """Run the steps; return the reason for a stop, or an empty string."""
-        training, control = self._training, self._control
+        training = self._training
         job, coordinates = training.job, training.context.coordinates
+        if training.evaluations.ends_training:  # restarted between the early end and the exit
+            return ""
+        if (reason := self._evaluate_if_due()) or self._ends_early:
+            return reason
         started = time.perf_counter()
         training.stepper.phases.begin(training.step + 1)
         for inputs, targets in training.batches():
-            if self._migration_id:
-                control.report("trains", id=self._migration_id, step=training.step, at_s=time.time())
-                self._migration_id = ""
+            self._report_training()
             if self._cores:
                 self._apply_cores()
             seed_step(job.seed, training.step, coordinates.replica, coordinates.stage)
@@ -157,27 +169,84 @@ class TrainingLoop:
             self._pending = (training.step, now - started, consensus)
             started = now
             training.stepper.phases.begin(training.step + 1)
-            if "stop" in signals:
-                self._settle()
-                self._target_reached = "done" in signals
-                if "keep" in signals:
-                    self._snapshots.publish_final()
-                return control.reason_for("stop")
-            if "checkpoint" in signals:
-                # A flag that this step carries too is carried again by the next one.
-                self._settle()
-                self._checkpointer.take()
-                started = time.perf_counter()
-            if "quiesce" in signals and training.step < job.steps:
-                self._end_of_step()
-                self._settle()
-                if self._migration.hand_over(self._ended_at_s) == "stop":
-                    if control.requested("keep"):
-                        self._snapshots.publish_final()
-                    return control.reason_for("stop")
+            pauses = bool(signals) or training.evaluations.is_due(training.step)
+            if (reason := self._obey(signals) or self._evaluate_if_due()) or self._ends_early:
+                return reason
+            if pauses:
                 started = time.perf_counter()
         self._settle()
         return ""
+
+    def _obey(self, signals: set[str]) -> str:
+        """Act between two steps on flags that all ranks agreed on; return the reason for a stop, or an empty string."""
+        training, control = self._training, self._control
+        if "stop" in signals:
+            self._settle()
+            self._target_reached = "done" in signals
+            if "keep" in signals:
+                self._snapshots.publish_final()
+            return control.reason_for("stop")
+        if "checkpoint" in signals:
+            # A flag that this step carries too is carried again by the next one.
+            self._settle()
+            self._checkpointer.take()
+        if "quiesce" in signals and training.step < training.job.steps:
+            self._end_of_step()
+            self._settle()
+            if self._migration.hand_over(self._ended_at_s) == "stop":
+                if control.requested("keep"):
+                    self._snapshots.publish_final()
+                return control.reason_for("stop")
+        return ""
+
+    def _evaluate_if_due(self) -> str:
+        """Evaluate after the last step, if that is due; return the reason for a stop, or an empty string.
+
+        A stop or a migration ends an evaluation between two batches; the ranks that go on with the job repeat it.
+        """
+        training = self._training
+        while training.evaluations.is_due(training.step):
+            self._report_training()
+            if reason := self._obey(self._settle()):
+                return reason
+            try:
+                self._evaluate()
+            except Interrupted as interrupted:
+                if reason := self._obey(interrupted.flags):
+                    return reason
+            finally:
+                self._hang_detector.end()
+        return ""
+
+    def _evaluate(self) -> None:
+        training, evaluations = self._training, self._training.evaluations
+        request = evaluations.request
+        assert request is not None
+        began_s = time.perf_counter()
+        interrupted_by = {"stop", "quiesce"} if training.step < training.job.steps else {"stop"}
+        metrics = Evaluator(training, self._control.flags, self._hang_detector.begin).means(
+            request.data,
+            request.metric,
+            batch=request.batch,
+            collate_fn=request.collate_fn,
+            interrupted_by=frozenset(interrupted_by),
+        )
+        if evaluations.record(training.step, metrics) and request.save_best is not None:
+            export.save(training, request.save_best)
+        self._log.evaluation(training.step, metrics, time.perf_counter() - began_s)
+        if evaluations.ends_training and training.step < training.job.steps:
+            self._ends_early = True
+            print(
+                f"clusterd: training ends after step {training.step}: no better evaluation since step "
+                f"{evaluations.best_step}",
+                flush=True,
+            )
+
+    def _report_training(self) -> None:
+        """Report once that this rank of a migration trains."""
+        if self._migration_id:
+            self._control.report("trains", id=self._migration_id, step=self._training.step, at_s=time.time())
+            self._migration_id = ""
 
     def _apply_cores(self) -> None:
         """Set the thread count on the thread that computes: each thread has its own."""
@@ -209,7 +278,7 @@ class TrainingLoop:
             self._training.parallel.check_same_gradients(consensus.missing)
             self._missing_checksum = missing
         self._pending = None
-        self._on_step(step, self._loss, time_s, self._details())
+        self._log.step(step, self._loss, time_s, self._details())
         return signals
 
     def _details(self) -> dict[str, Any]:
@@ -259,7 +328,7 @@ class TrainingLoop:
         if self._pending is not None:
             # Done, though its loss may never have been summed; replicas wait for the sum within the step.
             step, time_s, consensus = self._pending
-            self._on_step(step, consensus.result()[0] if self._replicated else float("nan"), time_s, {})
+            self._log.step(step, consensus.result()[0] if self._replicated else float("nan"), time_s, {})
         # The traceback's frames hold the step's activations; the next ranks need that memory.
         cause: BaseException | None = error
         while cause is not None:  # a pipeline stage wraps the error

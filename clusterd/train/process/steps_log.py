@@ -52,6 +52,13 @@ class StepsLog:
                 flush=True,
             )
 
+    def evaluation(self, step: int, metrics: dict[str, float], time_s: float) -> None:
+        """Record an evaluation after a step; its line has no ``step``, so that it is not taken for one."""
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._write({"evaluated": step, "metrics": finite, "time_s": round(time_s, 6), "at_s": round(time.time(), 3)})
+        text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        print(f"step {step}/{self._steps}  evaluation: {text}  {time_s:.1f} s", flush=True)
+
     def close(self) -> None:
         """Flush and close."""
         if self._file is not None:
@@ -82,6 +89,6 @@ def last_step(path: Path) -> int:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict):
+        if isinstance(record, dict) and "evaluated" not in record:
             return int(record.get("step") or record.get("restart_from") or 0)
     return 0

@@ -12,6 +12,7 @@ from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process.context import Context
 from clusterd.train.process.job import Job
 from clusterd.train.state.attributes import Attributes
+from clusterd.train.state.evaluations import Evaluations
 from plans.model_shape import ModelShape
 
 
@@ -24,6 +25,7 @@ class Training(Protocol):
         attributes: plain attributes that modules and the optimizer change.
         step: number of the last step done.
         fingerprint: of the data set; None: unknown.
+        evaluations: schedule and results of the evaluations.
     """
 
     job: Job
@@ -35,6 +37,7 @@ class Training(Protocol):
     scheduler: Any
     step: int
     fingerprint: Fingerprint | None
+    evaluations: Evaluations
 
     @property
     def shape(self) -> ModelShape:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from scenarios import Recorded, job
+from scenarios import Recorded, Steps, job
 
 from clusterd.train.loop import peers
 from clusterd.train.loop.training_loop import INCONSISTENT_STEP, TrainingLoop
@@ -65,7 +65,7 @@ def test_parameters_that_a_gpu_was_about_to_change_are_of_no_step(
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(control, "report", lambda what, **more: said.append({"what": what, **more}))
     control.request("stop", "enough")
-    loop = TrainingLoop(training, control, lambda *_: None)
+    loop = TrainingLoop(training, control, Steps())
     loop._replicated = replicated
     monkeypatch.setattr(loop, "_gradients_complete", lambda: False)
     training.device = torch.device("cuda")
