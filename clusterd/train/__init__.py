@@ -7,7 +7,7 @@ batch size. The parallel *plan* comes from outside: from clusterd's agent, from 
 Guarantees under every plan, and across changes of plan:
 
 - **Loss and gradient** are those of the mean over the global batch, whatever the replicas' shares; losses equal those
-  of one process to float tolerance. `loss` must return a mean over the samples it is given.
+  of one process to float tolerance. `loss` must return a mean over the samples it is given, or a sum and its weight.
 - **Sample order** is a function of (seed, epoch): global batch k of an epoch is entries [k * B, (k + 1) * B) of the
   order, cut into contiguous shares; a partial last batch is dropped. The plan does not change it.
 - **The script starts under one seed** of Python, NumPy and torch and one hash seed in every process of a job, also
@@ -30,7 +30,8 @@ Guarantees under every plan, and across changes of plan:
 - **Unfaithful plans are refused**, with the reason: when the forward pass writes into parameters (``max_norm``, moving
   averages kept as parameters), when the backward pass adds to gradients or clips them, when the loss is a sum or
   computes with parameters. A loss that averages over a count in the samples (tokens that are not padding) is reported
-  in the log. The set of trainable parameters is fixed when the model is made: none can become trainable later.
+  in the log: return it as (sum, weight) instead. The set of trainable parameters is fixed when the model is made: none
+  can become trainable later.
 - **Evaluation** (`Evaluation`) counts each sample once under every plan, in evaluation mode, with the buffers of
   replica 0, and changes no state of training. A stop or a migration ends it between two batches, and it is repeated.
 - **A stop** (the agent's, or SIGTERM) takes effect at the end of a step, the same one on all ranks.
@@ -83,13 +84,19 @@ def run(
     find_unused_parameters: bool = False,
     save: str | None = None,
     evaluate: Evaluation | None = None,
+    on_step: Callable[[int, dict[str, Any]], object] | None = None,
+    on_evaluate: Callable[[int, dict[str, float]], object] | None = None,
+    on_checkpoint: Callable[[int, str], object] | None = None,
 ) -> Outcome:
     """Train to the last step, or until a stop, under the plan that the environment names.
 
     Args:
         model: makes the module; called under the seed, more than once (also on the meta device). A model that is in
             evaluation mode as a whole is put into training mode.
-        loss: (model output, target) to the mean loss over the samples given.
+        loss: (model output, target) to the mean loss over the samples given; or to a pair (sum, weight), whose sums
+            over the global batch are divided (masked words: the sum over them, and their number), exact under every
+            plan; or to a dict with one of these as ``loss`` and further values, which are reduced over replicas and
+            micro-batches like it and logged as metrics.
         data: map-style data set of (input, target).
         optimizer: parameters to `torch.optim.Optimizer`; called more than once. Under some plans the parameters are
             this rank's shards of the model's parameters, with the same number of dimensions. A factory whose argument
@@ -114,6 +121,10 @@ def run(
         save: file for the trained model, relative to the working directory: its whole ``state_dict``, written by
             rank 0 after the last step, or when the target loss is reached. A stopped run writes none.
         evaluate: when and on which data to evaluate the model; see `Evaluation`.
+        on_step: called on rank 0 with each finished step and its entry in the step log: ``loss``, ``lr``,
+            ``samples_per_s``, ``grad_norm`` (with `clip_norm`), ``metrics``. It may come one step later.
+        on_evaluate: called on rank 0 with the step and the metrics of each evaluation.
+        on_checkpoint: called on rank 0 with the step and the directory of each checkpoint that is complete.
     Returns:
         The last step done, its loss, and the reason for a stop, if any. Under clusterd a stopped run does not
         return: the process exits with code 0.
@@ -159,5 +170,8 @@ def run(
             find_unused_parameters=find_unused_parameters,
             save=save,
             evaluate=evaluate,
+            on_step=on_step,
+            on_evaluate=on_evaluate,
+            on_checkpoint=on_checkpoint,
         )
     )

@@ -286,7 +286,8 @@ def _warn_of_differences(plan: Plan, shape: ModelShape) -> None:
     if shape.loss == loss_mean.OTHER and (plan.dp > 1 or plan.accumulation > 1):
         print(
             "clusterd: the loss of a batch is not the mean over its samples (does it divide by a count in them, or "
-            f"compare them?): losses and gradients under {plan} differ from those of one process",
+            f"compare them?): losses and gradients under {plan} differ from those of one process; "
+            "a loss that returns (sum, weight) is exact",
             flush=True,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,12 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, **options: Any) ->
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), **options)
 
 
+def masked(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum over the larger bytes, and their number."""
+    counts = target > 20
+    return cross_entropy(logits, target.where(counts, -100), reduction="sum"), counts.sum()
+
+
 class Counted(nn.Module):
     """A loss that counts its calls and keeps a running mean."""
 
@@ -205,6 +212,13 @@ LOSSES = {
     ),
     "counted": Counted(),
     "in a list": lambda logits, target: cross_entropy(logits, target)[None],
+    "pair": lambda logits, target: masked(logits, target),
+    "dict": lambda logits, target: {
+        "loss": masked(logits, target),
+        "right": right_bytes(logits, target)["right"],
+        "mean": cross_entropy(logits, target),
+    },
+    "without": lambda logits, target: {"entropy": cross_entropy(logits, target)},
     "some words": lambda logits, target: cross_entropy(logits, target.where(target > 20, -100)),
 }
 
@@ -327,7 +341,7 @@ def rank(
     data = (Filed if filed else Recorded)(samples, pace_s)
     if unlike:
         data.shift(json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())[unlike])
-    left: dict[str, Any] = {}
+    left: dict[str, Any] = {"called": []}
 
     def on_end(training: rank_main.Training) -> None:
         left["parameters"] = {name: projections(p) for name, p in build.named_parameters(training.parallel.module)}
@@ -342,9 +356,17 @@ def rank(
         }
 
     try:
-        rank_main.run(job(data, **options), on_end)
+        rank_main.run(replace(job(data, **options), **callbacks(left["called"])), on_end)
     finally:
         result.write_text(json.dumps({**left, "asked": data.asked}))
+
+
+def callbacks(called: list[Any]) -> dict[str, Any]:
+    """Callbacks that record their calls."""
+    return {
+        name: lambda *arguments, name=name: called.append([name, *arguments])
+        for name in ("on_step", "on_evaluate", "on_checkpoint")
+    }
 
 
 def projections(parameter: Any) -> list[float]:

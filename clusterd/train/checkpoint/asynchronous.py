@@ -35,6 +35,7 @@ class AsyncCheckpointer:
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self.failure = ""  # of the last one
+        self.written: deque[tuple[int, str]] = deque()  # step and directory of those that no one has been notified of
         self._can_travel = True
         control.on("checkpoint", self._on_checkpoint)
 
@@ -142,6 +143,7 @@ class AsyncCheckpointer:
             self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             self._control.report("checkpoint_failed", why=self.failure, **about)
             return
+        self.written.append((staged.step, path))
         self._control.report(
             "checkpointed", bytes=staged.bytes, blocked_s=blocked_s, write_s=time.perf_counter() - began, **about
         )

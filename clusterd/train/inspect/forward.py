@@ -25,6 +25,7 @@ from clusterd.train.parallel.tp_styles import GATHERING, ROWWISE
 from clusterd.train.process.exits import Refused, first_line
 from clusterd.train.process.job import Job
 from clusterd.train.process.seeding import seed_everything
+from clusterd.train.process.weighted_means import is_pair, mean_of, split_loss
 
 
 class FakeForward:
@@ -44,6 +45,9 @@ class FakeForward:
 
     def _computing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return with_precision(self._job.precision, "cpu", function)
+
+    def _loss(self, outputs: Any, target: Any) -> Any:
+        return mean_of(self._job.loss(outputs, target))
 
     def model(self) -> nn.Module:
         """The job's model, without memory."""
@@ -95,7 +99,7 @@ class FakeForward:
                 outputs = self._computing(model)(self._inputs)
                 trace.place = LOSS
                 # The graph keeps saved tensors alive until here: the address of a freed storage would be reused.
-                loss = self._computing(self._job.loss)(outputs, self._target)
+                loss = self._computing(self._loss)(outputs, self._target)
             del loss
         except Exception:  # data-dependent code fails without values; the description then has no counts
             return None
@@ -151,15 +155,22 @@ class FakeForward:
             for _ in range(2):  # some writes happen once, some from the second pass on
                 seed_everything(self._job.seed)
                 with writes:
-                    loss = self._computing(self._job.loss)(self._computing(model)(self._inputs), self._target)
+                    loss = self._computing(self._loss)(self._computing(model)(self._inputs), self._target)
             writes.complete = True
             following.run(model, loss)
         now = _numbers(model)
         return writes, following, next((name for name, number in before.items() if now.get(name) != number), "")
 
     def loss_kind(self) -> str:
-        """Kind of the loss, as in `loss_mean`; the mean if unknown."""
+        """Kind of the loss, as in `loss_mean`; the mean if unknown, or if the loss returns a sum and its weight."""
         job = self._job
+
+        def loss(outputs: Any, target: Any) -> Any:
+            value, _ = split_loss(job.loss(outputs, target))
+            if is_pair(value):
+                raise TypeError
+            return value
+
         for count in loss_mean.SAMPLES:
             with suppress(Exception):
                 with self.real():
@@ -168,7 +179,7 @@ class FakeForward:
                     outputs = self.model()(self._faked(inputs))
                 if loss_mean.small_enough(outputs):
                     with self.real():
-                        return loss_mean.classify_loss(job.loss, outputs, target, count)
+                        return loss_mean.classify_loss(loss, outputs, target, count)
         return loss_mean.MEAN
 
     def loss_uses_parameters(self) -> bool:
@@ -178,7 +189,7 @@ class FakeForward:
             with torch.no_grad():
                 outputs = self._computing(model)(self._inputs)
             return loss_mean.depends_on_parameters(
-                self._computing(self._job.loss)(outputs, self._target), model.parameters()
+                self._computing(self._loss)(outputs, self._target), model.parameters()
             )
         return False
 
@@ -198,7 +209,7 @@ class FakeForward:
                 outputs = self._computing(model)(self._inputs)
             if tracer is not None:
                 with suppress(Exception), tracer:  # a loss that reads values fails here
-                    tracer.end(self._computing(self._job.loss)(outputs, self._target))
+                    tracer.end(self._computing(self._loss)(outputs, self._target))
         except Exception as error:  # any error means that the model cannot compute this
             return first_line(error) or type(error).__name__
         return ""

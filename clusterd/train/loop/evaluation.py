@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader
 
 from clusterd.train.data import loader
 from clusterd.train.loop.consensus import StepConsensus
-from clusterd.train.loop.weighted_means import WeightedMeans, means, weighted
 from clusterd.train.parallel.buffers import ForwardState, with_copied_buffers
 from clusterd.train.parallel.mesh import same_on_all_ranks
 from clusterd.train.parallel.precision import with_precision
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.seeding import seed_step
+from clusterd.train.process.weighted_means import WeightedMeans, means, weighted
 from plans.plan import even_shares
 
 _STREAM = 0xFFFE

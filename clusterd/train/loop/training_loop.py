@@ -73,6 +73,7 @@ class TrainingLoop:
     def __init__(self, training: SteppedTraining, control: Control, log: StepLog, *, migration_id: str = "") -> None:
         self._training, self._control, self._log = training, control, log
         self._ends_early = False
+        self._is_first = training.context.rank == 0
         self._migration_id = migration_id
         self._migration = MigrationSource(training, control)
         self._checkpointer = AsyncCheckpointer(training, control)
@@ -234,6 +235,8 @@ class TrainingLoop:
         if evaluations.record(training.step, metrics) and request.save_best is not None:
             export.save(training, request.save_best)
         self._log.evaluation(training.step, metrics, time.perf_counter() - began_s)
+        if self._is_first and training.job.on_evaluate is not None:
+            training.job.on_evaluate(training.step, metrics)
         if evaluations.ends_training and training.step < training.job.steps:
             self._ends_early = True
             print(
@@ -256,7 +259,14 @@ class TrainingLoop:
         print(f"clusterd: using {count} CPU thread{'s' * (count > 1)} from step {step} on", flush=True)
 
     def _reach_consensus(self, contribution: torch.Tensor) -> None:
-        self._consensus = StepConsensus(contribution, self._control.flags(), self._training.parallel.without_gradient())
+        training = self._training
+        self._consensus = StepConsensus(
+            contribution,
+            self._control.flags(),
+            training.parallel.without_gradient(),
+            training.stepper.reported_values(),
+            learning_rate(training.optimizer.optimizer),
+        )
         if self._replicated or self._training.step < self._synchronous_until:
             self._consensus.wait()
         self._check_connected()
@@ -278,8 +288,29 @@ class TrainingLoop:
             self._training.parallel.check_same_gradients(consensus.missing)
             self._missing_checksum = missing
         self._pending = None
-        self._log.step(step, self._loss, time_s, self._details())
+        details = self._measured(consensus, time_s) | self._details()
+        self._log.step(step, self._loss, time_s, details)
+        if self._is_first:
+            self._call_back(step, details)
         return signals
+
+    def _call_back(self, step: int, details: dict[str, Any]) -> None:
+        job = self._training.job
+        if job.on_step is not None:
+            job.on_step(step, {"loss": self._loss, **details})
+        while self._checkpointer.written:
+            written = self._checkpointer.written.popleft()
+            if job.on_checkpoint is not None:
+                job.on_checkpoint(*written)
+
+    def _measured(self, consensus: StepConsensus, time_s: float) -> dict[str, Any]:
+        """Learning rate, speed, gradient norm and the script's own metrics of the settled step."""
+        found: dict[str, Any] = {}
+        if consensus.learning_rate is not None:
+            found["lr"] = consensus.learning_rate
+        if time_s > 0:
+            found["samples_per_s"] = round(self._training.job.global_batch / time_s, 3)
+        return found | self._training.stepper.read_values(consensus.sums())
 
     def _details(self) -> dict[str, Any]:
         """Phases and peak memory of the settled step, if it was timed."""
@@ -388,3 +419,11 @@ class TrainingLoop:
         except RuntimeError:  # the device itself failed
             return False
         return True
+
+
+def learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
+    """Learning rate of the first parameter group; None where reading it would wait for the device."""
+    rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+    if isinstance(rate, torch.Tensor):
+        return float(rate) if rate.device.type == "cpu" and rate.numel() == 1 else None
+    return float(rate) if isinstance(rate, (int, float)) else None

@@ -42,6 +42,9 @@ class Job:
     find_unused_parameters: bool = False
     save: str | None = None
     evaluate: Evaluation | None = None
+    on_step: Callable[[int, dict[str, Any]], object] | None = None
+    on_evaluate: Callable[[int, dict[str, float]], object] | None = None
+    on_checkpoint: Callable[[int, str], object] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

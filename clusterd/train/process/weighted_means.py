@@ -27,7 +27,7 @@ def weighted(value: Any, samples: int, name: str) -> Weighted:
 
 
 def _pair(value: Any, samples: int, name: str) -> tuple[Any, Any]:
-    if isinstance(value, (tuple, list)) and len(value) == 2:
+    if is_pair(value):
         total, weight = value
         return _scalar(total, name), _scalar(weight, name)
     mean = _scalar(value, name)
@@ -43,6 +43,30 @@ def _scalar(value: Any, name: str) -> Any:
     raise Refused(f"{name} is {is_what}; it must be one number, the mean over the samples given, or (sum, weight)")
 
 
+def split_loss(value: Any) -> tuple[Any, dict[str, Any]]:
+    """Loss, a mean or a pair (sum, weight), and the further values of a result of the script's loss function.
+
+    Raises:
+        Refused: a dict has no ``loss``.
+    """
+    if not isinstance(value, Mapping):
+        return value, {}
+    if "loss" not in value:
+        raise Refused(f"loss returned a dict of {', '.join(map(str, value))}; it needs an entry 'loss' to train on")
+    return value["loss"], {str(name): part for name, part in value.items() if name != "loss"}
+
+
+def is_pair(value: Any) -> bool:
+    """True for (sum, weight)."""
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def mean_of(value: Any) -> Any:
+    """Mean over the batch that a loss function's result stands for."""
+    loss, _ = split_loss(value)
+    return loss[0] / loss[1] if is_pair(loss) else loss
+
+
 class WeightedMeans:
     """Sums and weights by name, added up without waiting for the device."""
 
@@ -55,6 +79,19 @@ class WeightedMeans:
             totals = self._totals.setdefault(name, [0.0, 0.0])
             for i, part in enumerate(pair):
                 totals[i] = totals[i] + (part.detach().double() if isinstance(part, torch.Tensor) else float(part))
+
+    def __len__(self) -> int:
+        return len(self._totals)
+
+    @property
+    def names(self) -> list[str]:
+        """Names seen so far."""
+        return list(self._totals)
+
+    def tensors(self, names: Iterable[str], device: torch.device) -> list[torch.Tensor]:
+        """Sums, then weights, of these names; zero where nothing was added."""
+        pairs = [self._totals.get(name, (0.0, 0.0)) for name in names]
+        return [torch.as_tensor(pair[i], dtype=torch.float64, device=device) for i in (0, 1) for pair in pairs]
 
     def sums(self) -> dict[str, tuple[float, float]]:
         """Sum and weight by name, on the host."""
