@@ -197,6 +197,8 @@ def newest_metrics(cluster: Client, row: dict[str, Any]) -> dict[str, Any]:
             continue
         if "evaluated" in entry:
             found["evaluation"] = {"step": entry["evaluated"], "metrics": entry["metrics"]}
+        elif "logged" in entry:
+            found["metrics"] |= entry["metrics"]
         elif "step" in entry:
             names = ("lr", "grad_norm", "samples_per_s")
             found["metrics"] = {n: entry[n] for n in names if n in entry} | entry.get("metrics", {})

@@ -1,4 +1,4 @@
-"""Training front end: ``from clusterd import train``, then one call of `train.run`.
+"""Training front end: ``from clusterd import train``, then one call of `train.run`, or a loop in a `train.session`.
 
 The script passes what every torch script has: a model factory, a loss, a data set, an optimizer factory and the global
 batch size. The parallel *plan* comes from outside: from clusterd's agent, from ``torchrun`` with
@@ -50,9 +50,12 @@ from clusterd.script_seed import SEED_VARIABLE, seed_generators
 from clusterd.train.process.evaluation import Evaluation as Evaluation
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from clusterd.train.loop.session import Session
     from clusterd.train.process.job import Outcome
 
-__all__ = ["Evaluation", "run"]
+__all__ = ["Evaluation", "run", "session"]
 
 with contextlib.suppress(ImportError):  # without fsspec nothing can open clusterd:// paths
     import fsspec
@@ -133,6 +136,35 @@ def run(
             host that has its data can be reached, 95 out of device memory, 96 the job cannot train under this plan, 97
             torch cannot be imported or cannot use the device, 98 the rendezvous port is taken.
     """
+    arguments = dict(locals())
+    rank_main, job = _engine()
+    outcome: Outcome = rank_main.run(job(arguments))
+    return outcome
+
+
+def session(**arguments: Any) -> AbstractContextManager[Session]:
+    """Training whose loop the script owns, with the arguments of `run`.
+
+    ::
+
+        with train.session(model=..., optimizer=..., data=..., global_batch=..., loss=..., steps=...) as run:
+            for step, batch in run:  # from the right step on, under whatever plan
+                out = run.step(batch)
+                if step % 500 == 0:
+                    run.log(val_loss=run.evaluate(val_data))
+
+    Stops, migrations, checkpoints and recovery work as in `run`: between two steps, when the loop asks for a batch. All
+    ranks must go through the same calls; `out.loss` and results of ``evaluate`` are the same on all of them. Local
+    variables do not travel: ``run.register(name, object)`` makes the state of an object part of the training state.
+    Leaving the loop early, on all ranks, ends the job as done.
+    """
+    rank_main, job = _engine()
+    opened: AbstractContextManager[Session] = rank_main.session(job(arguments))
+    return opened
+
+
+def _engine() -> tuple[Any, Callable[[dict[str, Any]], Any]]:
+    """Import torch and the engine, and return it with the constructor of its job."""
     try:
         from clusterd.train.process import (
             torch_version as torch_version,
@@ -151,27 +183,12 @@ def run(
                 f"{sys.executable} cannot import torch ({error}); name a Python that has it as `python` of the job"
             )
         )
-    return rank_main.run(
-        job.Job(
-            model=model,
-            loss=loss,
-            data=data,
-            optimizer=job.adapt_optimizer_factory(optimizer),
-            global_batch=global_batch,
-            steps=steps,
-            seed=seed,
-            layers=tuple(layers),
-            tp_plan=tp_plan,
-            scheduler=scheduler,
-            clip_norm=clip_norm,
-            num_workers=num_workers,
-            **({"collate_fn": collate_fn} if collate_fn is not None else {}),
-            precision=precision,
-            find_unused_parameters=find_unused_parameters,
-            save=save,
-            evaluate=evaluate,
-            on_step=on_step,
-            on_evaluate=on_evaluate,
-            on_checkpoint=on_checkpoint,
-        )
-    )
+
+    def job_of(arguments: dict[str, Any]) -> Any:
+        given = {name: value for name, value in arguments.items() if name != "collate_fn" or value is not None}
+        if "optimizer" in given:
+            given["optimizer"] = job.adapt_optimizer_factory(given["optimizer"])
+        given["layers"] = tuple(given.get("layers", ()))
+        return job.Job(**given)
+
+    return rank_main, job_of

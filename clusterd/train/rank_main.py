@@ -7,8 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,6 +18,7 @@ from clusterd.train.checkpoint import dcp, dcp_files, export
 from clusterd.train.data import fingerprint, loader
 from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.inspect import describe, loss_mean
+from clusterd.train.loop.session import Session, Stopped
 from clusterd.train.loop.step import Stepper
 from clusterd.train.loop.training_loop import StepLog, TrainingLoop
 from clusterd.train.migration.target import MigrationTarget
@@ -36,6 +38,7 @@ from clusterd.train.process.run_in_fork import run_in_fork
 from clusterd.train.process.steps_log import StepsLog
 from clusterd.train.state.attributes import Attributes
 from clusterd.train.state.evaluations import Evaluations
+from clusterd.train.state.registered import Registered
 from plans import legality
 from plans.model_shape import ModelShape
 from plans.plan import Plan
@@ -51,6 +54,7 @@ class Training:
         step: number of the last step done; with the seed it determines the data position and the RNG.
         fingerprint: of the data set.
         evaluations: schedule and results of the evaluations.
+        registered: objects of the script.
 
     Args:
         uninitialized: build without values; they come from other ranks or a checkpoint.
@@ -72,6 +76,7 @@ class Training:
         self.job, self.context, self.device, self.step = job, context, device, 0
         self.fingerprint = fingerprint
         per_epoch = loader.check_length(job.data, job.global_batch)
+        self.registered = Registered()
         self.evaluations = Evaluations(job.evaluate, steps=job.steps, steps_per_epoch=per_epoch)
         self._prefetched: Iterator[tuple[Any, Any]] | None = None
         self._shape = shape
@@ -159,6 +164,16 @@ def run(job: Job, on_end: OnEnd | None = None) -> Outcome:
     Raises:
         SystemExit: 93 to 98 if this rank cannot train (see `clusterd.train.process.exits`), 0 after a stop.
     """
+    with session(job, on_end) as opened:
+        for _, batch in opened:
+            opened.step(batch)
+    assert opened.outcome is not None
+    return opened.outcome
+
+
+@contextmanager
+def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
+    """Context in which the script trains `job` by its own loop; raises as `run` does."""
     control = None
     try:
         precision.check(job.precision)
@@ -169,8 +184,23 @@ def run(job: Job, on_end: OnEnd | None = None) -> Outcome:
         refuse_second_run(context)
         control = Control(context)
         control.start()
-        with stop_on_sigterm(control):
-            outcome = train(job, context, control, _RankLog(job, context), on_end)
+        with stop_on_sigterm(control), training_loop(job, context, control, _RankLog(job, context)) as loop:
+            opened = Session(loop)
+            try:
+                yield opened
+            except Stopped:
+                pass
+            except Exception as error:
+                loop.handle(error)
+            opened.outcome = outcome = loop.end()
+            if outcome.done:
+                try:
+                    if job.save is not None:
+                        export.save(loop.training, job.save)
+                finally:  # a failed export must not prevent the checkpoint
+                    loop.leave_checkpoint()
+            if on_end is not None:
+                on_end(cast(Training, loop.training))
     except Exception as error:
         refusal = exits.classify_error(error, where=str(context) if control is not None else "starting")
         if control is not None:
@@ -185,7 +215,6 @@ def run(job: Job, on_end: OnEnd | None = None) -> Outcome:
             control.close()
     if outcome.stopped and context.launcher == "clusterd":
         raise SystemExit(0)
-    return outcome
 
 
 def refuse_second_run(context: Context) -> None:
@@ -199,7 +228,8 @@ def refuse_second_run(context: Context) -> None:
     identity = (context.directory, context.attempt, context.generation, context.rank)
     if identity in _trained_here:
         raise TrainError(
-            "clusterd.train.run was called a second time: a job trains once; make the second a job --after it"
+            "the script trains a second time (clusterd.train.run or session): a job trains once; make the second a job "
+            "--after it"
         )
     _trained_here.add(identity)
 
@@ -207,8 +237,9 @@ def refuse_second_run(context: Context) -> None:
 _trained_here: set[tuple[Path | None, Any, int, int]] = set()
 
 
-def train(job: Job, context: Context, control: Control, log: StepLog, on_end: OnEnd | None = None) -> Outcome:
-    """Train on one rank, from creating process groups to destroying them."""
+@contextmanager
+def training_loop(job: Job, context: Context, control: Control, log: StepLog) -> Iterator[TrainingLoop]:
+    """Loop of one rank at its first step, from creating process groups to destroying them."""
     target = MigrationTarget(context, control) if context.standby and context.migration is not None else None
     shape = ModelShape.from_dict(context.migration["shape"]) if context.migration is not None else None
     shape = check_plan(job, context, shape)
@@ -240,17 +271,7 @@ def train(job: Job, context: Context, control: Control, log: StepLog, on_end: On
             if context.rank == 0:
                 control.report("probe", figures=figures)
         migration_id = target.migration_id if target is not None else ""
-        training_loop = TrainingLoop(training, control, log, migration_id=migration_id)
-        outcome = training_loop.run()
-        if outcome.done:
-            try:
-                if job.save is not None:
-                    export.save(training, job.save)
-            finally:  # a failed export must not prevent the checkpoint
-                training_loop.leave_checkpoint()
-        if on_end is not None:
-            on_end(training)
-        return outcome
+        yield TrainingLoop(training, control, log, migration_id=migration_id)
 
 
 def check_plan(job: Job, context: Context, shape: ModelShape | None = None) -> ModelShape | None:
@@ -318,6 +339,11 @@ class _RankLog:
         """Record an evaluation after a step."""
         if (log := self._opened(step + 1)) is not None:
             log.evaluation(step, metrics, time_s)
+
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the script's own metrics after a step."""
+        if (log := self._opened(step + 1)) is not None:
+            log.metrics(step, metrics)
 
     def _opened(self, first_step: int) -> StepsLog | None:
         job, context = self._job, self._context

@@ -74,7 +74,11 @@ class Mover:
         self.agents = {host: HostAgent(host, self.directory, self.network) for host in self.hosts}
         self._threads = ThreadPoolExecutor(2)
         self._launched: list[Generation] = []
-        model = {k: v for k, v in self.options.items() if k not in ("samples", "pace_s", "record", "filed", "unlike")}
+        model = {
+            k: v
+            for k, v in self.options.items()
+            if k not in ("samples", "pace_s", "record", "filed", "unlike", "own_loop")
+        }
         self.shape = describe(job(Recorded(self.options.get("samples", 128)), **model), trace=False)
 
     def close(self) -> None:

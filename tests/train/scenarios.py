@@ -71,6 +71,9 @@ class Steps:
     def evaluation(self, step: int, metrics: dict[str, float], time_s: float) -> None:
         """Nothing."""
 
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Nothing."""
+
 
 class Filed(Recorded):
     """The same samples, from a file of a data set that is opened by name."""
@@ -322,6 +325,7 @@ def rank(
     record: str = "",
     filed: bool = False,
     unlike: str = "",
+    own_loop: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
     """Train on one rank, and save the requested samples and the final parameters.
@@ -330,6 +334,7 @@ def rank(
         way: run this one of `torch_limits` instead.
         record: folder for the complete state at both ends of every migration.
         filed: read samples from a data set that is opened by name.
+        own_loop: train in a loop of the script's own; see `loop_of_its_own`.
         unlike: entry of the rank file; processes in which it differs have other data.
     """
     if way:
@@ -356,9 +361,53 @@ def rank(
         }
 
     try:
-        rank_main.run(replace(job(data, **options), **callbacks(left["called"])), on_end)
+        task = replace(job(data, **options), **callbacks(left["called"]))
+        if own_loop is None:
+            rank_main.run(task, on_end)
+        else:
+            with rank_main.session(task, on_end) as run:
+                loop_of_its_own(run, left, **own_loop)
+            left["outcome"] = run.outcome.step if run.outcome is not None else None
     finally:
         result.write_text(json.dumps({**left, "asked": data.asked}))
+
+
+class Counter:
+    """Counts, and keeps a small table, as an object of a script would."""
+
+    def __init__(self) -> None:
+        self.count, self.table = 0, torch.zeros(3, dtype=torch.float64)
+
+    def add(self) -> None:
+        self.count += 1
+        self.table[self.count % 3] += self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "table": self.table}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.table = state["count"], state["table"]
+
+
+def loop_of_its_own(
+    run: Any, left: dict[str, Any], *, evaluate_every: int = 0, leave_after: int = 0, skip: int = 0, reads: bool = True
+) -> None:
+    """A loop as users write it: losses, evaluation and logging between steps."""
+    counter = Counter()
+    run.register("counter", counter)
+    left["losses"] = []
+    for step, batch in run:
+        if step == skip:
+            continue
+        out = run.step(batch)
+        counter.add()
+        left["count"], left["table"] = counter.count, counter.table.tolist()
+        if reads:
+            left["losses"].append(out.loss)
+        if evaluate_every and step % evaluate_every == 0:
+            run.log(val=run.evaluate(Validation(37)), both=run.evaluate(Validation(37), right_bytes))
+        if step == leave_after:
+            break
 
 
 def callbacks(called: list[Any]) -> dict[str, Any]:

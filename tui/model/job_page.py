@@ -56,11 +56,12 @@ def read_metrics(data: bytes) -> dict[str, list[Point]]:
     for raw in data.splitlines():
         try:
             row = json.loads(raw)
-            prefix, step = ("evaluation ", row["evaluated"]) if "evaluated" in row else ("", row["step"])
+            prefix = "evaluation " if "evaluated" in row else ""
+            step = next(row[key] for key in ("evaluated", "logged", "step") if key in row)
             for name, value in row.get("metrics", {}).items():
                 if isinstance(value, int | float):
                     found.setdefault(f"{prefix}{name}", []).append((int(step), float(value)))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        except (ValueError, StopIteration, TypeError, AttributeError, OverflowError):
             continue
     return found
 

@@ -60,6 +60,10 @@ class StepsLog:
         text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         print(f"step {step}/{self._steps}  evaluation: {text}  {time_s:.1f} s", flush=True)
 
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the script's own metrics after a step."""
+        self._write({"logged": step, "metrics": _finite(metrics), "at_s": round(time.time(), 3)})
+
     def close(self) -> None:
         """Flush and close."""
         if self._file is not None:
@@ -101,6 +105,6 @@ def last_step(path: Path) -> int:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict) and "evaluated" not in record:
+        if isinstance(record, dict) and not {"evaluated", "logged"} & record.keys():
             return int(record.get("step") or record.get("restart_from") or 0)
     return 0

@@ -37,8 +37,8 @@ def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: boo
     Args:
         lazy_saved_separately: the caller saves tensors that the optimizer created after its first update.
     Returns:
-        data: fingerprint of the data set; evaluations: their state; attributes: changed attributes of modules and the
-        optimizer, by name;
+        data: fingerprint of the data set; evaluations, registered: their states; attributes: changed attributes of
+        modules and the optimizer, by name;
         counters: [values by slot, names of the parameters that have them]; absent: parameters without state yet;
         groups: names and values of each; common: optimizer state of no parameter; frozen: parameters no longer
         trainable; scheduler: its ``state_dict``, or None.
@@ -78,6 +78,7 @@ def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: boo
         "attributes": training.attributes.changed(),
         "data": training.fingerprint,
         "evaluations": training.evaluations.state(),
+        "registered": training.registered.states(),
         "counters": [[values, names_with] for values, names_with in equal_values.values() if values],
         "absent": absent,
         "frozen": training.parallel.newly_frozen(),
@@ -155,6 +156,7 @@ def restore(training: Training, shape: ModelShape, received: Iterable[Scalars]) 
     sources = list(received)
     _check_data(training.fingerprint, sources[0].get("data"))
     training.evaluations.restore(sources[0].get("evaluations"))
+    training.registered.restore(sources[0].get("registered"))
     optimizer, scheduler = training.optimizer, training.scheduler
     attributes: dict[str, Any] = {}
     for source in reversed(sources):  # replica 0 wins, as for buffers; old checkpoints have none

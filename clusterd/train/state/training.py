@@ -13,6 +13,7 @@ from clusterd.train.process.context import Context
 from clusterd.train.process.job import Job
 from clusterd.train.state.attributes import Attributes
 from clusterd.train.state.evaluations import Evaluations
+from clusterd.train.state.registered import Registered
 from plans.model_shape import ModelShape
 
 
@@ -26,6 +27,7 @@ class Training(Protocol):
         step: number of the last step done.
         fingerprint: of the data set; None: unknown.
         evaluations: schedule and results of the evaluations.
+        registered: objects of the script.
     """
 
     job: Job
@@ -38,6 +40,7 @@ class Training(Protocol):
     step: int
     fingerprint: Fingerprint | None
     evaluations: Evaluations
+    registered: Registered
 
     @property
     def shape(self) -> ModelShape:
