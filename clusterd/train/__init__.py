@@ -100,7 +100,8 @@ def run(
             over the global batch are divided (masked words: the sum over them, and their number), exact under every
             plan; or to a dict with one of these as ``loss`` and further values, which are reduced over replicas and
             micro-batches like it and logged as metrics.
-        data: map-style data set of (input, target).
+        data: map-style data set of (input, target), either of them nested; or of mappings, for ``model(**batch)`` and
+            ``loss(output, batch)``.
         optimizer: parameters to `torch.optim.Optimizer`; called more than once. Under some plans the parameters are
             this rank's shards of the model's parameters, with the same number of dimensions. A factory whose argument
             is named ``named_parameters`` gets pairs of global name and parameter.
@@ -115,8 +116,9 @@ def run(
         scheduler: optimizer to learning-rate scheduler, stepped once per step.
         clip_norm: limit of the gradients' global 2-norm.
         num_workers: data-loader processes per rank; with 0 samples are read between steps.
-        collate_fn: a list of samples to one (input, target). Micro-batches (accumulation, pipelines) are cut along the
-            first dimension of each tensor in it, which must be the sample dimension. Default: torch's own.
+        collate_fn: a list of samples to one batch: (input, target), or a mapping. Micro-batches (accumulation,
+            pipelines) are cut along the first dimension of each tensor in it, which must be the sample dimension.
+            Default: torch's own.
         precision: "bf16" computes forward pass and loss under torch's autocast; parameters, gradients and optimizer
             state keep their dtype. Losses under different plans are then equal to that precision.
         find_unused_parameters: the set of parameters that get a gradient may differ between steps or replicas (experts,

@@ -147,8 +147,7 @@ class Training:
         share = self.context.plan.batch_shares(self.job.global_batch)[self.context.coordinates.replica]
         batch: tuple[Any, Any] = (None, None)
         if self.stepper.wants_inputs:
-            inputs, targets = loader.as_pair(self.job.collate_fn([self.job.data[0]] * share))
-            batch = loader.to_device(inputs, self.device), loader.to_device(targets, self.device)
+            batch = loader.pair_on_device(self.job.collate_fn([self.job.data[0]] * share), self.device)
         self.stepper.rehearse(*batch)
 
 

@@ -162,7 +162,51 @@ class Broken(GPT):
         raise RuntimeError("a mistake of the script's own")
 
 
+class Named(GPT):
+    """Takes the entries of a batch by name."""
+
+    def forward(self, tokens: torch.Tensor, labels: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward(tokens)
+
+
+class Graphs:
+    """A batch of graphs, as some libraries have it: a slice of it is a list."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, which: Any) -> list[torch.Tensor]:
+        return list(self.tokens[which])
+
+
+class OfGraphs(GPT):
+    """Takes a batch of graphs."""
+
+    def forward(self, graphs: Graphs) -> torch.Tensor:
+        return super().forward(graphs.tokens)
+
+
+def named(samples: list[Any]) -> dict[str, Any]:
+    tokens, following = default_collate(samples)
+    return {"tokens": tokens, "labels": {"next": following}}
+
+
+def of_graphs(samples: list[Any]) -> tuple[Graphs, torch.Tensor]:
+    tokens, following = default_collate(samples)
+    return Graphs(tokens), following
+
+
+def triple(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    return *default_collate(samples), 1
+
+
+COLLATE_FNS = {"turned": unusual_models.turned, "mapping": named, "graphs": of_graphs, "triple": triple}
+
 MODELS = {
+    "mapping": Named, "graphs": OfGraphs, "triple": GPT,
     "huge": Huge, "broken": Broken, "gpt": GPT, "tied": Tied, "stray": Stray, "tables": Tables, "frozen": Frozen,
     **unusual_models.MODELS, **writing_models.MODELS, **gradient_models.MODELS,
     **counting_models.MODELS, **changing_models.MODELS,
@@ -215,6 +259,7 @@ LOSSES = {
     ),
     "counted": Counted(),
     "in a list": lambda logits, target: cross_entropy(logits, target)[None],
+    "mapping": lambda logits, batch: cross_entropy(logits, batch["labels"]["next"]),
     "pair": lambda logits, target: masked(logits, target),
     "dict": lambda logits, target: {
         "loss": masked(logits, target),
@@ -284,7 +329,7 @@ def job(
         scheduler=unusual_optimizers.SCHEDULERS.get("warmup" if warmup else schedule),
         clip_norm=clip_norm,
         num_workers=num_workers,
-        collate_fn=unusual_models.turned if model == "turned" else default_collate,
+        collate_fn=COLLATE_FNS.get(model, default_collate),
         precision=precision,
         find_unused_parameters=find_unused_parameters,
         save=save,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from clusterd.train.data.loader import as_pair, map_batch
+from clusterd.train.data.loader import as_pair, call, check_sliceable, map_batch
 from clusterd.train.inspect import loss_mean
 from clusterd.train.inspect.gradient_linearity import GradientLinearityTracer
 from clusterd.train.inspect.operations import OperationRecorder
@@ -96,7 +96,7 @@ class FakeForward:
                 trace.casts,
                 torch.autograd.graph.saved_tensors_hooks(trace.save, lambda tensor: tensor),
             ):
-                outputs = self._computing(model)(self._inputs)
+                outputs = call(self._computing(model), self._inputs)
                 trace.place = LOSS
                 # The graph keeps saved tensors alive until here: the address of a freed storage would be reused.
                 loss = self._computing(self._loss)(outputs, self._target)
@@ -155,11 +155,23 @@ class FakeForward:
             for _ in range(2):  # some writes happen once, some from the second pass on
                 seed_everything(self._job.seed)
                 with writes:
-                    loss = self._computing(self._loss)(self._computing(model)(self._inputs), self._target)
+                    loss = self._computing(self._loss)(call(self._computing(model), self._inputs), self._target)
             writes.complete = True
             following.run(model, loss)
         now = _numbers(model)
         return writes, following, next((name for name, number in before.items() if now.get(name) != number), "")
+
+    def uncut_batch(self) -> str:
+        """Reason why a batch of two samples cannot be cut between them; empty: it can, or that is unknown."""
+        job = self._job
+        with suppress(Exception), self.real():
+            inputs, target = as_pair(job.collate_fn([job.data[0], job.data[1 % len(job.data)]]))
+            try:
+                check_sliceable(inputs, 2)
+                check_sliceable(target, 2)
+            except Refused as refusal:
+                return str(refusal)
+        return ""
 
     def loss_kind(self) -> str:
         """Kind of the loss, as in `loss_mean`; the mean if unknown, or if the loss returns a sum and its weight."""
@@ -176,7 +188,7 @@ class FakeForward:
                 with self.real():
                     inputs, target = as_pair(job.collate_fn([job.data[i] for i in range(count)]))
                 with torch.no_grad():
-                    outputs = self.model()(self._faked(inputs))
+                    outputs = call(self.model(), self._faked(inputs))
                 if loss_mean.small_enough(outputs):
                     with self.real():
                         return loss_mean.classify_loss(loss, outputs, target, count)
@@ -187,7 +199,7 @@ class FakeForward:
         with suppress(Exception):
             model = self.model()
             with torch.no_grad():
-                outputs = self._computing(model)(self._inputs)
+                outputs = call(self._computing(model), self._inputs)
             return loss_mean.depends_on_parameters(
                 self._computing(self._loss)(outputs, self._target), model.parameters()
             )
@@ -199,14 +211,14 @@ class FakeForward:
         with self.real(), torch.random.fork_rng(devices=[]):
             seed_everything(self._job.seed)
             with self._fake, done:
-                outputs = self._computing(module)(self._inputs)
+                outputs = call(self._computing(module), self._inputs)
         done.end(outputs)
         return done
 
     def _error(self, model: nn.Module, tracer: TpGradientTracer | None = None) -> str:
         try:
             with tracer or nullcontext():
-                outputs = self._computing(model)(self._inputs)
+                outputs = call(self._computing(model), self._inputs)
             if tracer is not None:
                 with suppress(Exception), tracer:  # a loss that reads values fails here
                     tracer.end(self._computing(self._loss)(outputs, self._target))

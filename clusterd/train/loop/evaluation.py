@@ -144,15 +144,14 @@ class Evaluator:
         try:
             for index in range(len(indices)):
                 seed_step(job.seed, index, self._replica, _STREAM)
-                inputs, targets = loader.as_pair(next(fetched))
-                yield loader.to_device(inputs, device), loader.to_device(targets, device)
+                yield loader.pair_on_device(next(fetched), device)
         finally:
             loader.stop_workers(fetched)
 
     def _outputs(self, inputs: Any) -> Any:
         """Outputs of this stage; those of the last one are the model's."""
         if self._group is None:
-            return self._training.parallel.module(inputs)
+            return loader.call(self._training.parallel.module, inputs)
         device = self._training.device
         received = _receive(self._group, self._stage - 1, device) if self._stage else (inputs,)
         outputs = self._training.stepper.stage_forward(*received)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clusterd.train.data.loader import check_sliceable, micro_batch_sizes, slice_batch
+from clusterd.train.data.loader import call, check_sliceable, micro_batch_sizes, slice_batch
 from clusterd.train.loop.phases import PhaseClock
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.buffers import isolate_first_pass
@@ -244,7 +244,7 @@ class Stepper:
             if len(self._sizes) > 1:
                 part_inputs, part_targets = (slice_batch(part, start, stop) for part in (inputs, targets))
             with self._parallel.micro_batch_context(index):
-                loss = self._contribution(self._parallel.runner(part_inputs), part_targets, size)
+                loss = self._contribution(call(self._parallel.runner, part_inputs), part_targets, size)
                 self.phases.lap("forward")
                 (loss * self._gradient_factor if self._gradient_factor != 1 else loss).backward()
             self.phases.lap("backward")
