@@ -76,6 +76,7 @@ _SIGNED_SINCE = (
     "precision", "pipeline_refused", "optimizer_by_tensor", "find_unused_parameters", "noncontiguous", "repeated_block",
     "hooked", "loss", "loss_learns", "gradients_added", "gradients_bent", "sparse", "by_frequency", "counted",
     "written", "written_by_samples", "written_anew", "written_known",
+    "uncut_batch",
 )  # fmt: skip
 """Fields added later: with their defaults, signatures are the same as before."""
 
@@ -109,6 +110,7 @@ class ModelShape:
     noncontiguous: str = ""  # a non-contiguous parameter
     repeated_block: str = ""  # a block that is in a list more than once
     hooked: str = ""  # a parameter with a gradient hook
+    uncut_batch: str = ""  # why a batch cannot be cut between its samples
     loss: str = "mean"  # over the given samples; "sum", or "other"
     loss_learns: bool = False  # the loss computes with parameters of the model
     gradients_added: bool = False  # the backward pass adds values independent of the loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from itertools import groupby
@@ -131,6 +132,7 @@ def show(job: str, output: str) -> None:
     """Show all details of one job."""
     with Client() as cluster:
         row = cluster.call("job", job=job)
+        row |= newest_metrics(cluster, row)
     if output != "table":
         show_json(row, output)
         return
@@ -151,6 +153,10 @@ def show(job: str, output: str) -> None:
         "step": f"{row['step']} of {row['steps']}" if row["steps"] else row["step"] or None,
         "loss": f"{row['first_loss']:.4f} -> {row['loss']:.4f}" if row["loss"] is not None else None,
         "step time": duration(row["step_time_s"]) if row["step_time_s"] else None,
+        "metrics": _metric_text(row["metrics"]),
+        "evaluation": f"step {row['evaluation']['step']}: {_metric_text(row['evaluation']['metrics'])}"
+        if row["evaluation"]
+        else None,
     }
     for name, value in facts.items():
         if value is not None and value != "":
@@ -170,6 +176,38 @@ def show(job: str, output: str) -> None:
         for rank in attempt["ranks"]:
             where = rank["device"] or f"{rank['host']} (CPU cores)"
             print_line(f"    rank {rank['rank']:<4} {where:<24} {rank['end'] or ''}".rstrip())
+
+
+_METRICS_BYTES = 65536
+"""End of the step log that is searched for the newest step and evaluation."""
+
+
+def newest_metrics(cluster: Client, row: dict[str, Any]) -> dict[str, Any]:
+    """Metrics of the newest step, and the newest evaluation, as far as the end of the step log has them."""
+    found: dict[str, Any] = {"metrics": {}, "evaluation": None}
+    if row["kind"] != "elastic" or not row["attempts"]:
+        return found
+    try:
+        data = cluster.call("steps", job=row["id"], last_bytes=_METRICS_BYTES)["data"]
+    except ClusterError:  # its host does not answer; the rest of the row is known
+        return found
+    for text in data.splitlines():
+        try:
+            entry = json.loads(text)
+        except ValueError:  # the first one may be incomplete
+            continue
+        if "evaluated" in entry:
+            found["evaluation"] = {"step": entry["evaluated"], "metrics": entry["metrics"]}
+        elif "logged" in entry:
+            found["metrics"] |= entry["metrics"]
+        elif "step" in entry:
+            names = ("lr", "grad_norm", "samples_per_s")
+            found["metrics"] = {n: entry[n] for n in names if n in entry} | entry.get("metrics", {})
+    return found
+
+
+def _metric_text(metrics: dict[str, float | None]) -> str:
+    return ", ".join(f"{name} {value:.6g}" for name, value in metrics.items() if value is not None)
 
 
 def _when(at_s: float | None) -> str | None:

@@ -54,6 +54,7 @@ from clusterd.daemon.storage.log_tails import LogTails
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.unexpected import first_of, guarded
 from clusterd.errors import ClusterError
+from clusterd.process_attributes import make_files_private
 from clusterd.protocol.agent import Progress, StateSnapshotTaken
 from clusterd.protocol.proof import proof
 from clusterd.protocol.rank import FromRank
@@ -64,7 +65,6 @@ from clusterd.ssh.hostkeys import HostKeys
 from clusterd.ssh.login_key import LoginKey
 from clusterd.ssh.resolve import Route
 from clusterd.types import HostId
-from clusterd.umask import make_files_private
 
 log = logging.getLogger(__name__)
 

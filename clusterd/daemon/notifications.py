@@ -18,8 +18,8 @@ import msgspec
 from clusterd.config import Notify
 from clusterd.core.decisions import Decision, EndJob, RequeueJob
 from clusterd.core.state import Job, Outcome, State
+from clusterd.process_attributes import inherited_umask
 from clusterd.types import HostId, HostState
-from clusterd.umask import inherited
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ async def _run(command: Sequence[str], text: IO[bytes], errors: IO[bytes]) -> in
         TimeoutError: it took too long.
     """
     process = await anyio.open_process(
-        command, stdin=text, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True, umask=inherited()
+        command, stdin=text, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True, umask=inherited_umask()
     )
     try:
         with anyio.move_on_after(PATIENCE_S):

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import asyncssh
 
+from clusterd.process_attributes import inherited_umask
 from clusterd.ssh.resolve import Route
-from clusterd.umask import inherited
 
 _CHUNK = 1 << 16
 
@@ -144,7 +144,7 @@ class EmbeddedHost:
             stderr=asyncio.subprocess.PIPE,
             env=self.environment(),
             cwd=self.directory / "home",
-            umask=inherited(),
+            umask=inherited_umask(),
         )
         if self._cores:
             # Its instructions come over stdin, fed below, so it has started nothing yet.

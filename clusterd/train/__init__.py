@@ -1,4 +1,4 @@
-"""Training front end: ``from clusterd import train``, then one call of `train.run`.
+"""Training front end: ``from clusterd import train``, then one call of `train.run`, or a loop in a `train.session`.
 
 The script passes what every torch script has: a model factory, a loss, a data set, an optimizer factory and the global
 batch size. The parallel *plan* comes from outside: from clusterd's agent, from ``torchrun`` with
@@ -7,9 +7,12 @@ batch size. The parallel *plan* comes from outside: from clusterd's agent, from 
 Guarantees under every plan, and across changes of plan:
 
 - **Loss and gradient** are those of the mean over the global batch, whatever the replicas' shares; losses equal those
-  of one process to float tolerance. `loss` must return a mean over the samples it is given.
+  of one process to float tolerance. `loss` must return a mean over the samples it is given, or a sum and its weight.
 - **Sample order** is a function of (seed, epoch): global batch k of an epoch is entries [k * B, (k + 1) * B) of the
   order, cut into contiguous shares; a partial last batch is dropped. The plan does not change it.
+- **The script starts under one seed** of Python, NumPy and torch and one hash seed in every process of a job, also
+  after migrations and restarts; the job's id determines it. A ``random_split`` before `run` splits alike everywhere.
+  Length and a few samples of the data are compared between processes; a difference is refused.
 - **Initial weights** are those that the factory makes under the seed, the same on every rank. The factory must draw
   from torch's, NumPy's or Python's global generator, and be callable on torch's meta device.
 - **Random numbers in a step** (torch's, NumPy's and Python's: dropout, stochastic depth) depend on (seed, step,
@@ -27,7 +30,10 @@ Guarantees under every plan, and across changes of plan:
 - **Unfaithful plans are refused**, with the reason: when the forward pass writes into parameters (``max_norm``, moving
   averages kept as parameters), when the backward pass adds to gradients or clips them, when the loss is a sum or
   computes with parameters. A loss that averages over a count in the samples (tokens that are not padding) is reported
-  in the log. The set of trainable parameters is fixed when the model is made: none can become trainable later.
+  in the log: return it as (sum, weight) instead. The set of trainable parameters is fixed when the model is made: none
+  can become trainable later.
+- **Evaluation** (`Evaluation`) counts each sample once under every plan, in evaluation mode, with the buffers of
+  replica 0, and changes no state of training. A stop or a migration ends it between two batches, and it is repeated.
 - **A stop** (the agent's, or SIGTERM) takes effect at the end of a step, the same one on all ranks.
 
 Importing this package imports neither torch nor CUDA; a fork server imports `clusterd.train.process.preload`.
@@ -36,18 +42,30 @@ Importing this package imports neither torch nor CUDA; a fork server imports `cl
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from clusterd.script_seed import SEED_VARIABLE, seed_generators
+from clusterd.train.process.evaluation import Evaluation as Evaluation
+
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from clusterd.train.loop.session import Session
     from clusterd.train.process.job import Outcome
 
-__all__ = ["run"]
+__all__ = ["Evaluation", "run", "session"]
 
 with contextlib.suppress(ImportError):  # without fsspec nothing can open clusterd:// paths
     import fsspec
 
     fsspec.register_implementation("clusterd", "clusterd.train.data.dataset_fs.DatasetFileSystem", clobber=True)
+
+
+if SEED_VARIABLE in os.environ:
+    # A rank that runs in an interpreter of its own; a fork is seeded by its fork server.
+    seed_generators(os.environ[SEED_VARIABLE])
 
 
 def run(
@@ -68,14 +86,22 @@ def run(
     precision: str = "fp32",
     find_unused_parameters: bool = False,
     save: str | None = None,
+    evaluate: Evaluation | None = None,
+    on_step: Callable[[int, dict[str, Any]], object] | None = None,
+    on_evaluate: Callable[[int, dict[str, float]], object] | None = None,
+    on_checkpoint: Callable[[int, str], object] | None = None,
 ) -> Outcome:
     """Train to the last step, or until a stop, under the plan that the environment names.
 
     Args:
         model: makes the module; called under the seed, more than once (also on the meta device). A model that is in
             evaluation mode as a whole is put into training mode.
-        loss: (model output, target) to the mean loss over the samples given.
-        data: map-style data set of (input, target).
+        loss: (model output, target) to the mean loss over the samples given; or to a pair (sum, weight), whose sums
+            over the global batch are divided (masked words: the sum over them, and their number), exact under every
+            plan; or to a dict with one of these as ``loss`` and further values, which are reduced over replicas and
+            micro-batches like it and logged as metrics.
+        data: map-style data set of (input, target), either of them nested; or of mappings, for ``model(**batch)`` and
+            ``loss(output, batch)``.
         optimizer: parameters to `torch.optim.Optimizer`; called more than once. Under some plans the parameters are
             this rank's shards of the model's parameters, with the same number of dimensions. A factory whose argument
             is named ``named_parameters`` gets pairs of global name and parameter.
@@ -90,14 +116,20 @@ def run(
         scheduler: optimizer to learning-rate scheduler, stepped once per step.
         clip_norm: limit of the gradients' global 2-norm.
         num_workers: data-loader processes per rank; with 0 samples are read between steps.
-        collate_fn: a list of samples to one (input, target). Micro-batches (accumulation, pipelines) are cut along the
-            first dimension of each tensor in it, which must be the sample dimension. Default: torch's own.
+        collate_fn: a list of samples to one batch: (input, target), or a mapping. Micro-batches (accumulation,
+            pipelines) are cut along the first dimension of each tensor in it, which must be the sample dimension.
+            Default: torch's own.
         precision: "bf16" computes forward pass and loss under torch's autocast; parameters, gradients and optimizer
             state keep their dtype. Losses under different plans are then equal to that precision.
         find_unused_parameters: the set of parameters that get a gradient may differ between steps or replicas (experts,
             stochastic depth). Costs a walk of the graph per step, and rules out ZeRO-2 and ZeRO-3.
         save: file for the trained model, relative to the working directory: its whole ``state_dict``, written by
             rank 0 after the last step, or when the target loss is reached. A stopped run writes none.
+        evaluate: when and on which data to evaluate the model; see `Evaluation`.
+        on_step: called on rank 0 with each finished step and its entry in the step log: ``loss``, ``lr``,
+            ``samples_per_s``, ``grad_norm`` (with `clip_norm`), ``metrics``. It may come one step later.
+        on_evaluate: called on rank 0 with the step and the metrics of each evaluation.
+        on_checkpoint: called on rank 0 with the step and the directory of each checkpoint that is complete.
     Returns:
         The last step done, its loss, and the reason for a stop, if any. Under clusterd a stopped run does not
         return: the process exits with code 0.
@@ -106,6 +138,35 @@ def run(
             host that has its data can be reached, 95 out of device memory, 96 the job cannot train under this plan, 97
             torch cannot be imported or cannot use the device, 98 the rendezvous port is taken.
     """
+    arguments = dict(locals())
+    rank_main, job = _engine()
+    outcome: Outcome = rank_main.run(job(arguments))
+    return outcome
+
+
+def session(**arguments: Any) -> AbstractContextManager[Session]:
+    """Training whose loop the script owns, with the arguments of `run`.
+
+    ::
+
+        with train.session(model=..., optimizer=..., data=..., global_batch=..., loss=..., steps=...) as run:
+            for step, batch in run:  # from the right step on, under whatever plan
+                out = run.step(batch)
+                if step % 500 == 0:
+                    run.log(val_loss=run.evaluate(val_data))
+
+    Stops, migrations, checkpoints and recovery work as in `run`: between two steps, when the loop asks for a batch. All
+    ranks must go through the same calls; `out.loss` and results of ``evaluate`` are the same on all of them. Local
+    variables do not travel: ``run.register(name, object)`` makes the state of an object part of the training state.
+    Leaving the loop early, on all ranks, ends the job as done.
+    """
+    rank_main, job = _engine()
+    opened: AbstractContextManager[Session] = rank_main.session(job(arguments))
+    return opened
+
+
+def _engine() -> tuple[Any, Callable[[dict[str, Any]], Any]]:
+    """Import torch and the engine, and return it with the constructor of its job."""
     try:
         from clusterd.train.process import (
             torch_version as torch_version,
@@ -124,23 +185,12 @@ def run(
                 f"{sys.executable} cannot import torch ({error}); name a Python that has it as `python` of the job"
             )
         )
-    return rank_main.run(
-        job.Job(
-            model=model,
-            loss=loss,
-            data=data,
-            optimizer=job.adapt_optimizer_factory(optimizer),
-            global_batch=global_batch,
-            steps=steps,
-            seed=seed,
-            layers=tuple(layers),
-            tp_plan=tp_plan,
-            scheduler=scheduler,
-            clip_norm=clip_norm,
-            num_workers=num_workers,
-            **({"collate_fn": collate_fn} if collate_fn is not None else {}),
-            precision=precision,
-            find_unused_parameters=find_unused_parameters,
-            save=save,
-        )
-    )
+
+    def job_of(arguments: dict[str, Any]) -> Any:
+        given = {name: value for name, value in arguments.items() if name != "collate_fn" or value is not None}
+        if "optimizer" in given:
+            given["optimizer"] = job.adapt_optimizer_factory(given["optimizer"])
+        given["layers"] = tuple(given.get("layers", ()))
+        return job.Job(**given)
+
+    return rank_main, job_of

@@ -7,8 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,10 +17,12 @@ from clusterd.exit_reasons import Reason
 from clusterd.protocol.control import Ready
 from clusterd.protocol.rank import Probed
 from clusterd.train.checkpoint import dcp, dcp_files, export
-from clusterd.train.data import loader
+from clusterd.train.data import fingerprint, loader
+from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.inspect import describe, loss_mean
+from clusterd.train.loop.session import Session, Stopped
 from clusterd.train.loop.step import Stepper
-from clusterd.train.loop.training_loop import OnStep, TrainingLoop
+from clusterd.train.loop.training_loop import StepLog, TrainingLoop
 from clusterd.train.migration.target import MigrationTarget
 from clusterd.train.parallel import build, precision
 from clusterd.train.parallel.apply_plan import ParallelModel
@@ -36,6 +39,8 @@ from clusterd.train.process.probe import probe
 from clusterd.train.process.run_in_fork import run_in_fork
 from clusterd.train.process.steps_log import StepsLog
 from clusterd.train.state.attributes import Attributes
+from clusterd.train.state.evaluations import Evaluations
+from clusterd.train.state.registered import Registered
 from plans import legality
 from plans.model_shape import ModelShape
 from plans.plan import Plan
@@ -49,6 +54,9 @@ class Training:
         optimizer: the optimizer over this rank's shards.
         attributes: plain attributes that the modules and the optimizer change.
         step: number of the last step done; with the seed it determines the data position and the RNG.
+        fingerprint: of the data set.
+        evaluations: schedule and results of the evaluations.
+        registered: objects of the script.
 
     Args:
         uninitialized: build without values; they come from other ranks or a checkpoint.
@@ -64,9 +72,14 @@ class Training:
         *,
         uninitialized: bool = False,
         shape: ModelShape | None = None,
+        fingerprint: Fingerprint | None = None,
     ) -> None:
         plan = context.plan
         self.job, self.context, self.device, self.step = job, context, device, 0
+        self.fingerprint = fingerprint
+        per_epoch = loader.check_length(job.data, job.global_batch)
+        self.registered = Registered()
+        self.evaluations = Evaluations(job.evaluate, steps=job.steps, steps_per_epoch=per_epoch)
         self._prefetched: Iterator[tuple[Any, Any]] | None = None
         self._shape = shape
         model = build_uninitialized(job.model, job.seed) if uninitialized else build.build_model(job.model, job.seed)
@@ -136,8 +149,7 @@ class Training:
         share = self.context.plan.batch_shares(self.job.global_batch)[self.context.coordinates.replica]
         batch: tuple[Any, Any] = (None, None)
         if self.stepper.wants_inputs:
-            inputs, targets = loader.as_pair(self.job.collate_fn([self.job.data[0]] * share))
-            batch = loader.to_device(inputs, self.device), loader.to_device(targets, self.device)
+            batch = loader.pair_on_device(self.job.collate_fn([self.job.data[0]] * share), self.device)
         self.stepper.rehearse(*batch)
 
 
@@ -153,6 +165,16 @@ def run(job: Job, on_end: OnEnd | None = None) -> Outcome:
     Raises:
         SystemExit: 93 to 98 if this rank cannot train (see `clusterd.train.process.exits`), 0 after a stop.
     """
+    with session(job, on_end) as opened:
+        for _, batch in opened:
+            opened.step(batch)
+    assert opened.outcome is not None
+    return opened.outcome
+
+
+@contextmanager
+def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
+    """Context in which the script trains `job` by its own loop; raises as `run` does."""
     control = None
     try:
         precision.check(job.precision)
@@ -163,8 +185,23 @@ def run(job: Job, on_end: OnEnd | None = None) -> Outcome:
         refuse_second_run(context)
         control = Control(context)
         control.start()
-        with stop_on_sigterm(control):
-            outcome = train(job, context, control, _log(job, context), on_end)
+        with stop_on_sigterm(control), training_loop(job, context, control, _RankLog(job, context)) as loop:
+            opened = Session(loop)
+            try:
+                yield opened
+            except Stopped:
+                pass
+            except Exception as error:
+                loop.handle(error)
+            opened.outcome = outcome = loop.end()
+            if outcome.done:
+                try:
+                    if job.save is not None:
+                        export.save(loop.training, job.save)
+                finally:  # a failed export must not prevent the checkpoint
+                    loop.leave_checkpoint()
+            if on_end is not None:
+                on_end(cast(Training, loop.training))
     except Exception as error:
         refusal = exits.classify_error(error, where=str(context) if control is not None else "starting")
         if control is not None:
@@ -179,7 +216,6 @@ def run(job: Job, on_end: OnEnd | None = None) -> Outcome:
             control.close()
     if outcome.stopped and context.launcher == "clusterd":
         raise SystemExit(0)
-    return outcome
 
 
 def refuse_second_run(context: Context) -> None:
@@ -193,7 +229,8 @@ def refuse_second_run(context: Context) -> None:
     identity = (context.directory, context.attempt, context.generation, context.rank)
     if identity in _trained_here:
         raise TrainError(
-            "clusterd.train.run was called a second time: a job trains once; make the second a job --after it"
+            "the script trains a second time (clusterd.train.run or session): a job trains once; make the second a job "
+            "--after it"
         )
     _trained_here.add(identity)
 
@@ -201,21 +238,31 @@ def refuse_second_run(context: Context) -> None:
 _trained_here: set[tuple[Path | None, Any, int, int]] = set()
 
 
-def train(job: Job, context: Context, control: Control, on_step: OnStep, on_end: OnEnd | None = None) -> Outcome:
-    """Train on one rank, from creating process groups to destroying them."""
+@contextmanager
+def training_loop(job: Job, context: Context, control: Control, log: StepLog) -> Iterator[TrainingLoop]:
+    """Loop of one rank at its first step, from creating process groups to destroying them."""
     target = MigrationTarget(context, control) if context.standby and context.migration is not None else None
     shape = ModelShape.from_dict(context.migration.shape) if context.migration is not None else None
     shape = check_plan(job, context, shape)
     if context.rank == 0 and job.save is not None:
         export.check(job.save)  # also in standby: then the migration fails, not the job after the switch
+    if context.rank == 0 and job.evaluate is not None and job.evaluate.save_best is not None:
+        export.check(job.evaluate.save_best)
     if context.final:
         dcp_files.check(context.final)
+    # A single process that will never migrate has no other to compare with.
+    known = fingerprint.fingerprint_of(job.data, context.job) if context.launcher != "alone" else None
     device = device_of(context)
     with process_groups(context, device) as mesh:
+
+        def make(*, uninitialized: bool) -> Training:
+            fingerprint.check_same_on_all_ranks(known)
+            return Training(job, context, device, mesh, uninitialized=uninitialized, shape=shape, fingerprint=known)
+
         if target is not None:
-            training = target.take_over(lambda: Training(job, context, device, mesh, uninitialized=True, shape=shape))
+            training = target.take_over(lambda: make(uninitialized=True))
         else:
-            training = Training(job, context, device, mesh, uninitialized=bool(context.restore), shape=shape)
+            training = make(uninitialized=bool(context.restore))
             if context.restore:
                 training.optimizer.make_state()
                 dcp.restore(training, training.shape, context.restore)
@@ -225,17 +272,7 @@ def train(job: Job, context: Context, control: Control, on_step: OnStep, on_end:
             if context.rank == 0:
                 control.report(Probed(figures))
         migration_id = target.migration_id if target is not None else ""
-        training_loop = TrainingLoop(training, control, on_step, migration_id=migration_id)
-        outcome = training_loop.run()
-        if outcome.done:
-            try:
-                if job.save is not None:
-                    export.save(training, job.save)
-            finally:  # a failed export must not prevent the checkpoint
-                training_loop.leave_checkpoint()
-        if on_end is not None:
-            on_end(training)
-        return outcome
+        yield TrainingLoop(training, control, log, migration_id=migration_id)
 
 
 def check_plan(job: Job, context: Context, shape: ModelShape | None = None) -> ModelShape | None:
@@ -271,7 +308,8 @@ def _warn_of_differences(plan: Plan, shape: ModelShape) -> None:
     if shape.loss == loss_mean.OTHER and (plan.dp > 1 or plan.accumulation > 1):
         print(
             "clusterd: the loss of a batch is not the mean over its samples (does it divide by a count in them, or "
-            f"compare them?): losses and gradients under {plan} differ from those of one process",
+            f"compare them?): losses and gradients under {plan} differ from those of one process; "
+            "a loss that returns (sum, weight) is exact",
             flush=True,
         )
 
@@ -286,16 +324,36 @@ def write_description(job: Job, directory: Path) -> None:
     part.replace(directory / "model.json")
 
 
-def _log(job: Job, context: Context) -> OnStep:
-    if context.rank != 0:
-        return lambda *_: None
-    log: StepsLog | None = None
+class _RankLog:
+    """Step log of rank 0; other ranks have none. The number of the first step is known when it is done."""
 
-    def on_step(step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
-        nonlocal log
-        if log is None:  # the first step's number is known when it is done
-            plan, path = str(context.plan), context.steps_file
-            log = StepsLog(path, first_step=step, steps=job.steps, plan=plan, samples=job.global_batch)
-        log.step(step, loss, time_s, details)
+    def __init__(self, job: Job, context: Context) -> None:
+        self._job, self._context = job, context
+        self._log: StepsLog | None = None
 
-    return on_step
+    def step(self, step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
+        """Record a finished step."""
+        if (log := self._opened(step)) is not None:
+            log.step(step, loss, time_s, details)
+
+    def evaluation(self, step: int, metrics: dict[str, float], time_s: float) -> None:
+        """Record an evaluation after a step."""
+        if (log := self._opened(step + 1)) is not None:
+            log.evaluation(step, metrics, time_s)
+
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the script's own metrics after a step."""
+        if (log := self._opened(step + 1)) is not None:
+            log.metrics(step, metrics)
+
+    def _opened(self, first_step: int) -> StepsLog | None:
+        job, context = self._job, self._context
+        if self._log is None and context.rank == 0:
+            self._log = StepsLog(
+                context.steps_file,
+                first_step=first_step,
+                steps=job.steps,
+                plan=str(context.plan),
+                samples=job.global_batch,
+            )
+        return self._log

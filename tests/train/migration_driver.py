@@ -76,7 +76,11 @@ class Mover:
         self.agents = {host: HostAgent(host, self.directory, self.network) for host in self.hosts}
         self._threads = ThreadPoolExecutor(2)
         self._launched: list[Generation] = []
-        model = {k: v for k, v in self.options.items() if k not in ("samples", "pace_s", "record", "filed")}
+        model = {
+            k: v
+            for k, v in self.options.items()
+            if k not in ("samples", "pace_s", "record", "filed", "unlike", "own_loop")
+        }
         self.shape = describe(job(Recorded(self.options.get("samples", 128)), **model), trace=False)
 
     def close(self) -> None:
@@ -158,6 +162,13 @@ class Mover:
         if abort_after != "prepared":
             self.all_say(old, "resumed", move["id"])
         return None
+
+    def undo(self) -> None:
+        """Let the source ranks of the last migration, which failed, go on."""
+        move = f"test.1.{len(self._launched)}"
+        self._tell(self.now, {"event": "abort", "move": move})
+        for agent in self.agents.values():
+            agent.forget(move)
 
     def _switch(self, old: Generation, new: Generation, move: str, quiesced: dict[int, Message]) -> Moved:
         loaded = self.all_say(new, "loaded", move)
@@ -249,6 +260,10 @@ class Mover:
         """Wait until the current ranks have logged this many more steps."""
         last = self._last_step()
         self.wait(lambda: self._last_step() >= last + steps)
+
+    def evaluations(self) -> list[Message]:
+        """Evaluations in the logs of all generations."""
+        return [line for g in self.generations for line in Run([], g.directory / "0").evaluations.values()]
 
     def stop(self, *, done: bool = False) -> list[Message]:
         """End the job, `done` or not; return the steps of all generations, in order."""

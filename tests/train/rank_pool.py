@@ -57,6 +57,21 @@ class Run:
     @property
     def steps(self) -> list[dict[str, Any]]:
         """Steps in rank 0's log."""
+        return [line for line in self._lines() if not {"evaluated", "logged"} & line.keys()]
+
+    @property
+    def evaluations(self) -> dict[int, dict[str, Any]]:
+        """Evaluations in rank 0's log, by step."""
+        found = [line for line in self._lines() if "evaluated" in line]
+        assert len({line["evaluated"] for line in found}) == len(found), found
+        return {line["evaluated"]: line for line in found}
+
+    @property
+    def logged(self) -> dict[int, dict[str, Any]]:
+        """Metrics that the script logged, by step."""
+        return {line["logged"]: line["metrics"] for line in self._lines() if "logged" in line}
+
+    def _lines(self) -> list[dict[str, Any]]:
         path = self.directory / "steps.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

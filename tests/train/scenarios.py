@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.utils.data import default_collate
 
 from clusterd.train import rank_main
 from clusterd.train.parallel import build
+from clusterd.train.process.evaluation import Evaluation
 from clusterd.train.process.job import Job
 
 VOCABULARY, CONTEXT = 64, 16
@@ -43,6 +45,10 @@ class Recorded(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self._tokens)
 
+    def shift(self, count: int) -> None:
+        """Begin with another sample."""
+        self._tokens = self._tokens.roll(count, 0)
+
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         # Called by a data loader; the description of the model reads single samples.
         time.sleep(self._pace_s)
@@ -51,6 +57,22 @@ class Recorded(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._tokens[index, :-1], self._tokens[index, 1:]
+
+
+class Steps:
+    """A step log in memory."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, float]] = []
+
+    def step(self, step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
+        self.steps.append((step, loss))
+
+    def evaluation(self, step: int, metrics: dict[str, float], time_s: float) -> None:
+        """Nothing."""
+
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Nothing."""
 
 
 class Filed(Recorded):
@@ -140,7 +162,51 @@ class Broken(GPT):
         raise RuntimeError("a mistake of the script's own")
 
 
+class Named(GPT):
+    """Takes the entries of a batch by name."""
+
+    def forward(self, tokens: torch.Tensor, labels: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward(tokens)
+
+
+class Graphs:
+    """A batch of graphs, as some libraries have it: a slice of it is a list."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, which: Any) -> list[torch.Tensor]:
+        return list(self.tokens[which])
+
+
+class OfGraphs(GPT):
+    """Takes a batch of graphs."""
+
+    def forward(self, graphs: Graphs) -> torch.Tensor:
+        return super().forward(graphs.tokens)
+
+
+def named(samples: list[Any]) -> dict[str, Any]:
+    tokens, following = default_collate(samples)
+    return {"tokens": tokens, "labels": {"next": following}}
+
+
+def of_graphs(samples: list[Any]) -> tuple[Graphs, torch.Tensor]:
+    tokens, following = default_collate(samples)
+    return Graphs(tokens), following
+
+
+def triple(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    return *default_collate(samples), 1
+
+
+COLLATE_FNS = {"turned": unusual_models.turned, "mapping": named, "graphs": of_graphs, "triple": triple}
+
 MODELS = {
+    "mapping": Named, "graphs": OfGraphs, "triple": GPT,
     "huge": Huge, "broken": Broken, "gpt": GPT, "tied": Tied, "stray": Stray, "tables": Tables, "frozen": Frozen,
     **unusual_models.MODELS, **writing_models.MODELS, **gradient_models.MODELS,
     **counting_models.MODELS, **changing_models.MODELS,
@@ -165,6 +231,12 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, **options: Any) ->
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), **options)
 
 
+def masked(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum over the larger bytes, and their number."""
+    counts = target > 20
+    return cross_entropy(logits, target.where(counts, -100), reduction="sum"), counts.sum()
+
+
 class Counted(nn.Module):
     """A loss that counts its calls and keeps a running mean."""
 
@@ -187,6 +259,14 @@ LOSSES = {
     ),
     "counted": Counted(),
     "in a list": lambda logits, target: cross_entropy(logits, target)[None],
+    "mapping": lambda logits, batch: cross_entropy(logits, batch["labels"]["next"]),
+    "pair": lambda logits, target: masked(logits, target),
+    "dict": lambda logits, target: {
+        "loss": masked(logits, target),
+        "right": right_bytes(logits, target)["right"],
+        "mean": cross_entropy(logits, target),
+    },
+    "without": lambda logits, target: {"entropy": cross_entropy(logits, target)},
     "some words": lambda logits, target: cross_entropy(logits, target.where(target > 20, -100)),
 }
 
@@ -211,6 +291,7 @@ def job(
     precision: str = "fp32",
     save: str | None = None,
     loss: str = "mean",
+    evaluate: dict[str, Any] | None = None,
 ) -> Job:
     """The job; every option is a variation that some test uses."""
 
@@ -248,11 +329,36 @@ def job(
         scheduler=unusual_optimizers.SCHEDULERS.get("warmup" if warmup else schedule),
         clip_norm=clip_norm,
         num_workers=num_workers,
-        collate_fn=unusual_models.turned if model == "turned" else default_collate,
+        collate_fn=COLLATE_FNS.get(model, default_collate),
         precision=precision,
         find_unused_parameters=find_unused_parameters,
         save=save,
+        evaluate=evaluation(**evaluate) if evaluate is not None else None,
     )
+
+
+class Validation(Recorded):
+    """Other samples of the same kind; a reading takes `pace_s`."""
+
+    def __init__(self, samples: int, pace_s: float = 0.0) -> None:
+        super().__init__(samples, pace_s)
+        self._tokens = self._tokens.roll(5, 1)
+
+
+def right_bytes(logits: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    """Share of right bytes among the larger ones, as sum and weight, and the loss."""
+    counts = target > 20
+    right = (logits.argmax(-1) == target) & counts
+    return {"right": (right.sum(), counts.sum()), "loss": cross_entropy(logits, target)}
+
+
+METRICS: dict[str, Any] = {"": None, "right": right_bytes, "worse": lambda logits, target: float(next(WORSE))}
+WORSE = iter(range(1_000_000))
+
+
+def evaluation(*, samples: int = 37, pace_s: float = 0.0, metric: str = "", **options: Any) -> Evaluation:
+    """An evaluation of the job."""
+    return Evaluation(data=Validation(samples, pace_s), metric=METRICS[metric], **options)
 
 
 def rank(
@@ -263,6 +369,8 @@ def rank(
     way: str = "",
     record: str = "",
     filed: bool = False,
+    unlike: str = "",
+    own_loop: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
     """Train on one rank, and save the requested samples and the final parameters.
@@ -271,6 +379,8 @@ def rank(
         way: run this one of `torch_limits` instead.
         record: folder for the complete state at both ends of every migration.
         filed: read samples from a data set that is opened by name.
+        own_loop: train in a loop of the script's own; see `loop_of_its_own`.
+        unlike: entry of the rank file; processes in which it differs have other data.
     """
     if way:
         rank_file = json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())
@@ -279,7 +389,9 @@ def rank(
     if record:
         recorded_state.record(Path(record))
     data = (Filed if filed else Recorded)(samples, pace_s)
-    left: dict[str, Any] = {}
+    if unlike:
+        data.shift(json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())[unlike])
+    left: dict[str, Any] = {"called": []}
 
     def on_end(training: rank_main.Training) -> None:
         left["parameters"] = {name: projections(p) for name, p in build.named_parameters(training.parallel.module)}
@@ -294,9 +406,61 @@ def rank(
         }
 
     try:
-        rank_main.run(job(data, **options), on_end)
+        task = replace(job(data, **options), **callbacks(left["called"]))
+        if own_loop is None:
+            rank_main.run(task, on_end)
+        else:
+            with rank_main.session(task, on_end) as run:
+                loop_of_its_own(run, left, **own_loop)
+            left["outcome"] = run.outcome.step if run.outcome is not None else None
     finally:
         result.write_text(json.dumps({**left, "asked": data.asked}))
+
+
+class Counter:
+    """Counts, and keeps a small table, as an object of a script would."""
+
+    def __init__(self) -> None:
+        self.count, self.table = 0, torch.zeros(3, dtype=torch.float64)
+
+    def add(self) -> None:
+        self.count += 1
+        self.table[self.count % 3] += self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "table": self.table}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.table = state["count"], state["table"]
+
+
+def loop_of_its_own(
+    run: Any, left: dict[str, Any], *, evaluate_every: int = 0, leave_after: int = 0, skip: int = 0, reads: bool = True
+) -> None:
+    """A loop as users write it: losses, evaluation and logging between steps."""
+    counter = Counter()
+    run.register("counter", counter)
+    left["losses"] = []
+    for step, batch in run:
+        if step == skip:
+            continue
+        out = run.step(batch)
+        counter.add()
+        left["count"], left["table"] = counter.count, counter.table.tolist()
+        if reads:
+            left["losses"].append(out.loss)
+        if evaluate_every and step % evaluate_every == 0:
+            run.log(val=run.evaluate(Validation(37)), both=run.evaluate(Validation(37), right_bytes))
+        if step == leave_after:
+            break
+
+
+def callbacks(called: list[Any]) -> dict[str, Any]:
+    """Callbacks that record their calls."""
+    return {
+        name: lambda *arguments, name=name: called.append([name, *arguments])
+        for name in ("on_step", "on_evaluate", "on_checkpoint")
+    }
 
 
 def projections(parameter: Any) -> list[float]:

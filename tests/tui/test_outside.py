@@ -20,7 +20,7 @@ from tui.app import Top
 from tui.model import lines, rows
 from tui.model.event_words import summary
 from tui.model.fleet import host_summary
-from tui.model.job_page import read_steps
+from tui.model.job_page import read_metrics, read_steps
 from tui.model.state_styles import Look
 from tui.screens import saved_views
 from tui.source.playback import Player, RecordingSource
@@ -198,6 +198,14 @@ def test_steps_that_a_job_wrote_wrongly_are_left_out() -> None:
         b'{"step": Infinity, "loss": 1}\n{"step": 1, "loss": 1' + b"0" * 400 + b'}\n[]\n7\n{"step": 2, "loss": 0.5}\n'
     )
     assert read_steps(data) == ([(2, 0.5)], [])
+
+
+def test_metrics_of_steps_and_evaluations_are_series_of_their_own() -> None:
+    data = b"""{"step": 1, "loss": 2.0, "time_s": 0.1, "metrics": {"right": 0.25, "bad": null}}
+{"evaluated": 1, "metrics": {"loss": 3.0}, "time_s": 1.0}
+{"step": 2, "loss": 1.0, "metrics": 7}
+{"step": 2, "los"""
+    assert read_metrics(data) == {"right": [(1, 0.25)], "evaluation loss": [(1, 3.0)]}
 
 
 def test_a_use_that_is_no_number_is_an_empty_bar() -> None:

@@ -28,6 +28,7 @@ class JobDetails:
     profile: rows.Profile | None = None
     losses: Sequence[Point] = field(default_factory=tuple)
     times: Sequence[tuple[int, float]] = field(default_factory=tuple)
+    metrics: dict[str, list[Point]] = field(default_factory=dict)
     trouble: list[str] = field(default_factory=list)  # requests that failed, with the reason
     recorded: bool = False  # a recording answers no requests: it holds rows, events and decisions only
 
@@ -49,6 +50,22 @@ def read_steps(data: bytes) -> tuple[list[Point], list[tuple[int, float]]]:
     return losses, times
 
 
+def read_metrics(data: bytes) -> dict[str, list[Point]]:
+    """Metrics of the script and of its evaluations by step, from the same log."""
+    found: dict[str, list[Point]] = {}
+    for raw in data.splitlines():
+        try:
+            row = json.loads(raw)
+            prefix = "evaluation " if "evaluated" in row else ""
+            step = next(row[key] for key in ("evaluated", "logged", "step") if key in row)
+            for name, value in row.get("metrics", {}).items():
+                if isinstance(value, int | float):
+                    found.setdefault(f"{prefix}{name}", []).append((int(step), float(value)))
+        except (ValueError, StopIteration, TypeError, AttributeError, OverflowError):
+            continue
+    return found
+
+
 def job_page(job: rows.Job, model: Model, details: JobDetails, look: Look, now_s: float, cells: int) -> list[Line]:
     """The whole page, in two columns where the terminal is wide enough."""
     wide = cells >= WIDE_CELLS
@@ -58,6 +75,7 @@ def job_page(job: rows.Job, model: Model, details: JobDetails, look: Look, now_s
         *job_summary(job, model, look, now_s),
         *_section("loss", left_cells, look),
         *_losses(job, model, details, look, left_cells),
+        *_metrics(details, look, left_cells),
         *_section("step time, s", left_cells, look),
         *_times(job, details, look, left_cells),
     ]
@@ -94,6 +112,15 @@ def _losses(job: rows.Job, model: Model, details: JobDetails, look: Look, cells:
         none = "the recording holds none" if details.recorded else "no step yet"
         return [line((none if job.kind == "elastic" else "a command: it reports no steps", "dim"))]
     return chart([Series(points, "info")], cells, CHART_ROWS, look.ascii)
+
+
+def _metrics(details: JobDetails, look: Look, cells: int) -> list[Line]:
+    """A chart of each metric, those of evaluations first."""
+    lines: list[Line] = []
+    for name in sorted(details.metrics, key=lambda name: (not name.startswith("evaluation "), name)):
+        series = Series(details.metrics[name], "info")
+        lines += [*_section(printable(name), cells, look), *chart([series], cells, CHART_ROWS - 2, look.ascii)]
+    return lines
 
 
 def _times(job: rows.Job, details: JobDetails, look: Look, cells: int) -> list[Line]:

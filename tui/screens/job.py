@@ -8,7 +8,7 @@ from textual.app import ComposeResult
 
 from clusterd.errors import ClusterError
 from tui.model import rows
-from tui.model.job_page import JobDetails, job_page, read_steps
+from tui.model.job_page import JobDetails, job_page, read_metrics, read_steps
 from tui.model.lines import line
 from tui.model.model import Touched
 from tui.screens.base import Board
@@ -85,6 +85,7 @@ def _take_detail(details: JobDetails, answer: Any) -> None:
 
 def _take_steps(details: JobDetails, answer: Any) -> None:
     details.losses, details.times = read_steps(answer["data"])
+    details.metrics = read_metrics(answer["data"])
 
 
 def _take_profile(details: JobDetails, answer: Any) -> None:

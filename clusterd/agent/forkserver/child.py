@@ -18,6 +18,7 @@ from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import processes
 from clusterd.agent.log import log_line
 from clusterd.protocol.forkserver import Spawn
+from clusterd.script_seed import SEED_VARIABLE, seed_generators
 
 EXIT_CANNOT_START = 126
 EXIT_NOT_FOUND = 127
@@ -129,12 +130,9 @@ def _freshen(threads: int) -> None:
     """Reset per-process state that forks would share: authentication key, random seeds, threads, output streams."""
     multiprocessing.process.current_process().authkey = os.urandom(32)
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]  # undocumented, but spawned workers start there
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()
-    if torch := sys.modules.get("torch"):
-        torch.default_generator.seed()
-        if threads:  # OMP_NUM_THREADS was read when the OpenMP library was loaded, in the parent
-            torch.set_num_threads(threads)
+    seed_generators(os.environ.get(SEED_VARIABLE, ""))
+    if threads and (torch := sys.modules.get("torch")):
+        torch.set_num_threads(threads)  # OMP_NUM_THREADS was read when the OpenMP library was loaded, in the parent
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
 

@@ -16,12 +16,12 @@ from clusterd import protocol
 from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import processes, programs
 from clusterd.agent.host.home import Home
+from clusterd.process_attributes import inherited_umask
 from clusterd.protocol import calls
 from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.forkserver import Exited, ProcessIdentity, RankRecord, ServerHello, Shutdown, Spawn
 from clusterd.protocol.messages import Request
 from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
-from clusterd.umask import inherited
 
 R = TypeVar("R")
 
@@ -177,7 +177,7 @@ class ForkServers:
                     env=env,
                     cwd="/",
                     start_new_session=True,
-                    umask=inherited(),
+                    umask=inherited_umask(),
                 )
             except OSError as error:
                 kind = "spawn" if error.errno in _TRANSIENT else "environment"

@@ -19,8 +19,8 @@ _SINGLE = (
     "datasets.py",
     "errors.py",
     "exit_reasons.py",
-    "niceness.py",
-    "umask.py",
+    "process_attributes.py",
+    "script_seed.py",
     "socket_files.py",
     "timeouts.py",
 )

@@ -14,6 +14,7 @@ from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import attempt_name, write_json
 from clusterd.protocol.codec import to_map
 from clusterd.protocol.launch import LaunchRequest, RankFile, RankSpec
+from clusterd.script_seed import HASH_SEED, SEED_VARIABLE
 
 _PYTHONS = ("python", "python3")
 
@@ -48,6 +49,8 @@ def variables(attempt: Attempt, rank: RankSpec, tag: str, secrets: Mapping[str, 
         env["NCCL_SOCKET_IFNAME"] = f"={rank.interface}"  # without "=" NCCL matches prefixes
     if launch.kind == "elastic":
         env.update(SURVIVES_PEERS | LARGE_PAGES)
+        env["PYTHONHASHSEED"] = HASH_SEED
+        env[SEED_VARIABLE] = attempt.job
     else:
         env["PYTHONUNBUFFERED"] = "1"  # so that `logs -f` shows lines immediately
     if launch.python:

@@ -22,8 +22,8 @@ from typing import Any
 
 from clusterd.agent.host import programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Refused
+from clusterd.process_attributes import inherited_umask
 from clusterd.protocol.requests import Screen
-from clusterd.umask import inherited
 
 CHUNK_BYTES = 1 << 16
 READ_WAIT_S = 20.0
@@ -138,7 +138,7 @@ class Terminal:
         try:
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=child_in, stdout=child_out, stderr=subprocess.STDOUT, env=dict(env),
-                start_new_session=True, cwd="/", umask=inherited(),
+                start_new_session=True, cwd="/", umask=inherited_umask(),
             )  # fmt: skip
         except OSError:
             os.close(source)

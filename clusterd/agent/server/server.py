@@ -30,13 +30,13 @@ from clusterd.agent.server.sessions import Sessions
 from clusterd.agent.server.verbs import Handlers, Verbs
 from clusterd.agent.tensors.datasets import Datasets
 from clusterd.agent.tensors.moves import Moves
+from clusterd.process_attributes import make_files_private
 from clusterd.protocol.budget import ByteBudget
 from clusterd.protocol.codec import from_map
 from clusterd.protocol.messages import Done, Event
 from clusterd.protocol.proof import new_nonce, proves
 from clusterd.protocol.requests import REQUESTS, Challenge, ChallengeReply, Facts, Heartbeat, Hello, Shutdown
 from clusterd.socket_files import inode, is_still
-from clusterd.umask import make_files_private
 
 PRELOAD = "clusterd.train.process.preload"
 """Module that the fork server of an elastic job imports before it forks."""

@@ -27,7 +27,7 @@ from clusterd.agent.tensors.fabric import (
     server_proof,
 )
 from clusterd.agent.tensors.segments import Segment, Store
-from clusterd.niceness import lower_priority
+from clusterd.process_attributes import lower_priority
 from clusterd.protocol.proof import CHALLENGE_BYTES_MAX, new_nonce, proves
 
 PUBLISH_TIMEOUT_S = 600.0

@@ -15,7 +15,7 @@ from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.tensors.fabric import FetchFailed, fetch
 from clusterd.agent.tensors.segments import Segment, Store
 from clusterd.agent.threads import in_thread
-from clusterd.niceness import lower_priority
+from clusterd.process_attributes import lower_priority
 from clusterd.protocol.agent import StateSnapshotTaken
 from clusterd.protocol.messages import Event
 from clusterd.protocol.requests import KeepReplica, Step

@@ -56,6 +56,10 @@ class _Wanted:
     """No later attempt will be looked at."""
 
 
+_BEYOND_THE_END = 1 << 60
+"""Offset of a read that returns no data, only the size of the file."""
+
+
 class JobLogs:
     """Pulls by offset: what a broken connection swallowed is asked for again."""
 
@@ -249,22 +253,41 @@ class JobLogs:
             if refused.kind != "unknown":
                 raise
             return {"data": b"", "offset": wanted.offset, "is_unknown": True}  # not launched there yet, or forgotten
-        return {"data": answer.data, "offset": answer.offset}
+        return {"data": answer.data, "offset": answer.offset, "size": answer.size}
 
     async def _description(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         archived = self._archive.log_file(job.id, 0, 1, 0)
         if archived.exists():
             yield {"attempt": 0, "generation": 1, "rank": 0, **await _read_file(archived, 0)}
 
-    async def steps(self, job: Job, attempt: int | None) -> bytes:
-        """All training steps of an attempt, one JSON object a line."""
+    async def steps(self, job: Job, attempt: int | None, last_bytes: int | None = None) -> bytes:
+        """All training steps of an attempt, one JSON object a line.
+
+        Args:
+            last_bytes: this much of the newest ones alone; the first line may be incomplete.
+        """
         if not job.attempts:
             return b""
         current = self._attempt(job, attempt)
+        if last_bytes is not None:
+            return await self._last_steps(job, current, last_bytes)
         parts = [
             await self._steps_of(job, current, g) for g in (*sorted(current.hosts_by_generation), current.generation)
         ]
         return b"".join(parts)
+
+    async def _last_steps(self, job: Job, attempt: Attempt, last_bytes: int) -> bytes:
+        archived = self._archive.steps_file(job.id, attempt.number, attempt.generation)
+        if archived.exists():
+            start = archived.stat().st_size - last_bytes
+            return bytes((await _read_file(archived, max(start, 0)))["data"])
+        host = _hosts_of(attempt, attempt.generation)[0]
+
+        def wanted(offset: int) -> ReadSteps:
+            return ReadSteps(job.id, attempt.number, generation=attempt.generation, offset=offset, limit=CHUNK_BYTES)
+
+        size = (await self._pull(host, wanted(_BEYOND_THE_END))).get("size", 0)
+        return bytes((await self._pull(host, wanted(max(size - last_bytes, 0))))["data"])
 
     async def _steps_of(self, job: Job, attempt: Attempt, generation: int) -> bytes:
         archived = self._archive.steps_file(job.id, attempt.number, generation)

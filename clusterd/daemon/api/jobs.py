@@ -336,10 +336,12 @@ class JobVerbs:
             return await _cancel_one(self._engine, peer, job, now)
         return await _cancel_several(self._engine, peer, [job, *also], now)
 
-    async def steps(self, peer: Peer, job: str, attempt: int | None = None) -> dict[str, Any]:
-        """The training steps of an attempt, as its rank 0 wrote them."""
+    async def steps(
+        self, peer: Peer, job: str, attempt: int | None = None, last_bytes: int | None = None
+    ) -> dict[str, Any]:
+        """The training steps of an attempt, as its rank 0 wrote them, or the newest of them alone."""
         known = admission.find_job(self._state, job, peer.user)
-        return {"job": known.id, "data": await self._logs.steps(known, attempt)}
+        return {"job": known.id, "data": await self._logs.steps(known, attempt, last_bytes)}
 
     async def wait(self, peer: Peer, job: str) -> AsyncIterator[dict[str, Any]]:
         """Stream the job's row whenever it changes, until it is over."""

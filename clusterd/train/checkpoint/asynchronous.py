@@ -37,6 +37,7 @@ class AsyncCheckpointer:
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self.failure = ""  # of the last one
+        self.written: deque[tuple[int, str]] = deque()  # step and directory of those that no one has been notified of
         self._can_travel = True
         control.on(TakeCheckpoint, self._on_checkpoint)
 
@@ -143,6 +144,7 @@ class AsyncCheckpointer:
             self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             self._control.report(rank.CheckpointFailed(path, self.failure, staged.step))
             return
+        self.written.append((staged.step, path))
         took_s = time.perf_counter() - began
         done = rank.Checkpointed(staged.step, path, bytes=staged.bytes, blocked_s=blocked_s, write_s=took_s)
         self._control.report(done)

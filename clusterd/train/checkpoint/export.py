@@ -49,7 +49,6 @@ def save(training: Training, path: str) -> None:
     rank, shape = training.context.rank, training.shape
     shared = layout(shape, training.context.plan).deduplicated()
     live = local_shards(training, shape)
-    group = dist.new_group(backend="gloo") if dist.is_initialized() else None
     held: dict[tuple[str, str], torch.Tensor] = {
         key: held.tensors[0].detach()
         for key, held in live.items()
@@ -60,9 +59,9 @@ def save(training: Training, path: str) -> None:
     descriptions: list[Any] = [
         ({key: tensor.dtype for key, tensor in held.items()}, _unsaved(module), _without_holder(module, shape))
     ]
-    if group is not None:
-        own, descriptions = descriptions[0], [None] * dist.get_world_size(group)
-        dist.all_gather_object(descriptions, own, group=group)
+    if dist.is_initialized():  # the default group sends tensors in host memory by gloo
+        own, descriptions = descriptions[0], [None] * dist.get_world_size()
+        dist.all_gather_object(descriptions, own)
     unsaved = {name for _, names, _ in descriptions for name in names}
     sizes = {(t.name, t.kind): t.shape for t in shared.tensors}
     whole = {name: t for *_, unheld in reversed(descriptions) for name, t in unheld.items() if name not in unsaved}
@@ -74,12 +73,12 @@ def save(training: Training, path: str) -> None:
                 continue
             part = held[key].to("cpu").contiguous() if holder == rank else None
             if holder and rank == holder:
-                dist.send(part, dst=0, group=group)
+                dist.send(part, dst=0)
             if rank:
                 continue
             if part is None:
                 part = torch.empty([high - low for low, high in box], dtype=descriptions[holder][0][key])
-                dist.recv(part, src=holder, group=group)
+                dist.recv(part, src=holder)
             if name not in whole:
                 whole[name] = torch.empty(sizes[key], dtype=part.dtype)
             narrow_to_box(whole[name], [low for low, _ in box], [high for _, high in box], [0] * len(box)).copy_(part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import signal
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
@@ -57,55 +58,89 @@ def batches(
     Raises:
         Refused: the data set is too small, or has no length.
     """
-    try:
-        samples = len(dataset)
-        steps_per_epoch(samples, global_batch)
-    except TypeError:
-        raise Refused("data has no length; it must be a map-style data set (__len__ and __getitem__)") from None
-    except TooFewSamples as error:
-        raise Refused(str(error)) from None
+    check_length(dataset, global_batch)
+    samples = len(dataset)
     loader = DataLoader(
         dataset,
         batch_sampler=ShareSampler(samples, plan.batch_shares(global_batch), seed, replica, first_step, steps),
         num_workers=num_workers,
         collate_fn=collate_fn,
         pin_memory=device.type == "cuda",
-        worker_init_fn=_ignore_sigterm,
+        worker_init_fn=ignore_sigterm,
         # Replicas, and runs resumed at another step, must not augment different samples with the same numbers.
         generator=torch.Generator().manual_seed(mix(mix(seed & 0xFFFFFFFF) ^ (first_step << 32 | replica)) >> 1),
     )
     fetched = iter(loader)
-    end = partial(_stop_workers, fetched)
+    end = partial(stop_workers, fetched)
     atexit.register(end)  # runs before multiprocessing's own, which would wait for workers that ignore SIGTERM
     try:
         for step in range(first_step, steps):
             # Without workers the data set draws here. The first and last stages of a replica read the same samples, for
             # inputs and targets: both must draw the same numbers.
             seed_step(seed, step, replica, _DATA_STREAM)
-            inputs, targets = as_pair(next(fetched))
-            yield to_device(inputs, device), to_device(targets, device)
+            yield pair_on_device(next(fetched), device)
     finally:
         atexit.unregister(end)
         end()
 
 
-def as_pair(batch: Any) -> tuple[Any, Any]:
-    """Check that a batch is (input, target).
+def check_length(dataset: Any, global_batch: int) -> int:
+    """Check that a data set has at least one global batch; return the steps of an epoch.
 
     Raises:
-        Refused: it is something else; a map would be unpacked to its keys.
+        Refused: it is too small, or has no length.
     """
+    try:
+        return steps_per_epoch(len(dataset), global_batch)
+    except TypeError:
+        raise Refused("data has no length; it must be a map-style data set (__len__ and __getitem__)") from None
+    except TooFewSamples as error:
+        raise Refused(str(error)) from None
+
+
+class Keywords(UserDict[str, Any]):
+    """A batch whose entries are keyword arguments of the model: ``model(**batch)``, ``loss(output, batch)``."""
+
+
+def as_pair(batch: Any) -> tuple[Any, Any]:
+    """Inputs and targets of a batch; a mapping is both.
+
+    Raises:
+        Refused: it is neither a pair nor a mapping.
+    """
+    if isinstance(batch, Mapping):
+        return Keywords(batch), batch
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise Refused(
-            f"data[i] must be (input, target); it is a {type(batch).__name__}"
-            + (f" of {len(batch)}" if isinstance(batch, (tuple, list, Mapping)) else "")
+            "a batch must be (input, target), either of them nested, or a mapping for model(**batch) and loss(output, "
+            f"batch); it is a {type(batch).__name__}"
+            + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+            + ": let data[i] or collate_fn return one of these"
         )
     return batch[0], batch[1]
 
 
+def pair_on_device(batch: Any, device: torch.device) -> tuple[Any, Any]:
+    """Inputs and targets on `device`; see `as_pair`."""
+    inputs, targets = as_pair(batch)
+    moved = to_device(inputs, device)
+    return moved, moved.data if isinstance(inputs, Keywords) else to_device(targets, device)
+
+
+def call(model: Callable[..., Any], inputs: Any) -> Any:
+    """Call the model on the inputs of a batch."""
+    return model(**inputs) if isinstance(inputs, Keywords) else model(inputs)
+
+
 def to_device(value: Any, device: torch.device) -> Any:
-    """Move the tensors of a nested batch to `device`."""
-    return map_batch(value, lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part)
+    """Move the tensors of a nested batch, and objects that can be moved (a batch of graphs), to `device`."""
+
+    def moved(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return part.to(device, non_blocking=True)
+        return part.to(device) if callable(getattr(part, "to", None)) else part
+
+    return map_batch(value, moved)
 
 
 def slice_batch(value: Any, start: int, stop: int) -> Any:
@@ -126,7 +161,8 @@ def check_sliceable(batch: Any, samples: int) -> None:
 
     def check(part: Any) -> None:
         size = part.shape[:1] if isinstance(part, torch.Tensor) else (len(part),) if hasattr(part, "__len__") else ()
-        if tuple(size) != (samples,):
+        cut = part[:1] if tuple(size) == (samples,) else None
+        if type(cut) is not type(part):  # some batches of graphs return a list
             kind = f"a tensor of {tuple(part.shape)}" if isinstance(part, torch.Tensor) else f"a {type(part).__name__}"
             raise PlanRefused(
                 f"a batch of {samples} samples has {kind}, which cannot be cut into micro-batches: the first dimension "
@@ -157,7 +193,7 @@ def micro_batch_sizes(share: int, accumulation: int) -> list[int]:
     return list(even_shares(share, accumulation))
 
 
-def _stop_workers(fetched: Any) -> None:
+def stop_workers(fetched: Any) -> None:
     """Stop the loader workers; kill those that are busy with a sample."""
     if hasattr(fetched, "_shutdown_workers"):
         fetched._shutdown_workers()
@@ -165,6 +201,7 @@ def _stop_workers(fetched: Any) -> None:
             worker.kill()
 
 
-def _ignore_sigterm(_worker: int) -> None:
+def ignore_sigterm(_worker: int) -> None:
+    """Make a loader worker ignore SIGTERM."""
     # SIGTERM reaches the whole process group; the rank finishes its step and needs its workers until then.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -122,6 +122,7 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
         noncontiguous=next((name for name, p in build.named_parameters(model) if not p.is_contiguous()), ""),
         repeated_block=_repeated(model),
         loss=forward.loss_kind(),
+        uncut_batch=forward.uncut_batch(),
         loss_learns=forward.loss_uses_parameters(),
         gradients_added=following.added,
         gradients_bent=following.nonlinear,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from clusterd.train.data.loader import as_pair, map_batch
+from clusterd.train.data.loader import as_pair, call, check_sliceable, map_batch
 from clusterd.train.inspect import loss_mean
 from clusterd.train.inspect.gradient_linearity import GradientLinearityTracer
 from clusterd.train.inspect.operations import OperationRecorder
@@ -25,6 +25,7 @@ from clusterd.train.parallel.tp_styles import GATHERING, ROWWISE
 from clusterd.train.process.exits import Refused, first_line
 from clusterd.train.process.job import Job
 from clusterd.train.process.seeding import seed_everything
+from clusterd.train.process.weighted_means import is_pair, mean_of, split_loss
 
 
 class FakeForward:
@@ -44,6 +45,9 @@ class FakeForward:
 
     def _computing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return with_precision(self._job.precision, "cpu", function)
+
+    def _loss(self, outputs: Any, target: Any) -> Any:
+        return mean_of(self._job.loss(outputs, target))
 
     def model(self) -> nn.Module:
         """The job's model, without memory."""
@@ -92,10 +96,10 @@ class FakeForward:
                 trace.casts,
                 torch.autograd.graph.saved_tensors_hooks(trace.save, lambda tensor: tensor),
             ):
-                outputs = self._computing(model)(self._inputs)
+                outputs = call(self._computing(model), self._inputs)
                 trace.place = LOSS
                 # The graph keeps saved tensors alive until here: the address of a freed storage would be reused.
-                loss = self._computing(self._job.loss)(outputs, self._target)
+                loss = self._computing(self._loss)(outputs, self._target)
             del loss
         except Exception:  # data-dependent code fails without values; the description then has no counts
             return None
@@ -151,24 +155,43 @@ class FakeForward:
             for _ in range(2):  # some writes happen once, some from the second pass on
                 seed_everything(self._job.seed)
                 with writes:
-                    loss = self._computing(self._job.loss)(self._computing(model)(self._inputs), self._target)
+                    loss = self._computing(self._loss)(call(self._computing(model), self._inputs), self._target)
             writes.complete = True
             following.run(model, loss)
         now = _numbers(model)
         return writes, following, next((name for name, number in before.items() if now.get(name) != number), "")
 
-    def loss_kind(self) -> str:
-        """Kind of the loss, as in `loss_mean`; the mean if unknown."""
+    def uncut_batch(self) -> str:
+        """Reason why a batch of two samples cannot be cut between them; empty: it can, or that is unknown."""
         job = self._job
+        with suppress(Exception), self.real():
+            inputs, target = as_pair(job.collate_fn([job.data[0], job.data[1 % len(job.data)]]))
+            try:
+                check_sliceable(inputs, 2)
+                check_sliceable(target, 2)
+            except Refused as refusal:
+                return str(refusal)
+        return ""
+
+    def loss_kind(self) -> str:
+        """Kind of the loss, as in `loss_mean`; the mean if unknown, or if the loss returns a sum and its weight."""
+        job = self._job
+
+        def loss(outputs: Any, target: Any) -> Any:
+            value, _ = split_loss(job.loss(outputs, target))
+            if is_pair(value):
+                raise TypeError
+            return value
+
         for count in loss_mean.SAMPLES:
             with suppress(Exception):
                 with self.real():
                     inputs, target = as_pair(job.collate_fn([job.data[i] for i in range(count)]))
                 with torch.no_grad():
-                    outputs = self.model()(self._faked(inputs))
+                    outputs = call(self.model(), self._faked(inputs))
                 if loss_mean.small_enough(outputs):
                     with self.real():
-                        return loss_mean.classify_loss(job.loss, outputs, target, count)
+                        return loss_mean.classify_loss(loss, outputs, target, count)
         return loss_mean.MEAN
 
     def loss_uses_parameters(self) -> bool:
@@ -176,9 +199,9 @@ class FakeForward:
         with suppress(Exception):
             model = self.model()
             with torch.no_grad():
-                outputs = self._computing(model)(self._inputs)
+                outputs = call(self._computing(model), self._inputs)
             return loss_mean.depends_on_parameters(
-                self._computing(self._job.loss)(outputs, self._target), model.parameters()
+                self._computing(self._loss)(outputs, self._target), model.parameters()
             )
         return False
 
@@ -188,17 +211,17 @@ class FakeForward:
         with self.real(), torch.random.fork_rng(devices=[]):
             seed_everything(self._job.seed)
             with self._fake, done:
-                outputs = self._computing(module)(self._inputs)
+                outputs = call(self._computing(module), self._inputs)
         done.end(outputs)
         return done
 
     def _error(self, model: nn.Module, tracer: TpGradientTracer | None = None) -> str:
         try:
             with tracer or nullcontext():
-                outputs = self._computing(model)(self._inputs)
+                outputs = call(self._computing(model), self._inputs)
             if tracer is not None:
                 with suppress(Exception), tracer:  # a loss that reads values fails here
-                    tracer.end(self._computing(self._job.loss)(outputs, self._target))
+                    tracer.end(self._computing(self._loss)(outputs, self._target))
         except Exception as error:  # any error means that the model cannot compute this
             return first_line(error) or type(error).__name__
         return ""

@@ -25,16 +25,28 @@ class StepConsensus:
     Args:
         flags: of `SIGNALS`, in their order.
         missing: names of the parameters that got no gradient on this rank.
+        values: further numbers to sum over ranks, as many on each.
+        learning_rate: of the step, if known on the host.
     """
 
-    def __init__(self, loss: torch.Tensor, flags: list[float], missing: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        flags: list[float],
+        missing: Sequence[str] = (),
+        values: Sequence[torch.Tensor] = (),
+        learning_rate: float | None = None,
+    ) -> None:
+        self.learning_rate = learning_rate
         device = loss.device
         self.missing = list(missing)
         # Integers whose sum almost surely changes when the missing set of any rank does.
         checksum = float(sum(zlib.crc32(name.encode()) for name in self.missing) % (1 << 32))
-        self._vector = torch.stack(
-            [loss.double(), *(torch.full((), f, dtype=torch.float64, device=device) for f in (checksum, *flags))]
-        )
+        if device.type == "cpu":
+            known = [torch.tensor([checksum, *flags], dtype=torch.float64)]
+        else:  # filled on the device: a copy from the host would wait for it
+            known = [torch.full((1,), f, dtype=torch.float64, device=device) for f in (checksum, *flags)]
+        self._vector = torch.cat([loss.double().reshape(1), *known, *(value.double().reshape(1) for value in values)])
         self._work: Any = dist.all_reduce(self._vector, async_op=True) if dist.is_initialized() else None
         self._event: Any = None
         if device.type == "cuda":
@@ -61,7 +73,11 @@ class StepConsensus:
     def result(self) -> tuple[float, set[str]]:
         """Global loss, and the `SIGNALS` raised on any rank; the same on every rank."""
         loss, _, *counts = self._values()
-        return loss, {name for name, count in zip(SIGNALS, counts, strict=True) if count > 0}
+        return loss, {name for name, count in zip(SIGNALS, counts, strict=False) if count > 0}
+
+    def sums(self) -> list[float]:
+        """Sums of the further numbers over all ranks."""
+        return self._values()[2 + len(SIGNALS) :]
 
     def missing_checksum(self) -> float:
         """Checksum of the missing gradients of all ranks; 0 if none is missing."""

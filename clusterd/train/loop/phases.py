@@ -31,6 +31,11 @@ class PhaseClock:
         self._before, self._marks = self._marks, []
         self.lap("")
 
+    def restart(self) -> None:
+        """Begin the current step anew: something else took time before its first phase."""
+        self._marks = []
+        self.lap("")
+
     def lap(self, name: str) -> None:
         """End the phase `name`, which began at the last lap."""
         if not self._on:

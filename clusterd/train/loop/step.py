@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from clusterd.train.data.loader import check_sliceable, micro_batch_sizes, slice_batch
+from clusterd.train.data.loader import call, check_sliceable, micro_batch_sizes, slice_batch
 from clusterd.train.loop.phases import PhaseClock
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.buffers import isolate_first_pass
@@ -18,6 +18,7 @@ from clusterd.train.parallel.gradient_sync import local_gradient
 from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.job import LossFunction
+from clusterd.train.process.weighted_means import Weighted, WeightedMeans, is_pair, means, split_loss, weighted
 from plans.plan import Coordinates, Plan
 
 
@@ -27,8 +28,14 @@ class Stepper:
     Loss and gradient of a step are those of the mean over the global batch, whatever the shares: the mean over a
     micro-batch of m samples is weighted by m / global_batch.
 
+    A loss given as (sum, weight) is divided by the weight of the whole global batch instead: gradients are scaled once
+    the weight of all micro-batches and replicas is known.
+
     Attributes:
+        metric_names: further values that the loss returns.
+        gradient_norm: of the last step, before clipping; None without a limit.
         complete: True from the end of gradient reduction to the end of the update; the rest of the step needs no peer.
+        stage_forward: forward pass of a pipeline stage, for passes outside of the schedule.
         updating: True from the first to the last change of a parameter; a step that fails in between leaves neither the
             old state nor the new one.
     """
@@ -51,7 +58,13 @@ class Stepper:
                 raise Refused(f"schedulers that need a metric are not supported: {type(scheduler).__name__}") from None
         plan = parallel.plan
         self._parallel, self._optimizer, self._scheduler = parallel, optimizer, scheduler
-        self._loss = _checked_loss(loss)
+        self._loss = loss
+        self._parts: list[tuple[Any, Weighted]] = []  # weight and further values of the loss of each micro-batch
+        self._weight: Any = 0.0  # of this step's losses, where the loss is a pair (sum, weight)
+        self._weighs: bool | None = None  # the loss is such a pair; None: no step yet
+        self.metric_names: list[str] = []
+        self._metrics = WeightedMeans()
+        self.gradient_norm: torch.Tensor | None = None
         self._stage = coordinates.stage
         self.complete = self.updating = False
         self.phases = PhaseClock(parallel.device)
@@ -62,14 +75,22 @@ class Stepper:
         self._trainable: list[nn.Parameter] = [p for p in parallel.module.parameters() if p.requires_grad]
         self._pipeline_stage: Any = None
         self._schedule_options: dict[str, bool] = {}
+        self.stage_forward = parallel.module.forward  # without what torch's pipeline schedules need around it
         self._schedule = self._build_schedule() if plan.pp > 1 else None
         # Shards of one replica have the same loss; one of them reports it.
+        self._is_first = coordinates.stage == coordinates.replica == coordinates.shard == 0
         self._reports_loss = coordinates.shard == 0 and coordinates.stage == plan.pp - 1
 
     @property
     def wants_inputs(self) -> bool:
         """True if this stage reads samples; stages in the middle of a pipeline do not."""
         return self._stage in (0, self._parallel.plan.pp - 1)
+
+    @property
+    def samples_at_once(self) -> int:
+        """Samples of the largest micro-batch of any replica."""
+        plan = self._parallel.plan
+        return max(micro_batch_sizes(max(plan.batch_shares(self._global_batch)), plan.accumulation))
 
     def step(self, inputs: Any, targets: Any, on_gradients: Callable[[torch.Tensor], None] = lambda _: None) -> None:
         """Run one step on this replica's share of a global batch.
@@ -86,13 +107,20 @@ class Stepper:
                 check_sliceable(part, sum(self._sizes))
             self._batch_unchecked = False
         self.complete = False
+        self._parts = []
         self._optimizer.zero_grad()
         self._parallel.refresh_replication()
         loss = self._through_pipeline(inputs, targets) if self._schedule else self._accumulate(inputs, targets)
         self._parallel.finish_gradients()
+        self._add_parts()
+        if self._weighs is None:
+            self._agree_on_loss()
+        if self._weighs:
+            loss = loss * self._divide_by_weight()
         self.phases.lap("sync")
         if self._clip_norm is not None:
-            clip_gradients(self._trainable, self._parallel.plan, self._parallel.device, self._clip_norm)
+            plan, device = self._parallel.plan, self._parallel.device
+            self.gradient_norm = clip_gradients(self._trainable, plan, device, self._clip_norm)
         self.complete = True
         on_gradients(loss if self._reports_loss else torch.zeros_like(loss))
         self.phases.lap("agree")
@@ -131,6 +159,81 @@ class Stepper:
         self._optimizer.make_state()
         self._parallel.refresh_replication()
 
+    def _contribution(self, outputs: Any, targets: Any, samples: int) -> torch.Tensor:
+        """Part of the global batch's loss that a micro-batch adds; further values are recorded.
+
+        Raises:
+            Refused: the loss returned neither one number nor a pair (sum, weight).
+        """
+        value, others = split_loss(self._loss(outputs, targets))
+        weight: Any = 0.0
+        weighs = is_pair(value)
+        if weighs:
+            value, weight = value
+        if weighs or others:
+            self._parts.append((weight, weighted(others, samples, "")))
+        if weighs:
+            return _checked(value) / self._global_batch  # close to its final size; see `_divide_by_weight`
+        return _checked(value) * (samples / self._global_batch)
+
+    def _add_parts(self) -> None:
+        """Add up weights and further values of this step's micro-batches."""
+        self._weight, self._metrics = 0.0, WeightedMeans()
+        # Before its first step, torch's pipeline schedule computes a loss of no micro-batch.
+        for weight, others in self._parts[-self._parallel.plan.accumulation :]:
+            self._weight = self._weight + (weight.detach().double() if isinstance(weight, torch.Tensor) else weight)
+            self._metrics.add(others)
+
+    def _agree_on_loss(self) -> None:
+        """Learn on all ranks, in the first step, what the last stage's loss returns."""
+        own = isinstance(self._weight, torch.Tensor) or self._weight != 0.0, self._metrics.names
+        found: list[Any] = [own]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            found = [None] * dist.get_world_size()
+            dist.all_gather_object(found, own)
+        self._weighs = any(weighs for weighs, _ in found)
+        self.metric_names = sorted({name for _, names in found for name in names})
+
+    def _divide_by_weight(self) -> torch.Tensor:
+        """Scale gradients to those of the weighted mean over the global batch; return the factor."""
+        weight = torch.as_tensor(self._weight, dtype=torch.float64, device=self._parallel.device)
+        if not self._reports_loss:
+            weight = torch.zeros_like(weight)
+        if dist.is_initialized():
+            dist.all_reduce(weight)
+        # A batch in which nothing counts changes nothing.
+        factor = torch.where(weight > 0, self._global_batch / weight, 0.0)
+        gradients: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for parameter in self._trainable:
+            if parameter.grad is not None and (gradient := _gradient_values(parameter)).numel():
+                gradients.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, _), some in gradients.items():
+            torch._foreach_mul_(some, factor.to(device))
+        return factor.float()
+
+    def reported_values(self) -> list[torch.Tensor]:
+        """Values of this step to sum over ranks: gradient norm, then sums and weights of `metric_names`."""
+        device = self._parallel.device
+        values: list[torch.Tensor] = []
+        if self.gradient_norm is not None:
+            values.append(self.gradient_norm if self._is_first else torch.zeros_like(self.gradient_norm))
+        if self.metric_names:
+            metrics = self._metrics if self._reports_loss else WeightedMeans()
+            if unknown := set(metrics.names) - set(self.metric_names):
+                raise Refused(f"loss returned {min(unknown)}, which the first step had not: return it in every step")
+            values += metrics.tensors(self.metric_names, device)
+        return values
+
+    def read_values(self, values: Sequence[float]) -> dict[str, Any]:
+        """Entries of the step log from the sums of `reported_values` over all ranks."""
+        found: dict[str, Any] = {}
+        if self._clip_norm is not None:
+            found["grad_norm"], *values = values
+        if count := len(self.metric_names):
+            sums = {n: (values[i], values[count + i]) for i, n in enumerate(self.metric_names)}
+            found["metrics"] = means([sums])
+        return found
+
     def _accumulate(self, inputs: Any, targets: Any) -> torch.Tensor:
         total = torch.zeros((), device=self._parallel.device)
         start = 0
@@ -141,7 +244,7 @@ class Stepper:
             if len(self._sizes) > 1:
                 part_inputs, part_targets = (slice_batch(part, start, stop) for part in (inputs, targets))
             with self._parallel.micro_batch_context(index):
-                loss = self._loss(self._parallel.runner(part_inputs), part_targets) * (size / self._global_batch)
+                loss = self._contribution(call(self._parallel.runner, part_inputs), part_targets, size)
                 self.phases.lap("forward")
                 (loss * self._gradient_factor if self._gradient_factor != 1 else loss).backward()
             self.phases.lap("backward")
@@ -185,29 +288,30 @@ class Stepper:
         self._schedule_options = {"return_outputs": False} if knows else {}
         # All micro-batches of a replica have one size here (`plans.legality`), so one factor suffices. The schedule's
         # own scaling divides by their count, which is wrong when replicas have unequal shares.
-        factor = self._gradient_factor * self._sizes[0] / self._global_batch
+        size, factor = self._sizes[0], self._gradient_factor
         try:
             return schedule_class(
                 stage,
                 n_microbatches=plan.accumulation,
-                loss_fn=lambda outputs, targets: self._loss(outputs, targets) * factor,
+                loss_fn=lambda outputs, targets: self._contribution(outputs, targets, size) * factor,
                 scale_grads=False,
             )
         except ValueError as error:  # such as fewer micro-batches than stages, in some versions
             raise PlanRefused(f"torch {torch.__version__} cannot run {plan}: {error}") from error
 
 
-def _checked_loss(loss: LossFunction) -> LossFunction:
-    """Wrap the loss to return a tensor without dimensions; raises `Refused` for other results."""
+def _checked(value: Any) -> torch.Tensor:
+    """Loss without dimensions.
 
-    def computed(outputs: Any, targets: Any) -> torch.Tensor:
-        value = loss(outputs, targets)
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            is_what = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise Refused(f"loss returned {is_what}; it must return the mean over the samples it is given, a scalar")
-        return value.reshape(())
-
-    return computed
+    Raises:
+        Refused: it is not one number.
+    """
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        is_what = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise Refused(
+            f"loss returned {is_what}; it must return the mean over the samples it is given, a scalar, or (sum, weight)"
+        )
+    return value.reshape(())
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], plan: Plan, device: torch.device, limit: float) -> torch.Tensor:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
 from clusterd.protocol.control import PeersLost, UseCores
 from clusterd.protocol.rank import Orphaned, Trains
+from clusterd.train.checkpoint import export
 from clusterd.train.checkpoint.asynchronous import AsyncCheckpointer
 from clusterd.train.loop import peers
 from clusterd.train.loop.consensus import StepConsensus
+from clusterd.train.loop.evaluation import Evaluator, Interrupted
 from clusterd.train.loop.phases import peak_bytes
 from clusterd.train.loop.step import Stepper
 from clusterd.train.migration.snapshots import StateSnapshots
@@ -43,8 +46,18 @@ UPDATE_WAIT_S = 2.0
 INCONSISTENT_STEP = -1
 """Step reported by a rank whose parameters belong to no step."""
 
-OnStep = Callable[[int, float, float, "dict[str, Any]"], None]
-"""Called on every rank with a finished step: its number, the global loss, its seconds; on timed steps, its phases."""
+
+class StepLog(Protocol):
+    """Log of finished steps, called on every rank."""
+
+    def step(self, step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
+        """Record a step: its number, the global loss, its seconds; on timed steps, its phases."""
+
+    def evaluation(self, step: int, metrics: dict[str, float], time_s: float) -> None:
+        """Record an evaluation after a step."""
+
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the script's own metrics after a step."""
 
 
 class SteppedTraining(Training, Protocol):
@@ -59,12 +72,21 @@ class SteppedTraining(Training, Protocol):
 class TrainingLoop:
     """Runs steps to the last one, or until all ranks agree to stop.
 
+    Attributes:
+        training: the job under its plan on this rank.
+        stopped: reason of a stop that all ranks agreed on; empty: none.
+
     Args:
         migration_id: the migration that created this rank; the rank reports its first step under it.
     """
 
-    def __init__(self, training: SteppedTraining, control: Control, on_step: OnStep, *, migration_id: str = "") -> None:
-        self._training, self._control, self._on_step = training, control, on_step
+    def __init__(self, training: SteppedTraining, control: Control, log: StepLog, *, migration_id: str = "") -> None:
+        self.training, self._control, self._log = training, control, log
+        self._ends_early = False
+        self.stopped = ""
+        self._signals: set[str] = set()  # that all ranks agreed on in the last settled step
+        self._started = time.perf_counter()  # of the current step
+        self._is_first = training.context.rank == 0
         self._migration_id = migration_id
         self._migration = MigrationSource(training, control)
         self._checkpointer = AsyncCheckpointer(training, control)
@@ -89,35 +111,131 @@ class TrainingLoop:
         control.on(UseCores, self._on_cores)
 
     def run(self) -> Outcome:
-        """Run all steps.
+        """Run all steps; see `batches`, `step`, `handle` and `end`."""
+        try:
+            for inputs, targets in self.batches():
+                self.step(inputs, targets)
+        except Exception as error:
+            self.handle(error)
+        return self.end()
 
-        Returns:
-            The outcome; the last step is logged.
+    def check(self) -> None:
+        """Fail before the first step, not after the last, if the final state cannot be saved.
+
         Raises:
             CheckpointFailed: the job must leave a checkpoint, and its state cannot be saved in one.
-            SystemExit: code 0: peers died, and this rank's state was handed over or is not needed.
         """
-        training = self._training
+        training = self.training
         if training.context.final:
-            # Fail before the first step, not after the last, if the state cannot be saved.
             try:
                 scalars.collect(training, training.shape, lazy_saved_separately=True)
             except NotSerializable as error:
                 raise exits.CheckpointFailed(f"the job must leave a checkpoint, and cannot: {error}") from error
+
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        """Batch of each step, to be given to `step`; between them, the loop acts on events.
+
+        Raises:
+            Refused: a batch was not given to `step`.
+        """
+        training = self.training
+        self.check()
+        if training.evaluations.ends_training:  # restarted between the early end and the exit
+            return
+        self._evaluate_if_due()
+        self._started = time.perf_counter()
+        training.stepper.phases.begin(training.step + 1)
+        if self.has_ended():
+            return
+        for number, (inputs, targets) in enumerate(training.batches(), start=training.step + 1):
+            self._report_training()
+            if self._cores:
+                self._apply_cores()
+            yield inputs, targets
+            if training.step != number:
+                raise exits.Refused(
+                    f"the batch of step {number} was not given to run.step(), which needs each batch once"
+                )
+            self._snapshots.begin()  # with what the script's own loop changed after the step
+            pauses = bool(self._signals) or training.evaluations.is_due(training.step)
+            self._obey(self._signals)
+            self._evaluate_if_due()
+            if self.has_ended():
+                return
+            if pauses:
+                self._started = time.perf_counter()
+                training.stepper.phases.restart()
+        self._settle()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Context of what the script does between two steps and is not part of a step's time."""
+        began_s = time.perf_counter()
+        yield
+        self._hang_detector.end()
+        self._started += time.perf_counter() - began_s
+        self.training.stepper.phases.restart()
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Record the script's own metrics of the last step."""
+        self._log.metrics(self.training.step, metrics)
+
+    @property
+    def evaluator(self) -> Evaluator:
+        """Evaluator of the model as it is now."""
+        return Evaluator(self.training, self._control.flags, self._hang_detector.begin)
+
+    def step(self, inputs: Any, targets: Any) -> StepConsensus:
+        """Run the next step on this replica's share of its global batch."""
+        training = self.training
+        coordinates = training.context.coordinates
+        seed_step(training.job.seed, training.step, coordinates.replica, coordinates.stage)
+        training.stepper.phases.lap("input")
+        self._hang_detector.begin()
+        training.stepper.step(inputs, targets, self._reach_consensus)
+        self._ended_at_s = time.time()
+        if training.device.type == "cuda":
+            self._update_done = torch.cuda.Event()
+            self._update_done.record()
+        training.step += 1
+        consensus = self._consensus
+        assert consensus is not None
+        # A step is settled after the next one, so that no rank waits for the reduction.
+        self._signals = self._settle()
+        self._hang_detector.end()
+        now = time.perf_counter()
+        self._pending = (training.step, now - self._started, consensus)
+        self._started = now
+        training.stepper.phases.begin(training.step + 1)
+        return consensus
+
+    def handle(self, error: Exception) -> NoReturn:
+        """Keep the state for other ranks if `error` is the loss of peers, or a plan that does not fit.
+
+        Raises:
+            SystemExit: code 0: this rank's state was handed over or is not needed.
+            Exception: `error`, if it is another one.
+        """
         try:
-            stopped = self._steps()
-        except Exception as error:
             out_of_memory = self._ran_out_of_memory(error)
             if not (out_of_memory or self._is_orphaned(error)):
-                raise
+                raise error
             self._wait_as_orphan(error, out_of_memory)
             raise SystemExit(0) from error
         finally:
             self._hang_detector.close()
+
+    def end(self) -> Outcome:
+        """Return the outcome after the last batch; the last step is logged."""
+        training = self.training
+        self._hang_detector.close()
+        self._settle()
         self._checkpointer.finish()
-        if stopped:
-            print(f"clusterd: stopped after step {training.step} of {training.job.steps}: {stopped}", flush=True)
-        return Outcome(step=training.step, loss=self._loss, stopped=stopped, done=not stopped or self._target_reached)
+        self._call_on_checkpoint()
+        if self.stopped:
+            print(f"clusterd: stopped after step {training.step} of {training.job.steps}: {self.stopped}", flush=True)
+        done = not self.stopped or self._target_reached
+        return Outcome(step=training.step, loss=self._loss, stopped=self.stopped, done=done)
 
     def leave_checkpoint(self) -> None:
         """Write the final checkpoint, on every rank, after the last step and after everything else that the job leaves.
@@ -125,72 +243,103 @@ class TrainingLoop:
         Raises:
             CheckpointFailed: it could not be written.
         """
-        if self._training.context.final:
-            self._checkpointer.take_final(self._training.context.final)
+        if self.training.context.final:
+            self._checkpointer.take_final(self.training.context.final)
+            self._call_on_checkpoint()
 
-    def _steps(self) -> str:
-        """Run the steps; return the reason for a stop, or an empty string."""
-        training, control = self._training, self._control
-        job, coordinates = training.job, training.context.coordinates
-        started = time.perf_counter()
-        training.stepper.phases.begin(training.step + 1)
-        for inputs, targets in training.batches():
-            if self._migration_id:
-                control.report(Trains(self._migration_id, training.step, time.time()))
-                self._migration_id = ""
-            if self._cores:
-                self._apply_cores()
-            seed_step(job.seed, training.step, coordinates.replica, coordinates.stage)
-            training.stepper.phases.lap("input")
-            self._hang_detector.begin()
-            training.stepper.step(inputs, targets, self._reach_consensus)
-            self._ended_at_s = time.time()
-            if training.device.type == "cuda":
-                self._update_done = torch.cuda.Event()
-                self._update_done.record()
-            training.step += 1
-            consensus = self._consensus
-            assert consensus is not None
-            self._snapshots.begin()
-            # A step is settled after the next one, so that no rank waits for the reduction.
-            signals = self._settle()
-            self._hang_detector.end()
-            now = time.perf_counter()
-            self._pending = (training.step, now - started, consensus)
-            started = now
-            training.stepper.phases.begin(training.step + 1)
-            if "stop" in signals:
-                self._settle()
-                self._target_reached = "done" in signals
-                if "keep" in signals:
+    def has_ended(self) -> bool:
+        """True if no step follows: a stop, or an early end."""
+        return bool(self.stopped) or self._ends_early
+
+    def _obey(self, signals: set[str]) -> None:
+        """Act between two steps on flags that all ranks agreed on."""
+        training, control = self.training, self._control
+        if "stop" in signals:
+            self._settle()
+            self._target_reached = "done" in signals
+            if "keep" in signals:
+                self._snapshots.publish_final()
+            self.stopped = control.reason_for("stop")
+            return
+        if "checkpoint" in signals:
+            # A flag that this step carries too is carried again by the next one.
+            self._settle()
+            self._checkpointer.take()
+        if "quiesce" in signals and training.step < training.job.steps:
+            self._end_of_step()
+            self._settle()
+            if self._migration.hand_over(self._ended_at_s) == "stop":
+                if control.requested("keep"):
                     self._snapshots.publish_final()
-                return control.reason_for("stop")
-            if "checkpoint" in signals:
-                # A flag that this step carries too is carried again by the next one.
-                self._settle()
-                self._checkpointer.take()
-                started = time.perf_counter()
-            if "quiesce" in signals and training.step < job.steps:
-                self._end_of_step()
-                self._settle()
-                if self._migration.hand_over(self._ended_at_s) == "stop":
-                    if control.requested("keep"):
-                        self._snapshots.publish_final()
-                    return control.reason_for("stop")
-                started = time.perf_counter()
-        self._settle()
-        return ""
+                self.stopped = control.reason_for("stop")
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate after the last step, if that is due.
+
+        A stop or a migration ends an evaluation between two batches; the ranks that go on with the job repeat it.
+        """
+        training = self.training
+        while not self.has_ended() and training.evaluations.is_due(training.step):
+            self._report_training()
+            self._obey(self._settle())
+            if self.has_ended():
+                return
+            try:
+                self._evaluate()
+            except Interrupted as interrupted:
+                self._obey(interrupted.flags)
+            finally:
+                self._hang_detector.end()
+
+    def _evaluate(self) -> None:
+        training, evaluations = self.training, self.training.evaluations
+        request = evaluations.request
+        assert request is not None
+        began_s = time.perf_counter()
+        interrupted_by = {"stop", "quiesce"} if training.step < training.job.steps else {"stop"}
+        metrics = self.evaluator.means(
+            request.data,
+            request.metric,
+            batch=request.batch,
+            collate_fn=request.collate_fn,
+            interrupted_by=frozenset(interrupted_by),
+        )
+        if evaluations.record(training.step, metrics) and request.save_best is not None:
+            export.save(training, request.save_best)
+        self._log.evaluation(training.step, metrics, time.perf_counter() - began_s)
+        if self._is_first and training.job.on_evaluate is not None:
+            training.job.on_evaluate(training.step, metrics)
+        if evaluations.ends_training and training.step < training.job.steps:
+            self._ends_early = True
+            print(
+                f"clusterd: training ends after step {training.step}: no better evaluation since step "
+                f"{evaluations.best_step}",
+                flush=True,
+            )
+
+    def _report_training(self) -> None:
+        """Report once that this rank of a migration trains."""
+        if self._migration_id:
+            self._control.report(Trains(self._migration_id, self.training.step, time.time()))
+            self._migration_id = ""
 
     def _apply_cores(self) -> None:
         """Set the thread count on the thread that computes: each thread has its own."""
         torch.set_num_threads(self._cores)
         self._cores = 0
-        count, step = torch.get_num_threads(), self._training.step + 1
+        count, step = torch.get_num_threads(), self.training.step + 1
         print(f"clusterd: using {count} CPU thread{'s' * (count > 1)} from step {step} on", flush=True)
 
     def _reach_consensus(self, contribution: torch.Tensor) -> None:
-        self._consensus = StepConsensus(contribution, self._control.flags(), self._training.parallel.without_gradient())
-        if self._replicated or self._training.step < self._synchronous_until:
+        training = self.training
+        self._consensus = StepConsensus(
+            contribution,
+            self._control.flags(),
+            training.parallel.without_gradient(),
+            training.stepper.reported_values(),
+            training.optimizer.learning_rate,
+        )
+        if self._replicated or self.training.step < self._synchronous_until:
             self._consensus.wait()
         self._check_connected()
         self._snapshots.copied()
@@ -208,30 +357,55 @@ class TrainingLoop:
         self._loss, signals = consensus.result()
         self._check_connected()
         if (missing := consensus.missing_checksum()) != self._missing_checksum:
-            self._training.parallel.check_same_gradients(consensus.missing)
+            self.training.parallel.check_same_gradients(consensus.missing)
             self._missing_checksum = missing
         self._pending = None
-        self._on_step(step, self._loss, time_s, self._details())
+        details = self._measured(consensus, time_s) | self._details()
+        self._log.step(step, self._loss, time_s, details)
+        if self._is_first:
+            self._call_back(step, details)
         return signals
+
+    def _call_back(self, step: int, details: dict[str, Any]) -> None:
+        job = self.training.job
+        if job.on_step is not None:
+            job.on_step(step, {"loss": self._loss, **details})
+        self._call_on_checkpoint()
+
+    def _call_on_checkpoint(self) -> None:
+        on_checkpoint = self.training.job.on_checkpoint
+        while self._is_first and self._checkpointer.written:
+            written = self._checkpointer.written.popleft()
+            if on_checkpoint is not None:
+                on_checkpoint(*written)
+
+    def _measured(self, consensus: StepConsensus, time_s: float) -> dict[str, Any]:
+        """Learning rate, speed, gradient norm and the script's own metrics of the settled step."""
+        found: dict[str, Any] = {}
+        if consensus.learning_rate is not None:
+            found["lr"] = consensus.learning_rate
+        if time_s > 0:
+            found["samples_per_s"] = round(self.training.job.global_batch / time_s, 3)
+        return found | self.training.stepper.read_values(consensus.sums())
 
     def _details(self) -> dict[str, Any]:
         """Phases and peak memory of the settled step, if it was timed."""
-        phases = self._training.stepper.phases.read()
+        phases = self.training.stepper.phases.read()
         if not phases:
             return {}
-        device_bytes, host_bytes = peak_bytes(self._training.device)
+        device_bytes, host_bytes = peak_bytes(self.training.device)
         return {"phases": phases, "device_bytes": device_bytes, "host_bytes": host_bytes}
 
     def _end_of_step(self) -> None:
-        if self._training.device.type == "cuda":
-            torch.cuda.synchronize(self._training.device)
+        if self.training.device.type == "cuda":
+            torch.cuda.synchronize(self.training.device)
             self._ended_at_s = time.time()
 
     # --- loss of peers -----------------------------------------------------------------------------------------------
 
     def _is_orphaned(self, error: Exception) -> bool:
         """True if peers are lost, this rank is not at fault, and its state is consistent."""
-        training = self._training
+        training = self.training
         if training.context.launcher != "clusterd" or not self._control.connected or training.stepper.updating:
             return False
         return self._disconnected or (peers.is_peer_loss(error) and exits.classify_error(error, where="") is None)
@@ -241,7 +415,7 @@ class TrainingLoop:
 
         The first plan of an attempt has no predecessor, and its failure ends the attempt.
         """
-        training = self._training
+        training = self.training
         if training.context.migration is None or not self._control.connected or training.stepper.updating:
             return False
         return isinstance(exits.classify_error(error, where=""), exits.DeviceOutOfMemory)
@@ -252,7 +426,7 @@ class TrainingLoop:
         Raises:
             Exception: `error`, if neither came in time.
         """
-        training = self._training
+        training = self.training
         cause_text = "out of memory" if out_of_memory else "peers are gone"
         print(f"clusterd: {cause_text} after step {training.step}: {exits.first_line(error)}", flush=True)
         may_finish = training.stepper.complete and self._replicated and self._gradients_complete()
@@ -261,7 +435,7 @@ class TrainingLoop:
         if self._pending is not None:
             # Done, though its loss may never have been summed; replicas wait for the sum within the step.
             step, time_s, consensus = self._pending
-            self._on_step(step, consensus.result()[0] if self._replicated else float("nan"), time_s, {})
+            self._log.step(step, consensus.result()[0] if self._replicated else float("nan"), time_s, {})
         # The traceback's frames hold the step's activations; the next ranks need that memory.
         cause: BaseException | None = error
         while cause is not None:  # a pipeline stage wraps the error
@@ -286,7 +460,7 @@ class TrainingLoop:
 
     def _gradients_complete(self) -> bool:
         """True if gradients are complete on the device too, and not just queued."""
-        device = self._training.device
+        device = self.training.device
         return device.type != "cuda" or (not self._disconnected and bool(torch.cuda.current_stream(device).query()))
 
     def _on_cores(self, event: UseCores) -> None:
@@ -304,7 +478,7 @@ class TrainingLoop:
         the update run with garbage.
         """
         with self._disconnecting:  # a second thread would see the effect of the first one's abort
-            step = self._training.step
+            step = self.training.step
             if not self._disconnected:
                 self._last_whole_step = step if self._is_update_done() else INCONSISTENT_STEP
             self._disconnected = True

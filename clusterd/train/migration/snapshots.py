@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from clusterd.niceness import lower_priority
+from clusterd.process_attributes import lower_priority
 from clusterd.protocol.control import MakeSegment, PublishSegment
 from clusterd.protocol.messages import Request
 from clusterd.train.migration.spec import sums_to_bytes

@@ -116,6 +116,14 @@ class RankOptimizer:
         inner: torch.optim.Optimizer = getattr(self.optimizer, "optim", self.optimizer)
         return inner
 
+    @property
+    def learning_rate(self) -> float | None:
+        """Learning rate of the first parameter group; None where reading it would wait for the device."""
+        rate = self.optimizer.param_groups[0].get("lr")
+        if isinstance(rate, torch.Tensor):
+            return float(rate) if rate.device.type == "cpu" and rate.numel() == 1 else None
+        return float(rate) if isinstance(rate, (int, float)) else None
+
     def updated(self) -> set[str]:
         """Global names of the parameters that this rank updates and whose state it holds."""
         here = {id(p) for group in self.holder.param_groups for p in group["params"]}

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from clusterd.train.process.evaluation import Evaluation
+
 LossFunction = Callable[[Any, Any], torch.Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
@@ -39,6 +41,10 @@ class Job:
     precision: str = "fp32"
     find_unused_parameters: bool = False
     save: str | None = None
+    evaluate: Evaluation | None = None
+    on_step: Callable[[int, dict[str, Any]], object] | None = None
+    on_evaluate: Callable[[int, dict[str, float]], object] | None = None
+    on_checkpoint: Callable[[int, str], object] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

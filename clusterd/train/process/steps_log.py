@@ -40,7 +40,7 @@ class StepsLog:
                 "samples": self._samples,
                 "at_s": round(time.time(), 3),
                 "plan": self._plan,
-                **(details or {}),
+                **_finite(details or {}),
             }
         )
         now = time.monotonic()
@@ -52,6 +52,18 @@ class StepsLog:
                 flush=True,
             )
 
+    def evaluation(self, step: int, metrics: dict[str, float], time_s: float) -> None:
+        """Record an evaluation after a step; its line has no ``step``, so that it is not taken for one."""
+        self._write(
+            {"evaluated": step, "metrics": _finite(metrics), "time_s": round(time_s, 6), "at_s": round(time.time(), 3)}
+        )
+        text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        print(f"step {step}/{self._steps}  evaluation: {text}  {time_s:.1f} s", flush=True)
+
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the script's own metrics after a step."""
+        self._write({"logged": step, "metrics": _finite(metrics), "at_s": round(time.time(), 3)})
+
     def close(self) -> None:
         """Flush and close."""
         if self._file is not None:
@@ -60,6 +72,17 @@ class StepsLog:
     def _write(self, record: dict[str, object]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values, with None for numbers that JSON lacks."""
+
+    def converted(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _finite(value)
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {name: converted(value) for name, value in values.items()}
 
 
 def ends_mid_line(path: Path) -> bool:
@@ -82,6 +105,6 @@ def last_step(path: Path) -> int:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict):
+        if isinstance(record, dict) and not {"evaluated", "logged"} & record.keys():
             return int(record.get("step") or record.get("restart_from") or 0)
     return 0

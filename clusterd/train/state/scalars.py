@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from clusterd.train.data import fingerprint
+from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.parallel import build
 from clusterd.train.parallel.optimizers import RankOptimizer, attribute_with_tensors
+from clusterd.train.process.exits import Refused
 from clusterd.train.state.lazy_optimizer_state import lazy_tensors
 from clusterd.train.state.plain_data import NotSerializable, plain_value, restore_like
 from clusterd.train.state.training import Training
@@ -34,9 +37,11 @@ def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: boo
     Args:
         lazy_saved_separately: the caller saves tensors that the optimizer created after its first update.
     Returns:
-        attributes: changed attributes of modules and the optimizer, by name; counters: [values by slot, names of the
-        parameters that have them]; absent: parameters without state yet; groups: names and values of each; common:
-        optimizer state of no parameter; frozen: parameters no longer trainable; scheduler: its ``state_dict``, or None.
+        data: fingerprint of the data set; evaluations, registered: their states; attributes: changed attributes of
+        modules and the optimizer, by name;
+        counters: [values by slot, names of the parameters that have them]; absent: parameters without state yet;
+        groups: names and values of each; common: optimizer state of no parameter; frozen: parameters no longer
+        trainable; scheduler: its ``state_dict``, or None.
     Raises:
         NotSerializable: naming the value.
     """
@@ -71,6 +76,9 @@ def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: boo
         equal_values.setdefault(json.dumps(values, sort_keys=True), (values, []))[1].append(name)
     return {
         "attributes": training.attributes.changed(),
+        "data": training.fingerprint,
+        "evaluations": training.evaluations.state(),
+        "registered": training.registered.states(),
         "counters": [[values, names_with] for values, names_with in equal_values.values() if values],
         "absent": absent,
         "frozen": training.parallel.newly_frozen(),
@@ -143,8 +151,12 @@ def restore(training: Training, shape: ModelShape, received: Iterable[Scalars]) 
 
     Raises:
         ScalarMismatch: a counter or a group that is needed was not received.
+        Refused: the data set is another one.
     """
     sources = list(received)
+    _check_data(training.fingerprint, sources[0].get("data"))
+    training.evaluations.restore(sources[0].get("evaluations"))
+    training.registered.restore(sources[0].get("registered"))
     optimizer, scheduler = training.optimizer, training.scheduler
     attributes: dict[str, Any] = {}
     for source in reversed(sources):  # replica 0 wins, as for buffers; old checkpoints have none
@@ -162,6 +174,19 @@ def restore(training: Training, shape: ModelShape, received: Iterable[Scalars]) 
             raise ScalarMismatch("this rank has a scheduler, but the source had none")
         fresh = scheduler.state_dict()
         scheduler.load_state_dict(restore_like(fresh, _by_groups(states, sources, origins)))
+
+
+def _check_data(here: Fingerprint | None, before: Fingerprint | None) -> None:
+    """Compare the data set with that of the ranks before.
+
+    Raises:
+        Refused: this job's data are others now.
+    """
+    if why := fingerprint.difference(before, here):
+        if before and here and before["job"] != here["job"]:  # a new job from the state of another
+            print(f"clusterd: the data are not those that the state was trained on: {why}", flush=True)
+            return
+        raise Refused(f"the data are not those that this job has trained on so far: {why}. {fingerprint.ADVICE}")
 
 
 def _restore_counters(optimizer: RankOptimizer, tensors: dict[str, set[str]], sources: list[Scalars]) -> None:

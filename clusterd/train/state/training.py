@@ -6,11 +6,14 @@ from typing import Any, Protocol
 
 import torch
 
+from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process.context import Context
 from clusterd.train.process.job import Job
 from clusterd.train.state.attributes import Attributes
+from clusterd.train.state.evaluations import Evaluations
+from clusterd.train.state.registered import Registered
 from plans.model_shape import ModelShape
 
 
@@ -22,6 +25,9 @@ class Training(Protocol):
         optimizer: the optimizer over this rank's shards.
         attributes: plain attributes that modules and the optimizer change.
         step: number of the last step done.
+        fingerprint: of the data set; None: unknown.
+        evaluations: schedule and results of the evaluations.
+        registered: objects of the script.
     """
 
     job: Job
@@ -32,6 +38,9 @@ class Training(Protocol):
     attributes: Attributes
     scheduler: Any
     step: int
+    fingerprint: Fingerprint | None
+    evaluations: Evaluations
+    registered: Registered
 
     @property
     def shape(self) -> ModelShape:

@@ -139,12 +139,27 @@ def test_forked_ranks_and_their_forks_carry_the_tag(standin_agent: AgentClient, 
     assert standin_agent.stop()["swept"] == [escaped]
 
 
-def test_siblings_differ_where_new_interpreters_would(standin_agent: AgentClient, tmp_path: Path) -> None:
-    source = "import random, multiprocessing.process as p; print(random.random(), bytes(p.current_process().authkey))"
+def test_siblings_have_keys_of_their_own(standin_agent: AgentClient, tmp_path: Path) -> None:
+    source = "import multiprocessing.process as p; print(bytes(p.current_process().authkey))"
     start(standin_agent, tmp_path, source, ranks=[rank(0, 2), rank(1, 2)])
     standin_agent.event("rank_exited", rank=0)
     standin_agent.event("rank_exited", rank=1)
     assert standin_agent.log(rank=0) != standin_agent.log(rank=1)
+
+
+def test_all_ranks_of_a_job_draw_and_hash_alike_and_those_of_another_job_do_not(
+    standin_agent: AgentClient, tmp_path: Path
+) -> None:
+    """A script that splits its data by a draw, or by the order of a set, must split alike in every process."""
+    source = "import random; print(random.random(), hash('x'))"
+    start(standin_agent, tmp_path, source, ranks=[rank(0, 2), rank(1, 2)])
+    standin_agent.event("rank_exited", rank=0)
+    standin_agent.event("rank_exited", rank=1)
+    run(standin_agent, tmp_path, source, job="second")
+    first, hashed = standin_agent.log(rank=0).split()
+    assert standin_agent.log(rank=1).split() == [first, hashed]
+    other, same = standin_agent.log(job="second").split()
+    assert other != first and same == hashed
 
 
 def test_variables_that_python_reads_at_its_start_take_effect(standin_agent: AgentClient, tmp_path: Path) -> None:

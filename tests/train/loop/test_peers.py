@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from scenarios import Recorded, job
+from scenarios import Recorded, Steps, job
 
+from clusterd.protocol.rank import Orphaned
 from clusterd.train.loop import peers
 from clusterd.train.loop.training_loop import INCONSISTENT_STEP, TrainingLoop
 from clusterd.train.process.context import Context
@@ -62,13 +62,13 @@ def test_parameters_that_a_gpu_was_about_to_change_are_of_no_step(
     training = Training(job(Recorded(32), depth=1), Context(), torch.device("cpu"), None)
     training.step = 7
     control = Control(Context())
-    said: list[dict[str, Any]] = []
-    monkeypatch.setattr(control, "report", lambda what, **more: said.append({"what": what, **more}))
+    reported: list[Orphaned] = []
+    monkeypatch.setattr(control, "report", reported.append)
     control.request("stop", "enough")
-    loop = TrainingLoop(training, control, lambda *_: None)
+    loop = TrainingLoop(training, control, Steps())
     loop._replicated = replicated
     monkeypatch.setattr(loop, "_gradients_complete", lambda: False)
     training.device = torch.device("cuda")
     loop._update_done = SimpleNamespace(query=lambda: is_done)
     loop._wait_as_orphan(ConnectionError("gone"), out_of_memory=False)
-    assert [(s["what"], s["step"]) for s in said] == [("orphaned", step)]
+    assert [report.step for report in reported] == [step]

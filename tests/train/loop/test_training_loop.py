@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from migration_driver import Mover
-from scenarios import Recorded, job
+from scenarios import Recorded, Steps, job
 
 from clusterd.train.loop import peers
 from clusterd.train.loop.consensus import StepConsensus
@@ -27,7 +27,7 @@ def test_a_rank_that_ran_out_of_memory_lets_go_of_the_step(monkeypatch: pytest.M
     context = Context()
     training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
     control = Control(context)
-    loop = TrainingLoop(training, control, lambda *_: None)
+    loop = TrainingLoop(training, control, Steps())
     activations: list[Any] = []
 
     def forward() -> None:
@@ -61,7 +61,7 @@ def test_whoever_waits_for_successors_gives_its_gpu_memory_back(monkeypatch: pyt
     training.parallel.device = torch.device("cuda")
     control = Control(context)
     control.request("stop", "enough")
-    TrainingLoop(training, control, lambda *_: None)._wait_as_orphan(
+    TrainingLoop(training, control, Steps())._wait_as_orphan(
         RuntimeError("Connection reset by peer"), out_of_memory=False
     )
     assert given_back
@@ -72,7 +72,7 @@ def test_no_parameter_follows_gradients_that_came_while_peers_were_lost() -> Non
     """Groups may be aborted during the step, and all-reduces then complete with garbage."""
     context = Context()
     training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
-    loop = TrainingLoop(training, Control(context), lambda *_: None)
+    loop = TrainingLoop(training, Control(context), Steps())
     before = build.fingerprint(training.parallel.module)
     loop._disconnected = True
     with pytest.raises(ConnectionError, match="peers are gone"):
@@ -107,14 +107,14 @@ def test_the_last_step_before_peers_were_lost_is_logged_with_the_loss_that_is_kn
     monkeypatch.setattr("clusterd.train.loop.peers.shut_down_connections", lambda: None)
     context = Context()
     control = Control(context)
-    seen: list[tuple[int, float]] = []
+    log = Steps()
     training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
-    loop = TrainingLoop(training, control, lambda step, loss, *_: seen.append((step, loss)))
+    loop = TrainingLoop(training, control, log)
     loop._replicated = replicated
     loop._pending = 7, 0.1, StepConsensus(torch.tensor(2.5), control.flags())
     control.request("stop", "enough")
     loop._wait_as_orphan(ConnectionError("gone"), out_of_memory=False)
-    assert seen == [(7, pytest.approx(2.5 if replicated else float("nan"), nan_ok=True))]
+    assert log.steps == [(7, pytest.approx(2.5 if replicated else float("nan"), nan_ok=True))]
 
 
 def test_ranks_compute_on_the_cores_that_they_are_given_from_the_next_step_on(moving: Callable[..., Mover]) -> None:

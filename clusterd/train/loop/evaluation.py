@@ -1,0 +1,233 @@
+"""Evaluation under every plan: each sample once, the model in evaluation mode, without gradients.
+
+Rounds of samples are cut into contiguous shares of the replicas, as training cuts its batches. All ranks go through the
+same rounds, because shards (ZeRO-2, ZeRO-3) are gathered by all replicas together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from clusterd.train.data import loader
+from clusterd.train.loop.consensus import StepConsensus
+from clusterd.train.parallel.buffers import ForwardState, with_copied_buffers
+from clusterd.train.parallel.mesh import same_on_all_ranks
+from clusterd.train.parallel.precision import with_precision
+from clusterd.train.process.exits import PlanRefused, Refused
+from clusterd.train.process.seeding import seed_step
+from clusterd.train.process.weighted_means import WeightedMeans, means, weighted
+from plans.plan import even_shares
+
+_STREAM = 0xFFFE
+"""Stage number of evaluation data in `seed_step`."""
+
+# Between pipeline stages, each message begins with a header of dtypes and shapes: torch's pipeline schedules need
+# micro-batches of one shape, which a last batch with fewer samples has not.
+_DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+_HEADER_NUMBERS = 64
+
+
+class Interrupted(Exception):
+    """All ranks agreed, between two batches, to end an evaluation before its end.
+
+    Attributes:
+        flags: those that are raised.
+    """
+
+    def __init__(self, flags: set[str]) -> None:
+        super().__init__()
+        self.flags = flags
+
+
+class Evaluator:
+    """Forward passes of one rank over a data set.
+
+    Args:
+        training: see `clusterd.train.loop.training_loop.SteppedTraining`.
+        flags: states of `SIGNALS` on this rank.
+        on_round: called before each round.
+    """
+
+    def __init__(
+        self, training: Any, flags: Callable[[], list[float]], on_round: Callable[[], None] = lambda: None
+    ) -> None:
+        self._training, self._flags, self._on_round = training, flags, on_round
+        plan, coordinates = training.context.plan, training.context.coordinates
+        self._replicas, self._replica = plan.dp, coordinates.replica
+        self._stage, self._is_last = coordinates.stage, coordinates.stage == plan.pp - 1
+        self._reports = self._is_last and coordinates.shard == 0  # shards of one replica have the same outputs
+        self._gathers = plan.zero >= 2
+        self._group = training.parallel.pp_group
+
+    def means(
+        self,
+        data: Any,
+        metric: Callable[[Any, Any], Any] | None = None,
+        *,
+        batch: int | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        interrupted_by: frozenset[str] = frozenset(),
+    ) -> dict[str, float]:
+        """Mean of each metric over all samples, the same on every rank; every rank must call it.
+
+        Args:
+            interrupted_by: flags that end the evaluation.
+        Raises:
+            Interrupted: one of them is raised on some rank.
+        """
+        job, device = self._training.job, self._training.device
+        try:
+            samples = len(data)
+        except TypeError:
+            raise Refused("the evaluation data have no length; they must be a map-style data set") from None
+        if not samples or not same_on_all_ranks(samples, device):
+            raise Refused(f"the evaluation data have {samples} samples here: they need some, as many on every rank")
+        name = "loss" if metric is None else getattr(metric, "__name__", "metric").replace("<lambda>", "metric")
+        judge = with_precision(job.precision, device.type, metric or job.loss)
+        rounds = list(self._rounds(samples, batch or self._training.stepper.samples_at_once))
+        batches = self._batches(data, rounds, collate_fn or job.collate_fn)
+        totals, agreed = WeightedMeans(), None
+        with self._evaluation_mode():
+            for start, stop, _ in rounds:
+                self._on_round()
+                # Read one round later, so that no rank waits for it.
+                if agreed is not None and (flags := agreed.result()[1]) & interrupted_by:
+                    raise Interrupted(flags)
+                agreed = StepConsensus(torch.zeros((), device=device), self._flags()) if interrupted_by else None
+                if stop == start and not self._gathers:
+                    continue
+                inputs, targets = next(batches)
+                outputs = self._outputs(inputs)
+                if self._reports and stop > start:
+                    totals.add(weighted(judge(outputs, targets), stop - start, name))
+        return means(self._gathered(totals.sums()))
+
+    def _rounds(self, samples: int, each: int) -> Iterator[tuple[int, int, int]]:
+        """First and end of this replica's samples of each round, and the first of all replicas."""
+        for first in range(0, samples, each * self._replicas):
+            shares = even_shares(min(each * self._replicas, samples - first), self._replicas)
+            start = first + sum(shares[: self._replica])
+            yield start, start + shares[self._replica], first
+
+    def _batches(
+        self, data: Any, rounds: list[tuple[int, int, int]], collate_fn: Callable[[Any], Any]
+    ) -> Iterator[tuple[Any, Any]]:
+        """Batches of this replica; with sharded parameters, a round without samples gets one that does not count."""
+        indices = [
+            list(range(start, stop)) or [first] for start, stop, first in rounds if stop > start or self._gathers
+        ]
+        if self._stage and not self._is_last:
+            yield from ((None, None) for _ in indices)
+            return
+        job, device = self._training.job, self._training.device
+        fetched = iter(
+            DataLoader(
+                data,
+                batch_sampler=indices,
+                num_workers=job.num_workers,
+                collate_fn=collate_fn,
+                pin_memory=device.type == "cuda",
+                worker_init_fn=loader.ignore_sigterm,
+                generator=torch.Generator().manual_seed(job.seed),
+            )
+        )
+        try:
+            for index in range(len(indices)):
+                seed_step(job.seed, index, self._replica, _STREAM)
+                yield loader.pair_on_device(next(fetched), device)
+        finally:
+            loader.stop_workers(fetched)
+
+    def _outputs(self, inputs: Any) -> Any:
+        """Outputs of this stage; those of the last one are the model's."""
+        if self._group is None:
+            return loader.call(self._training.parallel.module, inputs)
+        device = self._training.device
+        received = _receive(self._group, self._stage - 1, device) if self._stage else (inputs,)
+        outputs = self._training.stepper.stage_forward(*received)
+        if not self._is_last:
+            _send(outputs if isinstance(outputs, tuple) else (outputs,), self._group, self._stage + 1)
+        return outputs
+
+    @contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        """Evaluate with the buffers of replica 0, and leave modules, buffers and counters as they are."""
+        module, loss = self._training.parallel.module, self._training.job.loss
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for part in (module, loss):
+                if isinstance(part, nn.Module):
+                    # Restores the training flags too, which are plain attributes.
+                    stack.enter_context(ForwardState(part).restored())
+                    stack.enter_context(with_copied_buffers(part))
+                    part.eval()
+            self._share_buffers(module)
+            try:
+                yield
+            finally:
+                for part in module.modules():
+                    if hasattr(part, "reshard"):  # a unit of FSDP2, which keeps gathered parameters for a backward pass
+                        part.reshard()
+
+    def _share_buffers(self, module: nn.Module) -> None:
+        group = self._training.parallel.dp_group
+        for buffer in module.buffers() if group is not None else ():
+            whole = buffer.contiguous()
+            dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
+            buffer.copy_(whole)
+
+    def _gathered(self, own: dict[str, tuple[float, float]]) -> list[dict[str, tuple[float, float]]]:
+        if not dist.is_initialized():
+            return [own]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        return gathered
+
+
+def _send(tensors: tuple[Any, ...], group: dist.ProcessGroup, stage: int) -> None:
+    """Send tensors to a stage.
+
+    Raises:
+        PlanRefused: something between the stages is no tensor.
+    """
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise PlanRefused("a pipeline needs tensors between its layers")
+    numbers = [len(tensors)]
+    for tensor in tensors:
+        numbers += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    header = torch.tensor(numbers + [0] * (_HEADER_NUMBERS - len(numbers)), device=tensors[0].device)
+    _exchange(dist.isend, header, group, stage)
+    for tensor in tensors:
+        _exchange(dist.isend, tensor.contiguous(), group, stage)
+
+
+def _receive(group: dist.ProcessGroup, stage: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Receive tensors from a stage."""
+    header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=device)
+    _exchange(dist.irecv, header, group, stage)
+    count, *numbers = header.tolist()
+    received = []
+    for _ in range(count):
+        dtype, dims = _DTYPES[numbers[0]], numbers[1]
+        received.append(torch.empty(numbers[2 : 2 + dims], dtype=dtype, device=device))
+        numbers = numbers[2 + dims :]
+    for tensor in received:
+        _exchange(dist.irecv, tensor, group, stage)
+    return tuple(received)
+
+
+def _exchange(operation: Any, tensor: torch.Tensor, group: dist.ProcessGroup, stage: int) -> None:
+    # Batched even if alone: with NCCL, such transfers use the group's own communicator, as the pipeline's do.
+    peer = dist.get_global_rank(group, stage)
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)]):
+        work.wait()

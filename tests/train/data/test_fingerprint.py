@@ -1,0 +1,114 @@
+"""Other data in some process of a job: found before it trains on them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from migration_driver import Mover
+from rank_pool import RankPool
+
+from clusterd.train.data.fingerprint import difference, fingerprint_of
+
+
+class Samples:
+    def __init__(self, *samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+class Cropped(Samples):
+    """Random crops, from the global generator or one that the data set seeds itself."""
+
+    def __init__(self, start: Callable[[], float]) -> None:
+        super().__init__(*[torch.arange(100.0) + 1000 * i for i in range(8)])
+        self.start = start
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        low = int(self.start() * 50)
+        return self.samples[index][low : low + 50]
+
+
+PAIRS = [({"words": [i, i + 1], "text": f"{i}", "image": np.full((4, 4), i, np.uint8)}, i % 3) for i in range(20)]
+
+
+def test_equal_data_have_no_difference_and_others_have() -> None:
+    first = fingerprint_of(Samples(*PAIRS), "1")
+    assert difference(first, fingerprint_of(Samples(*PAIRS), "1")) == ""
+    assert "19 samples instead of 20" in difference(first, fingerprint_of(Samples(*PAIRS[1:]), "1"))
+    assert "sample 0 is another one" in difference(first, fingerprint_of(Samples(*PAIRS[1:], PAIRS[0]), "1"))
+
+
+def test_decoders_may_differ_in_the_last_digits() -> None:
+    image = torch.rand(3, 32, 32)
+    first, second = fingerprint_of([image], "1"), fingerprint_of([image * (1 + 1e-6)], "1")
+    assert difference(first, second) == ""
+    assert difference(first, fingerprint_of([image.flip(0)], "1")) != ""
+
+
+def test_augmentation_is_no_difference() -> None:
+    unseeded = random.SystemRandom()
+    for start in (random.random, lambda: float(torch.rand(())), np.random.random, unseeded.random):
+        assert difference(fingerprint_of(Cropped(start), "1"), fingerprint_of(Cropped(start), "1")) == ""
+
+
+def test_reading_samples_leaves_no_trace() -> None:
+    """The data set may draw from a generator of its own, whose numbers training must not miss."""
+    own = random.Random(1)
+    torch.manual_seed(5)
+    fingerprint_of(Cropped(own.random), "1")
+    assert own.random() == random.Random(1).random()
+    assert torch.initial_seed() == 5
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_ranks_with_other_data_are_refused_with_the_way_out(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+    run = ranks.run(tmp_path, plan, unlike="rank", steps=2)
+    for rank in run.ranks:
+        assert rank.exit_code == 92
+        assert "the data of rank 1 and rank 0 differ: sample 0 is another one" in rank.output
+        assert "seeded generator" in rank.output
+    assert run.steps == []
+
+
+def test_a_migration_to_ranks_with_other_data_fails_and_training_goes_on(moving: Callable[..., Mover]) -> None:
+    mover = moving(unlike="generation")
+    mover.start("dp=2")
+    mover.train(2)
+    with pytest.raises(AssertionError, match="not those that this job has trained on so far"):
+        mover.move("dp=1")
+    mover.undo()
+    mover.train(3)
+    mover.stop()
+
+
+def test_a_restart_from_a_checkpoint_of_other_data_is_refused(
+    moving: Callable[..., Mover], ranks: RankPool, tmp_path: Path
+) -> None:
+    mover = moving()
+    mover.start("dp=2")
+    mover.train(2)
+    mover.checkpoint(tmp_path / "saved")
+    mover.stop()
+
+    def restart(job: str, **options: Any) -> Any:
+        more = {"restore": str(tmp_path / "saved"), "job": job, "generation": 5}
+        run = {"depth": 2, "steps": 6, **options}
+        return ranks.run_each(tmp_path / job, "dp=1", [run], more=lambda _: more)[0]
+
+    refused = restart("test", unlike="generation").ranks[0]
+    assert refused.exit_code == 92
+    assert "not those that this job has trained on so far: sample 0 is another one" in refused.output
+    # A new job may go on with other data.
+    other = restart("2", unlike="generation").checked()
+    assert "the data are not those that the state was trained on" in other.ranks[0].output
