@@ -22,6 +22,7 @@ import pytest
 
 from clusterd.client import Client
 from clusterd.errors import ClusterError
+from tests.agent.client import end_all
 from tests.conftest import RunningCluster, until
 from tests.ssh.openssh import OpenSshServer, make_key, needs_sshd
 
@@ -143,6 +144,7 @@ def site(people: tuple[Person, Person]) -> Iterator[Site]:
     finally:
         cluster.close()
         server.stop()
+        end_all(server.agent_home)
         shutil.rmtree(directory, ignore_errors=True)
 
 
