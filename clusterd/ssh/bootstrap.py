@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import AsyncIterator
@@ -30,6 +31,9 @@ BECOME = "exec sudo -n -H -u {account} -- "
 TIMEOUT_S = 90.0
 """Timeout of the first reply; login shells and network home directories may be slow."""
 
+ERRORS_S = 2.0
+"""Wait for the last of a failed program's errors, which come on a stream of their own."""
+
 _NOISE_LINES_MAX = 1000
 _SENT_AT_ONCE = 1 << 16
 _FIRST_WORDS = ("Fatal Python error", "sudo: ")
@@ -50,6 +54,7 @@ class _Noise:
 
     errors: bytearray = field(default_factory=bytearray)
     output: bytes = b""  # its last line
+    complete: asyncio.Event = field(default_factory=asyncio.Event)  # set when all errors were read
 
     def __str__(self) -> str:
         lines = (self.errors.strip() or self.output).decode(errors="replace").splitlines()
@@ -176,6 +181,8 @@ async def _next_reply(
         line = await process.stdout.readline()
         if not line:
             await process.wait_closed()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(noise.complete.wait(), ERRORS_S)
             raise BootstrapFailed(_no_python(process, name, noise))
         if found := _find_reply(line):
             return found
@@ -224,3 +231,5 @@ async def _keep_errors(stream: asyncssh.SSHReader[bytes], noise: _Noise) -> None
             del noise.errors[:-4096]
     except (OSError, asyncssh.Error):
         return
+    finally:
+        noise.complete.set()
