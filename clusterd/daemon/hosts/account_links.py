@@ -18,6 +18,7 @@ from clusterd.core import events as e
 from clusterd.core.lifecycle.reconcile import needs_action
 from clusterd.core.state import State
 from clusterd.daemon.hosts import facts
+from clusterd.daemon.hosts.links import DroppedMessages, keep_running, shut_down
 from clusterd.daemon.hosts.reports import HostDown, HostUp, Reports
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.unexpected import guarded
@@ -73,6 +74,7 @@ class AccountLinks:
         self._make_link = make_link
         self._on_gpu_use = on_gpu_use
         self._logins: dict[tuple[HostId, str], _Login] = {}
+        self._dropped = DroppedMessages()
 
     @property
     def _state(self) -> State:
@@ -113,7 +115,7 @@ class AccountLinks:
         """Record that an account cannot log in on a host."""
         await self._engine.report(e.AccountDisconnected(at_s=time.time(), host=host, account=account, why=why))
 
-    async def close(self, host: HostId, shut_down: Callable[[HostLink], Awaitable[bool]]) -> bool:
+    async def close(self, host: HostId) -> bool:
         """Shut down the agents of all accounts on a host that is removed; True: all are."""
         are_down = True
         for key in [key for key in self._logins if key[0] == host]:
@@ -124,7 +126,7 @@ class AccountLinks:
 
     async def _serve(self, login: _Login) -> None:
         with login.stop:
-            await login.link.run()
+            await keep_running(login.link)
 
     async def _on_up(self, host: HostId, account: str, message: Message) -> None:
         try:
@@ -159,13 +161,11 @@ class AccountLinks:
                 await self._on_gpu_use(host)
                 return
         except ProtocolError as error:
-            log.warning("%s: dropped a malformed message of the agent of %s: %s", host, account, error)
+            self._dropped.add(f"the agent of {account} on {host}", error)
             return
         job = getattr(report, "job", None)
         if not isinstance(job, str) or (self._state.account_of(job) != account and job in self._state.jobs):
-            log.warning(
-                "%s: dropped a report of the agent of %s about job %s, which is not its own", host, account, job
-            )
+            self._dropped.add(f"the agent of {account} on {host}", f"it is about job {job}, which is not its own")
             return
         await self._reports.publish(host, report)
 

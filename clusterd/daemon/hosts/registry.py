@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from clusterd.core.host import Host
 from clusterd.core.lifecycle.reconcile import needs_action
 from clusterd.daemon.hosts import facts
 from clusterd.daemon.hosts.account_links import AccountLinks, MakeLink
+from clusterd.daemon.hosts.links import DroppedMessages, keep_running, shut_down
 from clusterd.daemon.hosts.pending_replies import PendingReplies
 from clusterd.daemon.hosts.progress import Progress
 from clusterd.daemon.hosts.reports import HostDown, HostUp, Reports
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 LOCAL = "local:"
 """Prefix of the address of an embedded host."""
 
-LINK_FAILED_PAUSE_S = 5.0
 FORMER_TIMEOUT_S = 20.0
 
 LinkFactory = Callable[["HostRegistry", HostId, str], HostLink]
@@ -84,7 +83,7 @@ class HostRegistry:
         self._make_link = make_link
         self._managed: dict[HostId, _Managed] = {}
         self._agents = AgentOwners(engine.scheduler.state.hosts.values())
-        self._dropped: Counter[HostId] = Counter()
+        self._dropped = DroppedMessages()
         self._logged_in: set[str] = set()  # accounts whose agents are dialed on every host
         self.exits: PendingReplies[tuple[HostId, str, int], agent.RankExited] = PendingReplies()
         self.checkpoints: PendingReplies[tuple[str, str], rank.Checkpointed | rank.CheckpointFailed] = PendingReplies()
@@ -157,8 +156,8 @@ class HostRegistry:
         managed = self._managed.pop(host, None)
         if managed is None:
             return True  # a concurrent request removes it
-        is_down = await self.accounts.close(host, _shut_down)
-        is_down &= await _shut_down(managed.link)
+        is_down = await self.accounts.close(host)
+        is_down &= await shut_down(managed.link)
         managed.stop.cancel()
         return is_down
 
@@ -176,13 +175,7 @@ class HostRegistry:
 
     async def _serve(self, managed: _Managed) -> None:
         with managed.stop:
-            while True:
-                try:
-                    await managed.link.run()
-                except Exception:
-                    # One agent's message must not end the daemon; the link starts over and the agent reports again.
-                    log.exception("the link to %s failed", managed.link.name)
-                    await anyio.sleep(LINK_FAILED_PAUSE_S)
+            await keep_running(managed.link)
 
     # --- the link -----------------------------------------------------------------------------------------------------
 
@@ -265,9 +258,7 @@ class HostRegistry:
         try:
             await self.reports.publish(host, agent.report(message))
         except ProtocolError as error:
-            self._dropped[host] += 1
-            if self._dropped[host].bit_count() == 1:  # the 1st, 2nd, 4th, ...: a job must not fill the log either
-                log.warning("%s: dropped a malformed message (%d so far): %s", host, self._dropped[host], error)
+            self._dropped.add(host, error)
 
     async def _on_rank_exited(self, host: HostId, report: agent.RankExited) -> None:
         self.exits.resolve((host, report.job, report.attempt), report)
@@ -435,17 +426,6 @@ class HostRegistry:
         """Close every link; agents and ranks go on."""
         for managed in self._managed.values():
             managed.stop.cancel()
-
-
-async def _shut_down(link: HostLink) -> bool:
-    """Shut down an agent; False while it cannot be reached."""
-    with anyio.move_on_after(5.0):
-        try:
-            await link.request("shutdown", timeout_s=5.0, force=False)
-            return True
-        except ClusterError as error:
-            log.info("an agent of %s was not shut down: %s", link.name, error)
-    return False
 
 
 def agent_identity(hello: agent.HelloReply) -> str:
