@@ -53,7 +53,11 @@ class Host:
 
     def reaches(self, account: str) -> bool:
         """True while the agent of an account is connected; "": the daemon's own."""
-        return self.state is HostState.UP and (not account or self.logins.get(account) == "")
+        return self.state is HostState.UP and not self.without_login(account)
+
+    def without_login(self, account: str) -> str:
+        """Reason why an account's jobs may not run here; empty: they may, as its agent is connected."""
+        return self.logins.get(account, f"the agent of {account} is not connected yet") if account else ""
 
     def why_away(self, account: str) -> str:
         """Reason why the agent of an account is not connected."""

@@ -16,7 +16,6 @@ from clusterd.core.lifecycle import attempt_events, jobs, stopping
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.lifecycle.migration_events import resume
 from clusterd.core.lifecycle.reconcile import attempts_of, reconcile
-from clusterd.core.queueing.admission import without_login
 from clusterd.core.state import Attempt, Job, Outcome, State
 from clusterd.types import AttemptReport, AttemptState, HostId, JobId
 
@@ -43,7 +42,7 @@ def on_account_disconnected(ctx: HandlerContext, event: e.AccountDisconnected) -
     was_connected = host.logins.get(event.account) == ""
     host.logins[event.account] = event.why
     for job in _unfinished(ctx.state):
-        if why := without_login(host, job.spec.account):
+        if why := host.without_login(job.spec.account):
             job.excluded_hosts[host.id] = why
     if was_connected and any(attempts_of(ctx.state, host.id, event.account)):
         watch_account(ctx, host.id, event.account, event.at_s)

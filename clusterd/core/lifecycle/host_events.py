@@ -11,7 +11,6 @@ from clusterd.core.host import Host
 from clusterd.core.lifecycle import attempt_events, attempts, device_claims, stopping, trial_events
 from clusterd.core.lifecycle.accounts import account_lost, apply_report, lose_attempt, watch_account
 from clusterd.core.lifecycle.context import HandlerContext
-from clusterd.core.queueing.admission import without_login
 from clusterd.core.state import Attempt, Description, Job, Outcome, Retired, State
 from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId
 
@@ -218,7 +217,7 @@ def _admit_host_again(state: State, host: HostId) -> None:
     """Let jobs that failed to start on a host try it again: something changed there."""
     for job in map(state.jobs.__getitem__, (*state.queue, *state.active)):
         job.excluded_hosts.pop(host, None)
-        if why := without_login(state.hosts[host], job.spec.account):
+        if why := state.hosts[host].without_login(job.spec.account):
             job.excluded_hosts[host] = why
 
 

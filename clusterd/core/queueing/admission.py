@@ -155,14 +155,9 @@ def may_submit(spec: JobSpec) -> None:
         raise UsageError(f"limits.time is {spec.time_limit_s:g} s: it must be longer than nothing")
 
 
-def without_login(host: Host, account: str) -> str:
-    """Reason why an account's jobs may not run on a host; empty: they may, as its agent there is connected."""
-    return host.logins.get(account, f"the agent of {account} is not connected yet") if account else ""
-
-
 def hosts_without_login(state: State, account: str) -> dict[HostId, str]:
     """Hosts on which an account's jobs may not run, with the reason."""
-    return {host.id: why for host in state.hosts.values() if (why := without_login(host, account))}
+    return {host.id: why for host in state.hosts.values() if (why := host.without_login(account))}
 
 
 def refuse_if_over(job: Job) -> None:

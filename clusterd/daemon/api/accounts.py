@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 from typing import Any
 
 import anyio
@@ -11,7 +10,7 @@ import anyio
 from clusterd.config import ACCOUNT_NAME, Config
 from clusterd.core.host import Host
 from clusterd.core.state import State
-from clusterd.daemon.api.server import Peer, Verb
+from clusterd.daemon.api.server import Peer, Verb, user_name
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.errors import ClusterError, UsageError
 from clusterd.ssh.host import LinkState
@@ -78,7 +77,4 @@ class Accounts:
 
 def daemon_account() -> str:
     """Name of the account that the daemon runs as."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
+    return user_name(os.getuid())

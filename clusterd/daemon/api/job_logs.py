@@ -56,10 +56,6 @@ class _Wanted:
     """No later attempt will be looked at."""
 
 
-_BEYOND_THE_END = 1 << 60
-"""Offset of a read that returns no data, only the size of the file."""
-
-
 class JobLogs:
     """Pulls by offset: what a broken connection swallowed is asked for again."""
 
@@ -283,11 +279,10 @@ class JobLogs:
             return bytes((await _read_file(archived, max(start, 0)))["data"])
         host = _hosts_of(attempt, attempt.generation)[0]
 
-        def wanted(offset: int) -> ReadSteps:
-            return ReadSteps(job.id, attempt.number, generation=attempt.generation, offset=offset, limit=CHUNK_BYTES)
-
-        size = (await self._pull(host, wanted(_BEYOND_THE_END))).get("size", 0)
-        return bytes((await self._pull(host, wanted(max(size - last_bytes, 0))))["data"])
+        which: dict[str, Any] = {"job": job.id, "attempt": attempt.number, "generation": attempt.generation}
+        size = (await self._pull(host, ReadSteps(offset=0, limit=0, **which))).get("size", 0)
+        wanted = ReadSteps(offset=max(size - last_bytes, 0), limit=CHUNK_BYTES, **which)
+        return bytes((await self._pull(host, wanted))["data"])
 
     async def _steps_of(self, job: Job, attempt: Attempt, generation: int) -> bytes:
         archived = self._archive.steps_file(job.id, attempt.number, generation)

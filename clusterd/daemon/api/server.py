@@ -241,11 +241,16 @@ class Server:
     def _peer(self, stream: anyio.abc.SocketStream) -> Peer:
         raw = stream.extra(anyio.abc.SocketAttribute.raw_socket)
         _, uid, _ = struct.unpack("3i", raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        try:
-            user = pwd.getpwuid(uid).pw_name
-        except KeyError:
-            user = str(uid)
+        user = user_name(uid)
         return Peer(user, uid, uid in (0, os.getuid()) or user in self._operators, next(self._connections))
+
+
+def user_name(uid: int) -> str:
+    """Name of a user of this machine; the number where it has none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def _remove_dead(path: Path) -> None:
