@@ -35,7 +35,10 @@ pytestmark = [
     ),
 ]
 
-GROUP = "clusterdtest"
+NAME = f"clusterd{os.getpid()}"
+"""Start of the names made here: two runs at once share the machine's users."""
+
+GROUP = f"{NAME}test"
 
 
 @dataclass
@@ -93,7 +96,7 @@ class Person:
 @pytest.fixture(scope="module")
 def people() -> Iterator[tuple[Person, Person]]:
     subprocess.run(["groupadd", "-f", GROUP], check=True)
-    names = ("clusterdann", "clusterdbob")
+    names = (f"{NAME}ann", f"{NAME}bob")
     for name in names:
         subprocess.run(["useradd", "-m", "-p", "*", "-s", "/bin/sh", "-G", GROUP, name], check=True)
     try:

@@ -110,15 +110,6 @@ class TrainingLoop:
         control.on(PeersLost, lambda event: self._on_peers_lost(event.reason))
         control.on(UseCores, self._on_cores)
 
-    def run(self) -> Outcome:
-        """Run all steps; see `batches`, `step`, `handle` and `end`."""
-        try:
-            for inputs, targets in self.batches():
-                self.step(inputs, targets)
-        except Exception as error:
-            self.handle(error)
-        return self.end()
-
     def check(self) -> None:
         """Fail before the first step, not after the last, if the final state cannot be saved.
 

@@ -374,6 +374,8 @@ def test_samples_that_a_pipeline_cannot_send() -> None:
 
     of_maps = replace(small(make, None, layers=("one", "two")), data=[({"x": torch.zeros(4)}, torch.zeros(4))] * 8)
     assert "needs one tensor as input" in describe(of_maps).pipeline_refused
+    with pytest.raises(Refused, match=r"a batch must be \(input, target\).* it is a list of 3: let data\[i\] or"):
+        describe(replace(of_maps, data=[(torch.zeros(4),) * 3] * 8))
 
 
 def test_what_fsdp2_cannot_carry_is_known_before() -> None:

@@ -75,8 +75,9 @@ def test_no_parameter_follows_gradients_that_came_while_peers_were_lost() -> Non
     loop = TrainingLoop(training, Control(context), Steps())
     before = build.fingerprint(training.parallel.module)
     loop._disconnected = True
+    inputs, targets = next(loop.batches())
     with pytest.raises(ConnectionError, match="peers are gone"):
-        loop.run()
+        loop.step(inputs, targets)
     assert training.step == 0
     assert build.fingerprint(training.parallel.module) == before
 
