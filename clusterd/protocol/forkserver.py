@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from clusterd.exit_reasons import Reason
 from clusterd.protocol.messages import Done, Event, Request, by_verb
 
 
@@ -25,7 +26,7 @@ class RankRecord:
     state: str  # "running", "exited" or "lost"
     exit_code: int | None = None
     signal: int | None = None
-    reason: str | None = None  # a `Reason`
+    reason: Reason | None = None
     at_s: float | None = None  # of the last change
     generation: int = 0
     spawner: ProcessIdentity = ProcessIdentity()

@@ -11,18 +11,18 @@ from pathlib import Path
 from clusterd.exit_reasons import EXIT_CODES, Reason
 
 
-def reason_of(*, exit_code: int | None, number: int | None, kind: str, stopped: bool, out_of_memory: bool) -> str:
-    """Value of the `Reason` of a rank's exit.
+def reason_of(*, exit_code: int | None, number: int | None, kind: str, stopped: bool, out_of_memory: bool) -> Reason:
+    """Reason of a rank's exit.
 
     The codes of `EXIT_CODES` count only for elastic jobs, whose training loop sets them: a command may use any code.
     """
     if stopped:
-        return Reason.STOPPED.value
+        return Reason.STOPPED
     if number is not None:
-        return str(Reason.OOM if number == signal.SIGKILL and out_of_memory else Reason.SIGNAL)
+        return Reason.OOM if number == signal.SIGKILL and out_of_memory else Reason.SIGNAL
     if kind == "elastic" and exit_code in EXIT_CODES:
-        return str(EXIT_CODES[exit_code])
-    return Reason.EXIT.value
+        return EXIT_CODES[exit_code]
+    return Reason.EXIT
 
 
 class OomWatch:

@@ -6,7 +6,8 @@ import ctypes
 import errno
 import os
 from pathlib import Path
-from typing import Any
+
+from clusterd.protocol.requests import Chunk
 
 CHUNK_BYTES_MAX = 4 << 20
 
@@ -16,14 +17,13 @@ LOG_BYTES_MAX = 1 << 30
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # of fallocate(2)
 
 
-def pull(path: Path, offset: int, limit: int, ended: bool) -> dict[str, Any]:
+def pull(path: Path, offset: int, limit: int, ended: bool) -> Chunk:
     """Read at most `limit` bytes of `path` from `offset` on.
 
     Args:
         ended: the file's writer has ended.
     Returns:
-        `data`; `offset`: where the next read starts; `size` of the file; `done`: the writer ended and `data` reaches
-        the end of the file. An offset past the end returns no data, never the start of the file again.
+        An offset past the end returns no data, never the start of the file again.
     """
     limit = max(0, min(limit, CHUNK_BYTES_MAX))
     offset = max(0, offset)
@@ -38,7 +38,7 @@ def pull(path: Path, offset: int, limit: int, ended: bool) -> dict[str, Any]:
     after = begin + len(data)
     if begin > offset and data:
         data = f"\n[clusterd: {begin - offset} bytes of this log were dropped to spare the disk]\n".encode() + data
-    return {"data": data, "offset": after, "size": size, "done": ended and after >= size}
+    return Chunk(data, after, size, done=ended and after >= size)
 
 
 def trim(path: Path, most: int = LOG_BYTES_MAX) -> int:

@@ -13,11 +13,11 @@ from clusterd import protocol
 from clusterd.agent.host import processes
 from clusterd.agent.host.home import read_json, write_durably, write_json
 from clusterd.agent.log import log_line
+from clusterd.exit_reasons import Reason
+from clusterd.protocol.agent import AttemptRow, RankRow
 from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.forkserver import ProcessIdentity, RankRecord
 from clusterd.protocol.launch import LaunchRequest
-
-Report = dict[str, Any]
 
 
 class Refused(Exception):
@@ -39,7 +39,7 @@ class Rank:
     state: str = "lost"  # "running", "exited", "lost"
     exit_code: int | None = None
     signal: int | None = None
-    reason: str | None = None
+    reason: Reason | None = None
     at_s: float | None = None
     spawner: ProcessIdentity = field(default_factory=ProcessIdentity)  # its fork server
     message: str | None = None  # error message that the rank wrote before it exited
@@ -57,22 +57,22 @@ class Rank:
     def lost(self, at_s: float) -> RankRecord:
         """Record of a rank whose process disappeared without an exit status."""
         return RankRecord(
-            pid=self.pid, start_time=self.start_time, boot_id=self.boot_id, state="lost", reason="lost", at_s=at_s,
+            pid=self.pid, start_time=self.start_time, boot_id=self.boot_id, state="lost", reason=Reason.LOST, at_s=at_s,
             cgroup=self.cgroup,
         )  # fmt: skip
 
-    def report(self) -> Report:
-        """A RankReport of the protocol."""
-        report = {
-            "rank": self.rank,
-            "pid": self.pid,
-            "state": self.state,
-            "exit_code": self.exit_code,
-            "signal": self.signal,
-            "reason": self.reason,
-            "at_s": self.at_s,
-        }
-        return {**report, "message": self.message} if self.message else report
+    def row(self) -> RankRow:
+        """The rank in messages to the daemon."""
+        return RankRow(
+            self.rank,
+            self.state,
+            pid=self.pid,
+            exit_code=self.exit_code,
+            signal=self.signal,
+            reason=self.reason,
+            at_s=self.at_s,
+            message=self.message or "",
+        )
 
 
 @dataclass
@@ -149,7 +149,7 @@ class Attempt:
         """Exit record with reason "stopped" if the rank exited after a stop whose marker could not be written."""
         if self.unmarked_stop_s is None or end.state != "exited" or (end.at_s or 0.0) < self.unmarked_stop_s:
             return end
-        return replace(end, reason="stopped")
+        return replace(end, reason=Reason.STOPPED)
 
     def log(self, rank: int) -> Path:
         """Path of the output of `rank`."""
@@ -175,7 +175,7 @@ class Attempt:
         """
         write_durably(self.directory / "launch.msgpack", protocol.pack(to_map(replace(self.launch, env={}))))
 
-    def record_end(self, rank: int, exit_code: int, reason: str, at_s: float) -> None:
+    def record_end(self, rank: int, exit_code: int, reason: Reason, at_s: float) -> None:
         """Write the exit record of a rank whose process was never started."""
         record = RankRecord(
             pid=0,
@@ -201,16 +201,14 @@ class Attempt:
             log_line(f"agent: cannot read {self.state_file(rank)}: {error}")
             return None
 
-    def report(self) -> Report:
-        """An AttemptReport of the protocol."""
-        return {
-            "job": self.job,
-            "attempt": self.attempt,
-            "generation": self.generation,
-            "kind": self.launch.kind,
-            "ranks": [self.ranks[rank].report() for rank in sorted(self.ranks)],
-            "step": self.step,
-        }
+    @property
+    def rank_rows(self) -> tuple[RankRow, ...]:
+        """The ranks in messages to the daemon, in their order."""
+        return tuple(self.ranks[rank].row() for rank in sorted(self.ranks))
+
+    def row(self) -> AttemptRow:
+        """The generation in messages to the daemon."""
+        return AttemptRow(self.job, self.attempt, self.generation, self.rank_rows, self.launch.kind)
 
 
 def load(directory: Path) -> Attempt | None:

@@ -94,7 +94,7 @@ def _enter_scope() -> None:
             time.sleep(0.01)
 
 
-def enforced() -> list[str] | None:
+def enforced() -> tuple[str, ...] | None:
     """Controllers that limit the attempts on this host; None if there are no groups for them."""
     base = find_base()
     if base is None:
@@ -102,8 +102,8 @@ def enforced() -> list[str] | None:
     try:
         enabled = (base / "cgroup.subtree_control").read_text().split()
     except OSError:
-        return []
-    return [controller for controller in CONTROLLERS if controller in enabled]
+        return ()
+    return tuple(controller for controller in CONTROLLERS if controller in enabled)
 
 
 def _mounted() -> tuple[Path, Path] | None:

@@ -15,6 +15,7 @@ from typing import Any
 from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import cgroups, programs
 from clusterd.protocol.migration import Address
+from clusterd.protocol.requests import HostCheck
 
 REACH_TIMEOUT_S = 5.0
 PYTHON_TIMEOUT_S = 120.0
@@ -40,27 +41,22 @@ print(json.dumps(found))
 _LOGIND = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager")
 
 
-def check(peers: Mapping[str, Address], python: str | None) -> dict[str, Any]:
+def check(peers: Mapping[str, Address], python: str | None) -> HostCheck:
     """Run all checks; blocks until they are done.
 
     Args:
         peers: address and port at which the agents of other hosts serve tensor slices, by host.
         python: an interpreter or a virtual environment, as jobs name it; None: not checked.
-    Returns:
-        `peers`, each with `seconds` or an `error`; `ends_at_logout`, None if unknown; `environment`, if checked;
-        `enforced` controllers and whether the user `lingers`.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         reached = pool.map(lambda place: _reach(*place), peers.values())
-        answer: dict[str, Any] = {
-            "ends_at_logout": _ends_at_logout(),
-            "enforced": cgroups.enforced(),
-            "lingers": cgroups.lingers(),
-        }
-        if python is not None:
-            answer["environment"] = _environment(python)
-        answer["peers"] = dict(zip(peers, reached, strict=True))
-    return answer
+        return HostCheck(
+            ends_at_logout=_ends_at_logout(),
+            environment=None if python is None else _environment(python),
+            enforced=cgroups.enforced(),
+            lingers=cgroups.lingers(),
+            peers=dict(zip(peers, reached, strict=True)),
+        )
 
 
 def _reach(address: str, port: int) -> dict[str, Any]:

@@ -8,12 +8,12 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from clusterd.agent.host import rank_environment
 from clusterd.agent.host.append_only_files import CHUNK_BYTES_MAX
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.log import log_line
+from clusterd.protocol.requests import FileChunk, FileRow, Files
 
 FILES_MAX = 10_000
 """Most files in one listing; the listing counts the rest."""
@@ -21,7 +21,7 @@ FILES_MAX = 10_000
 _NOISE = {"__pycache__", ".git"}
 
 
-def written(generations: list[Attempt]) -> dict[str, Any]:
+def written(generations: list[Attempt]) -> Files:
     """List the files that are newer than the launch.
 
     Files of the submitted workdir keep their modification times, so a file that the job did not write is older.
@@ -29,17 +29,16 @@ def written(generations: list[Attempt]) -> dict[str, Any]:
     Args:
         generations: those of one attempt on this host, oldest first.
     Returns:
-        `files`: path, bytes and modification time of at most `FILES_MAX` files, sorted by path; `more`: number of files
-        left out, among them those whose name is not valid text.
+        At most `FILES_MAX` files, sorted by path; those whose name is not valid text are among the ones left out.
     """
-    newest: dict[str, dict[str, Any]] = {}
+    newest: dict[str, FileRow] = {}
     for work, since_s in _works(generations).items():
         for file in _newer(work, since_s):
-            before = newest.get(file["path"])
-            if before is None or before["at_s"] <= file["at_s"]:
-                newest[file["path"]] = file
-    named = [newest[path] for path in sorted(filter(_is_text, newest))[:FILES_MAX]]
-    return {"files": named, "more": len(newest) - len(named)}
+            before = newest.get(file.path)
+            if before is None or before.at_s <= file.at_s:
+                newest[file.path] = file
+    named = tuple(newest[path] for path in sorted(filter(_is_text, newest))[:FILES_MAX])
+    return Files(named, more=len(newest) - len(named))
 
 
 def _works(generations: list[Attempt]) -> dict[Path, float]:
@@ -62,7 +61,7 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _newer(work: Path, since_s: float) -> Iterator[dict[str, Any]]:
+def _newer(work: Path, since_s: float) -> Iterator[FileRow]:
     for folder, folders, names in os.walk(work):
         folders[:] = [name for name in folders if name not in _NOISE]
         for name in names:
@@ -77,14 +76,14 @@ def _newer(work: Path, since_s: float) -> Iterator[dict[str, Any]]:
                 continue  # removed meanwhile, or a dangling link
             if not stat.S_ISREG(known.st_mode) or at_s < since_s:
                 continue
-            yield {"path": str(path.relative_to(work)), "bytes": known.st_size, "at_s": at_s}
+            yield FileRow(str(path.relative_to(work)), known.st_size, at_s)
 
 
 def _leads_within(link: Path, work: Path) -> bool:
     return Path(os.path.realpath(link)).is_relative_to(os.path.realpath(work))
 
 
-def read(generations: list[Attempt], path: str, offset: int, limit: int) -> dict[str, Any]:
+def read(generations: list[Attempt], path: str, offset: int, limit: int) -> FileChunk:
     """Read bytes of a file below the working directory, and its current size.
 
     If several generations have their own working directory, the file that was written last is read.
@@ -103,7 +102,7 @@ def read(generations: list[Attempt], path: str, offset: int, limit: int) -> dict
                 raise Refused("path", f"{path} is not a regular file")
             size = file.seek(0, 2)
             file.seek(min(max(offset, 0), size))
-            return {"data": file.read(max(0, min(limit, CHUNK_BYTES_MAX))), "size": size}
+            return FileChunk(file.read(max(0, min(limit, CHUNK_BYTES_MAX))), size)
     except OSError as error:
         raise Refused("path", f"{path}: {error.strerror}") from None
 
@@ -128,7 +127,7 @@ def remove_tree(tree: Path) -> int:
     """
     before = _taken_bytes(tree)
 
-    def retry(function: Callable[[str], Any], path: str, _info: Any) -> None:
+    def retry(function: Callable[[str], object], path: str, _info: object) -> None:
         try:
             Path(path).parent.chmod(0o700)
             function(path)

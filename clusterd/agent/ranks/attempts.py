@@ -13,13 +13,15 @@ from clusterd.agent.background_tasks import Background
 from clusterd.agent.forkserver import child
 from clusterd.agent.forkserver.client import ForkServers
 from clusterd.agent.host import attempt_records, cgroups, files, processes, rank_environment
-from clusterd.agent.host.attempt_records import Attempt, Refused, Report
+from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import Home, read_json, write_json
 from clusterd.agent.log import log_line
 from clusterd.agent.ranks import launching, stopping
 from clusterd.agent.ranks.exit_reports import STRAGGLER_GRACE_S, Emit, ExitReports
+from clusterd.exit_reasons import Reason
 from clusterd.protocol.forkserver import RankRecord
 from clusterd.protocol.launch import Launched, LaunchRequest, StartedRank
+from clusterd.protocol.requests import Stopped
 
 FAILURE_CHARACTERS_MAX = 1 << 14
 """Of a rank's failure message, which goes into the journal."""
@@ -237,7 +239,7 @@ class Attempts:
 
     async def stop(
         self, job: str, attempt: int, generation: int, grace_s: float, reason: str, flags: Mapping[str, bool]
-    ) -> Report:
+    ) -> Stopped:
         """Stop one generation of the attempt; return once no process carries its tag.
 
         A repeated call may shorten the grace. For an unknown attempt, only processes with its tag are killed.
@@ -253,7 +255,8 @@ class Attempts:
             group = self._group(directory.name)
             groups = {group} if group else set()
             tag = self.tag(directory.name)
-            return {"ranks": [], "swept": await stopping.sweep(tag, min(grace_s, STRAGGLER_GRACE_S), groups=groups)}
+            swept = await stopping.sweep(tag, min(grace_s, STRAGGLER_GRACE_S), groups=groups)
+            return Stopped((), tuple(swept))
         self._mark_stopped(known, reason)
         if known.stopping is None or known.stopping.done():
             known.grace_s = grace_s
@@ -262,7 +265,7 @@ class Attempts:
             known.grace_s = min(known.grace_s, grace_s)
         # A broken connection of the caller does not cancel the stop.
         swept = await asyncio.shield(known.stopping)
-        return {"ranks": [known.ranks[rank].report() for rank in sorted(known.ranks)], "swept": swept}
+        return Stopped(known.rank_rows, tuple(swept))
 
     async def _stop(self, attempt: Attempt, reason: str, flags: Mapping[str, bool] | None = None) -> list[int]:
         async with attempt.lock:
@@ -279,7 +282,7 @@ class Attempts:
                 if rank.state == "running" and rank.end is None:
                     rank.end = await self._exit_reports.wait_for(attempt, rank)
                 elif rank.state == "lost" and rank.pid == 0:  # its start was cancelled
-                    rank.state, rank.reason, rank.at_s = "exited", "stopped", time.time()
+                    rank.state, rank.reason, rank.at_s = "exited", Reason.STOPPED, time.time()
             self._exit_reports.report_all(attempt)
             return swept
 

@@ -95,7 +95,7 @@ class ExitReports:
         rank.take(attempt.judged(rank.end))
         rank.end = None
         named = (attempt.job, attempt.attempt, attempt.generation, rank.rank)
-        reason, message = Reason(rank.reason), rank.message or ""
+        reason, message = rank.reason or Reason.LOST, rank.message or ""
         self._emit(RankExited(*named, reason, rank.exit_code, rank.signal, rank.at_s, message))
 
 

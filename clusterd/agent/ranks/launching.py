@@ -136,6 +136,6 @@ def _never_started(attempt: Attempt, number: int) -> bool:
 def _end_without_torch(attempt: Attempt, rank: Rank, message: str) -> None:
     with open(attempt.log(rank.rank), "ab") as log:
         log.write(f"clusterd: {message}\n".encode())
-    attempt.record_end(rank.rank, EXIT_CODE_OF[Reason.NO_TORCH], str(Reason.NO_TORCH), time.time())
+    attempt.record_end(rank.rank, EXIT_CODE_OF[Reason.NO_TORCH], Reason.NO_TORCH, time.time())
     rank.message = message
     rank.state, rank.end = "running", attempt.read_rank(rank.rank)

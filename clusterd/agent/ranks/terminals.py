@@ -18,12 +18,11 @@ import termios
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from clusterd.agent.host import programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.process_attributes import inherited_umask
-from clusterd.protocol.requests import Screen
+from clusterd.protocol.requests import Output, Screen
 
 CHUNK_BYTES = 1 << 16
 READ_WAIT_S = 20.0
@@ -149,7 +148,7 @@ class Terminal:
             os.close(child_out)
         return cls(process, source, sink)
 
-    async def read(self, wait_s: float = READ_WAIT_S) -> dict[str, Any]:
+    async def read(self, wait_s: float = READ_WAIT_S) -> Output:
         """New output, and the exit code once the output is complete (negative: the signal that killed it)."""
         with contextlib.suppress(asyncio.TimeoutError):
             if not self._output and not self._ended:
@@ -162,7 +161,7 @@ class Terminal:
             self._readable.clear()
         if not self._ended and len(self._output) < CHUNK_BYTES:
             self._loop.add_reader(self._source, self._take)
-        return {"data": data, "exit_code": self._process.returncode if self._ended and not self._output else None}
+        return Output(data, self._process.returncode if self._ended and not self._output else None)
 
     async def write(self, data: bytes) -> None:
         """Write to the command's input; wait until all of it was accepted."""

@@ -31,6 +31,7 @@ from clusterd.agent.server.verbs import Handlers, Verbs
 from clusterd.agent.tensors.datasets import Datasets
 from clusterd.agent.tensors.moves import Moves
 from clusterd.process_attributes import make_files_private
+from clusterd.protocol.agent import HelloReply
 from clusterd.protocol.budget import ByteBudget
 from clusterd.protocol.codec import from_map
 from clusterd.protocol.messages import Done, Event
@@ -226,7 +227,7 @@ class Agent:
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
 
-    async def _hello(self, connection: Connection, hello: Hello) -> Message:
+    async def _hello(self, connection: Connection, hello: Hello) -> HelloReply:
         if hello.protocol != protocol.VERSION:
             raise Refused("protocol", f"the agent speaks protocol {protocol.VERSION}, the daemon {hello.protocol}")
         found = await self._hardware.facts()
@@ -234,16 +235,16 @@ class Agent:
         self._sessions.lead(connection, hello.daemon, hello.epoch)
         self._sessions.see(hello.daemon, list(hello.newest) if hello.newest is not None else None)
         self._sessions.save()
-        return {
-            "agent": self._id,
-            "version": programs.version(),
-            "boot_id": processes.boot_id(),
-            "machine": processes.machine(),
-            "now_s": time.time(),
-            "facts": found,
-            "attempts": [attempt.report() for attempt in self._attempts],
-            "snapshots": self._moves.replicas.report(),
-        }
+        return HelloReply(
+            agent=self._id,
+            version=programs.version(),
+            boot_id=processes.boot_id(),
+            machine=processes.machine(),
+            now_s=time.time(),
+            facts=found,
+            attempts=tuple(attempt.row() for attempt in self._attempts),
+            snapshots=self._moves.replicas.rows(),
+        )
 
     async def _facts(self, _request: Facts) -> Message:
         return await self._hardware.facts()

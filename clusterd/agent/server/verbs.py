@@ -14,7 +14,6 @@ from clusterd.agent.host.workdirs import Workdirs
 from clusterd.agent.ranks.attempts import Attempts
 from clusterd.agent.ranks.progress import Progress
 from clusterd.agent.ranks.terminals import Terminals
-from clusterd.agent.server.connection import Message
 from clusterd.agent.tensors.datasets import Datasets, evict_cached_files
 from clusterd.agent.tensors.moves import Moves
 from clusterd.agent.threads import in_thread
@@ -28,7 +27,7 @@ ToRanks = r.MoveRanks | r.QuiesceRanks | r.AbortRanks | r.ResumeRanks | r.SendTo
 
 
 class Verbs:
-    """Table of handlers: each takes the checked request and returns the reply, a message or its map."""
+    """Table of handlers: each takes the checked request and returns the reply."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class Verbs:
             self._moves.admit(request.move)
         return await self._attempts.launch(request, self._home.rank_socket, snapshot)
 
-    async def _stop(self, request: r.StopRanks) -> Message:
+    async def _stop(self, request: r.StopRanks) -> r.Stopped:
         report = await self._attempts.stop(
             request.job,
             request.attempt,
@@ -112,7 +111,7 @@ class Verbs:
         self._ports.release(lambda owner, _generation, _age_s: owner in names)
         return r.Forgotten(freed)
 
-    async def _logs(self, request: r.ReadLog) -> Message:
+    async def _logs(self, request: r.ReadLog) -> r.Chunk:
         attempt = self._attempts.get(request.job, request.attempt, request.generation)
         if request.rank not in attempt.ranks:
             here = f"here are {sorted(attempt.ranks)}"
@@ -121,16 +120,16 @@ class Verbs:
         ended = attempt.ranks[request.rank].state != "running"
         return append_only_files.pull(attempt.log(request.rank), request.offset, request.limit, ended)
 
-    async def _steps(self, request: r.ReadSteps) -> Message:
+    async def _steps(self, request: r.ReadSteps) -> r.Chunk:
         attempt = self._attempts.get(request.job, request.attempt, request.generation)
         ended = not attempt.running
         return append_only_files.pull(attempt.steps, request.offset, request.limit, ended)
 
-    async def _files(self, request: r.ListFiles) -> Message:
+    async def _files(self, request: r.ListFiles) -> r.Files:
         found = self._attempts.any_of(request.job, request.attempt)
         return await asyncio.get_running_loop().run_in_executor(None, files.written, found)
 
-    async def _file(self, request: r.ReadFile) -> Message:
+    async def _file(self, request: r.ReadFile) -> r.FileChunk:
         found = self._attempts.any_of(request.job, request.attempt)
         asked = request.path, request.offset, request.limit
         return await asyncio.get_running_loop().run_in_executor(None, files.read, found, *asked)
@@ -170,7 +169,7 @@ class Verbs:
     async def _serve_segments(self, request: r.ServeSegments) -> r.Port:
         return self._moves.serve(request.address)
 
-    async def _check(self, request: r.CheckHost) -> Message:
+    async def _check(self, request: r.CheckHost) -> r.HostCheck:
         return await in_thread(lambda: checks.check(request.peers, request.python), "check")
 
     async def _move(self, request: r.MoveRanks) -> r.Receivers:
@@ -203,7 +202,7 @@ class Verbs:
         name = await self._terminals.open(attempt, request.rank, request.argv, tag, variables, request.screen)
         return r.Terminal(name)
 
-    async def _read_terminal(self, request: r.ReadTerminal) -> Message:
+    async def _read_terminal(self, request: r.ReadTerminal) -> r.Output:
         return await self._terminals.get(request.terminal).read()
 
     async def _write_terminal(self, request: r.WriteTerminal) -> Done:

@@ -16,7 +16,7 @@ from clusterd.agent.tensors.fabric import FetchFailed, fetch
 from clusterd.agent.tensors.segments import Segment, Store
 from clusterd.agent.threads import in_thread
 from clusterd.process_attributes import lower_priority
-from clusterd.protocol.agent import StateSnapshotTaken
+from clusterd.protocol.agent import StateSnapshotRow, StateSnapshotTaken
 from clusterd.protocol.messages import Event
 from clusterd.protocol.requests import KeepReplica, Step
 
@@ -95,10 +95,10 @@ class SnapshotReplicas:
         self._store.publish(name, result)
         return Step(int(result.get("step", -1)))
 
-    def report(self) -> list[Message]:
+    def rows(self) -> tuple[StateSnapshotRow, ...]:
         """Complete state snapshots on this host, for a newly connected daemon."""
-        return [
-            {"name": s.name, "step": int(s.meta.get("step", -1)), "bytes": s.size}
+        return tuple(
+            StateSnapshotRow(s.name, int(s.meta.get("step", -1)), s.size)
             for s in self._store.all()
             if s.complete and NAME.fullmatch(s.name)
-        ]
+        )
