@@ -27,7 +27,7 @@ KEY = "5" * 64
 
 
 def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
-    """What `condition` returns once it is true; fails with `what` was waited for."""
+    """Return the result of `condition` once it is true; fail, naming `what`, if it never becomes true."""
     end = time.monotonic() + deadline_s
     while not (found := condition()):
         assert time.monotonic() < end, f"waited {deadline_s} s for {what}"
@@ -205,7 +205,7 @@ class AgentClient:
         return int((read_json(Home(self.root).record) or {})["pid"])
 
     def kill_agent(self) -> None:
-        """As a crash, or the kernel, does."""
+        """Kill the agent as a crash or the kernel's OOM killer would."""
         pid = self.agent_pid
         os.kill(pid, signal.SIGKILL)
         # Its sockets close when its last thread ends, which may be after it became a zombie.

@@ -96,7 +96,7 @@ def _together(work: Sequence[tuple[Callable[[Any], Callable[[], None]], Any]]) -
 
 
 def moves_of(shape: dict[str, Any], move: dict[str, Any], old_devices: Sequence[str]) -> Transfers:
-    """What the planner makes of a move that was made."""
+    """Transfers that the planner computes for a migration that was made."""
     model = ModelShape.from_dict(shape)
     return plan_transfers(
         layout(model, Plan.parse(move["from"])),

@@ -51,7 +51,7 @@ def test_a_waiting_job_is_given_what_is_free_and_the_other_is_left_alone() -> No
 
 
 def test_a_job_that_is_alone_grows() -> None:
-    """Nobody waits: 5,000 steps on two devices are worth a move of five seconds."""
+    """The queue is empty: 5,000 steps on two devices are worth a migration of five seconds."""
     given = situation()
     given["jobs"] = given["jobs"][:1]
     (a,) = json.loads(ask(json.dumps(given)).output)["jobs"]
@@ -60,7 +60,7 @@ def test_a_job_that_is_alone_grows() -> None:
 
 @pytest.mark.parametrize("policy", ["default", "fifo", "tiresias", "gavel"])
 def test_a_job_is_started_in_ways_that_the_caller_gave_or_not_at_all(policy: str) -> None:
-    """Nobody said that it runs on one device, or on another type."""
+    """The caller gave no speed for one device, nor for another type."""
     given = situation()
     wide = {"plan": "dp=8", "type": "g", "shape": [8], "step_time_s": 1.0}
     other = {"plan": "dp=2", "type": "other", "shape": [2], "step_time_s": 1.0}

@@ -16,7 +16,7 @@ from tests.conftest import GPT, RunningCluster
 
 
 def refused(cluster: RunningCluster, *arguments: str, code: int, **options: object) -> str:
-    """What the command says when it refuses: one line."""
+    """The one-line error message of a refused command."""
     done = cluster.run(*arguments, check=False, **options)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
@@ -127,7 +127,7 @@ def test_relative_directories_are_the_same_for_daemon_and_clients(cluster: Runni
 
 
 def test_no_name_is_no_job(cluster: RunningCluster) -> None:
-    """What a script's unset variable gives must not end the only job."""
+    """An unset variable in a script must not cancel the only job."""
     cluster.start(hosts=1)
     cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "1000")
     assert "no job is named" in refused(cluster, "cancel", "", code=2)
@@ -186,13 +186,13 @@ def test_a_configuration_that_cannot_be(cluster: RunningCluster, text: str, mess
 
 
 def test_a_log_that_cannot_be_written(cluster: RunningCluster) -> None:
-    """As after a start by somebody else."""
+    """The file may belong to another user who started the daemon earlier."""
     (cluster.directory / "daemon.log").mkdir()
     assert f"{cluster.directory}/daemon.log: Is a directory: make it a file" in refused(cluster, "start", code=1)
 
 
 def test_a_state_directory_with_a_file_in_the_place_of_a_folder(cluster: RunningCluster) -> None:
-    """It was said to be a bug of the daemon's own."""
+    """Regression: the error was reported as a bug of the daemon."""
     (cluster.directory / "attempts").touch()
     assert f"{cluster.directory}/attempts: File exists: make it a writable directory" in refused(
         cluster, "start", code=1
@@ -211,7 +211,7 @@ def test_what_is_meant_for_several_hosts_is_done_for_those_that_there_are(local_
 
 
 def test_a_standard_input_that_is_closed(cluster: RunningCluster) -> None:
-    """As some who start services do."""
+    """Some service managers start programs with standard input closed."""
     cluster.start(hosts=1)
     job = cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "1000").stdout.strip()
     cluster.wait_for(job, lambda row: row["state"] == "running")
@@ -278,7 +278,7 @@ def test_why_a_rank_failed_is_told_in_its_words(local_cluster: RunningCluster, t
 
 
 def test_options_after_the_command_are_its_own(cluster: RunningCluster) -> None:
-    """Whether ours have the same names or not, and with or without --."""
+    """Options after the command belong to it, even if clusterd has the same ones, with or without `--`."""
     cluster.start()
     for terms in (("python", "-u", "train.py", "--gpus", "many"), ("--", "./train", "--name", "-d", "--", "x")):
         job = cluster.run("run", "-d", "--no-snapshot", *terms).stdout.strip()
@@ -296,7 +296,7 @@ def test_what_is_over_is_not_changed(local_cluster: RunningCluster) -> None:
 
 
 def test_the_settings_file_in_force_is_told(cluster: RunningCluster) -> None:
-    """It was given once, and is not when the daemon is started again."""
+    """The file was given at the first start only, not at the restart."""
     file = cluster.directory / "lab.toml"
     file.write_text("[daemon]\npolicy = 'default'\n")
     assert f"settings from {file}" in cluster.run("start", "--config", str(file)).stderr
@@ -346,7 +346,7 @@ def test_a_command_is_shown_and_not_obeyed(cluster: RunningCluster) -> None:
 
 
 def test_a_tenant_that_there_is_not(cluster: RunningCluster) -> None:
-    """Nobody's quota would hold for it."""
+    """No quota would apply to an unknown tenant."""
     settings = cluster.directory / "clusterd.toml"
     settings.write_text("[tenants.vision]\nquota = 1\n")
     cluster.environment["CLUSTERD_CONFIG"] = str(settings)

@@ -72,7 +72,7 @@ def test_what_is_not_there_is_said_so(local_cluster: RunningCluster, written: st
 
 
 def test_what_a_silent_host_has_is_not_known(local_cluster: RunningCluster, written: str) -> None:
-    """It was said to be nothing."""
+    """Regression: files on an unreachable host were reported as absent."""
     (host,) = local_cluster.job(written)["hosts"]
     cut_power(local_cluster.directory, int(host.removeprefix("local")))
     until(lambda: {row["name"]: row["state"] for row in local_cluster.call("hosts")}[host] == "unreachable")
@@ -85,7 +85,7 @@ def test_what_a_silent_host_has_is_not_known(local_cluster: RunningCluster, writ
 def test_a_copy_that_a_host_leaves_in_the_middle_is_not_made(
     local_cluster: RunningCluster, written: str, tmp_path: Path
 ) -> None:
-    """It said that the host waits, and not of what nor what to do."""
+    """Regression: the message named neither what the host waited for nor what to do."""
     (file,) = [f for f in local_cluster.call("files", job=written)["files"] if f["path"] == "out.bin"]
     which = {"path": "out.bin", "host": file["host"], "attempt": file["attempt"]}
     with local_cluster.client() as client:

@@ -17,7 +17,7 @@ from tests.scenarios.test_migration import agent_of
 
 
 def test_a_log_is_followed_past_a_host_that_did_not_start_the_job(local_cluster: RunningCluster) -> None:
-    """Its Python is on one of two hosts only; the job is on its way to that one when somebody follows it."""
+    """Only one of two hosts has the job's Python; the log is followed while the job is redirected to that host."""
     (local_cluster.directory / "local/1/home/env").symlink_to(sys.prefix)
     spec = {"name": "picky", "command": ["python", "-c", "print('said')"], "python": "~/env"}
     with local_cluster.client() as client:
@@ -32,7 +32,7 @@ def test_a_log_is_followed_past_a_host_that_did_not_start_the_job(local_cluster:
 
 
 def test_run_tells_why_no_host_started_the_job(local_cluster: RunningCluster, tmp_path: Path) -> None:
-    """Its working directory is on no host any more when it is its turn."""
+    """The working directory has been removed from every host by the time the job starts."""
     here = tmp_path / "here"
     here.mkdir()
     local_cluster.run("host", "drain", "local0", "local1")
@@ -74,7 +74,7 @@ def test_run_waits_on_when_nobody_reads_its_output(local_cluster: RunningCluster
 
 
 def test_wait_returns_the_jobs_code_when_nobody_reads_what_it_says(local_cluster: RunningCluster) -> None:
-    """It ended with 0, as `ls` does there, and a script went on as if the job had not failed."""
+    """Regression: `wait` exited with 0 on a closed pipe, as `ls` does, and a script went on after a failed job."""
     job = local_cluster.run("run", "-d", "--no-snapshot", "--", "sh", "-c", "exit 3").stdout.strip()
     reading, writing = os.pipe()
     os.close(reading)

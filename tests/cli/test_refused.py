@@ -58,7 +58,7 @@ def test_an_address_that_is_none(cluster: RunningCluster, address: str) -> None:
 
 
 def test_hosts_and_jobs_that_are_not_there(cluster: RunningCluster) -> None:
-    """With what there is."""
+    """The message lists those that exist."""
     assert "there is no job 'nope'" in refused(cluster, "show", "nope", code=2)
     assert "there is no host 'nope' (hosts: none yet)" in refused(cluster, "host", "drain", "nope", code=2)
 
@@ -95,7 +95,7 @@ def test_arguments_that_nothing_can_be_made_of(
 
 @pytest.mark.parametrize("verb", ["run", "shell"])
 def test_an_option_that_there_is_not(cluster: RunningCluster, verb: str) -> None:
-    """It became the command: `run --gpu 1 -- python ...` queued a job called 1."""
+    """Regression: `run --gpu 1 -- python ...` queued a job named 1, since the option was taken for the command."""
     done = cluster.run(verb, "--gpu", "1", "--", "python", "-c", "print(1)", check=False)
     assert done.returncode == 2
     assert "No such option" in done.stderr and "Did you mean" in done.stderr and "--gpus" in done.stderr

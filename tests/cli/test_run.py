@@ -38,7 +38,7 @@ def test_a_job_outlives_the_command_that_watches_it(local_cluster: RunningCluste
 
 
 def test_a_command_may_have_modules_that_are_called_like_ours(local_cluster: RunningCluster, tmp_path: Path) -> None:
-    """It imports none of ours."""
+    """The command imports its own modules, not clusterd's."""
     (tmp_path / "plans.py").write_text("print('my own plans')\n")
     local_cluster.environment["PYTHONSAFEPATH"] = "1"  # as the installed script, which does not look here
     ran = local_cluster.run("run", "--", "python3", "-c", "import plans", cwd=tmp_path)

@@ -95,7 +95,7 @@ def test_the_settings_shown_are_those_in_force(
 
 
 def test_an_agents_home_that_is_changed_leaves_what_runs_under_the_old_one(cluster: RunningCluster) -> None:
-    """Its disk is full: an agent elsewhere knew nothing of the job, which was run a second time beside itself."""
+    """Regression: the agent under the new home did not know the running job, and a second copy of it was started."""
     cluster.start(hosts=1)
     cluster.wait_until_up(1)
     runs, go = cluster.directory / "runs", cluster.directory / "go"

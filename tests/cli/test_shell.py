@@ -143,7 +143,7 @@ def test_a_reservation_is_entered_again_and_ends_by_itself(local_cluster: Runnin
 def test_the_end_of_a_shell_by_its_time_limit_is_no_cancel(
     local_cluster: RunningCluster, at_terminal: Callable[..., Person], tmp_path: Path
 ) -> None:
-    """It exited as if killed, without a word, and its job was listed as cancelled."""
+    """Regression: the shell exited as if killed, without a message, and its job was listed as cancelled."""
     person = at_terminal("shell", "--devices", "1", "--time", "1s", "--name", "brief")
     person.sees("ends: its time limit of 1 s is over")
     assert person.leaves() == 124

@@ -26,7 +26,7 @@ def impatiently(cluster: RunningCluster, *arguments: str, still_there_s: float) 
 
 
 def test_an_estimate_says_that_its_model_is_being_learned(local_cluster: RunningCluster, tmp_path: Path) -> None:
-    """It said that the daemon might be stopped, while a host ran the job's script to learn its model."""
+    """Regression: the message said that the daemon might be stopped, while a host inspected the job's script."""
     answer = tmp_path / "told"
     (tmp_path / "train.py").write_text(
         f"import os, time\nwhile not os.path.exists({str(answer)!r}):\n    time.sleep(0.02)\n"
@@ -49,7 +49,7 @@ def test_an_estimate_says_that_its_model_is_being_learned(local_cluster: Running
 
 
 def test_a_daemon_that_is_stopped_is_remarked_upon(cluster: RunningCluster) -> None:
-    """And answers when it goes on."""
+    """The command also completes once the daemon continues."""
     cluster.start()
     pid = cluster.pid
     os.kill(pid, signal.SIGSTOP)

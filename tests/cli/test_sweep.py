@@ -44,7 +44,7 @@ def test_a_sweep_on_the_command_line(local_cluster: RunningCluster) -> None:
 
 
 def test_a_sweep_is_whole_though_nobody_reads_on(local_cluster: RunningCluster, tmp_path: Path) -> None:
-    """As by ``| head -1``: two of eighty jobs were queued, and nothing was said."""
+    """Regression: with ``| head -1``, two of eighty jobs were queued and no error was printed."""
     file = tmp_path / "job.toml"
     file.write_text('command = ["true"]\n')
     command = f"{sys.executable} -m clusterd submit --sweep N=1,2,3,4,5 {file}"

@@ -60,7 +60,7 @@ def test_what_is_over_is_told_when_the_time_is(local_cluster: RunningCluster) ->
 
 @pytest.mark.slow
 def test_a_cancel_that_waits_for_a_silent_host_says_so(cluster: RunningCluster) -> None:
-    """It stood there until the host was given up, as `wait` and `run` did, and said nothing."""
+    """Regression: `cancel`, `wait` and `run` printed nothing until the host was declared lost."""
     settings = cluster.directory / "clusterd.toml"
     settings.write_text('[daemon]\nhost_lost_after = "6s"\n')
     cluster.environment["CLUSTERD_CONFIG"] = str(settings)

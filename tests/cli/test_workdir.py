@@ -20,7 +20,7 @@ LIMIT = 1 << 20
 
 
 def git(directory: Path, *arguments: str) -> None:
-    """As by somebody whose settings allow submodules from a local path."""
+    """Run git with settings that allow submodules from a local path."""
     settings = ("user.name=a", "user.email=a@example.org", "protocol.file.allow=always")
     options = [word for setting in settings for word in ("-c", setting)]
     subprocess.run(["git", *options, "-C", str(directory), *arguments], check=True, capture_output=True)
@@ -44,7 +44,7 @@ def names(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("in_git", [True, False])
 def test_a_link_to_where_nobody_may_look_goes_as_the_link_it_is(tmp_path: Path, in_git: bool) -> None:
-    """Such as into a colleague's home: submit took it for a bug of its own."""
+    """Regression: a link into another user's private directory made submit report a bug of its own."""
     work = repository(tmp_path / "work") if in_git else tmp_path / "work"
     work.mkdir(exist_ok=True)
     (work / "data").symlink_to("x" * 300)  # the system refuses to look at that for anybody
@@ -122,7 +122,7 @@ def test_a_submodule_that_is_not_there_is_missed_here_and_not_on_the_host(tmp_pa
 def test_where_git_refuses_a_repository_nothing_it_ignores_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, message: str
 ) -> None:
-    """Its sentence says what to do; packed without its .gitignore, the secrets would be on the hosts."""
+    """Git's error message is shown; without its .gitignore, secrets would be sent to the hosts."""
     work = repository(tmp_path / "work", "train.py", ".gitignore")
     (work / ".gitignore").write_text(".env\n")
     (work / ".env").touch()
@@ -169,7 +169,7 @@ def test_the_daemons_own_state_is_left_out(tmp_path: Path, in_git: bool) -> None
 
 
 def test_running_from_a_home_directory(cluster: RunningCluster) -> None:
-    """Where a daemon without settings keeps its state below it."""
+    """A daemon without settings keeps its state below the home directory."""
     cluster.environment["CLUSTERD_SOCKET"] = str(cluster.socket)
     cluster.environment["CLUSTERD_STATE_DIR"] = str(cluster.directory / "home" / ".local" / "state")
     cluster.start()
@@ -264,7 +264,7 @@ def test_two_send_the_same_directory_at_once(cluster: RunningCluster) -> None:
 def test_a_directory_that_goes_while_it_is_packed_is_no_part_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a job that writes there: it was to be made readable."""
+    """A running job may remove directories meanwhile; regression: the error asked to make it readable."""
     (tmp_path / "train.py").write_text("")
     (tmp_path / "gone").mkdir()
     is_link = os.path.islink
@@ -281,7 +281,7 @@ def test_a_directory_that_goes_while_it_is_packed_is_no_part_of_it(
 
 
 def test_a_file_that_goes_while_it_is_packed_is_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a program that writes beside the code, and renames what it has written: the submit was refused."""
+    """Regression: an editor that writes and renames files beside the code made submit fail."""
     for name in ("model.py", "newest.pt.part", "train.py"):
         (tmp_path / name).write_text("")
     is_allowed = os.access

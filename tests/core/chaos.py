@@ -147,7 +147,7 @@ class Chaos(RuleBasedStateMachine):
 
     @rule(host=HOST)
     def remove(self, host: HostId) -> None:
-        """It is added again when it is next heard of."""
+        """The host is added again when it next reports."""
         self.world.tell(e.HostRemoved(**self.world.at(), host=host))
 
     # --- speed --------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Chaos(RuleBasedStateMachine):
 
     @rule(host=HOST, for_ever=st.integers(0, 9))
     def lose(self, host: HostId, for_ever: int) -> None:
-        """It is given up."""
+        """The host is declared lost."""
         self.world.disconnect(host)
         self.world.handle()
         timer = Timer(TimerKind.HOST_LOST, host)
@@ -222,7 +222,7 @@ class Chaos(RuleBasedStateMachine):
 
     @rule(host=HOST)
     def lose_account(self, host: HostId) -> None:
-        """Its ranks are given up, and may live on."""
+        """Ranks of the account are declared lost, and may still run."""
         self.log_out(host)
         self.world.handle()
         timer = Timer(TimerKind.ACCOUNT_LOST, account_on(host, "ann"))
@@ -262,7 +262,7 @@ class Chaos(RuleBasedStateMachine):
 
     @rule(events=st.integers(1, 3))
     def dawdle(self, events: int) -> None:
-        """What happens next is handled together."""
+        """Delay events, so that the following ones are handled together."""
         self.world.holds = events
 
     @precondition(lambda self: self.world.said)

@@ -53,7 +53,7 @@ def _of_attempt(state: State, job: Job, attempt: Attempt) -> list[str]:
 
 
 class Generations:
-    """That each is given out once, and none after a newer one."""
+    """Check that each generation is granted once, and none after a newer one."""
 
     def __init__(self) -> None:
         self._newest: dict[JobId, tuple[int, int]] = {}

@@ -20,7 +20,7 @@ def reader(lab: Lab, where: str) -> JobId:
 
 
 def test_a_job_whose_data_went_away_starts_again_when_it_is_back(lab: Lab) -> None:
-    """It failed for good, with an exit code and no word of the data."""
+    """Regression: the job failed permanently, with an exit code and no mention of the data."""
     lab.host("a", gpus=2)
     lab.host("b", gpus=1)
     job = reader(lab, "b:/data")

@@ -77,7 +77,7 @@ def test_the_tenant_below_its_share_is_next(lab: Lab) -> None:
 
 
 def test_a_job_beyond_its_tenants_quota_is_told_that_it_is(lab: Lab) -> None:
-    """It sounded as if it were a matter of time."""
+    """Regression: the message read as if waiting would help."""
     shared(lab, vision=Tenant(quota=1))
     lab.host("a", gpus=4)
     job, _ = lab.submit(devices=2, tenant="vision")

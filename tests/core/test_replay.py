@@ -24,7 +24,7 @@ def test_how_ranks_end_after_a_move_is_the_same_after_a_snapshot(lab: Lab) -> No
 
 
 def test_a_move_through_memory_is_the_same_after_a_snapshot(lab: Lab) -> None:
-    """It was the stopped attempt's and the job's in one."""
+    """Regression: the same object held the state of the stopped attempt and of the job."""
     lab.host("a", gpus=4)
     job = running(lab)
     lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(tp=4)))

@@ -138,7 +138,7 @@ def test_a_slow_command_holds_up_neither_stop_nor_what_it_left_behind(cluster: R
 
 
 def test_stop_is_done_when_nobody_takes_the_exit_code() -> None:
-    """As where the first process of a container takes none."""
+    """The first process of a container may not collect exit codes."""
     with subprocess.Popen(["true"]) as nobody_waits:
         until(lambda: _has_ended(nobody_waits.pid))
         assert Path(f"/proc/{nobody_waits.pid}").exists()

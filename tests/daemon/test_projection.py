@@ -39,7 +39,7 @@ def lose(lab: Lab, host: str) -> float:
 
 
 def test_a_job_on_an_unreachable_host_says_since_when_and_until_when() -> None:
-    """It stood there as running, with a step that did not advance, and nothing said for how long it would."""
+    """Regression: the job was shown as running, with a step that did not advance and no time limit."""
     lab, job = lab_with_a_job_that_runs()
     since_s = lose(lab, "a")
     row = job_row(lab.scheduler.state.jobs[job], lab.scheduler.state)
@@ -73,7 +73,7 @@ def test_the_queue_shows_a_job_on_an_unreachable_host_as_silent() -> None:
 
 
 def test_a_job_that_outlives_a_lost_host_says_that_it_goes_on() -> None:
-    """Its ranks there were said to be presumed to go on still, while it went on without them."""
+    """Regression: the ranks on the lost host were shown as presumed running, while the job went on without them."""
     lab = Lab()
     for host in "abc":
         lab.host(host, gpus=2)

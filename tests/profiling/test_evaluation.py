@@ -140,7 +140,7 @@ def test_models_of_other_kinds_are_evaluated_side_by_side():
 
 
 def test_only_chosen_times_are_seen():
-    """What was not tried may say anything: the predictions stay the same."""
+    """Times of plans that were not tried do not change the predictions."""
     table = measured(truth(), TRANSFORMER)
     from dataclasses import replace
 

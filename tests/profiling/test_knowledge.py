@@ -123,7 +123,7 @@ def test_no_regret_where_one_plan_is_clearly_best() -> None:
 
 
 def test_last_trials_are_of_plans_that_may_be_the_best() -> None:
-    """What is left of a budget went to what taught most of all plans together, and the best was never run."""
+    """Regression: the rest of a budget went to the plans that taught most, and the best plan was never run."""
     some = known(lab(4))
     shapes = [(2,), (4,)]
     for count in range(7):

@@ -90,7 +90,7 @@ def test_a_spoilt_line_is_named_and_nothing_is_imported():
     ],
 )
 def test_what_cannot_have_been_measured_is_not_imported(column, value):
-    """What was taken in spoilt every answer about that model, for ever."""
+    """Regression: imported impossible values spoilt every later prediction for that model."""
     with Store() as here, Store() as there:
         here.add(measurement(0.5))
         rows = list(csv.DictReader(io.StringIO(here.to_csv()[0])))

@@ -42,7 +42,7 @@ def truth(**changed: float) -> Array:
 
 
 def plans_on(counts: tuple[int, ...], load: Workload, *, parallel: bool = True) -> list[Plan]:
-    """What somebody would try there."""
+    """Plans that a user would try there."""
     n = sum(counts)
     plans = [Plan(dp=n), Plan(dp=n, checkpointing=True), Plan(dp=n, zero=2), Plan(dp=n, zero=2, offload="optimizer")]
     if parallel:

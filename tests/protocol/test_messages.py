@@ -107,7 +107,7 @@ def test_a_field_of_another_type_is_refused_by_its_name(kind: type[Any], data: s
 
 
 def test_a_launch_of_the_version_before_is_understood() -> None:
-    """As its daemon sent it."""
+    """The map as a daemon of the previous version sent it."""
     device = {"kind": "cuda", "uuid": "GPU-1", "cores": [0, 1], "threads": 2}
     place = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "hosts": 1}
     rank = {**place, "master_addr": "127.0.0.1", "master_port": 7, "interface": "lo", "plan": None, "device": device}

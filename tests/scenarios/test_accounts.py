@@ -241,7 +241,7 @@ def test_a_person_whose_agent_is_killed_loses_nothing(site: Site, people: tuple[
 
 @pytest.mark.skipif(shutil.which("sudo") is None, reason="needs sudo: apt-get install sudo")
 def test_sudo_is_the_other_way_to_people_s_accounts(site: Site, people: tuple[Person, Person]) -> None:
-    """Nobody has to authorize a key; a user without an account there is refused with what sudo says."""
+    """No key needs to be authorized; a user without an account is refused with sudo's message."""
     ann, _ = people
     site.settings(f'accounts = "own"\nbecome = "sudo"\n[users.{people[1].name}]\naccount = "nosuchaccount"\n')
     site.cluster.start()

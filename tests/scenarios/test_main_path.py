@@ -123,7 +123,7 @@ def test_secrets_reach_the_job_and_nothing_else(local_cluster: RunningCluster) -
 
 
 def test_stop_leaves_jobs_running_and_start_finds_them(local_cluster: RunningCluster) -> None:
-    """As in an upgrade of the daemon."""
+    """Such as in an upgrade of the daemon."""
     job = local_cluster.submit(ELASTIC.format(steps=60, devices=2, plan="{ dp = 2 }"), "long")
     local_cluster.wait_for(job, lambda row: row["step"] >= 2)
     assert "1 job keeps running: long" in local_cluster.run("stop").stderr

@@ -136,7 +136,7 @@ def test_the_death_of_a_target_rank_undoes_the_migration(local_cluster: RunningC
 
 @pytest.mark.slow
 def test_the_death_of_an_agent_undoes_the_migration(local_cluster: RunningCluster) -> None:
-    """Its ranks live, and the link reconnects to a new agent."""
+    """The ranks live on, and the link reconnects to a new agent."""
     job = train(local_cluster)
     begin(local_cluster, job, "dp=4,zero=3")
     until(lambda: bool(ranks(local_cluster, job, 2)))

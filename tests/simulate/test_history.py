@@ -104,7 +104,7 @@ def test_what_came_after_another_job_does_so_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by_s", [3600.0, -3600.0])
 def test_a_clock_that_was_set_between_two_jobs_is_no_gap_between_them(by_s: float) -> None:
-    """Those that were over kept the time that was shown, and came an hour before the others, or after them."""
+    """Regression: finished jobs kept their displayed times and were sorted an hour too early or too late."""
     lab = Lab()
     lab.now_s = 1e6
     lab.host("a", gpus=1)

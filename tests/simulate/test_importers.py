@@ -94,7 +94,7 @@ def test_shapes_are_all_ways_to_spread() -> None:
 
 @there
 def test_policies_may_be_told_step_times_by_count_alone() -> None:
-    """What is believed of four devices is the same wherever they lie; what is true is not."""
+    """Estimates for four devices do not depend on their hosts; true times do."""
     world, _ = read("auto", DATA / "pollux" / "workloads" / "workload-6.csv", DATA / "pollux" / "t4", POLLUX)
     model = world.models["deepspeech2_320"]
     answer = oracle(by_count(model))

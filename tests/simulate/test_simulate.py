@@ -205,7 +205,7 @@ def test_a_job_that_is_given_another_size_keeps_its_cores_beside_each_device(fil
 
 
 def test_a_job_waits_for_a_host_that_is_away(files: tuple[Path, Path]) -> None:
-    """It was given up: no plan that the trace knows fits what is left."""
+    """Regression: the job was given up, since no plan of the trace fits the remaining hosts."""
     away = run.over(setting(files), disturbances=tuple(run.drains(parse_cluster("1x8:g"), ["0@0-1000"])))
     result = run.simulate(away, "default")
     assert figures(result)["finished"] == len(result.runs)
@@ -232,7 +232,7 @@ def test_options_that_mean_nothing_are_refused(files: tuple[Path, Path], options
 
 
 def test_jobs_that_come_at_one_time_are_told_in_json_that_parses(files: tuple[Path, Path]) -> None:
-    """And the names of models are no markup."""
+    """Names of models are not parsed as markup either."""
     lines = files[1].read_text().splitlines()
     files[1].write_text("\n".join([*lines[:2], lines[4].replace(",30,", ",0,").replace("other", "[/x]")]) + "\n")
     given = ["--cluster", "1x8:g", "--workload", str(files[1]), "--truth", str(files[0]), "--oracle"]

@@ -22,7 +22,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> HostKeys:
-    """Nobody is known yet."""
+    """An empty set of trusted host keys."""
     return HostKeys(tmp_path / "config" / "known_hosts")
 
 

@@ -31,7 +31,7 @@ def make_key(path: Path, *, passphrase: str = "") -> Path:
 
 
 def run(*command: str | Path, **env: str) -> str:
-    """What a program prints; it must succeed."""
+    """Output of a program, which must succeed."""
     environment = {**os.environ, **env}
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=30).stdout
 

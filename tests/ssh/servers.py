@@ -82,7 +82,7 @@ class Server:
             await self._acceptor.wait_closed()
 
     async def reinstall(self) -> None:
-        """As after a new system was put on the machine: the same place, another host key."""
+        """Replace the host key, as a new installation of the same machine does."""
         port = self.port
         await self.stop()
         self.host_key = asyncssh.generate_private_key("ssh-ed25519")

@@ -74,7 +74,7 @@ async def test_two_hosts_with_one_home_have_an_agent_each(
 async def test_a_home_that_cannot_be_written_is_not_needed(
     dialer: Dialer, host: EmbeddedHost, tmp_path: Path, agent_homes: list[Path]
 ) -> None:
-    """It is read-only, or over its quota: state and code go where the settings say."""
+    """The home is read-only or over its quota: state and code are stored where the settings say."""
     (host.directory / "home/.cache").write_text("no directory")
     with pytest.raises(BootstrapFailed, match=r"cannot keep the agent's code in .*: set agent_home of the host"):
         await greet(dialer, host)

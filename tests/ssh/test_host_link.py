@@ -179,7 +179,7 @@ class OddHost(EmbeddedHost):
 
 
 async def test_a_host_whose_home_is_no_utf8_runs_jobs(dialer: Dialer, tmp_path: Path, agent_homes: list[Path]) -> None:
-    """Its paths stay what they are for its jobs, and can be shown."""
+    """Paths reach the host's jobs unchanged, and can be displayed."""
     host = OddHost("gpu01", tmp_path / "gpu01")
     agent_homes.append(host.agent_home)
     await host.start()
@@ -217,7 +217,7 @@ async def test_a_killed_agent_is_started_again_and_finds_its_ranks(host: Embedde
 
 
 async def test_an_agent_that_hangs_loses_its_link(host: EmbeddedHost, dialer: Dialer) -> None:
-    """Its host's sshd keeps the connection alive, so it looked up for ever."""
+    """Regression: the host's sshd kept the connection alive, so the host looked up for ever."""
     async with linked(host, dialer, lost_after_s=4.0) as watched:
         await watched.up()
         pid = (read_json(Home(host.agent_home).record) or {})["pid"]
@@ -315,7 +315,7 @@ async def test_an_agent_that_asks_for_no_proof_is_led_until_its_jobs_are_over(
 
 
 async def test_a_daemon_that_is_superseded_hears_of_it_at_once(host: EmbeddedHost, dialer: Dialer) -> None:
-    """It went on believing in a link over which every request was refused."""
+    """Regression: the daemon went on using a link over which every request was refused."""
     async with linked(host, dialer, epoch=1) as old:
         await old.up()
         async with linked(host, dialer, epoch=2) as new:
@@ -344,7 +344,7 @@ async def test_a_large_log_comes_through(host: EmbeddedHost, dialer: Dialer) -> 
 
 
 async def test_an_answer_that_does_not_come_in_time_breaks_the_link(host: EmbeddedHost, dialer: Dialer) -> None:
-    """Who asked does not know what became of it; the next connection's report tells, so there has to be one."""
+    """The caller cannot know the outcome; the report of the next connection tells, so the link reconnects."""
     async with linked(host, dialer) as watched:
         await watched.up()
         pid = (read_json(Home(host.agent_home).record) or {})["pid"]

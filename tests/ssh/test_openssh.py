@@ -56,7 +56,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 
 
 async def introduce(lab: Lab, dialer: Dialer, keys: HostKeys) -> None:
-    """What `clusterd host add` does with a user who says yes."""
+    """Run `clusterd host add` as a user who accepts the fingerprint."""
     for name in ("bastion", "gpu01"):
         verdict = await dialer.inspect(await lab.route(name))
         assert isinstance(verdict, Unknown)
@@ -125,7 +125,7 @@ async def test_the_named_key_of_an_agent_that_holds_many_is_offered_first(
 
 
 async def test_a_key_that_the_agent_offered_is_not_offered_again(lab: Lab, tmp_path: Path) -> None:
-    """It would use up one of the server's tries; nor is its passphrase missed."""
+    """A repeated offer would use up one of the server's tries; no passphrase is asked for either."""
     socket = tmp_path / "agent.sock"
     config = lab.bastion.config(lab.known_hosts, IdentitiesOnly="no", IdentityAgent=str(socket))
     lab.ssh_config.write_text(config)

@@ -243,7 +243,7 @@ def test_a_model_may_compute_parts_again_by_itself(ranks: RankPool, tmp_path: Pa
 
 
 def test_one_that_does_so_is_no_pipeline(ranks: RankPool, tmp_path: Path) -> None:
-    """It failed in the first backward pass, with a traceback."""
+    """Regression: the first backward pass raised an exception."""
     for rank in ranks.run(tmp_path, "pp=2,accumulation=2", model="reentrant", steps=STEPS).ranks:
         assert (rank.exit_code, "Traceback" in rank.output) == (96, False)
         assert "the model uses reentrant checkpoints" in rank.output
@@ -297,14 +297,14 @@ def test_a_sparse_gradient_is_scaled_once_for_each_row() -> None:
 
 
 def test_a_parameter_that_is_wanted_whole_where_it_is_in_parts_is_told_of(ranks: RankPool, tmp_path: Path) -> None:
-    """It failed with a traceback of torch."""
+    """Regression: the script ended with a traceback of torch."""
     for rank in ranks.run(tmp_path, "dp=2,zero=3", model="borrowing", steps=STEPS).ranks:
         assert (rank.exit_code, "Traceback" in rank.output) == (96, False)
         assert "the script computes with one outside the forward pass of its module" in rank.output
 
 
 def test_a_model_that_comes_for_evaluation_is_trained(ranks: RankPool, tmp_path: Path) -> None:
-    """It silently trained without dropout."""
+    """Regression: the model was trained without dropout, and nothing said so."""
     losses = [
         ranks.run(tmp_path / model, ALONE, model=model, steps=STEPS).checked().losses for model in ("gpt", "evaluated")
     ]

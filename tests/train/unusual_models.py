@@ -250,7 +250,7 @@ class Compiled(GPT):
 
 
 class Borrowing(GPT):
-    """Its embedding uses a matrix of the first block."""
+    """Model whose embedding uses a matrix of its first block."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)

@@ -161,7 +161,7 @@ class OwnCount(Counting):
 
 
 def cosine(optimizer: Any) -> Any:
-    """As commonly written: NumPy's cosine returns NumPy scalars."""
+    """Cosine schedule as commonly written: NumPy's cosine returns NumPy scalars."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(np.pi * step / 40)))
 
 

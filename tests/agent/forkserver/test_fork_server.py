@@ -301,7 +301,9 @@ def test_a_second_fork_server_on_the_same_socket_gives_up(tmp_path: Path) -> Non
 
 
 def test_a_killed_fork_server_is_replaced_while_its_ranks_live(standin_agent: AgentClient, tmp_path: Path) -> None:
-    """Its rank held its lock: nothing of that environment started on the host before the rank's end."""
+    """Regression: the rank had inherited the fork server's lock, so no rank of that environment could start before its
+    end.
+    """
     (first,) = start(standin_agent, tmp_path, "import time\ntime.sleep(100)\n")
     server = processes.stat(first["pid"])
     assert server is not None
@@ -410,7 +412,7 @@ def test_nor_does_what_is_lacking_while_an_environment_is_loaded(tmp_path: Path,
 
 
 def refusal(tmp_path: Path, preload: str) -> AgentRefused:
-    """What the daemon hears of a fork server that does not start."""
+    """Error that the daemon receives from a fork server that does not start."""
     home = Home(tmp_path / "agent")
     home.make()
 

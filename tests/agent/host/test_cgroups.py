@@ -109,7 +109,7 @@ def test_an_agent_of_a_user_that_lingers_asks_for_a_scope(tmp_path: Path, linger
 
 def test_the_check_says_what_is_enforced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTERD_CGROUPS", "0")
-    assert checks.check({}, None)["enforced"] is None
+    assert checks.check({}, None).enforced is None
 
 
 @pytest.mark.skipif(

@@ -39,7 +39,7 @@ def test_an_interpreter_without_a_torch_that_will_do(tmp_path: Path, torch: str 
         module.write_text(torch)
     python.write_text(f'#!/bin/sh\nPYTHONPATH={module.parent} exec {sys.base_prefix}/bin/python3 "$@"\n')
     python.chmod(0o755)
-    found = checks.check({}, str(python))["environment"]
+    found = checks.check({}, str(python)).environment
     assert found["python"] and message in found["error"]
 
 
@@ -51,8 +51,8 @@ def test_what_is_no_interpreter(tmp_path: Path, script: str, message: str) -> No
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
-    assert message in checks.check({}, str(python))["environment"]["error"]
-    assert "no Python at" in checks.check({}, str(tmp_path / "missing"))["environment"]["error"]
+    assert message in checks.check({}, str(python)).environment["error"]
+    assert "no Python at" in checks.check({}, str(tmp_path / "missing")).environment["error"]
 
 
 LOGIND = """#!/bin/sh
@@ -77,15 +77,15 @@ esac
 def test_whether_the_end_of_a_login_ends_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: str, only: str, spared: str, ends: bool
 ) -> None:
-    """As logind says, by its own bus; users are spared or chosen by name."""
+    """Read from logind over D-Bus, which can spare or select users by name."""
     busctl = tmp_path / "busctl"
     busctl.write_text(LOGIND.format(kills=kills, only=only, spared=spared))
     busctl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(checks.pwd, "getpwuid", lambda uid: type("Entry", (), {"pw_name": "ann"}))
-    assert checks.check({}, None)["ends_at_logout"] is ends
+    assert checks.check({}, None).ends_at_logout is ends
 
 
 def test_a_host_without_logind_says_nothing_of_logins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert checks.check({}, None)["ends_at_logout"] is None
+    assert checks.check({}, None).ends_at_logout is None

@@ -46,7 +46,7 @@ def test_what_earlier_generations_wrote_is_listed_and_read(agent: AgentClient) -
 
 
 def test_a_link_to_a_file_of_the_job_is_that_file(agent: AgentClient) -> None:
-    """It could be read, and was not listed: `clusterd get` said that the job had not written it."""
+    """Regression: the file could be read but was not listed, and `clusterd get` reported it as not written."""
     agent.launch(["sh", "-c", "echo mine > s1.pt; ln -s s1.pt last.pt; ln -s none gone; ln -s loop loop; ln -s . here"])
     assert agent.event("rank_exited")["exit_code"] == 0
     listed = agent.ok("files", job="j", attempt=1)["files"]

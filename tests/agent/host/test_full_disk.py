@@ -78,7 +78,7 @@ def test_an_end_that_cannot_be_written_keeps_its_fork_server(connect: Connect) -
 
 
 def test_a_job_is_stopped_though_its_stop_cannot_be_written(agent: AgentClient) -> None:
-    """And its end is told as that of a stop, not as a signal that came from nowhere."""
+    """The end is reported as a stop, not as an unexplained signal."""
     agent.launch(["sleep", "100"])
     fill_disk(agent.agent_pid)
     [report] = agent.stop()["ranks"]
@@ -102,7 +102,7 @@ def test_any_request_that_fails_for_it_is_answered(agent: AgentClient) -> None:
 
 
 def test_a_daemon_that_was_started_again_finds_its_jobs_on_a_host_without_room(connect: Connect) -> None:
-    """What is not written is which daemon leads there, and this agent knows that all the same."""
+    """The record of the leading daemon cannot be written; the agent still has it in memory."""
     first = connect(epoch=1)
     first.launch(["sleep", "100"])
     fill_disk(first.agent_pid)

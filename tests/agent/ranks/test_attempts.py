@@ -135,7 +135,7 @@ def test_a_rank_runs_on_its_cores_with_its_devices(agent: AgentClient) -> None:
 
 
 def test_a_checkpointable_script_finds_its_gpu_by_its_local_rank(agent: AgentClient) -> None:
-    """As under torchrun, where all GPUs of the host are there and each rank takes the one of its number."""
+    """All GPUs of the host are visible, and each rank takes the one with its local number, as under torchrun."""
     command = (
         "import os; e = os.environ; print(e['CUDA_VISIBLE_DEVICES'].split(',')[int(e['LOCAL_RANK'])], "
         "e['NCCL_SOCKET_IFNAME'])"
@@ -264,7 +264,7 @@ def test_what_outlived_its_rank_and_the_agent_is_swept_by_the_next(connect: Conn
 
 
 def test_a_rank_whose_fork_server_died_with_it_is_lost(agent: AgentClient) -> None:
-    """Nobody is left who could know how it ended, and nobody claims to."""
+    """No process is left that knows the exit status, so none is reported."""
     pid = agent.launch(["sleep", "100"])["ranks"][0]["pid"]
     found = processes.stat(pid)
     assert found is not None
@@ -279,7 +279,7 @@ def test_a_rank_whose_fork_server_died_with_it_is_lost(agent: AgentClient) -> No
 
 
 def test_cancel_finds_what_left_the_session(agent: AgentClient) -> None:
-    """As a data-loader worker that was re-parented to init, in a session of its own, and kept the device."""
+    """Such as a data-loader worker that was re-parented to init, in its own session, and still held the device."""
     leader = agent.launch(["python3", "-c", ESCAPE])["ranks"][0]["pid"]
     escaped = int(wait_until(agent.log, "the escaped process to say its pid"))
     answer = agent.stop()
@@ -315,7 +315,7 @@ def test_cancel_lets_a_command_finish_within_the_grace(agent: AgentClient) -> No
 
 
 def test_the_last_rank_to_end_takes_what_it_left_behind_with_it(agent: AgentClient) -> None:
-    """Its end frees the devices, so it is not told before they are free."""
+    """A rank's end frees its devices, so the end is reported only after they are free."""
     agent.launch(["sh", "-c", "setsid sleep 100 & echo $!"])
     agent.event("rank_exited")
     assert not alive(int(agent.log()))

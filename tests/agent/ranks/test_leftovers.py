@@ -36,7 +36,7 @@ Open = Callable[..., AgentClient]
 
 @pytest.fixture(params=["cgroup", "mark"])
 def way(request: pytest.FixtureRequest) -> str:
-    """How the agent finds such processes on this host."""
+    """Method by which the agent finds left-over processes on this host."""
     way = str(request.param)
     if way == "cgroup" and cgroups.find_base() is None:
         pytest.skip("this user cannot make control groups (version 2) here")

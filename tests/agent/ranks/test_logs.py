@@ -12,6 +12,7 @@ import pytest
 from clusterd.agent.host import append_only_files
 from clusterd.agent.host.attempt_records import Attempt, Rank
 from clusterd.agent.server import housekeeping
+from clusterd.protocol.requests import Chunk
 from tests.agent.client import accepted
 
 MIB = 1 << 20
@@ -36,22 +37,22 @@ def test_the_old_part_of_a_long_log_gives_its_disk_back(long_log: Path) -> None:
         assert append_only_files.trim(long_log, 4 * MIB) == 0, "once is enough"
         writer.write(b"the end\n")
     end = append_only_files.pull(long_log, 16 * MIB, 100, True)
-    assert end == {"data": b"the end\n", "offset": 16 * MIB + 8, "size": 16 * MIB + 8, "done": True}
+    assert end == Chunk(b"the end\n", offset=16 * MIB + 8, size=16 * MIB + 8, done=True)
 
 
 def test_who_reads_what_was_dropped_is_told_and_goes_on_behind_it(long_log: Path) -> None:
     if not append_only_files.trim(long_log, 4 * MIB):
         pytest.skip("this file system knows no holes in files")
     first = append_only_files.pull(long_log, 0, 32, False)
-    message, _, rest = first["data"].partition(b"]\n")
+    message, _, rest = first.data.partition(b"]\n")
     assert b"14680064 bytes of this log were dropped" in message
     assert rest == b"%015d\n%015d\n" % (14 * MIB // 16, 14 * MIB // 16 + 1)
-    assert first["offset"] == 14 * MIB + 32
-    assert append_only_files.pull(long_log, first["offset"], 16, False)["data"] == b"%015d\n" % (14 * MIB // 16 + 2)
+    assert first.offset == 14 * MIB + 32
+    assert append_only_files.pull(long_log, first.offset, 16, False).data == b"%015d\n" % (14 * MIB // 16 + 2)
 
 
 def test_a_log_is_shortened_once_more_when_its_rank_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a job wrote since the last look, gigabytes in a few seconds, stayed on the disk."""
+    """Regression: output since the last check, possibly gigabytes, stayed on the disk."""
     looked: list[Path] = []
     monkeypatch.setattr(housekeeping.append_only_files, "trim", lambda file: looked.append(file) or 0)
     attempt = Attempt(tmp_path, accepted(), ranks={0: Rank(0, state="running")})

@@ -25,7 +25,7 @@ def opened(agent: AgentClient, *argv: str, screen: dict[str, Any] | None = None,
 
 
 def message(agent: AgentClient, terminal: str, until: bytes | None = None) -> tuple[bytes, int | None]:
-    """What a command wrote, up to `until` or to its end, and its exit code."""
+    """Output of a command up to `until`, or to its end, and its exit code."""
     found, code = b"", None
     while code is None and (until is None or until not in found):
         piece = agent.ok("terminal_read", terminal=terminal)
@@ -114,7 +114,7 @@ def test_whoever_is_not_asked_for_any_more_is_hung_up_on() -> None:
     async def script() -> int:
         command = programs.command("inside", "/", "", "", "sh", "-c", "echo begun; sleep 1000; true")
         terminals, terminal = Terminals(), await Terminal.start(command, os.environ, None)
-        assert (await terminal.read())["data"] == b"begun\n"
+        assert (await terminal.read()).data == b"begun\n"
         terminals._open["it"] = terminal
         terminals.poll()
         assert terminals.get("it") is terminal

@@ -44,7 +44,7 @@ class Process:
 
 
 def place(agent: AgentClient, job: str, number: int = 0) -> dict[str, Any]:
-    """What the rank file says."""
+    """Contents of the rank file."""
     values: dict[str, Any] = json.loads((Home(agent.root).attempt(job, 1) / f"rank-{number}.json").read_text())
     return values
 
@@ -64,7 +64,7 @@ def running(agent: AgentClient) -> dict[str, str]:
 
 @pytest.mark.parametrize("socket_of", ["ranks", "daemons"])
 def test_a_job_cannot_stop_another_job_or_lock_the_daemon_out(agent: AgentClient, socket_of: str) -> None:
-    """It said hello with a huge epoch: it stopped what it liked, and no daemon was ever obeyed again."""
+    """Regression: a job sent a hello with a huge epoch, could stop other jobs, and locked the real daemon out."""
     agent.launch(["sleep", "100"], job="victim")
     path = Path(place(agent, "victim")["control_socket"]) if socket_of == "ranks" else Home(agent.root).socket
     stop = {"job": "victim", "attempt": 1, "generation": 1, "grace_s": 0.0, "reason": "x"}
@@ -80,7 +80,7 @@ def test_a_job_cannot_stop_another_job_or_lock_the_daemon_out(agent: AgentClient
 
 
 def test_a_rank_speaks_for_itself_only(agent: AgentClient) -> None:
-    """Its token is no other rank's, and names of other jobs' segments and moves are refused."""
+    """A rank's token is valid for that rank only; segments and migrations of other jobs are refused."""
     agent.launch(["sleep", "100"], job="mine", ranks=[rank(0, 2), rank(1, 2)])
     agent.launch(["sleep", "100"], job="other")
     process, wrong = as_rank(agent, "mine", 0, token_of=1)
@@ -183,7 +183,7 @@ def test_a_superseded_daemon_is_told_at_once(connect: Connect) -> None:
 
 
 def test_a_rank_of_an_agent_before_sockets_apart_reaches_its_successor(agent: AgentClient) -> None:
-    """It has the path of the one socket that there was."""
+    """Such a rank knows only the path of the single socket that agents used to have."""
     agent.launch(["sleep", "100"])
     assert place(agent, "j")["control_socket"] == str(agent.root / "agent.sock")
     process, answer = as_rank(agent, "j")

@@ -38,7 +38,7 @@ def send_until_blocked(connection: socket.socket, data: bytes, most: int, quiet_
 
 
 def test_a_chatty_rank_and_a_daemon_that_does_not_read(agent: AgentClient) -> None:
-    """It took the agent to gigabytes, for good."""
+    """Regression: the agent's memory grew to gigabytes and was never freed."""
     agent.launch(["sleep", "100"])
     before = peak_bytes(agent.agent_pid)
     mine = place(agent, "j")

@@ -68,7 +68,7 @@ def test_a_short_place_for_sockets_goes_with_the_agent(tmp_path: Path, length: i
 
 
 def test_sockets_that_somebody_removed_are_made_again(connect: Connect, tmp_path: Path) -> None:
-    """When a connection broke nobody reached the agent any more; the next agent did not find its fork servers."""
+    """Regression: after a broken connection the agent was unreachable, and a new one did not find its fork servers."""
     agent = connect()
     agent.launch(["sleep", "100"])
     home = Home(agent.root)
@@ -130,7 +130,7 @@ def test_logs_are_pulled_by_offset_until_they_are_done(agent: AgentClient) -> No
     assert agent.ok("logs", **pull, offset=99, limit=4) == {"data": b"", "offset": 99, "size": 13, "done": True}
 
 
-def test_progress_is_told_and_reported_and_pulled(connect: Connect) -> None:
+def test_progress_is_reported_and_pulled(connect: Connect) -> None:
     agent = connect()
     script = (
         """echo '{"step":1,"loss":2.5,"time_s":0.1,"samples":16,"at_s":1.0,"plan":"dp=2"}' > ../steps.jsonl;"""
@@ -144,7 +144,6 @@ def test_progress_is_told_and_reported_and_pulled(connect: Connect) -> None:
     agent.event("rank_exited")
     # The last step is told before the end, and a line that is not written to its end is none.
     assert agent.event("progress")["step"] == 2
-    assert agent.hello()["attempts"][0]["step"]["loss"] == 2.0
     pulled = agent.ok("steps", job="j", attempt=1, offset=0, limit=1 << 20)
     assert pulled["data"].count(b"\n") == 2
     assert pulled["done"]

@@ -57,7 +57,7 @@ def publish(moves: Moves, attempt: Attempt, name: str, **more: Any) -> None:
 def test_a_rank_that_still_writes_when_its_segment_is_dropped_harms_nobody(
     moves: Moves, attempt: Attempt, move: str, name: str
 ) -> None:
-    """It hears of the abort later: it does not die of a page that is gone, and its bytes go to nobody else."""
+    """The abort reaches the rank later: it must not crash on an unmapped page, and its bytes must reach nobody else."""
     path = segment(moves, attempt, name)
     rank = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path), str(SIZE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -72,7 +72,7 @@ def test_a_rank_that_still_writes_when_its_segment_is_dropped_harms_nobody(
 
 
 def test_a_snapshot_segment_is_not_used_again_between_two_snapshots(moves: Moves, attempt: Attempt) -> None:
-    """Its rank will write it again, whatever was published."""
+    """The rank will write the segment again, whatever was published meanwhile."""
     inode = segment(moves, attempt, "j.1.g1.snap0.0").stat().st_ino
     publish(moves, attempt, "j.1.g1.snap0.0")
     moves.drop("j.1.g1.snaps")

@@ -291,7 +291,7 @@ def test_bytes_of_an_aborted_move_do_not_land_in_anothers_segment(store: Store, 
 
 
 def test_a_fetch_of_an_aborted_move_ends_in_the_middle_of_its_bytes(store: Store, slow: SlowSource) -> None:
-    """And not with the last of them, which may be gigabytes later."""
+    """The fetch must not go on to the last byte, which may be gigabytes later."""
     over = threading.Event()
     thread, failed = bring(slow, store.make("m.1.2.in", 2 << 20, "m.1.2"), over.is_set)
     over.set()

@@ -148,7 +148,7 @@ def copy(source: socket.socket, sink: socket.socket, heard: bytearray) -> None:
 
 
 def test_a_server_that_does_not_know_the_token_is_not_believed(store: Store) -> None:
-    """It took the port of an agent that died."""
+    """A foreign server may have taken the port of an agent that died."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -182,7 +182,7 @@ def test_data_sets_are_read_with_their_token_only(store: Store, tmp_path: Path) 
 
 
 def test_the_port_is_bound_to_the_address_that_others_use(agent: AgentClient) -> None:
-    """It was open on every interface of the host."""
+    """Regression: the port was open on every interface of the host."""
     port = agent.ok("fabric", address="127.0.0.1")["port"]
     socket.create_connection(("127.0.0.1", port), 10).close()
     with pytest.raises(ConnectionRefusedError):

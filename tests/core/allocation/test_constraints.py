@@ -65,7 +65,7 @@ def test_hosts_that_do_not_fit_are_named(mixed: Lab) -> None:
 
 
 def test_a_gpu_of_unknown_capability_meets_no_condition(lab: Lab) -> None:
-    """As reported by an agent of the version before."""
+    """Agents of the previous version do not report the compute capability."""
     lab.host("a", gpus=1)
     job, _ = lab.submit(compute_capability=">=3.0", device_kind="cuda")
     assert lab.state(job) == "queued"

@@ -102,7 +102,7 @@ def test_an_elastic_job_of_unknown_speed_gets_back_what_others_have_on_loan(lab:
 
 
 def test_a_loan_goes_back_though_the_request_is_slower_than_fewer_devices(lab: Lab) -> None:
-    """As where devices are slots of few cores: two are slower than one, and only four are faster."""
+    """Device slots of few cores: two are slower than one, and only four are faster."""
     times = {1: 4.0, 2: 4.1, 4: 2.2}
     odd = tuple(replace(x, step_time_s=times[x.devices]) for x in known().estimates if x.devices in times)
     lab.host("a", gpus=4, cores=16)
@@ -257,7 +257,7 @@ ARRIVALS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(arrivals=ARRIVALS, width=st.integers(1, 4), warm=st.integers(0, 8))
 def test_no_stream_of_equal_or_lower_priority_starves_a_job(arrivals: list[Arrival], width: int, warm: int) -> None:
-    """It starts within the run times of those that run when it arrives and of those that were before it.
+    """The job starts within a bound that follows from the jobs that arrived before it.
 
     The bound: one after the other, all that arrived before it; nothing that arrives later counts, but for one run of
     at most the longest time limit that was let pass.

@@ -48,7 +48,7 @@ def test_devices_of_hosts_that_a_job_may_not_have_are_not_waited_for(lab: Lab) -
 
 @pytest.mark.parametrize("restriction", [{"hosts": (HostId("old0"),)}, {"cpus": 40}])
 def test_a_faster_type_that_a_job_may_not_have_is_not_waited_for(restriction: dict[str, Any]) -> None:
-    """It may not go to those hosts, or they have not the cores: one slow device is what it gets."""
+    """Those hosts are excluded for the job, or lack cores: it gets one slow device."""
     lab = MixedLab({"new": [2], "old": [1]})
     lab.tell(e.HostConnected(**lab.at(), host=HostId("new0"), facts=_of_few_cores(lab, "new0")))
     job, _ = lab.net("net", 1000, **restriction)
@@ -57,7 +57,7 @@ def test_a_faster_type_that_a_job_may_not_have_is_not_waited_for(restriction: di
 
 
 def test_a_promise_is_of_a_shape_that_there_is() -> None:
-    """What is believed of four devices on one host comes from one that is gone."""
+    """The speed estimate for four devices on one host comes from a host that is gone."""
     lab = MixedLab({"new": [2, 2]}, known_of({"new": [4, 2, 2]}))
     job, _ = lab.net("net", 1000, devices=4, guaranteed=True)
     assert lab.state(job) == "starting", lab.why(job)
@@ -71,7 +71,7 @@ def _of_few_cores(lab: MixedLab, host: str) -> HostFacts:
 
 
 def test_a_job_says_of_each_host_why_it_waits_for_it(lab: Lab) -> None:
-    """It said that no host was up, undrained and clean: of which, and why, was left to be found."""
+    """Regression: the message said that no host was usable, without naming hosts and reasons."""
     for name in "abcde":
         lab.host(name, gpus=1)
         lab.tell(e.HostDrained(**lab.at(), host=HostId(name)))

@@ -135,7 +135,7 @@ def test_with_room_for_both_it_is_moved_as_ever(full: tuple[Lab, JobId]) -> None
 
 
 def test_who_is_preempted_keeps_its_state_and_who_is_cancelled_does_not(lab: Lab) -> None:
-    """What a job has done since its last snapshot is worth the second that keeping it takes."""
+    """The steps since the last state snapshot are worth the second that saving them takes."""
     lab.host("a", gpus=4)
     job = running(lab, devices=4)
     decided: list[Any] = lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann"))
@@ -195,7 +195,7 @@ def test_a_plan_is_tried_through_host_memory_and_left_again_in_the_same_way(full
 
 
 def test_a_smaller_plan_is_not_tried_through_host_memory(full: tuple[Lab, JobId]) -> None:
-    """Its idle devices would be nobody's while the job starts again."""
+    """The devices would be idle while the job restarts."""
     lab, job = full
     decided = propose(lab, job, Plan(dp=2))
     assert not d.StopAttempt.match(decided, job=job)

@@ -37,14 +37,14 @@ def fail_move(lab: Lab, job: JobId) -> None:
 
 
 def lose(lab: Lab, host: str) -> None:
-    """It is given up."""
+    """The host is declared lost."""
     lab.tell(e.HostDisconnected(**lab.at(), host=HostId(host), why="power"))
     lab.now_s = lab.scheduler.state.timers[Timer(TimerKind.HOST_LOST, host)]
     lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.HOST_LOST, host)))
 
 
 def test_a_pin_to_a_plan_that_the_job_could_not_be_moved_to_is_none(lab: Lab) -> None:
-    """It would be kept under the old plan by a pin that nobody asked for."""
+    """Otherwise the job would stay under the old plan because of a pin that nobody requested."""
     lab.host("a", gpus=4)
     job = running(lab)
     lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=PINNED, pin=True, by="ann"))
@@ -89,7 +89,7 @@ def test_a_pinned_job_whose_host_is_lost_starts_under_its_plan(lab: Lab) -> None
 
 
 def test_a_pinned_job_that_leaves_a_drained_host_for_fewer_devices_is_pinned_no_more(lab: Lab) -> None:
-    """What it runs under then, its user did not choose; it may grow again."""
+    """The user did not choose the resulting plan, so the job may grow again."""
     job = pinned(lab)
     lab.host("b", gpus=2)
     lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), by="ann"))
@@ -101,7 +101,7 @@ def test_a_pinned_job_that_leaves_a_drained_host_for_fewer_devices_is_pinned_no_
 
 
 def test_a_job_that_is_pinned_to_the_plan_that_is_tried_on_it_stays_there(lab: Lab) -> None:
-    """Its trials are over, and another plan is faster; the devices that the trial left idle are given back."""
+    """The trials are over and another plan is faster; the devices that the trial left idle are returned."""
     lab.host("a", gpus=4)
     job = running(lab)
     propose(lab, job, Plan(tp=2))
@@ -123,7 +123,7 @@ def test_a_trial_that_was_thought_of_before_a_pin_is_not_made(lab: Lab) -> None:
 
 
 def test_a_job_that_is_on_its_way_elsewhere_is_not_pinned_where_it_was(lab: Lab) -> None:
-    """Its user was told that it stays; then it went."""
+    """Regression: the user was told that the job stays, and then it was migrated."""
     lab.host("a", gpus=4)
     job = running(lab)
     propose(lab, job, Plan(tp=2))
@@ -134,7 +134,7 @@ def test_a_job_that_is_on_its_way_elsewhere_is_not_pinned_where_it_was(lab: Lab)
 
 
 def test_a_pinned_job_of_which_a_faster_plan_is_known_keeps_its_own(lab: Lab) -> None:
-    """When it leaves a drained host, and when it starts again after its host is lost."""
+    """Holds when it leaves a drained host, and when it restarts after its host is lost."""
     job = pinned(lab)
     learned(lab, dp4=0.5, tp4=1.0)
     lab.host("b", gpus=4)
@@ -149,7 +149,7 @@ def test_a_pinned_job_of_which_a_faster_plan_is_known_keeps_its_own(lab: Lab) ->
 
 
 def test_a_pinned_job_takes_slower_devices_for_its_plan_where_the_faster_are_away() -> None:
-    """It would wait for those for ever: it runs on no fewer."""
+    """Otherwise the job would wait for the faster devices for ever, since its pin admits no smaller plan."""
     lab = MixedLab({"new": [4], "old": [2, 2]})
     lab.tell(e.HostDrained(**lab.at(), host=HostId("new0")))
     job, _ = lab.net("net", 1000, devices=4)
@@ -167,7 +167,7 @@ def test_a_pinned_job_takes_slower_devices_for_its_plan_where_the_faster_are_awa
 
 
 def test_a_pin_that_cannot_be_any_more_does_not_fail_the_job(lab: Lab) -> None:
-    """Its plan runs out of memory when it starts again, and another needs less."""
+    """The pinned plan runs out of memory at a restart; another plan needs less."""
     large = Plan(dp=4, zero=1)
     lab.host("a", gpus=4)
     job, _ = lab.submit(kind=JobKind.ELASTIC, devices=4)
@@ -188,7 +188,7 @@ def test_a_pin_that_cannot_be_any_more_does_not_fail_the_job(lab: Lab) -> None:
 
 
 def test_a_pinned_job_whose_move_to_another_plan_fails_is_pinned_as_before(lab: Lab) -> None:
-    """Nobody unpinned it."""
+    """The pin was not removed by the user."""
     job = pinned(lab)
     lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2), by="ann"))
     fail_move(lab, job)
@@ -206,7 +206,7 @@ def test_a_job_that_was_unpinned_while_it_moved_stays_so(lab: Lab) -> None:
 
 @pytest.mark.parametrize("plan", [Plan(dp=2), Plan(dp=6)])
 def test_a_pinned_job_starts_again_on_as_many_devices_as_its_plan_has(lab: Lab, plan: Plan) -> None:
-    """It asked for four, and was pinned to fewer, or to more."""
+    """The job asked for four devices and was pinned to fewer, or to more."""
     lab.host("a", gpus=6)
     job = running(lab)
     lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=plan, pin=True, by="ann"))

@@ -86,7 +86,9 @@ def test_a_policy_offers_nothing_that_needs_as_much(lab: Lab, room: bool) -> Non
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_rank_that_runs_out_beside_those_of_a_move_is_not_its_plan_s_fault(lab: Lab, devices: int) -> None:
-    """It trained there for hours; what came beside it took more than was thought. That is not tried again."""
+    """The plan had trained for hours; the migration's ranks took more memory than estimated, so that migration is not
+    repeated.
+    """
     asked = Plan(dp=devices)
     job, at = submitted(lab, asked, devices), {"attempt": 1}
     lab.tell(e.AttemptProgressed(**lab.at(), job=job, **at, step=500, loss=1.0, step_time_s=1.0))
@@ -136,7 +138,7 @@ def test_where_new_ranks_find_no_place_beside_the_old_the_job_moves_through_host
 
 
 def test_a_large_job_with_long_steps_has_time_to_leave_its_state(lab: Lab) -> None:
-    """It was killed after a minute, in the middle of a copy, and steps were lost."""
+    """Regression: the job was killed after a minute, in the middle of the copy, and steps were lost."""
     job, at = submitted(lab, Plan(dp=2), 2), {"attempt": 1}
     lab.tell(e.AttemptProgressed(**lab.at(), job=job, **at, step=500, loss=1.0, step_time_s=60.0))
     lab.scheduler.state.jobs[job].needs_exclusive_memory = True

@@ -57,7 +57,7 @@ def test_what_is_over_is_not_ended_again(lab: Lab) -> None:
 
 
 def test_what_was_given_up_is_ended_once(lab: Lab) -> None:
-    """Its host could not say that nothing is left there, though its ranks have ended meanwhile."""
+    """The host could not confirm that no process was left, though the ranks ended meanwhile."""
     (report,) = left_behind(lab, 1)
     over = replace(report, ranks=(RankReport(rank=0, end=OK),))
     assert d.StopAttempt.match(lab.connect("a", over), job=report.job, attempt=1) is not None
@@ -68,7 +68,7 @@ def test_what_was_given_up_is_ended_once(lab: Lab) -> None:
 
 
 def test_a_rank_that_nobody_has(lab_with_two_hosts: Lab) -> None:
-    """What an agent says must not end the daemon."""
+    """A report about an unknown rank must not stop the daemon."""
     lab = lab_with_two_hosts
     job, _ = lab.submit()
     lab.run(job)

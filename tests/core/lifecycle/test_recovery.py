@@ -149,7 +149,7 @@ def test_where_the_way_back_fails_too_the_job_starts_again(lab_with_two_hosts: L
 
 
 def test_a_trial_that_was_interrupted_may_be_made_again(lab_with_two_hosts: Lab) -> None:
-    """Its plan is not at fault."""
+    """The interruption is not the plan's fault."""
     lab = lab_with_two_hosts
     job = running(lab, devices=4)
     propose(lab, job, Plan(dp=2))
@@ -203,7 +203,7 @@ def test_ranks_that_stay_silent_are_given_up(spread: tuple[Lab, JobId]) -> None:
 
 @pytest.mark.parametrize("noticed", [True, False])
 def test_a_job_outlives_a_host_without_power(spread: tuple[Lab, JobId], noticed: bool) -> None:
-    """Whether its peers notice or have to be told; and giving the host up must not take the job a second time."""
+    """The job recovers whether or not its peers notice; declaring the host lost must not requeue it a second time."""
     lab, job = spread
     lab.tell(e.HostDisconnected(**lab.at(), host=HostId("b"), why="no answer"))
     if noticed:
@@ -281,7 +281,7 @@ def test_a_survivor_a_step_behind_makes_that_step_or_is_left_out(
 
 
 def test_a_command_that_runs_for_days_between_its_hosts_faults_is_not_given_up(lab: Lab) -> None:
-    """It tells of no steps, and six faults in a month are no loop of its own."""
+    """Commands report no steps, and six host faults in a month are no crash loop."""
     for host in ("a", "b"):
         lab.host(host, gpus=1)
     job, _ = lab.submit(devices=1, kind=JobKind.COMMAND)

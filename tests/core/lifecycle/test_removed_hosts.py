@@ -16,7 +16,7 @@ A, B = HostId("a"), HostId("b")
 
 
 def test_a_host_that_was_given_work_meanwhile_stays(lab_with_two_hosts: Lab) -> None:
-    """Its removal was asked for when nothing ran there; the next daemon starts, and it goes when it is free."""
+    """The removal was requested while the host was idle; the restarted daemon completes it once the host is free."""
     lab = lab_with_two_hosts
     job, _ = lab.submit(hosts=(A,))
     lab.tell(e.HostRemoved(**lab.at(), host=A))
@@ -30,7 +30,7 @@ def test_a_host_that_was_given_work_meanwhile_stays(lab_with_two_hosts: Lab) -> 
 
 
 def test_a_state_without_a_host_in_use_recovers(lab_with_two_hosts: Lab) -> None:
-    """As earlier versions left it: the host is given up like any other, and the job goes on elsewhere."""
+    """States of earlier versions lack the host: it is declared lost like any other, and the job is requeued."""
     lab = lab_with_two_hosts
     job, _ = lab.submit(devices=2)
     lab.run(job)

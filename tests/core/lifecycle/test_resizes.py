@@ -43,7 +43,7 @@ def test_the_best_size_that_there_is_room_for(lab: Lab) -> None:
 
 
 def test_another_size_is_a_stop_a_save_and_a_start(lab: Lab) -> None:
-    """It exits with 0 because it was asked to: that is not the end of the job, and not a failure of its own."""
+    """The job exits with 0 on request: neither its normal end nor a failure."""
     lab.host("a", gpus=4)
     job, _ = submit(lab)
     lab.run(job)
@@ -58,7 +58,7 @@ def test_another_size_is_a_stop_a_save_and_a_start(lab: Lab) -> None:
 
 
 def test_a_job_may_go_back_to_the_one_plan_that_it_was_submitted_with(lab: Lab) -> None:
-    """Its command knows of tp by itself."""
+    """Its command reads tp from elsewhere."""
     lab.host("a", gpus=4)
     job, own = JobId("1"), Plan(dp=2, tp=2)
     spec = JobSpec(
@@ -195,7 +195,7 @@ def test_a_command_on_several_devices_is_over_when_its_one_process_is(lab: Lab) 
 
 
 def test_a_command_that_no_host_can_hold_says_so(lab_with_two_hosts: Lab) -> None:
-    """It would wait for ever: one process cannot use devices of two hosts."""
+    """Otherwise it would wait for ever: one process cannot use devices of two hosts."""
     job, _ = lab_with_two_hosts.submit(devices=5)
     assert lab_with_two_hosts.why(job) == ("asks for 5 devices on one host (see --nodes); no host has more than 4")
 
@@ -233,7 +233,7 @@ def test_it_leaves_a_drained_host_once_there_is_room_elsewhere(lab: Lab) -> None
 
 
 def test_it_stays_on_a_drained_host_as_long_as_there_is_no_room(lab: Lab) -> None:
-    """It is not asked to save for nothing, and takes as much of what it has as may be used."""
+    """The job is not asked to save needlessly, and keeps as many of its devices as may be used."""
     lab.host("a", gpus=2)
     lab.host("b", gpus=2)
     job, _ = submit(lab, plans=(Plan(dp=4), Plan(dp=3)))

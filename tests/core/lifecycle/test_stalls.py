@@ -58,7 +58,7 @@ def test_steps_are_what_counts() -> None:
 
 
 def test_the_first_step_of_an_attempt_is_waited_for_as_long() -> None:
-    """What hangs while it reads its data or finds its peers; a job that never makes one fails, with the reason."""
+    """Covers hangs while reading data or at the rendezvous; a job that never makes a step fails with the reason."""
     lab, job = training()
     fire(lab, job)
     lab.stopped(job)

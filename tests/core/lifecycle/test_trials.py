@@ -72,7 +72,7 @@ def learned(lab: Lab, **seconds: float) -> None:
 
 
 def test_a_trial_keeps_the_devices_that_it_leaves_idle(lab_with_two_hosts: Lab) -> None:
-    """Nobody else gets them meanwhile; afterwards the job is back on all, under the fastest plan."""
+    """The idle devices are not granted to others; after the trial the job uses all of them under the fastest plan."""
     lab = lab_with_two_hosts
     job = running(lab)
     before = set(lab.attempt(job).devices)
@@ -205,7 +205,7 @@ def test_a_job_with_a_dead_rank_begins_no_trial_and_returns_from_none(lab_with_t
 
 
 def test_a_trial_of_a_job_whose_model_is_unknown_fails_with_that_reason(lab_with_two_hosts: Lab) -> None:
-    """Its shape may have been lost with an older state; the scheduler ended with an error."""
+    """Regression: the shape was missing in an older state, and the scheduler raised an exception."""
     lab = lab_with_two_hosts
     job = running(lab)
     lab.scheduler.state.jobs[job].shape = None

@@ -105,7 +105,7 @@ def fail_gpu(lab: Lab, job: JobId) -> str:
 
 
 def test_a_gpu_that_fails_is_left_out_for_every_job() -> None:
-    """It is no failure of the job's, which has no retries; its host has another."""
+    """The failure does not count against the job, which has no retries; the host has another GPU."""
     lab = Lab()
     lab.host("a", gpus=2)
     job, _ = lab.submit()

@@ -38,7 +38,7 @@ def row(plan: Plan, seconds: float) -> Estimate:
 
 
 def wanted(lab: Lab, *others: Estimate) -> list[d.Decision]:
-    """What is decided when other plans turn out to be so fast."""
+    """Decisions when other plans turn out to be this fast."""
     table = PerformanceTable((*others, row(Plan(), 10.0)), global_batch=MODEL.global_batch, measured=7)
     return lab.tell(e.SpeedLearned(**lab.at(), model="m", table=table, why="trials"))
 

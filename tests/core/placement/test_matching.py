@@ -27,7 +27,7 @@ def test_a_job_stays_off_workers_where_it_cannot_run() -> None:
 
 
 def test_more_jobs_than_workers_are_refused() -> None:
-    """Who waits is somebody else's choice."""
+    """The policy decides which jobs wait, not the matching."""
     with pytest.raises(ValueError, match="choose who is to run first"):
         match(np.ones(3), np.ones((3, 2)))
 

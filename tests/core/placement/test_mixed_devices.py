@@ -197,7 +197,7 @@ def test_nobody_is_moved_off_fast_devices_that_come_free_soon_enough() -> None:
 
 
 def test_a_guaranteed_job_is_mixed_only_where_it_keeps_what_it_asked_for() -> None:
-    """It asks for four new devices: with the old ones it is faster; instead of some of them it would be slower."""
+    """Mixing four new devices with the old ones is faster; replacing some of them would be slower."""
     lab = MixedLab({"new": [4], "old": [4]})
     job, decided = lab.net("net-1", 1000, devices=4, guaranteed=True, plan=Plan(dp=4))
     start = launch(decided, job)

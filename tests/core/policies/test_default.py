@@ -75,7 +75,7 @@ def moved(lab: Lab, start: d.StartMigration) -> list[d.Decision]:
 
 
 def test_a_job_alone_gets_all_that_makes_it_faster_under_the_best_plan(host_of_eight: Lab) -> None:
-    """It asks for one device and a slow plan: a wish to be beaten."""
+    """The job asks for one device and a slow plan, which the policy improves on."""
     _, decided = submit(host_of_eight, "net-1", 1000, plan=Plan(zero=2))
     launch = d.LaunchAttempt.match(decided)
     assert launch is not None
@@ -122,7 +122,7 @@ def test_a_job_that_is_nearly_over_is_left_alone(host_of_eight: Lab) -> None:
 
 
 def test_a_pinned_job_is_not_moved(host_of_eight: Lab) -> None:
-    """Its user said so."""
+    """The user pinned it."""
     lab = host_of_eight
     job, _ = submit(lab, "pinned", 30_000)
     progress(lab, job, 10)
@@ -173,7 +173,7 @@ def test_replay_gives_the_same_state(host_of_eight: Lab, replayed: Any) -> None:
 
 @pytest.mark.parametrize("guaranteed", [False, True])
 def test_a_drained_host_is_left_by_what_is_known_of_the_job(host_of_eight: Lab, guaranteed: bool) -> None:
-    """It goes where it is fastest with what is left, and not at all where it would lose what it was promised."""
+    """The job migrates to the fastest remaining devices, and stays where it would lose its guarantee."""
     lab = host_of_eight
     job, _ = submit(lab, "net-1", 30_000, devices=8, guaranteed=guaranteed)
     progress(lab, job, 10)

@@ -93,7 +93,7 @@ def test_what_no_host_can_ever_serve_is_said(lab: Lab, what: dict[str, int], why
     ],
 )
 def test_a_job_for_hosts_of_its_own_is_told_what_these_have(lab: Lab, what: dict[str, Any], why: str) -> None:
-    """It was said of the cluster, in which another host has more."""
+    """Regression: the message spoke of the cluster, in which another host has more devices."""
     for name, gpus, cores in (("a", 2, 8), ("b", 2, 8), ("c", 8, 64)):
         lab.host(name, gpus=gpus, cores=cores)
     job, _ = lab.submit(**{**what, "hosts": tuple(map(HostId, what["hosts"]))})
@@ -112,7 +112,7 @@ def test_a_job_of_several_sizes_waits_for_the_least_on_any_hosts(lab: Lab) -> No
 
 
 def test_a_host_that_was_not_drained_is_not_in_use_again(lab: Lab) -> None:
-    """Why said so of every job there, and no more why the job was started so."""
+    """Regression: `why` said so of every job there, in the place of the reason of its start."""
     lab.host("a", gpus=1)
     job, _ = lab.submit()
     lab.run(job)

@@ -67,7 +67,7 @@ def test_what_comes_after_a_cancelled_job_ends_too(lab: Lab) -> None:
 
 
 def test_a_model_is_not_described_before_its_turn(lab: Lab) -> None:
-    """Its script may need what the other job makes."""
+    """The script may need files that the other job produces."""
     lab.host("a", gpus=2)
     first, _ = lab.submit("prepare")
     second, decided = lab.submit("train", kind=JobKind.ELASTIC, after=(first,))

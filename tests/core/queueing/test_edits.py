@@ -15,7 +15,7 @@ from tests.core.conftest import Lab
 
 
 def edit(lab: Lab, job: JobId, **changes: Any) -> list[d.Decision]:
-    """As the verb does: resources by their own names."""
+    """Apply an edit as the verb does, with the public names of resources."""
     spec = lab.scheduler.state.jobs[job].spec
     resources = replace(spec.resources, **changes.pop("resources", {}))
     after = replace(spec, **changes, resources=resources)

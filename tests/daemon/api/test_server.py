@@ -82,7 +82,7 @@ def test_arguments_of_another_type(cluster: RunningCluster, verb: str, arguments
 
 
 def test_a_client_that_never_reads(cluster: RunningCluster) -> None:
-    """It holds up nobody but itself."""
+    """Such a client delays nobody else."""
     cluster.start()
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.connect(str(cluster.socket))
@@ -98,7 +98,7 @@ def test_a_client_that_never_reads(cluster: RunningCluster) -> None:
 
 @pytest.mark.parametrize(("soft", "hard", "clients"), [(64, 2048, 300), (64, 64, 100)])
 def test_many_clients_stay_connected(cluster: RunningCluster, soft: int, hard: int, clients: int) -> None:
-    """As many as the system allows are served; one more waits, and ends neither the daemon nor the others."""
+    """The daemon serves as many clients as the system allows; one more waits and delays nobody."""
     cluster.run("start", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)))
     with cluster.client() as first, ExitStack() as others:
         pid = first.call("status")["pid"]
@@ -121,7 +121,7 @@ def common_() -> Iterator[Path]:
 
 
 def listen(path: Path) -> None:
-    """As a daemon with the group of whoever runs the tests."""
+    """Serve as a daemon of the test user's group."""
 
     async def run() -> None:
         group = grp.getgrgid(os.getgid()).gr_name

@@ -15,7 +15,7 @@ from tests.core.conftest import Lab
 
 
 def test_the_last_row_is_that_of_a_job_that_is_over() -> None:
-    """It ended while the row before was on its way, and `run` returned the exit code of a job that ran."""
+    """Regression: the job ended while an earlier row was being sent, and `run` returned a running job's exit code."""
     lab = Lab()
     lab.host("a", gpus=1)
     job, _ = lab.submit()

@@ -65,7 +65,7 @@ class Deaf:
 
 
 def carried_out(lab: Lab, decided: list[d.Decision], launches: Any = None, deaf: str | None = None) -> list[e.Event]:
-    """What is reported when every launch and question of a model meets the bug.
+    """Events reported when every launch and model inspection raises an exception.
 
     Args:
         launches: what else happens to them.

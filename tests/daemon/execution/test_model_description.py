@@ -54,7 +54,7 @@ def test_a_description_does_not_outlive_its_daemon(local_cluster: RunningCluster
 
 
 def test_forget_asks_every_host_for_what_told_the_model() -> None:
-    """Nobody wrote down which one it was, and it may have been unable to remove it."""
+    """The host that inspected the model is not recorded, and it may have failed to remove the files."""
     asked: list[tuple[str, str, int]] = []
 
     class Agents:

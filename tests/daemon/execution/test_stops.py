@@ -62,7 +62,7 @@ class Agent:
 
 
 def stop(lab: Lab, agent: Any, decided: list[d.Decision]) -> list[e.Event]:
-    """What is reported when the decision to stop was carried out."""
+    """Event that reports the outcome of a stop."""
     reported: list[e.Event] = []
 
     async def report(event: e.Event) -> None:
@@ -84,7 +84,7 @@ def stop(lab: Lab, agent: Any, decided: list[d.Decision]) -> list[e.Event]:
 
 
 def test_a_host_that_could_not_stop_an_attempt_is_asked_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It never leaves, so nobody else would ask: its devices were held for ever."""
+    """Regression: the host stays connected, so nothing repeated the stop, and the devices were never freed."""
     monkeypatch.setattr(module, "AGAIN_S", 0.0)
     lab.host("a", gpus=1)
     job, _ = lab.submit()
@@ -95,7 +95,7 @@ def test_a_host_that_could_not_stop_an_attempt_is_asked_again(lab: Lab, monkeypa
 
 
 def test_a_host_that_went_meanwhile_is_left_to_its_return(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it still has is compared when it is back, and stopped then."""
+    """Its ranks are reconciled, and stopped, when it reconnects."""
     monkeypatch.setattr(module, "AGAIN_S", 0.0)
     lab.host("a", gpus=1)
     job, _ = lab.submit()

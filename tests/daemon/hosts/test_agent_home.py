@@ -29,7 +29,7 @@ def _argv(pid: int) -> list[bytes]:
 
 
 def test_the_agent_at_the_old_place_ends_when_nothing_runs_there(cluster: RunningCluster) -> None:
-    """It stayed for ever, and whoever deleted the old place had it in the list of processes still."""
+    """Regression: the agent never ended, and stayed in the process list of a user who deleted its directory."""
     scratch = cluster.directory / "local" / "scratch"
     settings(cluster, str(scratch))
     cluster.start(hosts=1)
@@ -50,7 +50,7 @@ def test_the_agent_at_the_old_place_ends_when_nothing_runs_there(cluster: Runnin
 
 
 def test_nothing_is_made_at_the_old_place_where_no_agent_lives(cluster: RunningCluster) -> None:
-    """Such as a disk that is not there any more."""
+    """For instance because its disk was removed."""
     scratch = cluster.directory / "local" / "scratch"
     settings(cluster, str(scratch))
     cluster.start(hosts=1)
@@ -66,7 +66,7 @@ def test_nothing_is_made_at_the_old_place_where_no_agent_lives(cluster: RunningC
 
 
 def test_whoever_removes_a_host_that_is_away_is_told_of_its_agent(cluster: RunningCluster) -> None:
-    """It was said to be removed, as ever, and the agent stayed for ever."""
+    """Regression: the host was reported as removed, and its agent ran on for ever."""
     cluster.start(hosts=2)
     cluster.wait_until_up(2)
     cut_power(cluster.directory, 0)

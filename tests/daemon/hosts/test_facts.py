@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 def foreign(total_gib: int = 80, **gpu: Any) -> str:
-    """What is said of foreign use of a host's one GPU."""
+    """Description of foreign processes on a host's one GPU."""
     one = {"uuid": "GPU-1", "index": 0, "name": "A100", "memory_bytes": total_gib * GIB, "processes": [], **gpu}
     answer = {"boot_id": "b", "cpu_cores": 4, "cpu_ids": [0, 1, 2, 3], "memory_bytes": GIB, "gpus": [one]}
     [device] = host_facts(HostId("a"), answer, HostOptions(), "10.0.0.1").devices

@@ -59,7 +59,7 @@ class Lab:
         return list(self.engine.scheduler.state.hosts)
 
     async def known(self) -> list[str]:
-        """Whom the next daemon will dial."""
+        """Hosts that the next daemon will connect to."""
         return [name for name, _, _ in await self.hosts.known()]
 
 
@@ -166,7 +166,7 @@ def test_the_address_of_a_host_that_is_gone_is_not_dialed(journal: Journal) -> N
 
 
 def test_a_rank_ends_by_the_daemons_clock(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of its host may be an hour ahead, and the scheduler's timers would wait for it."""
+    """The host's clock may be an hour ahead, and the scheduler's timers would wait for it."""
     output: list[e.Event] = []
 
     async def report(event: e.Event) -> None:

@@ -147,7 +147,7 @@ def test_what_the_last_batch_proposed_is_asked_again_and_then_kept(journal: Jour
 
 
 def test_a_journal_of_a_development_version_is_refused_whole(tmp_path: Path) -> None:
-    """Its events cannot be read: the message says what to do, and nothing of the file is changed."""
+    """Its events cannot be read: the message says what to do, and the file is not changed."""
     path = tmp_path / "journal.db"
     first = Journal(path)
     engine, _ = engine_of(first)

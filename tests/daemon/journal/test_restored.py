@@ -79,7 +79,7 @@ def sleeps(seconds: int = 600) -> list[str]:
 
 
 def test_what_runs_is_left_alone_until_somebody_says_so(restored: RunningCluster) -> None:
-    """It was ended without a word, and the next job of its number showed its log and never ran."""
+    """Regression: the job was ended silently, and the next job with its number showed its log and never ran."""
     cluster = restored
     cluster.run("start")
     until(lambda: "clusterd start --restored" in cluster.run("host", "show", "local0").stdout)
@@ -100,7 +100,7 @@ def test_what_runs_is_left_alone_until_somebody_says_so(restored: RunningCluster
 
 
 def test_a_job_is_not_taken_for_another_of_its_number(restored: RunningCluster) -> None:
-    """It is submitted before any host has told what it remembers."""
+    """The job is submitted before any host has reported its records."""
     cluster = restored
     cluster.run("start", "--restored", "--local", "1")
     with cluster.client() as client:

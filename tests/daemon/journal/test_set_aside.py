@@ -73,7 +73,7 @@ def test_an_event_that_raises_is_set_aside_and_all_others_happen(tmp_path: Path,
 
 
 def test_a_daemon_that_died_before_it_could_set_the_event_aside_starts(tmp_path: Path, raising: None) -> None:
-    """As by kill -9 between the journal's commit and the exception: it would have ended every later start."""
+    """Simulates kill -9 between the journal's commit and the exception: every later start would have failed."""
     journal = Journal(tmp_path / "journal.db")
     engine = Engine(journal, Scheduler(), lambda events, decisions: None)
 

@@ -37,8 +37,8 @@ class Agents:
         if host in self.away:
             raise AgentLost(f"{host} did not answer")
         answer = append_only_files.pull(self.file(wanted.rank), wanted.offset, wanted.limit, ended=False)
-        self.pulled_bytes += len(answer["data"])
-        return Chunk(**answer)
+        self.pulled_bytes += len(answer.data)
+        return answer
 
 
 @pytest.fixture

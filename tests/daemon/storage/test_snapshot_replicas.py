@@ -23,7 +23,7 @@ JOB = JobId("7")
 
 
 class Agents:
-    """What hosts are asked; one that is named in `full` keeps nothing more."""
+    """Fake agents; a host in `full` stores no further replica."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, dict[str, Any]]] = []

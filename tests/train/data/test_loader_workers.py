@@ -45,7 +45,7 @@ train.run(model=lambda: torch.nn.Linear(2, 2), loss=loss, data=Data(), num_worke
     ids=["sample", "killed", "loss"],
 )
 def test_it_ends_with_its_error(tmp_path: Path, fault: str, losses_fail: bool, said: str) -> None:
-    """It waited forever for workers that ignore SIGTERM, and kept its devices."""
+    """Regression: the rank waited for ever for workers that ignore SIGTERM, and kept its devices."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(fault=fault, losses_fail=losses_fail))
     ended = subprocess.run(

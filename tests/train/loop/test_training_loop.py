@@ -50,7 +50,7 @@ def test_a_rank_that_ran_out_of_memory_lets_go_of_the_step(monkeypatch: pytest.M
 
 
 def test_whoever_waits_for_successors_gives_its_gpu_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It failed because of its peers, and the next ranks use the same GPU."""
+    """The rank failed because of its peers, and the next ranks use the same GPU."""
     given_back: list[bool] = []
     monkeypatch.setattr("clusterd.train.loop.peers.shut_down_connections", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))

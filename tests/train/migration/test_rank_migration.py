@@ -98,7 +98,7 @@ def test_moves_change_no_loss(
 def test_a_job_of_mixed_precision_moves_as_any_other(
     moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
 ) -> None:
-    """Its losses equal those of one process to its precision, and its state exactly."""
+    """Losses equal those of one process to the precision, and the state is equal exactly."""
     expected = undisturbed(precision="bf16")
     steps = walk_through(moving(precision="bf16"), ["pp=2,accumulation=2", "dp=2,zero=3", "dp=1"])
     losses = [s["loss"] for s in steps]

@@ -142,7 +142,7 @@ taken.begin()
 
 
 def test_a_process_does_not_end_under_a_copy(tmp_path: Path) -> None:
-    """It died of SIGABRT after its last step, and the job failed with 134."""
+    """Regression: the process died of SIGABRT after its last step, and the job failed with 134."""
     command = [sys.executable, "-c", ENDS_EARLY, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

@@ -61,7 +61,7 @@ class Masks(nn.Module):
 
 
 def test_tensors_in_a_modules_own_lists_are_not_left_without_values() -> None:
-    """Such a job could start, but never migrate or resume from a checkpoint."""
+    """Regression: such a job could start, but neither migrate nor resume from a checkpoint."""
     assert build_uninitialized(Masks, 0).masks["causal"][0].tolist() == [[1.0, 0.0], [1.0, 1.0]]
 
 
