@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from clusterd.core import story
 from clusterd.core.allocation.rights import on_loan
 from clusterd.core.decisions import Decision
 from clusterd.core.estimates.attained_service import is_predictable, steps_left
@@ -288,17 +289,34 @@ def unusable(job: Job, state: State, now_s: float) -> list[str]:
 
 
 def decision_row(decision: Decision) -> Row:
-    """Row of a decision, in the form of the journal."""
-    return {"kind": type(decision).__name__, **msgspec.to_builtins(decision)}
+    """Row of a decision, in the form of the journal, with the sentence about it."""
+    return {"kind": type(decision).__name__, **msgspec.to_builtins(decision), **_line(story.of_decision(decision))}
 
 
-def event_row(event: Event) -> Row:
-    """Row of an event, without the long description of a model."""
-    row = {"kind": type(event).__name__, **msgspec.to_builtins(event)}
+def decision_summary(decision: Decision, at_s: float) -> Row:
+    """Row of a past decision: what it is about, its reason, and the sentence about it."""
+    return {
+        "cause": decision.cause,
+        "at_s": at_s,
+        "kind": type(decision).__name__,
+        "job": getattr(decision, "job", None),
+        "host": getattr(decision, "host", None),
+        "reason": decision.reason,
+        **_line(story.of_decision(decision)),
+    }
+
+
+def event_row(event: Event, state: State) -> Row:
+    """Row of an event, without the long description of a model, with the sentence about it."""
+    row = {"kind": type(event).__name__, **msgspec.to_builtins(event), **_line(story.of_event(event, state))}
     row.pop("shape", None)
     if isinstance(event, JobSubmitted | JobEdited):
         row["spec"] = spec_row(event.spec)
     return row
+
+
+def _line(line: story.Line) -> Row:
+    return {"text": line.text, "routine": line.is_routine}
 
 
 def spec_row(spec: JobSpec) -> Row:
@@ -346,7 +364,7 @@ def change_row(
     return {
         "number": number,
         "at_s": events[-1].at_s if events else 0.0,
-        "events": [event_row(event) for event in events],
+        "events": [event_row(event, state) for event in events],
         "decisions": [decision_row(decision) for decision in decisions],
         "jobs": [job_row(state.jobs[job], state) for job in jobs if job in state.jobs],
         "hosts": [host_row(state, state.hosts[host], link(host)) for host in hosts if host in state.hosts],

@@ -115,6 +115,11 @@ def has_capability(there: str, conditions: str) -> bool:
     return all(_COMPARISONS[comparison](actual, least) for comparison, least in wanted)
 
 
+def counted(count: int, noun: str) -> str:
+    """Format a number with its noun: ``1 device``, ``2 devices``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """Format a duration by its two largest units: ``1h30m``."""
     if seconds < 1:

@@ -12,26 +12,25 @@ import click
 from clusterd import config as configuration
 from clusterd.cli.common.arguments import time_s
 from clusterd.cli.common.completers import complete_host, complete_job
-from clusterd.cli.common.output import escaped, note, output_option, print_line, readable_kind, show_json
+from clusterd.cli.common.output import note, output_option, print_line, show_json
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 
+SUBJECT_CELLS = 32
+"""Width of the column of jobs and hosts; longer names shift their line."""
+
 ROWS_MAX = 5000
 """Limit of events, and of decisions, per reply of the daemon."""
-
-_ROUTINE = ("AttemptProgressed", "TimerFired", "SetTimer")
-"""Kinds that recur for everything that runs."""
-
-_ABOUT = ("kind", "at_s", "id", "cause", "job", "host", "reason", "attempt", "generation", "agent")
 
 
 @click.command()
 @click.option("--since", default="1h", show_default=True, metavar="TIME", help="As in 90s, 12h or 7d.")
 @click.option("--job", shell_complete=complete_job, help="Only this job.")
 @click.option("--host", shell_complete=complete_host, help="Only this host.")
+@click.option("--verbose", "-v", is_flag=True, help="Also progress, timers, ends of ranks and steps of moves.")
 @output_option
-def history(since: str, job: str | None, host: str | None, output: str) -> None:
-    """Print events of jobs and hosts, and the resulting decisions, oldest first."""
+def history(since: str, job: str | None, host: str | None, verbose: bool, output: str) -> None:
+    """Print what happened to jobs and hosts and what the scheduler decided, oldest first."""
     begin_s = time.time() - time_s("--since", since)
     with Client() as cluster:
         wanted = cluster.call("job", job=job)["id"] if job is not None else None
@@ -39,8 +38,8 @@ def history(since: str, job: str | None, host: str | None, output: str) -> None:
             host = cluster.call("host", host=host)["name"]
         answer = cluster.call("history", limit=ROWS_MAX)
         names = {row["id"]: row["name"] for row in cluster.all_jobs()}
-    rows = [row for row in (*answer["events"], *answer["decisions"]) if row["kind"] not in _ROUTINE]
-    rows = [row for row in rows if row["at_s"] >= begin_s]
+    rows = [row for row in (*answer["events"], *answer["decisions"]) if row["at_s"] >= begin_s]
+    rows = [row for row in rows if verbose or not row["routine"]]
     rows = [row for row in rows if wanted is None or row.get("job") == wanted]
     rows = sorted((row for row in rows if host is None or row.get("host") == host), key=_order)
     if output != "table":
@@ -49,11 +48,27 @@ def history(since: str, job: str | None, host: str | None, output: str) -> None:
     oldest_s = max((page[0]["at_s"] for page in answer.values() if len(page) >= ROWS_MAX), default=0.0)
     if oldest_s > begin_s:
         note(f"there are more rows before {_when(oldest_s)} than the daemon sends at once")
-    for row in rows:
-        about = " on ".join(filter(None, (_job(row, names), row.get("host") or "")))
-        print_line(f"{_when(row['at_s'])}  {readable_kind(row['kind']):<20} {about:<28} {_details(row)}".rstrip())
+    rows = rows if verbose else _without_begun(rows)
+    subjects = [" on ".join(filter(None, (_job(row, names), row.get("host") or ""))) for row in rows]
+    cells = min(max(map(len, subjects), default=0), SUBJECT_CELLS)
+    for row, about in zip(rows, subjects, strict=True):
+        print_line(f"{_when(row['at_s'])}  {about:<{cells}}  {row['text']}")
     if not rows:
         note(f"nothing in the last {since}")
+
+
+def _without_begun(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows without the beginnings of moves of which the end is there: it says what both say."""
+    left: list[dict[str, Any]] = []
+    ended: set[str] = set()
+    for row in reversed(rows):
+        if row["kind"] in ("MigrationFinished", "MigrationFailed"):
+            ended.add(row["job"])
+        elif row["kind"] == "StartMigration" and row["job"] in ended:
+            ended.discard(row["job"])
+            continue
+        left.append(row)
+    return left[::-1]
 
 
 def _order(row: Mapping[str, Any]) -> tuple[float, bool]:
@@ -68,30 +83,6 @@ def _when(at_s: float) -> str:
 def _job(row: Mapping[str, Any], names: Mapping[str, str]) -> str:
     job = row.get("job")
     return f"{names.get(job, '?')} ({job})" if job else ""
-
-
-def _details(row: Mapping[str, Any]) -> str:
-    """Reason of a decision; scalar fields of an event."""
-    if "reason" in row:
-        return str(row["reason"])
-    if row["kind"] == "JobEdited":
-        return f"{row['what']}, by {row['by']}"
-    if row["kind"] == "DevicesClaimed":
-        claim = row["claim"]
-        return f"claim {claim['id']} on {', '.join(claim['devices'])} by {claim['by']}: {claim['reason']}"
-    if isinstance(spec := row.get("spec"), Mapping):
-        return escaped(" ".join(map(str, spec.get("command", ()))))
-    fields = {k: v for k, v in row.items() if k not in _ABOUT and isinstance(v, (str, int, float)) and v != ""}
-    parts = [f"{name} {value}" for name, value in fields.items() if value is not False]
-    end = row.get("end")
-    return ", ".join([*parts, *([_end(end)] if isinstance(end, Mapping) else [])])
-
-
-def _end(end: Mapping[str, Any]) -> str:
-    """End of a rank: signal, exit code or reason."""
-    if end.get("signal"):
-        return f"signal {end['signal']}"
-    return f"exit code {end['exit_code']}" if end.get("exit_code") is not None else str(end.get("reason", ""))
 
 
 @click.group()

@@ -21,7 +21,6 @@ from clusterd.cli.common.output import (
     output_option,
     print_line,
     raise_all,
-    readable_kind,
     show_json,
     show_table,
     use_colour,
@@ -379,10 +378,11 @@ def why(job: str, output: str) -> None:
             print_line(f"  and {len(misfits) - HOSTS_MAX} more hosts do not fit either")
         for reason in answer["unusable"]:
             print_line(f"  {reason}")
-    for (kind, reason), group in groupby(answer["decisions"], lambda decision: (decision["kind"], decision["reason"])):
-        first, *others = group  # repeated, as for several hosts
+    decisions = (decision for decision in answer["decisions"] if not decision["routine"])
+    for text, group in groupby(decisions, lambda decision: decision["text"]):
+        first, *others = group
         at = time.strftime("%m-%d %H:%M:%S", time.localtime(first["at_s"]))
-        print_line(f"  {at}  {readable_kind(kind)}: {reason}{f' ({1 + len(others)} times)' if others else ''}")
+        print_line(f"  {at}  {text}{f' ({1 + len(others)} times)' if others else ''}")
 
 
 def promised(job: dict[str, Any]) -> str:

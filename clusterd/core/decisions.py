@@ -162,3 +162,24 @@ class RequeueJob(Decision):
 
     job: JobId
     attempt: int
+
+
+DECISIONS: dict[str, type[Decision]] = {
+    kind.__name__: kind
+    for kind in (
+        DescribeModel,
+        LaunchAttempt,
+        StopAttempt,
+        StartMigration,
+        AbortMigration,
+        ResumeAttempt,
+        AbortCollectives,
+        TakeCheckpoint,
+        UseCores,
+        SetTimer,
+        HoldJob,
+        EndJob,
+        RequeueJob,
+    )
+}
+"""Decision classes by the name that the journal stores."""

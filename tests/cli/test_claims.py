@@ -29,7 +29,7 @@ def test_a_claimed_device_goes_to_no_job(local_cluster: RunningCluster) -> None:
     (listed,) = json.loads(cluster.run("claim", "ls", "-o", "json").stdout)
     assert (listed["id"], listed["reason"], listed["drain"]) == ("1", "new fan", False)
     assert "new fan" in cluster.run("claim", "ls").stdout
-    assert "devices claimed" in cluster.run("history").stdout
+    assert "3 devices claimed by" in cluster.run("history").stdout
     cluster.run("claim", "rm", "1")
     cluster.run("claim", "local0", "local1", "--from", "+1h", "--reason", "move")
     dry = ("run", "--dry-run", "--no-snapshot", "--devices", "1")

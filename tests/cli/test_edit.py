@@ -20,8 +20,7 @@ def test_a_queued_job_is_edited(local_cluster: RunningCluster) -> None:
     row = cluster.job("narrow")
     assert (row["asked"], row["priority"], row["spec"]["time_limit_s"]) == (1, -3, 7200.0)
     history = cluster.run("history", "--job", "narrow").stdout
-    assert "job edited" in history
-    assert f"{change}, by " in history
+    assert f"{change}, changed by " in history
     never = cluster.run("edit", "narrow", "devices=200", check=False)
     assert never.returncode == 2
     assert "narrow can never start: it asks for 200 devices" in never.stderr

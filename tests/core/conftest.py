@@ -9,6 +9,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core import story
 from clusterd.core.invariants import violations
 from clusterd.core.scheduler import Scheduler
 from clusterd.types import (
@@ -78,10 +79,12 @@ class Lab:
         self.log += events
         self.decisions += decided
         assert violations(self.scheduler.state) == []
+        lines = [story.of_event(event, self.scheduler.state) for event in events]
+        assert all(line.text for line in [*lines, *map(story.of_decision, decided)])
         return decided
 
     def fire(self, timer: e.Timer) -> list[d.Decision]:
-        """It is due, if it was not."""
+        """Fire the timer if it was set."""
         self.now_s = max(self.now_s, self.scheduler.state.timers.get(timer, self.now_s))
         return self.tell(e.TimerFired(**self.at(), timer=timer))
 

@@ -18,7 +18,7 @@ def test_a_job_that_fits_starts_at_once_and_says_where(lab_with_two_hosts: Lab) 
     launch = d.LaunchAttempt.match(decided, job=job, attempt=1)
     assert launch is not None
     assert launch.hosts == (HostId("a"),)
-    assert "fits on a" in launch.reason
+    assert launch.reason == "started on a"
 
 
 def test_a_command_that_no_single_host_can_serve_waits_and_smaller_ones_pass(lab_with_two_hosts: Lab) -> None:
@@ -92,7 +92,7 @@ def test_retries_are_for_failures_of_its_own(lab: Lab) -> None:
 
 
 def test_retries_after_the_first_wait_ever_longer(lab: Lab) -> None:
-    """What is away for a minute must not use them all up in a second."""
+    """A fault of a minute must not use up all retries in a second."""
     lab.host("a", gpus=1)
     job, _ = lab.submit(retries=12)
     waited = []
@@ -190,7 +190,7 @@ def test_a_job_that_is_lost_again_and_again_is_given_up(lab: Lab) -> None:
 
 
 def test_the_time_limit_ends_a_job_with_124(lab: Lab) -> None:
-    """As timeout(1) would."""
+    """Same exit code as timeout(1)."""
     lab.host("a", gpus=1)
     job, decided = lab.submit(time_limit_s=60.0)
     timer = d.SetTimer.match(decided)
@@ -204,7 +204,7 @@ def test_the_time_limit_ends_a_job_with_124(lab: Lab) -> None:
 
 
 def test_a_drained_host_gets_nothing_new(lab: Lab) -> None:
-    """Its fans are loud; somebody will look at it tomorrow."""
+    """An operator drains the host because its fans are loud, to inspect it the next day."""
     lab.host("a", gpus=2)
     running, _ = lab.submit()
     lab.run(running)
@@ -301,7 +301,7 @@ def test_a_cancel_may_cut_short_what_a_cancel_has_begun(lab: Lab) -> None:
 
 
 def test_a_cancel_at_once_is_one_stop_without_a_grace_period(lab: Lab) -> None:
-    """It was asked to stop within its grace period, and told to be gone, both at the same moment."""
+    """Regression: the attempt was stopped with a grace period and without one at the same moment."""
     lab.host("a", gpus=1)
     job, _ = lab.submit(grace_s=86400.0)
     lab.run(job)
@@ -312,7 +312,7 @@ def test_a_cancel_at_once_is_one_stop_without_a_grace_period(lab: Lab) -> None:
 
 
 def test_a_cancel_at_once_is_one_where_its_host_was_away_too(lab: Lab) -> None:
-    """It was stopped within its grace period, of a day, when the host came back."""
+    """Regression: the attempt got a grace period of a day when its host reconnected."""
     lab.host("a", gpus=1)
     job, _ = lab.submit(grace_s=86400.0)
     lab.run(job)

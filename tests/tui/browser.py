@@ -84,7 +84,7 @@ class Page:
         await self._ask("Page.navigate", url=url)
 
     async def evaluate(self, script: str) -> Any:
-        """What the script gives, once it has resolved."""
+        """Result of the script, once its promise has resolved."""
         answer = await self._ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -146,7 +146,7 @@ async def opened(browser: str, url: str, profile: Path) -> AsyncIterator[Page]:
 
 
 async def _endpoint(lines: asyncio.StreamReader) -> str:
-    """Where the browser says that it listens."""
+    """Address on which the browser listens."""
     output = b""
     async for line in lines:
         output += line

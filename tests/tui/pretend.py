@@ -115,7 +115,7 @@ class Pretender:
         writer.close()
 
     def answer(self, verb: str) -> dict[str, Any]:
-        """What a verb gives."""
+        """Reply to a verb."""
         known: dict[str, Any] = {
             "hello": {"version": "0", "protocol": protocol.VERSION, "user": "ann", "is_operator": True},
             "status": {"started_s": self._started_s},
@@ -155,7 +155,7 @@ class Pretender:
 
 
 def _garbage(kind: str, number: int) -> bytes:
-    """What no daemon of ours sends."""
+    """Bytes that no daemon of this project sends."""
     return {
         "text": b"HTTP/1.1 400 Bad Request\r\n\r\n",
         "length": struct.pack("!I", 1 << 31) + b"x",

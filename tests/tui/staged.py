@@ -50,7 +50,7 @@ def host(name: str, state: str = "up", devices: int = 2, **more: Any) -> dict[st
 
 
 def _spec(name: str, devices: int, *arguments: str) -> dict[str, Any]:
-    """What was submitted, with much that says nothing."""
+    """Job specification with many fields at their defaults."""
     plan = {"dp": devices, "tp": 1, "pp": 1, "zero": 1, "offload": "none", "shares": []}
     return {
         "name": name, "kind": "elastic", "command": ["python", "train.py", *arguments], "env": {}, "guaranteed": False,
@@ -104,7 +104,7 @@ def snapshot() -> dict[str, Any]:
 
 
 def items() -> list[Any]:
-    """What `watch` would tell: all of it, then one change."""
+    """Items that `watch` sends: the baseline, then one change."""
     change = {
         "number": 8,
         "at_s": NOW_S - 5,

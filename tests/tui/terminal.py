@@ -41,7 +41,7 @@ class Terminal:
             os.killpg(self.process.pid, signal.SIGWINCH)
 
     def read(self, seconds: float) -> bytes:
-        """What comes within this time, as soon as something does; empty: nothing did."""
+        """Output that arrives within this time; returns at the first of it; empty if none comes."""
         if not select.select([self._master], [], [], max(seconds, 0.0))[0]:
             return b""
         try:

@@ -142,7 +142,7 @@ def test_a_shell_is_in_the_cluster_that_is_looked_at(local_cluster: RunningClust
 
 
 def test_the_daemon_is_killed_and_started_again_under_an_open_interface(cluster: RunningCluster) -> None:
-    """It says so, keeps what it knew, and goes on by itself with the new daemon."""
+    """The interface says so, keeps its last state, and reconnects to the new daemon."""
     cluster.start()
     cluster.run("submit", _job(cluster.directory))
 
@@ -188,7 +188,7 @@ def test_a_daemon_that_has_heard_from_its_hosts_is_up_again(cluster: RunningClus
 
 @pytest.mark.parametrize("garbage", ["text", "length", "msgpack", "rows", "item", "error"])
 def test_garbage_leaves_a_usable_screen_and_the_terminal_as_it_was(socket: Path, garbage: str) -> None:
-    """It is said in the banner of a real terminal; keys work, and leaving leaves nothing behind."""
+    """A real terminal shows the error in the banner; keys still work, and quitting restores the terminal."""
     daemon = pretend(socket, "--garbage", garbage)
     terminal = top(socket)
     try:

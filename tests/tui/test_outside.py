@@ -18,7 +18,6 @@ from tests.tui.test_pilot import until, window
 from tests.tui.test_windows import drive
 from tui.app import Top
 from tui.model import lines, rows
-from tui.model.event_words import summary
 from tui.model.fleet import host_summary
 from tui.model.job_page import read_metrics, read_steps
 from tui.model.state_styles import Look
@@ -40,7 +39,7 @@ from tui.widgets.dialogs import TextDialog
     ],
 )
 def test_saved_views_of_wrong_types_are_said_to_be_none(row: Any) -> None:
-    """And the screen stays as it is."""
+    """The screen stays unchanged."""
     saved_views.path().write_text(json.dumps([row]))
 
     async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
@@ -73,7 +72,7 @@ def test_a_recording_with_a_time_that_is_none_is_refused(at_s: Any) -> None:
 
 @pytest.mark.parametrize("bad", [{"at_s": NOW_S + 2}, {"number": 2, "jobs": [{"id": 7}], "at_s": NOW_S + 2}])
 def test_a_recording_plays_up_to_what_cannot_be_read(bad: dict[str, Any]) -> None:
-    """It says so and stands there; going back works."""
+    """The interface says so and stays at that point; going back works."""
     good = {"number": 1, "at_s": NOW_S + 1, "jobs": [job(1, "first", "running")]}
 
     async def run() -> None:
@@ -116,7 +115,7 @@ def test_an_instant_of_no_calendar_is_refused_where_it_comes_in(at_s: float) -> 
     ],
 )
 def test_an_answer_of_another_form_is_said(key: str, verb: str, answer: Any) -> None:
-    """As of a daemon of another version."""
+    """For instance from a daemon of another version."""
 
     async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
         source.answers[verb] = answer
@@ -213,8 +212,3 @@ def test_a_use_that_is_no_number_is_an_empty_bar() -> None:
     known = rows.read(rows.Host, host("gpu01", link={"facts": {"gpus": gpus}}))
     shown = "\n".join(lines.plain(one) for one in host_summary(known, {}, Look(), NOW_S))
     assert "░░░░░░" in shown
-
-
-def test_an_event_with_a_spec_of_another_form_is_told() -> None:
-    spec = {"kind": "command", "command": 5, "resources": {"devices": 2, "kind": 7}}
-    assert summary(rows.read_event({"kind": "JobSubmitted", "spec": spec})) == "command, 2 7 devices"

@@ -162,7 +162,7 @@ def test_a_job_is_moved_and_its_phases_are_seen(shared: RunningCluster, running:
 
 
 def test_checkpoint_logs_and_the_id(shared: RunningCluster, running: str, tmp_path: Path) -> None:
-    """Its state on disk, its log on the whole screen and in a pager, its id in the clipboard."""
+    """Its checkpoint, its log on the whole screen and in a pager, its id in the clipboard."""
 
     async def script(app: Top, pilot: Pilot[Any]) -> None:
         board = await on_job(app, pilot, running)
@@ -192,7 +192,7 @@ def test_checkpoint_logs_and_the_id(shared: RunningCluster, running: str, tmp_pa
 
 
 def test_a_shell_is_refused_where_there_is_no_terminal(shared: RunningCluster, running: str) -> None:
-    """As in a browser, or here."""
+    """For instance in a browser, or in this test."""
 
     async def script(app: Top, pilot: Pilot[Any]) -> None:
         await on_job(app, pilot, running)
@@ -290,7 +290,7 @@ def test_an_array_is_one_row_and_is_cancelled_whole(shared: RunningCluster) -> N
 
 
 def test_readonly_has_no_key_that_changes_anything(shared: RunningCluster) -> None:
-    """And its help lists none."""
+    """The help lists no such key either."""
 
     async def script(app: Top, pilot: Pilot[Any]) -> None:
         for screen in "12345":
@@ -305,7 +305,7 @@ def test_readonly_has_no_key_that_changes_anything(shared: RunningCluster) -> No
 
 
 def test_two_clients_see_the_same(shared: RunningCluster) -> None:
-    """What one does, the other is told."""
+    """Changes made by one client are shown by the other."""
 
     async def run() -> None:
         one, two = Top(DaemonSource(shared.socket)), Top(DaemonSource(shared.socket))

@@ -209,7 +209,7 @@ def test_a_footer_names_whole_keys_and_the_way_out(screen: str, replays: bool, c
 
 
 def test_a_drained_host_says_what_is_still_there_and_not_since_when() -> None:
-    """It was up for two hours; nobody knows for how long it has been drained."""
+    """The host was up for two hours; the time since it is drained is not known."""
     here = [host("gpu01", drained="ann: new fan", jobs=["gpt-large"]), host("gpu02")]
     drained, used = rows.read(rows.Baseline, {"status": {}, "jobs": [], "hosts": here}).hosts
     message = [lines.plain(one) for one in host_summary(drained, {}, Look(), NOW_S)]
@@ -232,7 +232,7 @@ def _recording() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("seen", [[], [1, 2, 3], [3, 4, 5], [2, 4]])
 def test_history_goes_where_it_belongs(seen: list[int]) -> None:
-    """What happened before we attached, or while the daemon was away; nothing twice."""
+    """Events from before the attachment, or during the daemon's absence, are inserted in order, and none twice."""
     model = Model()
     model.apply(_recording()[0])
     happened = {n: {"kind": "JobSubmitted", "id": n, "at_s": NOW_S + n} for n in range(1, 6)}

@@ -30,7 +30,7 @@ def running(cluster: RunningCluster) -> RunningCluster:
 
 
 async def watch(path: Path, after: int | None) -> AsyncIterator[dict[str, Any]]:
-    """What `watch` tells a new connection, without its signs of life."""
+    """Items that `watch` sends to a new connection, without keep-alives."""
     wire = await Wire.open(path)
     try:
         async for item in wire.stream("watch", after=after):

@@ -16,9 +16,8 @@ from clusterd.units import duration
 from tui.commands.parsing import absolute_path, existing_file, job_files, something, whole_number
 from tui.commands.port import AppPort
 from tui.model import rows
-from tui.model.columns import decision_label
+from tui.model.columns import promise_text
 from tui.model.lines import Line, clock, line, printable
-from tui.model.view import promise_text
 
 LOG_BYTES_MAX = 256 << 20
 """Limit of a log copied to a temporary file for the pager."""
@@ -104,10 +103,11 @@ class ClusterCommands:
             line(("no plan    ", "dim"), printable(f"{plan}: {reason}")) for plan, reason in answer.refused.items()
         ]
         made.append(line(""))
-        for decision, times in _runs(list(reversed(answer.decisions))):
-            at, kind = clock(decision.at_s, now_s), decision_label(decision.kind)
+        decisions = [each for each in reversed(answer.decisions) if not each.routine]
+        for decision, times in _runs(decisions):
             again = f" ({times} times)" if times > 1 else ""
-            made.append(line((f"{at}  ", "dim"), f"{kind}: {printable(decision.reason)}", (again, "dim")))
+            at = clock(decision.at_s, now_s)
+            made.append(line((f"{at}  ", "dim"), printable(decision.sentence), (again, "dim")))
         await self._app.show_text(f"why {job.name}", made, hang=11)
 
     async def cancel(self) -> None:

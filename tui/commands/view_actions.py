@@ -82,6 +82,10 @@ class ViewCommands:
             board.sort_by(column)
             self._app.show_frame()
 
+    async def show_all(self) -> None:
+        """Toggle between all rows and those that matter."""
+        self._board.show_all()
+
     async def columns(self) -> None:
         """Choose the columns to show, where the terminal is wide enough."""
         from tui.widgets.dialogs import MultiChoiceDialog

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from clusterd.units import duration, size
 from tui.model import rows
-from tui.model.event_words import readable_kind, short_plan, summary
+from tui.model.event_words import readable_kind, short_plan
 from tui.model.fleet import tiles
 from tui.model.lines import Line, clock, line, printable
 from tui.model.state_styles import Look, job_colour
@@ -39,26 +39,33 @@ class Column(Generic[R]):
     show: Callable[[R, CellContext], Line]
     order: Callable[[R], Any]
     right: bool = False
-    flexible: bool = False
-    wants: int = 0  # width that a flexible column gets before the others, if available
-    shown: bool = True  # by default
+    flexible: bool = False  # grows to its content where there is space; the last one takes what is left
+    middle: bool = False  # a cell that is too long is shortened in its middle
+    shown: bool = True  # by default; one that is not, but was chosen, is never dropped
     rank: int = 0  # narrow terminals drop columns of the highest rank first
 
 
-def lay_out(columns: Sequence[Column[R]], cells: int) -> list[tuple[Column[R], int]]:
-    """Columns that fit in `cells`, each with its width, separated by one space."""
+def lay_out(columns: Sequence[Column[R]], cells: int, content: Mapping[str, int]) -> list[tuple[Column[R], int]]:
+    """Columns that fit in `cells`, each with its width, separated by one space.
+
+    A column is as wide as its content and its title, at most `Column.cells`. Flexible ones share what is left.
+
+    Args:
+        content: width of the widest cell of a column, by its name.
+    """
+    full = {column.name: max(content.get(column.name, 0), len(column.title) + 1) for column in columns}
+    widths = {column.name: min(full[column.name], column.cells, cells) for column in columns}
     chosen = list(columns)
-    while len(chosen) > 1 and sum(column.cells + 1 for column in chosen) - 1 > cells:
-        chosen.remove(max(chosen, key=lambda column: column.rank))
-    spare = max(cells - (sum(column.cells + 1 for column in chosen) - 1), 0)
+    while len(chosen) > 1 and sum(widths[column.name] + 1 for column in chosen) - 1 > cells:
+        chosen.remove(max(chosen, key=lambda column: column.rank if column.shown else -1))
+    spare = max(cells - (sum(widths[column.name] + 1 for column in chosen) - 1), 0)
     flexible = [column for column in chosen if column.flexible]
-    widths = {column.name: min(column.cells, cells) for column in chosen}
     for column in flexible:
-        more = min(max(column.wants - column.cells, 0), spare)
+        more = min(full[column.name] - widths[column.name], spare)
         widths[column.name] += more
         spare -= more
-    for at, column in enumerate(flexible):
-        widths[column.name] += spare // len(flexible) + (spare % len(flexible) if at == 0 else 0)
+    if flexible:
+        widths[flexible[-1].name] += spare
     return [(column, widths[column.name]) for column in chosen]
 
 
@@ -84,15 +91,6 @@ def compact_devices(devices: Sequence[str | None]) -> str:
     return " ".join(parts)
 
 
-TURNED_DOWN = frozenset({"HoldJob"})
-"""Decision kinds that record why nothing was done."""
-
-
-def decision_label(kind: str) -> str:
-    """Readable kind of a decision; holding a job back is shown as "turned down"."""
-    return "turned down" if kind in TURNED_DOWN else readable_kind(kind)
-
-
 def ran_s(job: rows.Job, now_s: float) -> float | None:
     """Seconds from the first start to the end or now; None before the start."""
     return max((job.ended_s or now_s) - job.started_s, 0.0) if job.started_s else None
@@ -101,6 +99,22 @@ def ran_s(job: rows.Job, now_s: float) -> float | None:
 def waited_s(job: rows.Job, now_s: float) -> float:
     """Seconds from submission to the start, the end or now."""
     return max((job.started_s or job.ended_s or now_s) - job.submitted_s, 0.0)
+
+
+def time_left_s(job: rows.Job) -> float | None:
+    """Seconds that a job of known length still trains; None: not known, or it does not run."""
+    if not job.steps or job.step_time_s is None or job.is_over:
+        return None
+    return (job.steps - job.step) * job.step_time_s
+
+
+def promise_text(promise: rows.Promise, now_s: float) -> str:
+    """Phrase about a promised start: when, and after which jobs."""
+    after = f", when {' and '.join(promise.after[:3])} end{'s' * (len(promise.after) == 1)}" if promise.after else ""
+    if promise.at_s < now_s:
+        return f"next{after}; expected since {clock(promise.at_s, now_s)}"
+    latest = f", by {clock(promise.latest_s, now_s)} at the latest" if promise.latest_s is not None else ""
+    return f"at about {clock(promise.at_s, now_s)}{latest}{after}"
 
 
 def _text(text: str, style: str = "") -> Line:
@@ -170,25 +184,32 @@ def _ran(job: rows.Job, frame: CellContext) -> Line:
     return _text("" if seconds is None else duration(seconds))
 
 
-def _reason(job: rows.Job, frame: CellContext) -> Line:
-    return _text(job.reason, "dim")
+def _why(job: rows.Job, frame: CellContext) -> Line:
+    """Time left of a job that trains; else the reason for its state, or its promised start."""
+    if job.state == "running":
+        left_s = time_left_s(job)
+        return _text("" if left_s is None else f"{duration(left_s)} left")
+    if job.promise is not None:
+        return _text(promise_text(job.promise, frame.now_s), "dim")
+    failed = job.state == "failed"
+    return _text("" if job.state == "finished" else job.reason, "bad" if failed else "dim")
 
 
 JOB_COLUMNS: tuple[Column[rows.Job], ...] = (
-    Column("id", "id", 4, lambda j, f: _text(j.id), lambda j: (len(j.id), j.id), right=True),
-    Column("name", "name", 13, _name, lambda j: j.name, flexible=True),
-    Column("state", "state", 11, lambda j, f: line(f.look.state(j.shown_state)), _by_state),
-    Column("priority", "pri", 4, lambda j, f: _text(str(j.priority)), lambda j: j.priority, right=True, rank=3),
+    Column("id", "id", 6, lambda j, f: _text(j.id), lambda j: (len(j.id), j.id), right=True),
+    Column("name", "name", 16, _name, lambda j: j.name, flexible=True, middle=True),
+    Column("state", "state", 12, lambda j, f: line(f.look.state(j.shown_state)), _by_state),
+    Column("priority", "pri", 5, lambda j, f: _text(str(j.priority)), lambda j: j.priority, right=True, rank=5),
     Column("user", "user", 8, lambda j, f: _text(j.user), lambda j: j.user, rank=8, shown=False),
-    Column("kind", "kind", 8, lambda j, f: _text(j.kind, "dim"), lambda j: j.kind, rank=9, shown=False),
-    Column("plan", "plan", 14, _plan, lambda j: j.plan or "", flexible=True, wants=28, rank=2),
-    Column("devices", "devices", 14, _devices, lambda j: len(j.devices) if j.holds_devices else 0, rank=4),
-    Column("step", "step", 11, lambda j, f: _text(_progress(j)), lambda j: j.step, right=True, rank=1),
-    Column("loss", "loss", LOSS_CELLS, _loss, lambda j: _last(j.loss), right=True, rank=5),
-    Column("step_time", "s/step", 7, _step_time, lambda j: _last(j.step_time_s), right=True, rank=6),
-    Column("waited", "waited", 7, _waited, lambda j: -j.submitted_s, right=True, rank=7),
-    Column("ran", "ran", 7, _ran, lambda j: -(j.started_s or 1e18), right=True, rank=5),
-    Column("reason", "reason", 20, _reason, lambda j: j.reason, flexible=True, rank=10, shown=False),
+    Column("kind", "kind", 14, lambda j, f: _text(j.kind, "dim"), lambda j: j.kind, rank=9, shown=False),
+    Column("plan", "plan", 10, _plan, lambda j: j.plan or "", flexible=True, rank=2),
+    Column("devices", "devices", 16, _devices, lambda j: len(j.devices) if j.holds_devices else 0, rank=3),
+    Column("step", "step", 15, lambda j, f: _text(_progress(j)), lambda j: j.step, right=True, rank=1),
+    Column("loss", "loss", LOSS_CELLS, _loss, lambda j: _last(j.loss), right=True),
+    Column("step_time", "s/step", 7, _step_time, lambda j: _last(j.step_time_s), right=True, rank=7),
+    Column("waited", "waited", 7, _waited, lambda j: -j.submitted_s, right=True, rank=8),
+    Column("ran", "ran", 7, _ran, lambda j: -(j.started_s or 1e18), right=True, rank=6),
+    Column("why", "time left / why", 18, _why, lambda j: _last(time_left_s(j)), flexible=True),
 )  # fmt: skip
 
 
@@ -233,19 +254,19 @@ def _address(host: rows.Host, frame: CellContext) -> Line:
     return _text(host.address or "", "dim")
 
 
-def _why(host: rows.Host, frame: CellContext) -> Line:
+def _why_host(host: rows.Host, frame: CellContext) -> Line:
     return _text(host.why or host.drained or "", "warn")
 
 
 HOST_COLUMNS: tuple[Column[rows.Host], ...] = (
     Column("host", "host", 14, lambda h, f: _text(h.name), lambda h: h.name),
     Column("state", "state", 13, lambda h, f: line(f.look.state(h.shown_state)), lambda h: h.shown_state, rank=1),
-    Column("devices", "devices", 20, _tiles, lambda h: len(h.devices), flexible=True, wants=35),
+    Column("devices", "devices", 20, _tiles, lambda h: len(h.devices), flexible=True),
     Column("cores", "cores booked", 12, _cores, lambda h: h.cores_used, rank=3),
     Column("memory", "memory booked", 19, _memory, lambda h: h.memory_used_bytes, rank=5),
     Column("free", "free", 5, lambda h, f: _text(str(h.free)), lambda h: -h.free, right=True, rank=2),
     Column("address", "address", 15, _address, lambda h: h.address or "", rank=9, shown=False),
-    Column("why", "why", 16, _why, lambda h: h.why, flexible=True, rank=4),
+    Column("why", "why", 16, _why_host, lambda h: h.why, flexible=True, rank=4),
 )  # fmt: skip
 
 
@@ -268,17 +289,26 @@ def _job_name(job: str | None, frame: CellContext) -> Line:
     return _text(f"{job} {known.name}" if known else job, f"job{job_colour(job)}")
 
 
-def _decided(decision: rows.Decision, frame: CellContext) -> Line:
-    style = "warn" if decision.kind in TURNED_DOWN else "bad" if decision.kind == "AbortMigration" else "good"
-    return _text(decision_label(decision.kind), style)
+def _decided(decision: rows.Decision) -> Line:
+    """Sentence about a decision; holding a job back stands out."""
+    styles = {"HoldJob": "warn", "RequeueJob": "warn", "AbortMigration": "bad"}
+    return _text(decision.sentence, styles.get(decision.kind, "dim" if decision.routine else ""))
 
 
 DECISION_COLUMNS: tuple[Column[tuple[int, rows.Decision]], ...] = (
     Column("time", "time", 11, lambda r, f: _text(clock(r[1].at_s, f.now_s), "dim"), lambda r: -r[0]),
-    Column("decision", "decision", 15, lambda r, f: _decided(r[1], f), lambda r: r[1].kind),
-    Column("job", "job", 14, lambda r, f: _job_name(r[1].job, f), lambda r: r[1].job or ""),
+    Column(
+        "decision",
+        "decision",
+        15,
+        lambda r, f: _text(readable_kind(r[1].kind)),
+        lambda r: r[1].kind,
+        rank=4,
+        shown=False,
+    ),
+    Column("job", "job", 16, lambda r, f: _job_name(r[1].job, f), lambda r: r[1].job or "", middle=True),
     Column("host", "host", 10, lambda r, f: _text(r[1].host or ""), lambda r: r[1].host or "", rank=2),
-    Column("reason", "why", 23, lambda r, f: _text(r[1].reason), lambda r: r[1].reason, flexible=True),
+    Column("what", "what", 44, lambda r, f: _decided(r[1]), lambda r: r[1].sentence, flexible=True),
     Column("cause", "event", 6, lambda r, f: _text(str(r[1].cause), "dim"), lambda r: r[1].cause, right=True, rank=3),
 )
 
@@ -286,31 +316,31 @@ DECISION_COLUMNS: tuple[Column[tuple[int, rows.Decision]], ...] = (
 def decision_fields(row: tuple[int, rows.Decision]) -> dict[str, str]:
     """Filter fields of a decision."""
     return {
-        "decision": decision_label(row[1].kind),
+        "decision": readable_kind(row[1].kind),
         "job": row[1].job or "",
         "host": row[1].host or "",
-        "reason": row[1].reason,
+        "what": row[1].sentence,
     }
 
 
-DECISION_FIELDS = frozenset(("decision", "job", "host", "reason"))
+DECISION_FIELDS = frozenset(("decision", "job", "host", "what"))
 
 EVENT_COLUMNS: tuple[Column[tuple[int, rows.EventRow]], ...] = (
     Column("number", "number", 7, lambda r, f: _text(str(r[1].id), "dim"), lambda r: -r[0], right=True, rank=3),
     Column("time", "time", 11, lambda r, f: _text(clock(r[1].at_s, f.now_s), "dim"), lambda r: -r[1].at_s),
-    Column("event", "event", 20, lambda r, f: _event_kind(r[1]), lambda r: r[1].kind),
-    Column("job", "job", 14, lambda r, f: _job_name(r[1].job, f), lambda r: r[1].job or ""),
+    Column(
+        "event", "event", 20, lambda r, f: _text(readable_kind(r[1].kind)), lambda r: r[1].kind, rank=4, shown=False
+    ),
+    Column("job", "job", 16, lambda r, f: _job_name(r[1].job, f), lambda r: r[1].job or "", middle=True),
     Column("host", "host", 10, lambda r, f: _text(r[1].host or ""), lambda r: r[1].host or "", rank=2),
-    Column("what", "what", 20, lambda r, f: _text(summary(r[1])), lambda r: summary(r[1]), flexible=True),
+    Column("what", "what", 44, lambda r, f: _happened(r[1]), lambda r: r[1].sentence, flexible=True),
 )
 
 
-def _event_kind(event: rows.EventRow) -> Line:
-    if event.kind.endswith(("Failed", "Orphaned", "Disconnected", "NotDescribed")):
-        style = "bad"
-    else:
-        style = "dim" if event.kind in ("AttemptProgressed", "TimerFired") else ""
-    return _text(readable_kind(event.kind), style)
+def _happened(event: rows.EventRow) -> Line:
+    """Sentence about an event; failures stand out."""
+    failed = event.kind.endswith(("Failed", "Orphaned", "Disconnected", "NotDescribed"))
+    return _text(event.sentence, "bad" if failed else "dim" if event.routine else "")
 
 
 def event_fields(row: tuple[int, rows.EventRow]) -> dict[str, str]:
@@ -319,7 +349,7 @@ def event_fields(row: tuple[int, rows.EventRow]) -> dict[str, str]:
         "event": readable_kind(row[1].kind),
         "job": row[1].job or "",
         "host": row[1].host or "",
-        "what": summary(row[1]),
+        "what": row[1].sentence,
     }
 
 

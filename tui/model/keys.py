@@ -53,6 +53,8 @@ COMMANDS: tuple[Command, ...] = (
     Command("slash", "/", "filter", "filter", "filter: regular expressions, field:value, field:>3, !not", TABLES,
             footer=TABLES, rank=5),
     Command("s", "s", "sort", "sort", "sort by a column; the same one again reverses", TABLES, footer=TABLES, rank=6),
+    Command("a", "a", "show_all", "all", "also jobs that are over, or routine events and decisions", TABLES,
+            footer=("queue", "decisions", "events"), rank=6),
     Command("f2", "F2", "columns", "", "choose columns", TABLES),
     Command("v", "v", "views", "", "saved views: filter, order and columns under a name", TABLES),
     Command("z", "z", "zoom", "", "zoom: the focused pane alone, or all panes"),

@@ -38,8 +38,8 @@ def width(runs: Line) -> int:
     return sum(cell_len(text) for text, _ in runs)
 
 
-def fit(runs: Line, cells: int, right: bool = False, more: str = "…") -> Line:
-    """Pad, or truncate with `more`, to exactly `cells`."""
+def fit(runs: Line, cells: int, right: bool = False, more: str = "…", middle: bool = False) -> Line:
+    """Pad, or truncate with `more`, to exactly `cells`; `middle`: keep both ends of a text of one style."""
     have = width(runs)
     if have == cells:
         return runs
@@ -48,7 +48,12 @@ def fit(runs: Line, cells: int, right: bool = False, more: str = "…") -> Line:
         return (padding, *runs) if right else (*runs, padding)
     if cells <= 0:
         return EMPTY
-    return (*_cut(runs, cells - cell_len(more)), (more, runs[-1][1]))
+    left = cells - cell_len(more)
+    if middle and left > 2:
+        text, style = plain(runs), runs[-1][1]
+        end = text[-(left // 2) :]
+        return ((set_cell_size(text, left - cell_len(end)) + more + end, style),)
+    return (*_cut(runs, left), (more, runs[-1][1]))
 
 
 def _cut(runs: Line, cells: int) -> Iterator[Run]:

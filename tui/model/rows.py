@@ -199,6 +199,13 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     job: str | None = None
     host: str | None = None
     at_s: Seconds = 0.0
+    text: str = ""
+    routine: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """The decision as a sentence; its reason where an older daemon sent none."""
+        return self.text or self.reason
 
 
 class EventRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,7 +216,14 @@ class EventRow(msgspec.Struct, frozen=True, kw_only=True):
     at_s: Seconds = 0.0
     job: str | None = None
     host: str | None = None
+    text: str = ""
+    routine: bool = False
     fields: dict[str, Any] = {}
+
+    @property
+    def sentence(self) -> str:
+        """The event as a sentence; empty where an older daemon sent none."""
+        return self.text
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,7 +268,9 @@ def read_event(value: dict[str, Any]) -> EventRow:
         Malformed: it does not match.
     """
     known = msgspec.convert(value, EventRow)
-    return msgspec.structs.replace(known, fields={k: v for k, v in value.items() if k != "kind"})
+    return msgspec.structs.replace(
+        known, fields={k: v for k, v in value.items() if k not in ("kind", "text", "routine")}
+    )
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from clusterd.units import duration, size
 from tui.model import rows
-from tui.model.columns import compact_devices, decision_label, ran_s, waited_s
+from tui.model.columns import compact_devices, promise_text, ran_s, time_left_s, waited_s
 from tui.model.fleet import fleet_totals
 from tui.model.lines import Line, clock, fit, line, printable, width
 from tui.model.model import Model
@@ -150,7 +150,9 @@ def job_summary(job: rows.Job, model: Model, look: Look, now_s: float) -> list[L
     if job.step or job.steps:
         share = job.step / job.steps if job.steps else 0.0
         done = f"{job.step}/{job.steps} " if job.steps else f"{job.step}"
-        made.append(_fact("step", done, (look.bar(share, 12) if job.steps else "", "info"), _time_left(job)))
+        left_s = time_left_s(job)
+        left = f" {duration(left_s)} left" if left_s is not None else ""
+        made.append(_fact("step", done, (look.bar(share, 12) if job.steps else "", "info"), left))
     if job.step_time_s is not None:
         made.append(_fact("step time", *step_time(job)))
     if job.loss is not None:
@@ -168,8 +170,8 @@ def job_summary(job: rows.Job, model: Model, look: Look, now_s: float) -> list[L
     made.append(_fact("times", _times(job, now_s)))
     if job.checkpoint:
         made.append(_fact("checkpoint", f"step {job.checkpoint_step} in {printable(job.checkpoint)}"))
-    for decision in model.decisions_on(job.id)[-4:]:
-        made.append(_fact(clock(decision.at_s, now_s), decision_label(decision.kind), ": ", printable(decision.reason)))
+    for decision in [each for each in model.decisions_on(job.id) if not each.routine][-4:]:
+        made.append(_fact(clock(decision.at_s, now_s), printable(decision.sentence)))
     return made
 
 
@@ -197,26 +199,11 @@ def _loan(job: rows.Job) -> str:
     return f" ({job.on_loan} on loan)" if job.on_loan else ""
 
 
-def promise_text(promise: rows.Promise, now_s: float) -> str:
-    """Phrase about a promised start: when, and after which jobs."""
-    after = f", when {' and '.join(promise.after[:3])} end{'s' * (len(promise.after) == 1)}" if promise.after else ""
-    if promise.at_s < now_s:
-        return f"next{after}; expected since {clock(promise.at_s, now_s)}"
-    latest = f", by {clock(promise.latest_s, now_s)} at the latest" if promise.latest_s is not None else ""
-    return f"at about {clock(promise.at_s, now_s)}{latest}{after}"
-
-
 def _requested(job: rows.Job) -> str:
     kind = f" {job.asked_kind}" if job.asked_kind else ""
     devices = f"{job.asked}{kind} device{'' if job.asked == 1 else 's'}" if job.asked else "CPU cores"
     extra = [f"priority {job.priority}", job.kind, "guaranteed" if job.guaranteed else "", job.user]
     return ", ".join(filter(None, (devices, *extra)))
-
-
-def _time_left(job: rows.Job) -> str:
-    if not job.steps or job.step_time_s is None or job.is_over:
-        return ""
-    return f" {duration((job.steps - job.step) * job.step_time_s)} left"
 
 
 def _times(job: rows.Job, now_s: float) -> str:

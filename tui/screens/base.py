@@ -68,10 +68,14 @@ class TableBoard(Board, Generic[R]):
     fields: frozenset[str] = frozenset()
     default_sort = ""
     stay_on_top = False
+    folded_name = "routine"  # rows that `folds` hides
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
         self.filter = Filter("")
+        self.shows_all = False
+        self.folded = 0
+        """Rows that are not shown unless asked for."""
         self.sort, self.descending = self.default_sort, False
         self.columns = [column.name for column in self.all_columns if column.shown]
         self.listing: Listing[R] = Listing(self.fields_of, self._order, self.tie)
@@ -91,6 +95,22 @@ class TableBoard(Board, Generic[R]):
     def tie(self, key: str) -> Any:
         """Secondary sort key."""
         return (len(key), key)
+
+    def folds(self, row: R) -> bool:
+        """True for a row that is not shown unless asked for."""
+        return False
+
+    def unfolded(self, rows: Iterable[tuple[str, R]]) -> Mapping[str, R]:
+        """The rows to show by key; all of them where all were asked for, or a filter looks for some."""
+        known = dict(rows)
+        shown = known if self.shows_all or self.filter else {k: row for k, row in known.items() if not self.folds(row)}
+        self.folded = len(known) - len(shown)
+        return shown
+
+    def show_all(self) -> None:
+        """Toggle between all rows and those that matter."""
+        self.shows_all = not self.shows_all
+        self.sync(Touched(everything=True))
 
     def touched(self, touched: Touched) -> Iterable[str] | None:
         """Keys to evaluate again; None for all."""
@@ -176,8 +196,9 @@ class TableBoard(Board, Generic[R]):
         """Title with row counts."""
         count = len(self.listing.keys)
         hidden = f", {self.listing.hidden} hidden by the filter" if self.listing.hidden else ""
+        folded = f", {self.folded} {self.folded_name}: a shows them" if self.folded else ""
         marked = f", {len(self.table.marked)} marked" if self.table.marked else ""
-        return f" {self.title} ({count}{hidden}{marked}) "
+        return f" {self.title} ({count}{hidden}{folded}{marked}) "
 
     def tick(self) -> None:
         self.table.redraw()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def footer(screen: str, can_act: bool, replays: bool, cells: int) -> tuple[list[Line], dict[str, str]]:
     """Keys of this screen that fit in `cells`, and the action of a click on each."""
     commands = [command for command in available(screen, can_act, replays) if screen in command.footer]
-    while sum(len(c.shown) + len(c.short) + 3 for c in commands) > cells and len(commands) > 1:
+    while 1 + sum(len(c.shown) + len(c.short) + 3 for c in commands) > cells and len(commands) > 1:
         commands.remove(max(reversed(commands), key=lambda command: command.rank))
     runs: list[tuple[str, str]] = []
     actions: dict[str, str] = {}

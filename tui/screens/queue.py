@@ -28,6 +28,7 @@ class QueueBoard(TableBoard[rows.Job]):
     all_columns = columns.JOB_COLUMNS
     fields = columns.JOB_FIELDS
     default_sort = "state"
+    folded_name = "over"
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
@@ -43,7 +44,12 @@ class QueueBoard(TableBoard[rows.Job]):
 
     def all_rows(self) -> Mapping[str, rows.Job]:
         """Jobs by id, an array of several tasks as one row; what a filter finds is shown task by task."""
-        return self.context.model.jobs if self.filter else self.context.model.folded_jobs()
+        model = self.context.model
+        return self.unfolded((model.jobs if self.filter else model.folded_jobs()).items())
+
+    def folds(self, row: rows.Job) -> bool:
+        """Hide jobs that are over."""
+        return row.is_over
 
     def fields_of(self, row: rows.Job) -> Mapping[str, str]:
         return columns.job_fields(row)
@@ -61,6 +67,8 @@ class QueueBoard(TableBoard[rows.Job]):
             return []
         if self.listing.hidden:
             return [line("No job matches the filter: esc clears it.")]
+        if self.folded:
+            return [line(f"No job waits or runs. {self.folded} are over: ", ("a", "key"), " shows them.")]
         how = line(
             "Press ", ("n", "key"), " to submit a job file, or in a shell:  ", ("clusterd submit job.toml", "key")
         )

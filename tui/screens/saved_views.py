@@ -24,15 +24,14 @@ class SavedView:
     columns: tuple[str, ...] = ()
 
 
-_WAITING = ("id", "name", "priority", "user", "waited", "reason")
+_WAITING = ("id", "name", "priority", "user", "waited", "why")
 
 BUILT_IN = (
-    SavedView("everything", "queue"),
-    SavedView("not over", "queue", filter="!state:finished|failed|cancelled"),
+    SavedView("usual", "queue"),
     SavedView("waiting", "queue", "state:queued", "waited", False, _WAITING),
-    SavedView("failed", "queue", filter="state:failed", columns=("id", "name", "state", "user", "reason")),
-    SavedView("moves", "decisions", filter="decision:migration"),
-    SavedView("turned down", "decisions", filter="decision:turned"),
+    SavedView("failed", "queue", filter="state:failed", columns=("id", "name", "state", "user", "why")),
+    SavedView("moves", "decisions", filter="decision:start migration"),
+    SavedView("turned down", "decisions", filter="decision:hold"),
     SavedView("with free devices", "fleet", filter="free:>0"),
     SavedView("not usable", "fleet", filter="!state:^up$"),
 )  # fmt: skip

@@ -8,8 +8,7 @@ from typing import Any
 from textual.app import ComposeResult
 
 from tui.model import columns, rows
-from tui.model.columns import decision_label
-from tui.model.event_words import full_value, readable_kind, summary
+from tui.model.event_words import full_value, readable_kind
 from tui.model.lines import Line, clock, line, printable
 from tui.screens.base import TableBoard
 from tui.source.context import Context
@@ -52,6 +51,10 @@ class StreamBoard(TableBoard[Any]):
         if row is not None:
             self.detail.border_title = f" {self.one} "
 
+    def folds(self, row: Any) -> bool:
+        """Hide lines that recur for everything that runs."""
+        return bool(row[1].routine)
+
     def when_empty(self) -> list[Line]:
         if self.context.model.number < 0:
             return []
@@ -69,7 +72,7 @@ class DecisionsBoard(StreamBoard):
 
     def all_rows(self) -> Mapping[str, Any]:
         """Decisions by number."""
-        return {str(number): (number, decision) for number, decision in self.context.model.decisions}
+        return self.unfolded((str(number), (number, each)) for number, each in self.context.model.decisions)
 
     def fields_of(self, row: Any) -> Mapping[str, str]:
         """Adds the job's name to the fields."""
@@ -83,20 +86,20 @@ class DecisionsBoard(StreamBoard):
         model, now_s = self.context.model, self.context.clock()
         job = model.jobs.get(decision.job or "")
         made = [
-            line((decision_label(decision.kind), "bold"), f"  {clock(decision.at_s, now_s)}"),
-            line(("why       ", "dim"), printable(decision.reason)),
+            line((readable_kind(decision.kind), "bold"), f"  {clock(decision.at_s, now_s)}"),
+            line(("what      ", "dim"), printable(decision.sentence)),
         ]
         if job is not None:
             made.append(line(("job       ", "dim"), f"{printable(job.name)} ({job.id}), now {job.shown_state}"))
         cause = next((event for _, event in reversed(model.events) if event.id == decision.cause), None)
         if cause is not None:
-            event = f"{readable_kind(cause.kind)} (event {cause.id}) {printable(summary(cause))}"
+            event = f"{readable_kind(cause.kind)} (event {cause.id}): {printable(cause.sentence)}"
             made.append(line(("because   ", "dim"), event))
         others = [d for _, d in model.decisions if d.cause == decision.cause and d is not decision]
         for other in others[:5]:
             named = model.jobs.get(other.job or "")
             about = f" {named.name}" if named else ""
-            made.append(line(("also      ", "dim"), f"{decision_label(other.kind)}{about}: {printable(other.reason)}"))
+            made.append(line(("also      ", "dim"), f"{readable_kind(other.kind)}{about}: {printable(other.sentence)}"))
         return made
 
 
@@ -111,7 +114,7 @@ class EventsBoard(StreamBoard):
 
     def all_rows(self) -> Mapping[str, Any]:
         """Events by number."""
-        return {str(number): (number, event) for number, event in self.context.model.events}
+        return self.unfolded((str(number), (number, each)) for number, each in self.context.model.events)
 
     def fields_of(self, row: Any) -> Mapping[str, str]:
         return columns.event_fields(row)

@@ -19,6 +19,7 @@ from textual.strip import Strip
 
 from tui.model.columns import Column, lay_out
 from tui.model.lines import Line, fit, line
+from tui.model.lines import width as line_cells
 from tui.model.state_styles import Look
 from tui.widgets.painting import cursor_strip, strip
 from tui.widgets.plain_text import PlainTextTitles
@@ -73,6 +74,7 @@ class Table(PlainTextTitles, ScrollView, can_focus=True):
         self._stay_on_top = stay_on_top
         self._columns: Sequence[Column[Any]] = ()
         self._laid: list[tuple[Column[Any], int]] = []
+        self._widest: dict[str, int] = {}  # cells of a column's widest cell so far
         self._laid_for = 0  # width of the last layout; a scrollbar changes it without a resize event
         self._drawn: dict[int, tuple[Any, ...]] = {}
         self.keys: list[str] = []
@@ -88,6 +90,8 @@ class Table(PlainTextTitles, ScrollView, can_focus=True):
 
     def set_columns(self, columns: Sequence[Column[Any]], sorted_by: str, descending: bool) -> None:
         """Set the columns and the one that carries the sort mark."""
+        if [column.name for column in columns] != [column.name for column in self._columns]:
+            self._widest.clear()
         self._columns, self.sorted_by, self.descending = columns, sorted_by, descending
         self._lay_out()
 
@@ -123,7 +127,7 @@ class Table(PlainTextTitles, ScrollView, can_focus=True):
         """Redraw the visible rows that changed."""
         if not self.is_attached or not self.size.width:
             return
-        if self._content_cells != self._laid_for:
+        if self._content_cells != self._laid_for or self._outgrown():
             self._lay_out()
         for y in range(self.size.height):
             content = self._content(y)
@@ -146,11 +150,24 @@ class Table(PlainTextTitles, ScrollView, can_focus=True):
         """Width without the scrollbar, which Textual draws over the last cell."""
         return self.size.width - self.scrollbar_size_vertical
 
+    def _outgrown(self) -> bool:
+        """Measure the visible rows; True where a cell is wider than its column was measured.
+
+        Columns never get narrower while the table shows the same columns: they would jump with every row that leaves.
+        """
+        top = self.scroll_offset.y
+        every = [(column, 0) for column in self._columns]
+        before = dict(self._widest)
+        for key in self.keys[top : top + self.size.height]:
+            for (column, _), cell in zip(every, self._cells(key, every), strict=True):
+                self._widest[column.name] = max(self._widest.get(column.name, 0), line_cells(cell))
+        return self._widest != before
+
     # --- drawing ------------------------------------------------------------------------------------------------------
 
     def _lay_out(self) -> None:
         self._laid_for = self._content_cells
-        self._laid = lay_out(self._columns, max(self._content_cells - _GUTTER, 1))
+        self._laid = lay_out(self._columns, max(self._content_cells - _GUTTER, 1), self._widest)
         self._drawn.clear()
         self.refresh()
 
@@ -176,7 +193,7 @@ class Table(PlainTextTitles, ScrollView, can_focus=True):
         runs: list[tuple[str, str]] = [(f"{self._look.glyph('mark')} " if marked else "  ", "key")]
         more = self._look.glyph("more")
         for (column, width), cell in zip(self._laid, found, strict=True):
-            runs += (*fit(cell, width, column.right, more), (" ", ""))
+            runs += (*fit(cell, width, column.right, more, column.middle), (" ", ""))
         runs.pop()
         drawn = (
             cursor_strip(fit(tuple(runs), self._content_cells), base, focused) if current else strip(tuple(runs), base)

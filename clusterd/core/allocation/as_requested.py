@@ -333,5 +333,5 @@ def _short_of(job: Job) -> str:
 def _started(job: Job, placement: Placement, choice: ChosenPlan | None) -> str:
     hosts = ", ".join(dict.fromkeys(str(p.host) for p in placement.ranks))
     if choice is None:
-        return f"fits on {hosts}"
-    return f"plan {choice.plan} on {hosts}: {choice.reason}"
+        return f"started on {hosts}"
+    return f"{choice.plan} on {hosts}: {choice.reason}"

@@ -305,23 +305,23 @@ class JobVerbs:
 
     async def _decisions(self, job: str) -> list[dict[str, Any]]:
         rows = await self._engine.journal.query(
-            "SELECT at_s, kind, host, reason FROM decisions WHERE job = ? ORDER BY id DESC LIMIT 50", (job,)
+            "SELECT at_s, kind, body FROM decisions WHERE job = ? ORDER BY id DESC LIMIT 50", (job,)
         )
-        return [
-            {"at_s": at_s, "kind": kind, "host": host, "reason": reason} for at_s, kind, host, reason in reversed(rows)
-        ]
+        return [projection.decision_summary(codec.decision(kind, body), at_s) for at_s, kind, body in reversed(rows)]
 
     async def history(self, peer: Peer, limit: int = 500) -> dict[str, Any]:
         """Newest events and decisions, oldest first, for a watcher that has just connected."""
         limit = min(max(int(limit), 0), HISTORY_MAX)
         events = await self._engine.journal.query("SELECT kind, body FROM events ORDER BY id DESC LIMIT ?", (limit,))
         decisions = await self._engine.journal.query(
-            "SELECT cause, at_s, kind, job, host, reason FROM decisions ORDER BY id DESC LIMIT ?", (limit,)
+            "SELECT at_s, kind, body FROM decisions ORDER BY id DESC LIMIT ?", (limit,)
         )
-        names = ("cause", "at_s", "kind", "job", "host", "reason")
         return {
-            "events": [projection.event_row(codec.event(kind, body)) for kind, body in reversed(events)],
-            "decisions": [dict(zip(names, row, strict=True)) for row in reversed(decisions)],
+            "events": [projection.event_row(codec.event(kind, body), self._state) for kind, body in reversed(events)],
+            "decisions": [
+                projection.decision_summary(codec.decision(kind, body), at_s)
+                for at_s, kind, body in reversed(decisions)
+            ],
         }
 
     async def cancel(self, peer: Peer, job: str, also: list[str] | None = None, now: bool = False) -> dict[str, Any]:

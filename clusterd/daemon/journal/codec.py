@@ -6,11 +6,12 @@ from typing import Any
 
 import msgspec
 
-from clusterd.core import events
+from clusterd.core import decisions, events
 from clusterd.core.state import State
 from clusterd.core.view import Proposal
 
 _EVENT_DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in events.EVENTS.items()}
+_DECISION_DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in decisions.DECISIONS.items()}
 _STATE = msgspec.msgpack.Decoder(State)
 _PROPOSAL = msgspec.msgpack.Decoder(Proposal)
 _encoder = msgspec.msgpack.Encoder()
@@ -29,6 +30,17 @@ def event(kind: str, body: bytes) -> events.Event:
         msgspec.ValidationError: another version wrote the event, with other fields.
     """
     decoded: events.Event = _EVENT_DECODERS[kind].decode(body)
+    return decoded
+
+
+def decision(kind: str, body: bytes) -> decisions.Decision:
+    """Decode a decision of this kind.
+
+    Raises:
+        KeyError: the kind is unknown.
+        msgspec.ValidationError: another version wrote the decision, with other fields.
+    """
+    decoded: decisions.Decision = _DECISION_DECODERS[kind].decode(body)
     return decoded
 
 
