@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.client import Client
+from clusterd.submission.ignore_rules import IGNORE_FILE
 from clusterd.submission.job_file import Request
 from clusterd.submission.workdir import Snapshot, pack
 from clusterd.types import JobKind, JobSpec
@@ -55,6 +56,9 @@ def with_workdir(cluster: Client, spec: JobSpec, say: Callable[[str], None] = la
     if spec.workdir is None:
         return spec
     packed = pack_workdir(cluster, spec)
+    if packed.secrets:
+        named = ", ".join(packed.secrets[:3]) + (f" and {len(packed.secrets) - 3} more" * (len(packed.secrets) > 3))
+        say(f"not sent, being secrets by their names: {named} (!NAME in {IGNORE_FILE} sends one)")
     with packed.archive:
         if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
             say(f"sending {packed.files} files of {spec.workdir} ({size(packed.size_bytes)})")

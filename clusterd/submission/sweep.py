@@ -12,6 +12,8 @@ from clusterd.errors import UsageError
 from clusterd.submission.job_file import NAME_LENGTH_MAX
 from clusterd.types import TEMPLATE_NAMES, ArrayTask, JobId, JobSpec
 
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+
 JOBS_MAX = 1000
 """Limit of one sweep, so that a typing error does not fill the queue."""
 
@@ -25,7 +27,7 @@ def parse_sweep(given: Iterable[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for text in given:
         name, _, listed = text.partition("=")
-        values = listed.split(",")
+        values = _split(listed)
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or not all(values):
             raise UsageError(f"--sweep {text}: write NAME=VALUE,VALUE,... as in LR=1e-3,3e-4")
         if name in TEMPLATE_NAMES:
@@ -38,6 +40,33 @@ def parse_sweep(given: Iterable[str]) -> dict[str, list[str]]:
     if (count := math.prod(map(len, found.values()))) > JOBS_MAX:
         raise UsageError(f"--sweep makes {count} jobs; {JOBS_MAX} at a time are the most")
     return found
+
+
+def _split(listed: str) -> list[str]:
+    """Values between commas; commas within brackets or quotes belong to a value, and quotes around one do not.
+
+    Raises:
+        UsageError: a bracket or quote is not closed.
+    """
+    values, quote = [""], ""
+    open_brackets: list[str] = []
+    for letter in listed:
+        if letter == "," and not quote and not open_brackets:
+            values.append("")
+            continue
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter in _CLOSING:
+            open_brackets.append(_CLOSING[letter])
+        elif open_brackets and letter == open_brackets[-1]:
+            open_brackets.pop()
+        values[-1] += letter
+    if quote or open_brackets:
+        raise UsageError(f"--sweep: {(quote or open_brackets[-1])!r} is missing in {listed!r}")
+    quoted = [len(value) > 1 and value[0] == value[-1] and value[0] in ("'", '"') for value in values]
+    return [value[1:-1] if is_quoted else value for value, is_quoted in zip(values, quoted, strict=True)]
 
 
 def parse_array(text: str) -> tuple[list[int], int]:

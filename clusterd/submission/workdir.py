@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
-import glob
 import hashlib
 import io
 import os
@@ -13,24 +11,13 @@ import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO
 
 from clusterd.errors import UsageError
+from clusterd.submission.ignore_rules import IGNORE_FILE, IgnoreRules
 from clusterd.units import size
-
-IGNORE_FILE = ".clusterdignore"
-_ALWAYS_IGNORED = (
-    ".git",
-    "__pycache__",
-    "*.pyc",
-    ".venv",
-    "venv",
-    ".mypy_cache",
-    ".ruff_cache",
-    ".pytest_cache",
-    "*.egg-info",
-)
 
 GIT_TIMEOUT_S = 60.0
 
@@ -42,16 +29,20 @@ OUR_PACKAGES = ("clusterd", "plans")
 class Snapshot:
     """Packed workdir."""
 
-    digest: str  # sha256 of the archive; depends on the content only
+    digest: str  # sha256 of the archive; depends on names, contents, modes and times
     size_bytes: int
     files: int
+    secrets: tuple[str, ...]  # files that look like secrets, and stayed behind
     archive: IO[bytes]
 
 
 def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imports_ours: bool = True) -> Snapshot:
-    """Pack the files that git lists, or all files, except those that `.clusterdignore` or `leave_out` excludes.
+    """Pack the files that git does not ignore, or all files, except those that `.clusterdignore` excludes.
+
+    What looks like a secret stays behind unless git tracks it or the ignore file asks for it.
 
     Args:
+        leave_out: paths that stay behind too.
         imports_ours: the job imports clusterd, which a module of the same name would hide.
     Raises:
         UsageError: not a directory, too large (names the largest files), or it would hide clusterd's modules.
@@ -64,8 +55,11 @@ def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imp
                     f"workdir {directory} has a module {name!r} ({found.name}), which would hide clusterd's own on the "
                     "ranks: rename it, or set workdir to a directory below"
                 )
-    left_out = _patterns_of(directory, leave_out)
-    files = sorted(_from_git(directory, left_out) or _walk(directory, left_out))
+    rules = IgnoreRules(directory, leave_out)
+    listed = _from_git(directory, rules)
+    chosen = listed if listed is not None and listed.names else _Listed(list(_walk(directory, rules)))
+    secrets = [name for name in chosen.names if name not in chosen.tracked and rules.is_secret(name)]
+    files = sorted(set(chosen.names).difference(secrets))
     sizes = {file: _size(directory / file) for file in files}
     total = sum(sizes.values())
     if total > bytes_max:
@@ -83,7 +77,7 @@ def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imp
     for chunk in iter(lambda: spool.read(1 << 20), b""):
         digest.update(chunk)
     spool.seek(0)
-    return Snapshot(digest.hexdigest(), size_bytes, count, spool)
+    return Snapshot(digest.hexdigest(), size_bytes, count, tuple(sorted(secrets)), spool)
 
 
 def refuse_missing(directory: Path) -> None:
@@ -97,14 +91,20 @@ def refuse_missing(directory: Path) -> None:
 
 
 def _add(archive: tarfile.TarFile, directory: Path, file: str) -> bool:
-    """Add a file without times and owners in its header: they would change the digest.
+    """Add a file, a link or an empty folder without its owner.
 
-    Returns: False if the file is gone.
+    Returns: True for a file or link that was there.
     """
     path = directory / file
-    info = tarfile.TarInfo(file)
+    info = tarfile.TarInfo(file.rstrip("/"))
     try:
-        if path.is_symlink():
+        known = path.lstat()
+        info.mtime, info.mode = int(known.st_mtime), stat.S_IMODE(known.st_mode) & 0o777
+        if stat.S_ISDIR(known.st_mode):
+            info.type = tarfile.DIRTYPE
+            archive.addfile(info)
+            return False
+        if stat.S_ISLNK(known.st_mode):
             info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
             archive.addfile(info)
             return True
@@ -113,7 +113,6 @@ def _add(archive: tarfile.TarFile, directory: Path, file: str) -> bool:
         _refuse_unreadable(error)
         return False
     info.size = len(data)
-    info.mode = 0o755 if os.access(path, os.X_OK) else 0o644
     archive.addfile(info, io.BytesIO(data))
     return True
 
@@ -125,26 +124,32 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _from_git(directory: Path, left_out: tuple[str, ...] = ()) -> list[str] | None:
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """Files of a directory; a folder without files ends with a slash."""
+
+    names: list[str]
+    tracked: frozenset[str] = frozenset()  # by git
+
+
+@cache
+def _git_variables() -> frozenset[str]:
+    """Variables by which git finds another repository than that of its directory, as in a hook of that one."""
+    done = subprocess.run(["git", "rev-parse", "--local-env-vars"], capture_output=True, check=False, text=True)
+    return frozenset(done.stdout.split())
+
+
+def _from_git(directory: Path, rules: IgnoreRules | None = None) -> _Listed | None:
     """Files that git does not ignore; None if the directory is not in a git tree or git is not installed.
 
     Raises:
         UsageError: git fails: without its .gitignore, data and secrets would go to the hosts.
     """
-    command = [
-        "git",
-        "-C",
-        str(directory),
-        "ls-files",
-        "-z",
-        "--cached",
-        "--others",
-        "--exclude-standard",
-        "--deduplicate",
-    ]
+    command = ["git", "-C", str(directory), "ls-files", "-z", "-t", "--cached", "--others", "--exclude-standard"]
     try:
+        env = {name: value for name, value in os.environ.items() if name not in _git_variables()}
         done = subprocess.run(
-            command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, check=False, timeout=GIT_TIMEOUT_S
+            command, env={**env, "LC_ALL": "C"}, capture_output=True, check=False, timeout=GIT_TIMEOUT_S
         )
     except (FileNotFoundError, PermissionError):  # no git; the latter if a folder of PATH is not readable
         return None
@@ -155,44 +160,49 @@ def _from_git(directory: Path, left_out: tuple[str, ...] = ()) -> list[str] | No
         if "not a git repository (or any" in message:  # with a path instead, .git exists and is broken
             return None
         raise UsageError(f"workdir {directory}: git does not list its files: {message.removeprefix('fatal: ')}")
-    names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
-    ignored = (*_patterns(directory), *left_out)
+    tagged = [os.fsdecode(entry) for entry in done.stdout.split(b"\0") if entry]  # "H name", "? name"
+    tracked = {entry[2:] for entry in tagged if not entry.startswith("?")}
     found: list[str] = []
-    for name in (n.rstrip("/") for n in names):
+    for name in dict.fromkeys(entry[2:].rstrip("/") for entry in tagged):  # a conflict is listed once per side
         path = directory / name
-        if name == "." or _is_ignored(name, ignored):  # git lists only "./" within a submodule without .git
+        is_folder = os.path.isdir(path) and not os.path.islink(path)  # a repository within this one
+        # git lists only "./" within a submodule without .git
+        if name == "." or (rules is not None and rules.ignores(f"{name}/" * is_folder or name, by_tools=False)):
             continue
         # git lists deleted files until the deletion is committed.
         if _is_packed(path):
             found.append(name)
-        elif os.path.isdir(path):
-            found += (n for n in _from_repository_within(directory, name) if not _is_ignored(n, ignored))
-    return found
+        elif is_folder:
+            within = _from_repository_within(directory, name)
+            found += (n for n in within.names if rules is None or not rules.ignores(n, by_tools=False))
+            tracked |= within.tracked
+    return _Listed(found, frozenset(tracked))
 
 
-def _from_repository_within(directory: Path, name: str) -> list[str]:
+def _from_repository_within(directory: Path, name: str) -> _Listed:
     """Files of a submodule or nested clone; git lists either only as a directory."""
     path = directory / name
-    if os.path.lexists(path / ".git"):
-        files = _from_git(path) or []
-    elif not (files := list(_walk(path))):
+    listed = _from_git(path) if os.path.lexists(path / ".git") else _Listed(list(_walk(path, IgnoreRules(path))))
+    listed = listed or _Listed([])
+    if not listed.names and not os.path.lexists(path / ".git"):
         raise UsageError(
             f"workdir: the submodule {path} is empty: git submodule update --init, or exclude it in {IGNORE_FILE}"
         )
-    return [f"{name}/{file}" for file in files]
+    return _Listed([f"{name}/{file}" for file in listed.names], frozenset(f"{name}/{file}" for file in listed.tracked))
 
 
-def _walk(directory: Path, left_out: tuple[str, ...] = ()) -> Iterator[str]:
-    ignored = (*_ALWAYS_IGNORED, *_patterns(directory), *left_out)
+def _walk(directory: Path, rules: IgnoreRules) -> Iterator[str]:
+    """Files and links that the rules do not exclude, and folders without any."""
     for parent, directories, files in os.walk(directory, onerror=_refuse_unreadable):
         relative = Path(parent).relative_to(directory)
-        directories[:] = [d for d in directories if not _is_ignored((relative / d).as_posix(), ignored)]
+        directories[:] = [d for d in directories if not rules.ignores(f"{(relative / d).as_posix()}/")]
         # os.walk lists a link to a directory but does not follow it: packed as a link, as under git.
         linked = [d for d in directories if os.path.islink(os.path.join(parent, d))]
-        for file in (*linked, *files):
-            name = (relative / file).as_posix()
-            if not _is_ignored(name, ignored) and _is_packed(directory / name):
-                yield name
+        names = [(relative / file).as_posix() for file in (*linked, *files)]
+        packed = [name for name in names if not rules.ignores(name) and _is_packed(directory / name)]
+        yield from packed
+        if not packed and not directories and relative.parts:
+            yield f"{relative.as_posix()}/"
 
 
 def _is_packed(path: Path) -> bool:
@@ -211,34 +221,4 @@ def _refuse_unreadable(error: OSError) -> None:
     # Left out silently, it would be missing only on the host.
     raise UsageError(
         f"workdir: {error.filename} cannot be read: {error.strerror}: make it readable, or exclude it in {IGNORE_FILE}"
-    )
-
-
-def _patterns(directory: Path) -> tuple[str, ...]:
-    file = directory / IGNORE_FILE
-    if not os.path.lexists(file):
-        return ()
-    try:
-        if not file.is_file():  # reading a FIFO would block forever
-            raise OSError(0, "it is no file")
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, RuntimeError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise UsageError(f"{file} cannot be read: {why}: make it a text file of patterns, or remove it") from None
-    return tuple(line.rstrip("/") for line in lines if line and not line.startswith("#"))
-
-
-def _patterns_of(directory: Path, paths: Iterable[Path]) -> tuple[str, ...]:
-    """Patterns that exclude the given paths below the directory; the directory itself and its parents are ignored."""
-    here = directory.resolve()
-    below = [path.relative_to(here).as_posix() for path in (p.resolve() for p in paths) if here in path.parents]
-    # The slash in front keeps a pattern of one word from matching folders of that name further down.
-    return tuple(f"/{glob.escape(name)}{end}" for name in below for end in ("", "/*"))
-
-
-def _is_ignored(name: str, patterns: tuple[str, ...]) -> bool:
-    parts = name.split("/")
-    return any(
-        fnmatch.fnmatch(name, pattern.lstrip("/")) or any(fnmatch.fnmatch(part, pattern) for part in parts)
-        for pattern in patterns
     )

@@ -92,12 +92,19 @@ def test_the_jobs_of_a_sweep_are_named_by_one_word(local_cluster: RunningCluster
         (["dp=1,2"], "choose another name"),
         (["LR=1", "LR=2"], "given twice"),
         (["LR=1,1"], "there twice"),
+        (["LR=[1,2"], "']' is missing"),
+        (["LR='1,2"], "is missing"),
         ([f"A={','.join(map(str, range(101)))}", f"B={','.join(map(str, range(10)))}"], "1010 jobs"),
     ],
 )
 def test_what_is_no_sweep(given: list[str], report: str) -> None:
     with pytest.raises(UsageError, match=report):
         parse_sweep(given)
+
+
+def test_commas_within_brackets_and_quotes_belong_to_a_value() -> None:
+    given = ['SHAPE=[1, 2],(3,4),{"a": [5,6]}', "NAME='a,b',c"]
+    assert parse_sweep(given) == {"SHAPE": ["[1, 2]", "(3,4)", '{"a": [5,6]}'], "NAME": ["a,b", "c"]}
 
 
 _VALUES = st.lists(st.text("ab/ .=0é", min_size=1, max_size=40), min_size=1, max_size=4, unique=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import socket
 import subprocess
@@ -284,14 +285,73 @@ def test_a_file_that_goes_while_it_is_packed_is_no_part_of_it(tmp_path: Path, mo
     """Regression: an editor that writes and renames files beside the code made submit fail."""
     for name in ("model.py", "newest.pt.part", "train.py"):
         (tmp_path / name).write_text("")
-    is_allowed = os.access
+    read = Path.read_bytes
 
-    def removed(path: Path, mode: int) -> bool:
+    def removed(path: Path) -> bytes:
         (tmp_path / "newest.pt.part").unlink(missing_ok=True)
-        return is_allowed(path, mode)
+        return read(path)
 
-    monkeypatch.setattr(os, "access", removed)
+    monkeypatch.setattr(Path, "read_bytes", removed)
     packed = pack(tmp_path, LIMIT)
     with packed.archive as file, tarfile.open(fileobj=file) as archive:
         assert archive.getnames() == ["model.py", "train.py"]
     assert packed.files == 2
+
+
+def test_secrets_stay_behind_unless_git_tracks_them_or_the_ignore_file_asks(tmp_path: Path) -> None:
+    for name in ("train.py", ".env", "key.pem", ".env.example"):
+        (tmp_path / name).touch()
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").touch()
+    assert names(tmp_path) == [".env.example", "train.py"]
+    packed = pack(tmp_path, LIMIT)
+    packed.archive.close()
+    assert packed.secrets == (".env", ".ssh/config", "key.pem")
+    (tmp_path / ".clusterdignore").write_text("!.env\n")
+    assert names(tmp_path) == [".clusterdignore", ".env", ".env.example", "train.py"]
+    tracked = repository(tmp_path / "tracked", "train.py", "test.pem")
+    (tracked / ".env").touch()
+    assert names(tracked) == ["test.pem", "train.py"]
+
+
+@pytest.mark.parametrize("in_git", [False, True])
+def test_the_ignore_file_follows_the_rules_of_gitignore(tmp_path: Path, in_git: bool) -> None:
+    """Anchors, folders, negations and double stars mean the same with and without git."""
+    paths = ("data/big.bin", "src/data/small.bin", "out/a.log", "out/keep.log", "build", "deep/er/x.tmp", "a[1].txt")
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    if in_git:
+        git(tmp_path, "init")
+    (tmp_path / ".clusterdignore").write_text("# comment\n/data/\n*.log\n!keep.log\nbuild/\ndeep/**/*.tmp\n")
+    expected = [".clusterdignore", "a[1].txt", "build", "out/keep.log", "src/data/small.bin"]
+    assert [name for name in names(tmp_path) if not name.endswith("er")] == expected
+
+
+def test_a_hook_of_another_repository_does_not_decide_what_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: with GIT_DIR of a commit hook, git listed ignored files and secrets as if they were not."""
+    work = repository(tmp_path / "work", "train.py", ".gitignore")
+    (work / ".gitignore").write_text("*.bin\n")
+    (work / "weights.bin").touch()
+    other = repository(tmp_path / "other", "x.py")
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(other / ".git" / "index"))
+    assert names(work) == [".gitignore", "train.py"]
+
+
+def test_times_modes_and_empty_folders_survive(cluster: RunningCluster, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    (work / "empty").mkdir(parents=True)
+    (work / "key").write_text("k")
+    (work / "key").chmod(0o600)
+    os.utime(work / "key", (1_000_000_000, 1_000_000_000))
+    (work / "later").write_text("x")
+    os.utime(work / "later", (4_000_000_000, 4_000_000_000))  # a clock that is ahead
+    cluster.run("start", "--local", "1")
+    script = "stat -c '%a %Y' key; ls -d empty; cp -p key made"
+    done = cluster.run("run", "--name", "j", "--", "sh", "-c", script, cwd=work)
+    assert done.stdout.splitlines() == ["600 1000000000", "empty"]
+    listed = json.loads(cluster.run("get", "j", "-o", "json").stdout)
+    assert [file["path"] for file in listed] == ["made"]

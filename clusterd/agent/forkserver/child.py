@@ -9,7 +9,9 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
+import time
 import types
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -128,6 +130,8 @@ def execute(argv: Sequence[str], env: dict[str, str]) -> NoReturn:
 
 def _freshen(threads: int) -> None:
     """Reset per-process state that forks would share: authentication key, random seeds, threads, output streams."""
+    tempfile.tempdir = None  # found anew by the job's TMPDIR
+    time.tzset()
     multiprocessing.process.current_process().authkey = os.urandom(32)
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]  # undocumented, but spawned workers start there
     seed_generators(os.environ.get(SEED_VARIABLE, ""))

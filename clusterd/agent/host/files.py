@@ -21,19 +21,22 @@ FILES_MAX = 10_000
 _NOISE = {"__pycache__", ".git"}
 
 
-def written(generations: list[Attempt]) -> Files:
-    """List the files that are newer than the launch.
+def written(generations: list[Attempt], submitted: Path | None) -> Files:
+    """List the files that the job wrote.
 
-    Files of the submitted workdir keep their modification times, so a file that the job did not write is older.
+    Those that differ from the submitted workdir in size or time of change; where the job ran in a directory of the
+    user's, those that changed after the launch.
 
     Args:
         generations: those of one attempt on this host, oldest first.
+        submitted: the unpacked workdir of which the job got a copy; None: it submitted none.
     Returns:
         At most `FILES_MAX` files, sorted by path; those whose name is not valid text are among the ones left out.
     """
     newest: dict[str, FileRow] = {}
     for work, since_s in _works(generations).items():
-        for file in _newer(work, since_s):
+        is_copy = work.is_relative_to(generations[0].directory.parent)
+        for file in _written(work, submitted, since_s if not is_copy else 0.0):
             before = newest.get(file.path)
             if before is None or before.at_s <= file.at_s:
                 newest[file.path] = file
@@ -61,7 +64,7 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _newer(work: Path, since_s: float) -> Iterator[FileRow]:
+def _written(work: Path, submitted: Path | None, since_s: float) -> Iterator[FileRow]:
     for folder, folders, names in os.walk(work):
         folders[:] = [name for name in folders if name not in _NOISE]
         for name in names:
@@ -76,7 +79,21 @@ def _newer(work: Path, since_s: float) -> Iterator[FileRow]:
                 continue  # removed meanwhile, or a dangling link
             if not stat.S_ISREG(known.st_mode) or at_s < since_s:
                 continue
-            yield FileRow(str(path.relative_to(work)), known.st_size, at_s)
+            below = path.relative_to(work)
+            if submitted is None or not _is_same(path, submitted / below):
+                yield FileRow(str(below), known.st_size, at_s)
+
+
+def _is_same(path: Path, submitted: Path) -> bool:
+    """True where a file, or link, is as it was submitted."""
+    try:
+        now, then = path.lstat(), submitted.lstat()
+    except OSError:
+        return False
+    if stat.S_ISLNK(now.st_mode) and stat.S_ISLNK(then.st_mode):
+        return os.readlink(path) == os.readlink(submitted) and _is_same(path.resolve(), submitted.resolve())
+    same_kind = stat.S_IFMT(now.st_mode) == stat.S_IFMT(then.st_mode)
+    return same_kind and (now.st_size, now.st_mtime_ns) == (then.st_size, then.st_mtime_ns)
 
 
 def _leads_within(link: Path, work: Path) -> bool:

@@ -71,6 +71,16 @@ def interpreter(given: str | None) -> str:
     return str(path.absolute())
 
 
+_OF_OTHERS = (
+    "SSH_", "CLUSTERD_",
+    "SLURM_", "SBATCH_", "SRUN_", "PBS_", "LSB_", "SGE_", "FLUX_",  # an allocation of another scheduler
+    "PMI_", "PMI2_", "PMIX_", "OMPI_", "ORTE_", "PRTE_", "MPI_LOCAL", "I_MPI_HYDRA", "HYDRA_", "MV2_COMM_",
+    "TORCHELASTIC_", "PET_", "ACCELERATE_",
+    "CONDA_", "VIRTUAL_ENV", "PYTHONHOME",
+)  # fmt: skip
+"""Beginnings of variables by which programs take themselves for a part of what the agent was started from."""
+
+
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of `environ` that jobs inherit: all but those of the SSH login and of clusterd."""
-    return {k: v for k, v in environ.items() if not k.startswith(("SSH_", "CLUSTERD_"))}
+    """Variables of `environ` that jobs inherit: none of the login, clusterd, or a surrounding job or environment."""
+    return {k: v for k, v in environ.items() if not k.startswith(_OF_OTHERS)}

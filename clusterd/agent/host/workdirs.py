@@ -180,10 +180,11 @@ def _inside(name: str) -> tuple[str, ...]:
 def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
     source = archive.extractfile(member)
     assert source is not None
-    mode = 0o555 if member.mode & 0o100 else 0o444
+    mode = member.mode & 0o555 | 0o400
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with source, open(os.open(path, flags, mode), "wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
+        os.fchmod(target.fileno(), mode)  # whatever the umask
     os.utime(path, (member.mtime, member.mtime))
 
 

@@ -40,6 +40,8 @@ async def end_ranks(
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()
+    for pid, start_time in leaders():  # a rank that somebody suspended could neither hear nor save
+        signal_session(pid, start_time, signal.SIGCONT)
     asked = ask() if grace() > 0 else set()
     terminated: set[int] = set()
     half_elapsed = False

@@ -127,7 +127,9 @@ class Verbs:
 
     async def _files(self, request: r.ListFiles) -> r.Files:
         found = self._attempts.any_of(request.job, request.attempt)
-        return await asyncio.get_running_loop().run_in_executor(None, files.written, found)
+        digest = found[-1].launch.snapshot
+        submitted = self._workdirs.path(digest) if digest else None
+        return await asyncio.get_running_loop().run_in_executor(None, files.written, found, submitted)
 
     async def _file(self, request: r.ReadFile) -> r.FileChunk:
         found = self._attempts.any_of(request.job, request.attempt)

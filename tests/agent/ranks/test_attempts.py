@@ -350,6 +350,26 @@ def test_stopping_what_was_never_here_is_fine(agent: AgentClient) -> None:
     assert agent.stop(job="unheard-of") == {"ranks": [], "swept": []}
 
 
+def test_a_suspended_job_may_still_save_when_it_is_stopped(agent: AgentClient) -> None:
+    agent.launch(["sh", "-c", "trap 'echo saved; exit 0' TERM; echo begun; kill -STOP $$; while :; do sleep 1; done"])
+    wait_until(lambda: "begun" in agent.log(), "the job to begin")
+    pid = agent.hello()["attempts"][0]["ranks"][0]["pid"]
+    wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", "its suspension")
+    agent.stop(grace_s=60.0)
+    assert agent.log().endswith("saved\n")
+
+
+@pytest.mark.parametrize(
+    "variable",
+    ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "TORCHELASTIC_RUN_ID", "CONDA_PREFIX", "VIRTUAL_ENV"],
+)
+def test_a_job_does_not_take_itself_for_a_part_of_what_started_the_agent(connect: Connect, variable: str) -> None:
+    agent = connect(env={variable: "leftover"})
+    agent.launch(["sh", "-c", f"echo ${{{variable}:-none}}"])
+    agent.event("rank_exited")
+    assert agent.log() == "none\n"
+
+
 def test_two_stops_at_once_get_the_same_answer(agent: AgentClient) -> None:
     agent.launch(["sleep", "100"])
     numbers = [agent.send("stop", job="j", attempt=1, generation=1, grace_s=5.0, reason="x") for _ in range(2)]

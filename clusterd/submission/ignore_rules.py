@@ -1,0 +1,84 @@
+"""Rules for the files of a working directory that stay behind: `.clusterdignore`, by gitignore's rules, and secrets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+import pathspec
+
+from clusterd.errors import UsageError
+
+IGNORE_FILE = ".clusterdignore"
+
+_TOOLS = (
+    ".git", "__pycache__/", "*.pyc", ".venv/", "venv/", ".mypy_cache/", ".ruff_cache/", ".pytest_cache/", "*.egg-info/",
+)  # fmt: skip
+"""Files that tools make again; where git lists a directory, its own rules say so."""
+
+_SECRETS = (
+    ".env", ".env.*", "!.env.example", "!.env.sample", "!.env.template", ".envrc", ".netrc", ".pgpass", ".pypirc",
+    ".git-credentials", ".ssh/", ".gnupg/", ".aws/", ".azure/", ".kube/", ".docker/", ".config/gcloud/",
+    "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.pem", "*.key", "*.p12", "*.pfx", "*.kdbx", "*.keytab",
+)  # fmt: skip
+"""Files that hold passwords and keys by custom; a line such as ``!.env`` in the ignore file sends one all the same."""
+
+
+class IgnoreRules:
+    """Decides for each path below a directory whether it stays behind."""
+
+    def __init__(self, directory: Path, left_out: Iterable[Path] = ()) -> None:
+        """Read the ignore file.
+
+        Args:
+            left_out: paths, below the directory or not, that stay behind too.
+        Raises:
+            UsageError: the ignore file cannot be read, or has a pattern that gitignore does not know.
+        """
+        given = _lines(directory / IGNORE_FILE)
+        here = directory.resolve()
+        self._left_out = {
+            path.relative_to(here).as_posix() for path in (p.resolve() for p in left_out) if here in path.parents
+        }
+        self._given = _spec(directory, given)
+        self._every = _spec(directory, (*_TOOLS, *given))
+        self._secrets = _spec(directory, (*_SECRETS, *given))
+
+    def ignores(self, name: str, *, by_tools: bool = True) -> bool:
+        """True for a path, or one below a path, that the rules exclude; a folder's name ends with a slash.
+
+        Args:
+            by_tools: also what tools make again, which git's own rules exclude where git listed the files.
+        """
+        paths = [*_parents(name), name]
+        spec = self._every if by_tools else self._given
+        return any(path.rstrip("/") in self._left_out or spec.match_file(path) for path in paths)
+
+    def is_secret(self, name: str) -> bool:
+        """True for a path, or one below a path, that looks like a secret and that the ignore file does not ask for."""
+        return any(self._secrets.match_file(path) for path in [*_parents(name), name])
+
+
+def _parents(name: str) -> list[str]:
+    """Folders above a path, outermost first, each with a slash at its end."""
+    return [f"{parent}/" for parent in list(PurePosixPath(name).parents)[-2::-1]]
+
+
+def _spec(directory: Path, lines: Iterable[str]) -> pathspec.GitIgnoreSpec:
+    try:
+        return pathspec.GitIgnoreSpec.from_lines(lines)
+    except ValueError as error:
+        raise UsageError(f"{directory / IGNORE_FILE}: {error}: write patterns as in .gitignore") from None
+
+
+def _lines(file: Path) -> tuple[str, ...]:
+    if not os.path.lexists(file):
+        return ()
+    try:
+        if not file.is_file():  # reading a FIFO would block forever
+            raise OSError(0, "it is no file")
+        return tuple(file.read_text(encoding="utf-8").splitlines())
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise UsageError(f"{file} cannot be read: {why}: make it a text file of patterns, or remove it") from None
