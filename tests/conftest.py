@@ -20,6 +20,7 @@ from hypothesis import settings
 
 from clusterd.client import Client
 from clusterd.errors import ClusterError
+from tests.hang import HANG_S
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -44,7 +45,7 @@ class RunningCluster:
 
     def run(self, *arguments: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run one command; if it fails, fail the test with its output."""
-        options.setdefault("timeout", 90)
+        options.setdefault("timeout", HANG_S)
         options.setdefault("cwd", self.directory)
         done = subprocess.run(
             [sys.executable, "-m", "clusterd", *arguments],
@@ -65,7 +66,7 @@ class RunningCluster:
         self.run("start", *local)
 
     def client(self) -> Client:
-        return Client(self.socket, timeout_s=60.0)
+        return Client(self.socket, timeout_s=HANG_S)
 
     def call(self, verb: str, **args: Any) -> Any:
         with self.client() as client:
@@ -105,7 +106,7 @@ class RunningCluster:
         row: dict[str, Any] = self.call("job", job=job)
         return row
 
-    def wait_for(self, job: str, wanted: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
+    def wait_for(self, job: str, wanted: Callable[[dict[str, Any]], bool], timeout_s: float = HANG_S) -> dict[str, Any]:
         """Wait until the job's row satisfies the condition; return it."""
         row: dict[str, Any] = {}
 
@@ -210,7 +211,7 @@ def kill_everything_of(directory: Path) -> None:
     until(nothing_left)
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30.0, explain: Callable[[], str] = lambda: "") -> None:
+def until(condition: Callable[[], bool], timeout_s: float = HANG_S, explain: Callable[[], str] = lambda: "") -> None:
     """Wait for a condition outside of this process."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

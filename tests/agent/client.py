@@ -20,13 +20,13 @@ from clusterd.agent.server import attach
 from clusterd.protocol.codec import from_map
 from clusterd.protocol.launch import LaunchRequest
 from clusterd.protocol.proof import proof
+from tests.hang import HANG_S
 
-DEADLINE_S = 30.0
 KEY = "5" * 64
 """Of the cluster whose agents the tests start."""
 
 
-def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = HANG_S) -> Any:
     """Return the result of `condition` once it is true; fail, naming `what`, if it never becomes true."""
     end = time.monotonic() + deadline_s
     while not (found := condition()):

@@ -13,6 +13,7 @@ import pytest
 
 from clusterd.cli.common.following import TerminalText
 from tests.conftest import RunningCluster, cut_power, until
+from tests.hang import HANG_S
 from tests.scenarios.test_migration import agent_of
 
 
@@ -41,7 +42,7 @@ def test_run_tells_why_no_host_started_the_job(local_cluster: RunningCluster, tm
         until(lambda: bool(local_cluster.call("jobs")))
         shutil.rmtree(here)
         local_cluster.run("host", "undrain", "local0", "local1")
-        _, message = run.communicate(timeout=30)
+        _, message = run.communicate(timeout=HANG_S)
     assert run.returncode == 1
     assert "true (1) failed: local" in message
     assert f"the working directory {here} does not exist on this host" in message
@@ -100,7 +101,7 @@ def test_who_follows_a_log_is_told_that_its_host_is_away(cluster: RunningCluster
         assert run.stdout.readline() == "1 begins\n"
         (row,) = cluster.call("jobs")
         cut_power(cluster.directory, int(row["hosts"][0].removeprefix("local")))
-        out, message = run.communicate(timeout=60)
+        out, message = run.communicate(timeout=HANG_S)
     lines = message.splitlines()
     assert run.returncode == 0, message
     assert out == "2 begins\n"

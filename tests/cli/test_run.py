@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import RunningCluster
+from tests.hang import HANG_S
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -27,7 +28,7 @@ def test_a_job_outlives_the_command_that_watches_it(local_cluster: RunningCluste
     assert watching.stdout is not None
     assert watching.stdout.readline() == "begun\n"
     watching.send_signal(number)
-    _, message = watching.communicate(timeout=30.0)
+    _, message = watching.communicate(timeout=HANG_S)
     job = local_cluster.call("jobs")[0]
     assert message.splitlines()[-1] == (
         f"clusterd: ended by {number.name}; {job['name']} ({job['id']}) keeps running: clusterd cancel ends it"

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import RunningCluster, until
-
-DEADLINE_S = 60.0
+from tests.hang import HANG_S
 
 
 def _own_terminal() -> None:
@@ -47,7 +46,7 @@ class Person:
 
     def sees(self, text: str) -> None:
         """Waits for `text`, which is dropped with all before it."""
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + HANG_S
         while text.encode() not in self.message:
             ready, _, _ = select.select([self._screen], [], [], 0.1)
             assert time.monotonic() < end, f"waited for {text!r} and saw {self.said!r}"
@@ -59,7 +58,7 @@ class Person:
         self.message = self.message.partition(text.encode())[2]
 
     def leaves(self) -> int:
-        return self.process.wait(DEADLINE_S)
+        return self.process.wait(HANG_S)
 
     def close(self) -> None:
         self.process.kill()

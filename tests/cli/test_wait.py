@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import RunningCluster, cut_power, until
+from tests.hang import HANG_S
 
 
 @pytest.mark.parametrize("command", ["run", "wait", "logs"])
@@ -41,7 +42,7 @@ def test_a_daemon_that_is_restarted_is_waited_for(local_cluster: RunningCluster,
         local_cluster.run("stop")
         local_cluster.run("start")
         over.touch()
-        printed, message = waiting.communicate(timeout=60)
+        printed, message = waiting.communicate(timeout=HANG_S)
     assert waiting.returncode == (0 if command == "logs" else 3), message
     assert ("the daemon went away; sh (1) keeps running" in message) == (command != "wait")
     assert printed == {"run": "over\n", "logs": "0: over\n", "wait": ""}[command]

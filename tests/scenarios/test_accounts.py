@@ -29,7 +29,6 @@ from tests.ssh.openssh import OpenSshServer, make_key, needs_sshd
 pytestmark = [
     pytest.mark.slow,
     needs_sshd,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(
         os.getuid() != 0 or shutil.which("useradd") is None, reason="makes users: needs root and useradd"
     ),
@@ -78,7 +77,7 @@ class Person:
 
     def calls(self, socket: Path, verb: str, **args: Any) -> Any:
         def call() -> Any:
-            with Client(socket, timeout_s=60.0) as client:
+            with Client(socket) as client:
                 return client.call(verb, **args)
 
         return self.does(call)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY, RunningCluster, until
+from tests.hang import HANG_S
 
 EXAMPLE = REPOSITORY / "examples" / "checkpointable"
 
@@ -109,9 +110,9 @@ command = ["python", "train.py", "--directory", "{local_cluster.directory}/{{job
 resources = {{ plans = ["dp=2", "dp=1"] }}
 """
     job = local_cluster.submit(text, "trainer")
-    local_cluster.wait_for(job, lambda row: row["step"] >= 5, timeout_s=60.0)
+    local_cluster.wait_for(job, lambda row: row["step"] >= 5)
     local_cluster.run("migrate", job, "--plan", "dp=1")
-    local_cluster.wait_for(job, lambda row: row["attempt"] == 2 and row["step"] > 5, timeout_s=60.0)
+    local_cluster.wait_for(job, lambda row: row["attempt"] == 2 and row["step"] > 5)
     (saved,) = (int(f.name.rpartition("-")[2]) for f in (local_cluster.directory / job).glob("checkpoint-*"))
     until(lambda: bool(local_cluster.call("steps", job=job, attempt=2)["data"].splitlines()), 30.0, local_cluster.log)
     after = json.loads(local_cluster.call("steps", job=job, attempt=2)["data"].splitlines()[0])
@@ -169,5 +170,5 @@ def test_checkpoint_fails_when_the_job_is_cancelled(local_cluster: RunningCluste
         second = local_cluster.run("checkpoint", job, place, check=False)
         assert (second.returncode, f"writing a checkpoint to {place}: wait for it" in second.stderr) == (75, True)
         local_cluster.run("cancel", job)
-        answer = first.result(timeout=60)
+        answer = first.result(timeout=HANG_S)
     assert (answer.returncode, "had not written its checkpoint" in answer.stderr) == (1, True), answer.stderr

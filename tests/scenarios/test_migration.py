@@ -185,7 +185,6 @@ def test_a_killed_rank_is_replaced_from_its_replica(local_cluster: RunningCluste
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_job_without_survivors_resumes_from_its_checkpoint(local_cluster: RunningCluster) -> None:
     """Both hosts lose power; the newest checkpoint is on a shared disk."""
     job = train(local_cluster)
@@ -195,7 +194,7 @@ def test_a_job_without_survivors_resumes_from_its_checkpoint(local_cluster: Runn
     assert f"step {taken} is in {directory}" in message
     for number in (0, 1):
         crash_host(local_cluster.directory, number)
-    row = local_cluster.wait_for(job, lambda row: row["attempt"] == 2 and row["step"] > taken, timeout_s=100.0)
+    row = local_cluster.wait_for(job, lambda row: row["attempt"] == 2 and row["step"] > taken)
     assert f"from step {taken}" in local_cluster.run("why", "gpt").stdout
     steps = steps_of(local_cluster, job)
     assert steps[0] == taken + 1
@@ -208,7 +207,7 @@ def test_a_job_shrinks_for_a_guaranteed_one_and_grows_back(local_cluster: Runnin
     night = train(local_cluster, steps=2000, plan="{ dp = 4 }", name="night")
     text = JOB.format(steps=10, devices=2, plan="{ dp = 2 }", more="guaranteed = true")
     morning = local_cluster.submit(text, "morning")
-    local_cluster.wait_for(morning, lambda row: row["state"] == "finished", timeout_s=90.0)
+    local_cluster.wait_for(morning, lambda row: row["state"] == "finished")
     row = local_cluster.wait_for(night, lambda row: len(row["devices"]) == 4 and len(row["migrations"]) >= 2)
     assert [len(m["devices"]) for m in row["migrations"]][:2] == [2, 4]
     assert "to morning: " in row["migrations"][0]["reason"]

@@ -222,7 +222,6 @@ def scene(local_cluster: RunningCluster) -> Scene:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("phase", "victim"), BEFORE)
 def test_before_the_switch(scene: Scene, phase: str, victim: str) -> None:
     """The migration fails with a reason; the source ranks continue, or a survivor gets new peers."""
@@ -244,7 +243,6 @@ def test_before_the_switch(scene: Scene, phase: str, victim: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("victim", ["old rank", "new rank", "old agent", "new agent", "link", "daemon"])
 def test_after_the_switch(scene: Scene, victim: str) -> None:
     """The target ranks are the job: it does not return, and source ranks have no influence."""

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import RunningCluster
 from tests.ssh.openssh import OpenSshServer, make_key, needs_sshd, run
 
-pytestmark = [pytest.mark.slow, needs_sshd, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, needs_sshd]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ resources = { devices = 1, plan = { dp = 1 } }
 
 def test_the_newest_metrics_are_shown(local_cluster: RunningCluster) -> None:
     job = local_cluster.submit(JOB, "gpt")
-    local_cluster.wait_for(job, lambda row: row["state"] == "finished", timeout_s=300.0)
+    local_cluster.wait_for(job, lambda row: row["state"] == "finished")
     row = json.loads(local_cluster.run("show", job, "--output", "json").stdout)
     assert row["metrics"].keys() == {"lr", "grad_norm", "samples_per_s"}
     assert row["metrics"]["lr"] == 3e-4

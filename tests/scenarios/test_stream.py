@@ -33,7 +33,6 @@ STREAM = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_ten_jobs_of_every_kind(local_cluster: RunningCluster) -> None:
     """All finish without lost steps; some migrate, and `why` explains each."""
     first, *others = STREAM

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.client import wait_until
+from tests.hang import HANG_S
 
 SSHD = shutil.which("sshd") or next((p for p in ("/usr/sbin/sshd", "/usr/local/sbin/sshd") if os.path.exists(p)), None)
 
@@ -33,7 +34,7 @@ def make_key(path: Path, *, passphrase: str = "") -> Path:
 def run(*command: str | Path, **env: str) -> str:
     """Output of a program, which must succeed."""
     environment = {**os.environ, **env}
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=HANG_S).stdout
 
 
 @contextlib.contextmanager

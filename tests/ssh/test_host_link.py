@@ -24,13 +24,14 @@ from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
 from clusterd.ssh.host import AgentRefused, HostLink, LinkState
 from tests.agent.client import KEY, launch
+from tests.hang import HANG_S
 
 pytestmark = pytest.mark.anyio
 
 
 async def until(condition: Callable[[], Any], what: str) -> None:
     """Wait for what no event tells: a file, or a state that was passed through."""
-    deadline = asyncio.get_running_loop().time() + 30
+    deadline = asyncio.get_running_loop().time() + HANG_S
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"waited 30 s for {what}"
         await asyncio.sleep(0.01)

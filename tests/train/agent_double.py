@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd import protocol
-
-DEADLINE_S = 60.0
+from tests.hang import HANG_S
 
 Message = dict[str, Any]
 
@@ -25,7 +24,7 @@ class Network:
         self.dropped: set[str] = set()  # moves
         self.sent_bytes = 0  # between hosts
 
-    def wait_for(self, what: Callable[[], bool], deadline_s: float = DEADLINE_S) -> bool:
+    def wait_for(self, what: Callable[[], bool], deadline_s: float = HANG_S) -> bool:
         with self.news:
             return self.news.wait_for(what, deadline_s)
 
@@ -104,7 +103,7 @@ class HostAgent:
             with contextlib.suppress(OSError):  # a reader in this very process may hold its end forever
                 connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(DEADLINE_S)
+            thread.join(HANG_S)
 
     def _start(self, target: Callable[..., None], *args: Any) -> None:
         self._threads.append(threading.Thread(target=target, args=args, daemon=True))

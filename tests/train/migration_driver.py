@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent_double import DEADLINE_S, HostAgent, Message, Network
+from agent_double import HostAgent, Message, Network
 from rank_pool import RankPool, Run
 from scenarios import Recorded, job
 
@@ -20,6 +20,7 @@ from clusterd.protocol.migration import MigrationRequest
 from clusterd.train.inspect.describe import describe
 from clusterd.train.migration.spec import MigrationSpec
 from plans.plan import Plan
+from tests.hang import HANG_S
 
 STEPS = 100_000
 """More than any test waits for; the last generation is stopped."""
@@ -158,7 +159,7 @@ class Mover:
         self._tell(old, {"event": "abort", "move": move["id"]})
         for agent in self.agents.values():
             agent.forget(move["id"])
-        new.run.result(DEADLINE_S)[0].checked()
+        new.run.result(HANG_S)[0].checked()
         if abort_after != "prepared":
             self.all_say(old, "resumed", move["id"])
         return None
@@ -176,7 +177,7 @@ class Mover:
         assert {said["step"] for said in loaded.values()} == {step}
         self._tell(new, {"event": "resume", "move": move})
         self._tell(old, {"event": "stop", "reason": "moved"})
-        for rank, ended in enumerate(old.run.result(DEADLINE_S)[0].ranks):
+        for rank, ended in enumerate(old.run.result(HANG_S)[0].ranks):
             assert ended.exit_code == 0 or rank in old.lost, ended.output
         trains = self.all_say(new, "trains", move)
         self.moves.append(self._move)
@@ -195,7 +196,7 @@ class Mover:
         old = self.now
         for rank in range(old.plan.ranks):
             os.kill(self.agents[old.hosts[rank]].pid(old.number, rank), signal.SIGKILL)
-        old.run.result(DEADLINE_S)
+        old.run.result(HANG_S)
         names, step = self.newest_snapshot()
         new = self._made(plan, hosts)
         move = {
@@ -268,7 +269,7 @@ class Mover:
     def stop(self, *, done: bool = False) -> list[Message]:
         """End the job, `done` or not; return the steps of all generations, in order."""
         self._tell(self.now, {"event": "stop", "reason": "enough", "done": done})
-        self.now.run.result(DEADLINE_S)[0].checked()
+        self.now.run.result(HANG_S)[0].checked()
         return [step for generation in self.generations for step in generation.steps()]
 
     def all_say(self, generation: Generation, what: str, move: str) -> dict[int, Message]:
@@ -285,7 +286,7 @@ class Mover:
 
     def wait(self, what: Callable[[], bool], name: str = "") -> None:
         """Poll for a condition in other processes."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + HANG_S
         while not what():
             assert time.monotonic() < deadline, (name, [a.heard[-5:] for a in self.agents.values()])
             self.network.wait_for(lambda: False, 0.02)
@@ -344,5 +345,5 @@ class Mover:
 
         what = [{**self.options, "steps": STEPS}]
         generation.run = self._threads.submit(
-            generation.pool.run_each, generation.directory, str(generation.plan), what, more=more, patience_s=DEADLINE_S
+            generation.pool.run_each, generation.directory, str(generation.plan), what, more=more, patience_s=HANG_S
         )

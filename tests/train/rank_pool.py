@@ -23,6 +23,7 @@ from typing import Any
 
 from clusterd.agent.host.rank_environment import SURVIVES_PEERS
 from plans.plan import Plan
+from tests.hang import HANG_S
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
@@ -34,7 +35,6 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONPATH": str(ROOT),
 }
-DEADLINE_S = 90.0
 _CHANCE = random.SystemRandom()  # parallel tests seed the global generator alike
 
 
@@ -158,7 +158,7 @@ class RankPool:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         self._server.stdin.close()
-        self._server.wait(timeout=30)
+        self._server.wait(timeout=HANG_S)
         self._server.stdout.close()
 
 
@@ -228,13 +228,13 @@ def _run(request: dict[str, Any]) -> list[int]:
         ranks[pid] = rank
     codes = [0] * len(ranks)
     waiting = {os.pidfd_open(pid): pid for pid in ranks}
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + HANG_S
     while waiting:
         ended, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
         if not ended:
             for pid in waiting.values():
                 os.kill(pid, signal.SIGKILL)
-            deadline += DEADLINE_S
+            deadline += HANG_S
         for descriptor in ended:
             pid = waiting.pop(descriptor)
             os.close(descriptor)

@@ -10,8 +10,7 @@ from clusterd.protocol.control import MakeSegment, PublishSegment, SegmentReply
 from clusterd.protocol.messages import Done
 from clusterd.train.migration.snapshots import StateSnapshots
 from clusterd.train.process.control import AgentRefused
-
-DEADLINE_S = 30.0
+from tests.hang import HANG_S
 
 
 class Agent:
@@ -29,7 +28,7 @@ class Agent:
             return SegmentReply(str(path))
         self.published.append((request.name, request.meta["step"]))
         self.asked.set()
-        assert self.may_answer.wait(DEADLINE_S)
+        assert self.may_answer.wait(HANG_S)
         if self.refuses:
             raise AgentRefused("store", "no room")
         return Done()
@@ -37,7 +36,7 @@ class Agent:
 
 def settle(taken: StateSnapshots) -> None:
     assert taken._thread is not None
-    taken._thread.join(DEADLINE_S)
+    taken._thread.join(HANG_S)
     assert not taken._thread.is_alive()
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.hang import HANG_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 FLAGS = (
@@ -89,7 +91,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    async def text_with(self, *wanted: str, timeout_s: float = 40.0) -> str:
+    async def text_with(self, *wanted: str, timeout_s: float = HANG_S) -> str:
         """The terminal's text as soon as it holds all of these."""
         text = ""
         try:
@@ -114,7 +116,7 @@ class Page:
         await self._ask("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)
         await self._ask("Input.dispatchKeyEvent", type="keyUp", key=key)
 
-    async def drawn(self, share: float, timeout_s: float = 20.0) -> float:
+    async def drawn(self, share: float, timeout_s: float = HANG_S) -> float:
         """The share of the page's pixels that are bright, text on a dark ground, as soon as it is above this one."""
         seen = 0.0
         try:

@@ -13,6 +13,8 @@ import termios
 import time
 from collections.abc import Sequence
 
+from tests.hang import HANG_S
+
 
 class Terminal:
     """A program in a pseudo-terminal."""
@@ -52,7 +54,7 @@ class Terminal:
         self.whole += data
         return data
 
-    def expect(self, wanted: bytes, timeout_s: float = 60.0, forget: bool = True) -> float:
+    def expect(self, wanted: bytes, timeout_s: float = HANG_S, forget: bool = True) -> float:
         """Wait for these bytes; seconds since the start. `forget`: what came before is not looked at again."""
         deadline_s = time.monotonic() + timeout_s
         while wanted not in self.output:
@@ -66,7 +68,7 @@ class Terminal:
         """Press keys."""
         os.write(self._master, keys.encode())
 
-    def wait(self, timeout_s: float = 15.0) -> int:
+    def wait(self, timeout_s: float = HANG_S) -> int:
         """Until the program ends; its exit code."""
         deadline_s = time.monotonic() + timeout_s
         assert self.process is not None

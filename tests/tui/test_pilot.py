@@ -16,6 +16,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from tests.conftest import GPT, RunningCluster
+from tests.hang import HANG_S
 from tui.app import Top
 from tui.screens import saved_views
 from tui.screens.job import JobBoard
@@ -24,8 +25,6 @@ from tui.screens.queue import QueueBoard
 from tui.source.sources import DaemonSource
 from tui.widgets.dialogs import TextDialog
 from tui.widgets.migrate_dialog import MigrationDialog, PlanDialog
-
-PATIENCE_S = 40.0
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +62,7 @@ def drive(cluster: RunningCluster, script: Callable[[Top, Pilot[Any]], Awaitable
     asyncio.run(run())
 
 
-async def until(pilot: Pilot[Any], condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> None:
+async def until(pilot: Pilot[Any], condition: Callable[[], Any], timeout_s: float = HANG_S) -> None:
     """Wait for something on the screen."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

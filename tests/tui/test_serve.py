@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.hang import HANG_S
 from tests.tui.browser import chromium, opened
 from tui.serve import HOST
 
@@ -35,7 +36,7 @@ def served(tmp_path: Path) -> Iterator[str]:
     assert address.startswith(f"http://{HOST}:{port}/?key=")
     rest = threading.Thread(target=process.stderr.read)
     rest.start()
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + HANG_S
     while True:
         try:
             with socket.create_connection((HOST, port), timeout=1):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.hang import HANG_S
+
 LATE = (
     "numpy", "scipy", "torch", "asyncssh", "plotext", "anyio", "sqlite3", "clusterd.core", "clusterd.daemon",
     "clusterd.client", "profiling", "plans", "tui.source.playback", "tui.widgets.dialogs",
@@ -29,5 +31,5 @@ asyncio.run(first_picture())
 loaded = [name for name in {LATE!r} if name in sys.modules]
 assert not loaded, f"with the first picture: {{loaded}}"
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr

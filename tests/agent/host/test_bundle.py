@@ -14,6 +14,7 @@ import pytest
 
 from clusterd.agent.host.bundle import bundle
 from tests.agent.client import end_all
+from tests.hang import HANG_S
 
 MAKE = "from clusterd.agent.host.bundle import bundle; print(bundle().sha256)"
 
@@ -79,7 +80,7 @@ def test_the_bundle_runs_on_a_bare_python(tmp_path: Path, version: str) -> None:
     )
     try:
         done = subprocess.run(
-            [python, "-I", "-S", "-c", hello], env=env, capture_output=True, text=True, timeout=60, check=False
+            [python, "-I", "-S", "-c", hello], env=env, capture_output=True, text=True, timeout=HANG_S, check=False
         )
         assert done.stdout.split()[:1] == [bundle().version], done.stderr
     finally:

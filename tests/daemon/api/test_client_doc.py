@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.conftest import RunningCluster
+from tests.hang import HANG_S
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "client.md").read_text()
@@ -21,7 +22,7 @@ def test_its_example_runs(local_cluster: RunningCluster, tmp_path: Path) -> None
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

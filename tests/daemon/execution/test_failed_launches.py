@@ -185,4 +185,4 @@ def test_a_device_that_is_gone_when_the_launch_is_asked_for_again(cluster: Runni
     cluster.start()
     cluster.wait_for(job, lambda row: row["state"] == "queued")
     assert "it has no local0:cpu1 any more" in cluster.run("why", job).stdout
-    cluster.run("run", "--devices", "1", "--", "true", timeout=30)
+    cluster.run("run", "--devices", "1", "--", "true")

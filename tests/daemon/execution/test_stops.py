@@ -38,7 +38,7 @@ with open("../steps.jsonl", "w") as steps:
 def test_a_job_of_many_steps_ends(local_cluster: RunningCluster) -> None:
     """Of 21 MB of steps the end is kept, from the middle of a line on; a crash cut the last one off."""
     job = local_cluster.run("run", "-d", "--", sys.executable, "-c", STEPS).stdout.strip()
-    local_cluster.run("wait", job, timeout=30)
+    local_cluster.run("wait", job)
     row = local_cluster.job(job)
     assert (row["state"], row["step"], row["loss"]) == ("finished", 180_000, 1 / 180_000)
     stored = local_cluster.call("steps", job=job)["data"]

@@ -11,6 +11,8 @@ import pytest
 from cases import slow
 from rank_pool import ENVIRONMENT, ROOT
 
+from tests.hang import HANG_S
+
 SCRIPT = """
 import os, signal, torch
 from clusterd import train
@@ -49,7 +51,7 @@ def test_it_ends_with_its_error(tmp_path: Path, fault: str, losses_fail: bool, s
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(fault=fault, losses_fail=losses_fail))
     ended = subprocess.run(
-        [sys.executable, script], env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=100, cwd=ROOT
+        [sys.executable, script], env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=HANG_S, cwd=ROOT
     )
     assert ended.returncode == 1
     assert re.search(said, ended.stderr)

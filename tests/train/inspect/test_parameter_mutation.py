@@ -12,7 +12,7 @@ from cases import slow
 from rank_pool import RankPool
 from scenarios import Recorded, job
 from small_job import small
-from snapshot_agent import DEADLINE_S, Agent, at_step, settle
+from snapshot_agent import Agent, at_step, settle
 from torch import nn
 
 from clusterd.train.inspect.describe import describe
@@ -27,6 +27,7 @@ from plans.layout import layout
 from plans.legality import check
 from plans.plan import Plan
 from plans.snapshots import state_snapshot_outbox
+from tests.hang import HANG_S
 
 STEPS = 6
 ALL = (
@@ -177,7 +178,7 @@ def test_a_snapshot_has_such_parameters_as_they_were_after_the_step(
     copies_to_segment = snapshots.copies_to_segment
 
     def late(*arguments: Any) -> CopyBatch:
-        assert forward.wait(DEADLINE_S)
+        assert forward.wait(HANG_S)
         return copies_to_segment(*arguments)
 
     monkeypatch.setattr(snapshots, "copies_to_segment", late)

@@ -15,8 +15,8 @@ import pytest
 from rank_pool import RankPool, Run
 
 from clusterd import protocol
+from tests.hang import HANG_S
 
-DEADLINE_S = 60.0
 FOREVER = 1_000_000
 
 
@@ -36,7 +36,7 @@ class Agent:
 
     def wait_for(self, what: Callable[[], bool]) -> None:
         with self._news:
-            assert self._news.wait_for(what, DEADLINE_S), self.heard
+            assert self._news.wait_for(what, HANG_S), self.heard
 
     def count(self, key: str, value: str) -> int:
         return sum(message.get(key) == value for _, message in self.heard)
@@ -54,7 +54,7 @@ class Agent:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for thread in self._threads:
-            thread.join(DEADLINE_S)
+            thread.join(HANG_S)
 
     def _accept(self) -> None:
         while True:
@@ -106,7 +106,7 @@ def test_a_stop_that_reaches_one_rank_stops_all_at_the_same_step(
     """Hosts receive a stop at different times; ranks must not wait for one that stopped a step earlier."""
     run = start(plan)
     agent.send(1, {"event": "stop", "reason": "cancelled by ana", "deadline_s": 30})
-    assert_stopped_together(run.result(DEADLINE_S)[0], "cancelled by ana")
+    assert_stopped_together(run.result(HANG_S)[0], "cancelled by ana")
 
 
 def test_sigterm_finishes_the_step(agent: Agent, start: Callable[..., Future[list[Run]]]) -> None:
@@ -114,7 +114,7 @@ def test_sigterm_finishes_the_step(agent: Agent, start: Callable[..., Future[lis
     run = start("dp=2", num_workers=1)
     for process in [agent.pid(0), *children(agent.pid(0))]:
         os.kill(process, signal.SIGTERM)
-    assert_stopped_together(run.result(DEADLINE_S)[0], "SIGTERM")
+    assert_stopped_together(run.result(HANG_S)[0], "SIGTERM")
 
 
 def test_ranks_train_on_without_an_agent_and_find_the_next_one(
@@ -128,7 +128,7 @@ def test_ranks_train_on_without_an_agent_and_find_the_next_one(
     assert not run.done()
     agent.send(0, {"event": "something of a newer version"})
     agent.send(0, {"event": "stop", "reason": "time limit"})
-    assert_stopped_together(run.result(DEADLINE_S)[0], "time limit")
+    assert_stopped_together(run.result(HANG_S)[0], "time limit")
 
 
 def test_ranks_introduce_themselves(agent: Agent, start: Callable[..., Future[list[Run]]]) -> None:
@@ -142,7 +142,7 @@ def test_ranks_introduce_themselves(agent: Agent, start: Callable[..., Future[li
         "token": "secret",
     }
     agent.send(0, {"event": "stop", "reason": "enough"})
-    run.result(DEADLINE_S)[0].checked()
+    run.result(HANG_S)[0].checked()
 
 
 def assert_stopped_together(run: Run, why: str) -> None:

@@ -19,6 +19,7 @@ from clusterd.train.parallel import build
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
 from clusterd.train.rank_main import Training
+from tests.hang import HANG_S
 
 
 def test_a_rank_that_ran_out_of_memory_lets_go_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +91,7 @@ def test_a_step_that_does_not_end_is_noticed_and_one_that_ends_is_not() -> None:
         watch.end()
     assert told.empty()
     watch.begin()
-    assert "has not ended" in told.get(timeout=30)
+    assert "has not ended" in told.get(timeout=HANG_S)
     watch.close()
 
 

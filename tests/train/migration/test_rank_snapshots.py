@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from scenarios import Recorded, job
-from snapshot_agent import DEADLINE_S, Agent, at_step, settle
+from snapshot_agent import Agent, at_step, settle
 
 from clusterd.train.migration import snapshots
 from clusterd.train.migration.snapshots import StateSnapshots
@@ -24,6 +24,7 @@ from clusterd.train.state.segments import Segment
 from plans.layout import layout
 from plans.plan import Plan
 from plans.snapshots import state_snapshot_outbox
+from tests.hang import HANG_S
 
 
 def training(rank: int = 0, plan: Plan | None = None, **options: Any) -> Training:
@@ -47,7 +48,7 @@ def test_buffers_are_those_of_the_step_though_the_next_forward_pass_changes_them
     copies_to_segment = snapshots.copies_to_segment
 
     def late(*args: Any) -> CopyBatch:
-        assert forward.wait(DEADLINE_S)
+        assert forward.wait(HANG_S)
         return copies_to_segment(*args)
 
     monkeypatch.setattr(snapshots, "copies_to_segment", late)
@@ -71,7 +72,7 @@ def test_the_newest_snapshot_is_never_written_over(tmp_path: Path) -> None:
     taken = ready(made, agent)
     agent.may_answer.clear()
     at_step(made, taken, 10)
-    assert agent.asked.wait(DEADLINE_S)
+    assert agent.asked.wait(HANG_S)
     at_step(made, taken, 20)  # the previous one is still being fetched
     agent.may_answer.set()
     settle(taken)
@@ -145,7 +146,7 @@ def test_a_process_does_not_end_under_a_copy(tmp_path: Path) -> None:
     """Regression: the process died of SIGABRT after its last step, and the job failed with 134."""
     command = [sys.executable, "-c", ENDS_EARLY, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stdout) == (0, "copying\n"), done.stderr
 
 
