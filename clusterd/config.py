@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from clusterd.errors import ConfigError
+from clusterd.errors import ConfigError, UsageError
 from clusterd.toml import check_keys, data_folders, read_toml
 from clusterd.types import Tenant
 from clusterd.units import parse_duration_s, parse_size
@@ -106,14 +106,31 @@ def state_dir(system: bool = False) -> Path:
 def socket_path(system: bool = False) -> Path:
     """Path of the daemon's socket."""
     if given := os.environ.get("CLUSTERD_SOCKET"):
+        if "://" in given:
+            raise UsageError(f"CLUSTERD_SOCKET is {given!r}, and takes a path: for another machine set CLUSTERD_HOST")
         return Path(given).absolute()
     if given := os.environ.get("CLUSTERD_STATE_DIR"):
         return Path(given).absolute() / "clusterd.sock"
     if system:
         return Path("/run/clusterd/clusterd.sock")
-    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
-        return Path(runtime) / "clusterd" / "clusterd.sock"
-    return state_dir() / "clusterd.sock"
+    runtime = runtime_directory()
+    return runtime / "clusterd" / "clusterd.sock" if runtime is not None else state_dir() / "clusterd.sock"
+
+
+def runtime_directory() -> Path | None:
+    """The user's directory for sockets; None if there is none.
+
+    The same in a session and without one: cron and `su` set no variable, or leave that of the other user.
+    """
+    places = (os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{os.getuid()}")
+    return next((Path(place) for place in places if place and _is_mine(place)), None)
+
+
+def _is_mine(directory: str) -> bool:
+    try:
+        return os.path.isabs(directory) and os.stat(directory).st_uid == os.getuid()
+    except OSError:
+        return False
 
 
 def client_socket(system: bool = False) -> Path:

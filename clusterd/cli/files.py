@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ def _copy(cluster: Client, job: str, file: dict[str, Any], target: Path) -> None
 @click.argument("jobs", nargs=-1, shell_complete=complete_job)
 @click.option("--older", metavar="TIME", help="All jobs of yours that ended longer ago than this, as in 30d.")
 @click.option("--dry-run", is_flag=True, help="List them, and delete nothing.")
-def forget(jobs: tuple[str, ...], older: str | None, dry_run: bool) -> None:
+@click.option("-y", "--yes", is_flag=True, help="Do not ask, as without a terminal.")
+def forget(jobs: tuple[str, ...], older: str | None, dry_run: bool, yes: bool) -> None:
     """Delete logs, step logs and working directories of finished jobs, here and on their hosts.
 
     Files that a job wrote into its working directory are deleted too; checkpoints elsewhere and the job's line in
@@ -128,6 +130,9 @@ def forget(jobs: tuple[str, ...], older: str | None, dry_run: bool) -> None:
     freed, left = 0, set()
     with Client() as cluster:
         chosen = own_jobs(cluster, jobs, over=True) if limit_s is None else _ended_before(cluster, limit_s)
+        if chosen and not dry_run and not yes and sys.stdin.isatty():
+            some = f"job {chosen[0]}" if len(chosen) == 1 else f"{len(chosen)} jobs"
+            click.confirm(f"Delete logs and files of {some}?", abort=True, err=True)
         for job in chosen:
             try:
                 if dry_run:

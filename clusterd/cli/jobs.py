@@ -44,21 +44,38 @@ LINES_MAX = 20
 @click.argument("jobs", nargs=-1, shell_complete=complete_job)
 @click.option("-a", "--all", "everything", is_flag=True, help="Finished jobs too.")
 @click.option("--state", help="Only jobs in this state.")
+@click.option("--user", help="Only jobs of this user; . for your own.")
+@click.option("--since", metavar="TIME", help="Only jobs submitted within this time, finished ones too, as in 12h.")
+@click.option("-n", "--limit", type=click.IntRange(1), help="At most so many jobs, the newest.")
 @click.option("--tasks", is_flag=True, help="A line for each task of arrays and sweeps.")
 @output_option
-def ls(jobs: tuple[str, ...], everything: bool, state: str | None, tasks: bool, output: str) -> None:
+def ls(
+    jobs: tuple[str, ...],
+    everything: bool,
+    state: str | None,
+    user: str | None,
+    since: str | None,
+    limit: int | None,
+    tasks: bool,
+    output: str,
+) -> None:
     """List active jobs, with --all also finished ones; JOBS limits the list to names, ids or patterns.
 
     An array or sweep is one line; its name in the place of JOBS lists its tasks.
     """
+    begin_s = time.time() - time_s("--since", since) if since is not None else 0.0
     with Client() as cluster:
+        everything = everything or since is not None
         rows = cluster.all_jobs() if everything or state is not None else cluster.call("jobs")
+        user = cluster.call("hello")["user"] if user == "." else user
         arrays = cluster.call("arrays", all=everything) if any(row.get("array") for row in rows) else []
     if jobs:
         rows = [row for row in rows if is_selected(row, jobs)]
     if state is not None:
         _check_state(state)
         rows = [row for row in rows if row["state"] == state]
+    rows = [row for row in rows if user in (None, row["user"]) and row["submitted_s"] >= begin_s]
+    rows = rows if limit is None else sorted(rows, key=lambda row: float(row["submitted_s"]))[-limit:]
     if output != "table":
         show_json(rows, output)
         return
@@ -219,12 +236,17 @@ def _when(at_s: float | None) -> str | None:
 @click.option("--rank", type=int, help="Only this rank; default: rank 0.")
 @click.option("--all-ranks", is_flag=True, help="All ranks, each line prefixed with the rank.")
 @click.option("--attempt", type=int, help="Show an earlier attempt.")
+@click.option("-n", "--lines", type=click.IntRange(0), help="Only the last lines; with --follow, and all later ones.")
 @click.option("--raw", is_flag=True, help="Pass control sequences on to the terminal.")
-def logs(job: str, follow: bool, rank: int | None, all_ranks: bool, attempt: int | None, raw: bool) -> None:
+def logs(
+    job: str, follow: bool, rank: int | None, all_ranks: bool, attempt: int | None, lines: int | None, raw: bool
+) -> None:
     """Print a job's output."""
+    if all_ranks and lines is not None:
+        raise click.UsageError("--lines is for the log of one rank: leave --all-ranks out")
     with Client() as cluster:
         row = cluster.call("job", job=job)
-    show_logs(row, None if all_ranks else (rank or 0), follow, attempt, raw=raw)
+    show_logs(row, None if all_ranks else (rank or 0), follow, attempt, raw=raw, last_lines=lines)
 
 
 @click.command()
@@ -350,7 +372,8 @@ def why(job: str, output: str) -> None:
     if output != "table":
         show_json(answer, output)
         return
-    text = escaped(f"{answer['name']} ({answer['id']}) is {answer['state']}: {answer['reason']}")
+    why_so = f": {answer['reason']}" if answer["reason"] not in ("", answer["state"]) else ""
+    text = escaped(f"{answer['name']} ({answer['id']}) is {answer['state']}{why_so}")
     print(click.style(text, bold=True) if use_colour() else text)
     if silence := _silence(answer):
         print_line(f"  {silence}")

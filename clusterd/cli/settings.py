@@ -15,6 +15,7 @@ from clusterd import config as configuration
 from clusterd.cli.common.output import note
 from clusterd.errors import ConfigError, UsageError
 from clusterd.submission.job_file import Request, read_job_file
+from clusterd.toml import read_toml
 
 
 @click.group()
@@ -24,10 +25,10 @@ def config() -> None:
 
 @config.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--job", "is_job", is_flag=True, help="FILE is a job file.")
+@click.option("--job", "is_job", is_flag=True, help="FILE is a job file, whatever is in it.")
 def check(file: Path, is_job: bool) -> None:
-    """Check FILE and report the first mistake; needs no daemon."""
-    if is_job:
+    """Check a job file or the daemon's configuration and report the first mistake; needs no daemon."""
+    if is_job or _looks_like_a_job(file):
         request = read_job_file(file)
         _refuse_as_submit_does(file, request)
         note(f"{file}: job {request.spec.name}, {request.spec.kind.value}: valid")
@@ -36,6 +37,12 @@ def check(file: Path, is_job: bool) -> None:
 
     refuse_unknown(configuration.load(file), str(file))
     note(f"{file}: valid")
+
+
+def _looks_like_a_job(file: Path) -> bool:
+    """True for a file with keys of a job at its top, where the daemon's configuration has tables only."""
+    values = read_toml(file)
+    return any(not isinstance(value, dict) for value in values.values()) or bool({"resources", "limits"} & set(values))
 
 
 def _refuse_as_submit_does(file: Path, request: Request) -> None:

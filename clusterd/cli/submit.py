@@ -19,6 +19,7 @@ from clusterd.cli.common.resources import requested_resources, resource_options
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.submission.batch_script import is_script, read_batch_script
+from clusterd.submission.job_edit import parse_changes, with_changes
 from clusterd.submission.job_file import Request, command_line_job, read_job_file, variables
 from clusterd.submission.submit import hand_over, pack_workdir, plain, with_workdir
 from clusterd.submission.sweep import array_tasks, in_array, parse_array, parse_sweep, swept
@@ -54,6 +55,13 @@ _ARRAY = click.option(
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--name", help="Overrides the file.")
 @click.option("--priority", type=int, help="Overrides the file.")
+@click.option(
+    "--set",
+    "changes",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Overrides a key of the file, as in gpus=4, time=2h, memory=64GB or guaranteed=true; may be repeated.",
+)
 @_ENV
 @_SWEEP
 @_ARRAY
@@ -73,6 +81,8 @@ def submit(file: Path, output: str, **options: Any) -> int:
         spec = replace(spec, name=options["name"])
     if options["priority"] is not None:
         spec = replace(spec, priority=options["priority"])
+    if options["changes"]:
+        spec = with_changes(spec, parse_changes(options["changes"]))
     spec = replace(spec, env={**spec.env, **variables(options["env"])})
     spec = replace(spec, waits_for_hosts=spec.waits_for_hosts or options["wait_for_hosts"])
     spec = replace(spec, after=(*spec.after, *map(JobId, options["after"])))
@@ -202,7 +212,9 @@ def _queue(cluster: Client, request: Request, expand: Expansion, output: str) ->
 @click.option("--devices-per-node", type=click.IntRange(1), help="With --nodes: number of devices on each.")
 @click.option("--name", help="Name of the job; default: from the script.")
 @click.option("--priority", type=int, default=0, help="Higher priorities start first; default 0.")
+@click.option("--guaranteed", is_flag=True, help="Never runs more slowly than on what it asks for.")
 @click.option("--time", "time_limit", help="Time limit, as in 12h.")
+@click.option("--python", help="Interpreter or virtual environment on the hosts, for `python` in ARGV.")
 @click.option("--secret", multiple=True, help="NAME of a variable to pass on without showing it; may be repeated.")
 @_ENV
 @_SWEEP
@@ -239,6 +251,8 @@ def run(argv: tuple[str, ...], **options: Any) -> int:
         interactive=not options["detach"],
         waits_for_hosts=options["wait_for_hosts"],
     )
+    spec = replace(request.spec, guaranteed=options["guaranteed"], python=options["python"])
+    request = replace(request, spec=spec)
     with Client() as cluster:
         if options["dry_run"]:
             return _dry_run(cluster, request.spec, expand, "table", snapshot=snapshot)

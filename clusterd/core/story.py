@@ -174,7 +174,8 @@ def of_decision(decision: d.Decision) -> Line:
         case d.StartMigration(new_plan=plan, new_ranks=ranks):
             return Line(f"moves to {_under(plan, ranks)}: {_why(reason, plan)}")
         case d.EndJob(state=state):
-            return Line(reason if reason.startswith(state) else f"{state}: {reason}")
+            between = " " if reason.startswith("on ") else ": "
+            return Line(reason if reason.startswith(state) else f"{state}{between}{reason}")
         case d.RequeueJob():
             return Line(f"queued again: {reason}")
     return Line(reason, isinstance(decision, _ROUTINE))

@@ -7,6 +7,7 @@ from typing import Any
 
 from clusterd.errors import UsageError
 from clusterd.submission.job_file import checked_name
+from clusterd.types import JobSpec
 from clusterd.units import parse_capability, parse_duration_s, parse_gpus, parse_size
 from plans.plan import Plan
 
@@ -34,6 +35,15 @@ def parse_changes(given: Iterable[str]) -> dict[str, Any]:
     if not changes:
         raise UsageError(f"nothing to change: give KEY=VALUE with one of the keys {', '.join(_KEYS)}")
     return changes
+
+
+def with_changes(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
+    """The specification with these fields changed."""
+    import msgspec
+
+    described = msgspec.to_builtins(spec)
+    resources = {**described["resources"], **changes.get("resources", {})}
+    return msgspec.convert({**described, **changes, "resources": resources}, JobSpec)
 
 
 Fields = dict[str, Any]

@@ -12,7 +12,7 @@ def test_what_happened_is_told_in_order_with_its_reasons(local_cluster: RunningC
     local_cluster.run("host", "drain", "local1", "--why", "new fan")
     lines = [line[16:] for line in local_cluster.run("history").stdout.splitlines()]
     texts = [line.partition("bad (1)")[2].strip() for line in lines if line.startswith("bad (1)")]
-    assert [text.partition(" ")[0] for text in texts] == ["submitted", "started", "failed:"]
+    assert [text.partition(" ")[0] for text in texts] == ["submitted", "started", "failed"]
     assert "exit code 3" in texts[-1]
     (drained,) = [line for line in lines if "drained" in line]
     assert drained.startswith("local1 ") and drained.endswith(": new fan")

@@ -36,6 +36,6 @@ def test_ends_and_restarts_say_why_once(lab: Lab) -> None:
     lab.exit(job, end=RankEnd(reason=Reason.EXIT, exit_code=3))
     lab.stopped(job)
     (end,) = [story.of_decision(each).text for each in lab.decisions if isinstance(each, d.EndJob)]
-    assert end.startswith("failed: ") and "exit code 3" in end
+    assert end.startswith("failed on gpu01: ") and "exit code 3" in end
     exits = [story.of_event(event, lab.scheduler.state) for event in lab.log if isinstance(event, e.RankExited)]
     assert all(line.is_routine for line in exits)

@@ -47,12 +47,19 @@ class TerminalText:
 
 
 def show_logs(
-    row: dict[str, Any], rank: int | None, follow: bool, attempt: int | None = None, *, raw: bool = True
+    row: dict[str, Any],
+    rank: int | None,
+    follow: bool,
+    attempt: int | None = None,
+    *,
+    raw: bool = True,
+    last_lines: int | None = None,
 ) -> None:
     """Print a job's log as it arrives; with several ranks, whole lines prefixed with the rank.
 
     Args:
         raw: pass control sequences on to a terminal, as for the caller's own job.
+        last_lines: of what is there already, of one rank; None: all.
     Raises:
         ClusterError: there is no log.
         DaemonAbsent: the daemon went away and did not come back.
@@ -64,6 +71,12 @@ def show_logs(
     after: dict[str, Any] = {}  # position up to which the log is printed
 
     def show(cluster: Client) -> None:
+        if last_lines is not None and not after:
+            text, position = _last_lines(cluster, row["id"], rank or 0, attempt, last_lines)
+            out.write(safe.feed(text) if safe is not None else text)
+            after.update(position)
+            if not follow or not position:
+                return
         more = {"after": after} if after else {}
         for chunk in cluster.stream("logs", job=row["id"], rank=rank, follow=follow, attempt=attempt, **more):
             if notice := chunk.get("says"):
@@ -91,6 +104,22 @@ def show_logs(
     if safe is not None:
         out.write(safe.feed(b"", final=True))
     out.flush()
+
+
+def _last_lines(cluster: Client, job: str, rank: int, attempt: int | None, count: int) -> tuple[bytes, dict[str, Any]]:
+    """The last lines of a rank's log, and the position behind them; the position is empty where there is no log."""
+    last_bytes = 1 << 14
+    while True:
+        data, read, position = b"", 0, {}
+        for chunk in cluster.stream("logs", job=job, rank=rank, attempt=attempt, last_bytes=last_bytes):
+            data += chunk["data"]
+            read += len(chunk["data"])
+            at = {"attempt": chunk["attempt"], "generation": chunk.get("generation", 1)}
+            position = {**at, "offsets": {str(rank): chunk["offset"]}}
+        lines = data.splitlines(keepends=True)
+        if len(lines) > count or read < last_bytes:
+            return b"".join(lines[len(lines) - count :] if count else []), position
+        last_bytes *= 4
 
 
 def until_over(job: str) -> dict[str, Any]:

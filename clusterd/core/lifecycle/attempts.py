@@ -205,7 +205,7 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} was stopped: {attempt.why}", is_infrastructure=True)
     rank, end = cause
     place = attempt.ranks[rank].place
-    cause_text = f"rank {rank} on {place.host}: {end}" if len(attempt.ranks) > 1 else f"{end} on {place.host}"
+    cause_text = f"rank {rank} on {place.host}: {end}" if len(attempt.ranks) > 1 else f"on {place.host}: {end}"
     if end.reason.is_infrastructure:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost, {cause_text}", is_infrastructure=True)
     chosen = attempt.plan if attempt.plan != job.spec.resources.plan else None

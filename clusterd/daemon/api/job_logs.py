@@ -146,9 +146,10 @@ class JobLogs:
     ) -> AsyncIterator[dict[str, Any]]:
         hosts, rank = _hosts_of(attempt, generation), wanted.rank
         if rank is not None and rank not in hosts:
-            if generation != attempt.generation:
-                return  # that plan had fewer ranks
-            raise UsageError(f"attempt {attempt.number} of job {job.id} has ranks 0 to {len(hosts) - 1}, not {rank}")
+            every = [len(_hosts_of(attempt, each)) for each in {*attempt.hosts_by_generation, attempt.generation}]
+            if rank in range(max(every)):
+                return  # that plan had fewer ranks than another one
+            raise UsageError(f"attempt {attempt.number} of job {job.id} has ranks 0 to {max(every) - 1}, not {rank}")
         at = {
             r: max(offsets[str(r)], 0)
             if str(r) in offsets

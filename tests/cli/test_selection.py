@@ -1,0 +1,86 @@
+"""Options of `ls`, `logs`, `submit`, `run` and `forget` that select or override something."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunningCluster
+from tests.hang import HANG_S
+
+
+def names(cluster: RunningCluster, *options: str) -> list[str]:
+    return [row["name"] for row in json.loads(cluster.run("ls", *options, "-o", "json").stdout)]
+
+
+def test_ls_selects_by_user_age_and_number(local_cluster: RunningCluster) -> None:
+    for name in ("a", "b", "c"):
+        local_cluster.run("run", "--no-snapshot", "--name", name, "--", "true")
+    assert names(local_cluster, "--all", "-n", "2") == ["b", "c"]
+    assert names(local_cluster, "--since", "1h", "--user", ".") == ["a", "b", "c"]
+    assert names(local_cluster, "--since", "1h", "--user", "nobody-else") == []
+    assert names(local_cluster) == []
+    assert "is finished\n" in local_cluster.run("why", "a").stdout
+
+
+def test_logs_print_the_last_lines(local_cluster: RunningCluster) -> None:
+    local_cluster.run("run", "--no-snapshot", "--name", "long", "--", "seq", "1", "20000")
+    assert local_cluster.run("logs", "long", "-n", "2").stdout == "19999\n20000\n"
+    assert local_cluster.run("logs", "long", "-n", "2", "--follow").stdout == "19999\n20000\n"
+    assert local_cluster.run("logs", "long", "-n", "0").stdout == ""
+    assert local_cluster.run("logs", "long", "-n", "15000").stdout.splitlines()[0] == "5001"
+
+
+def test_submit_and_run_override_and_say_what_is_wrong(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('name = "j"\ncommand = ["sleep", "100"]\n[resources]\ndevices = 1\n')
+    assert "job j, command: valid" in local_cluster.run("config", "check", str(file)).stderr
+    local_cluster.run("submit", str(file), "--set", "time=2h", "--set", "guaranteed=true", "--set", "cpus=2")
+    spec = local_cluster.job("j")["spec"]
+    assert (spec["time_limit_s"], spec["guaranteed"], spec["resources"]["cpus"]) == (7200.0, True, 2)
+    assert spec["resources"]["devices"] == 1
+    wrong = local_cluster.run("submit", str(file), "--set", "colour=red", check=False)
+    assert wrong.returncode == 2 and "write KEY=VALUE with one of the keys" in wrong.stderr
+    local_cluster.run("run", "-d", "--no-snapshot", "--guaranteed", "--name", "k", "--", "sleep", "100")
+    assert local_cluster.job("k")["spec"]["guaranteed"]
+
+
+@pytest.mark.parametrize(("answer", "is_deleted"), [(b"n\n", False), (b"y\n", True)])
+def test_forget_asks_on_a_terminal(local_cluster: RunningCluster, answer: bytes, is_deleted: bool) -> None:
+    local_cluster.run("run", "--no-snapshot", "--name", "over", "--", "echo", "kept")
+    mine, theirs = pty.openpty()
+    command = [sys.executable, "-m", "clusterd", "forget", "over"]
+    asking = subprocess.Popen(command, env=local_cluster.environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    os.write(mine, answer)
+    assert asking.wait(HANG_S) == (0 if is_deleted else 130)
+    os.close(mine)
+    logs = local_cluster.run("logs", "over", check=False)
+    assert (logs.stdout == "kept\n") is not is_deleted
+
+
+def test_a_socket_that_is_an_address_is_refused(local_cluster: RunningCluster) -> None:
+    wrong = {**local_cluster.environment, "CLUSTERD_SOCKET": "ssh://head"}
+    command = [sys.executable, "-m", "clusterd", "ls"]
+    done = subprocess.run(command, env=wrong, capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert done.returncode == 2 and "set CLUSTERD_HOST" in done.stderr
+
+
+def test_a_session_without_a_runtime_directory_finds_the_same_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a cron job, or after `su`, which leaves the directory of the user before."""
+    from clusterd import config
+
+    for name in ("CLUSTERD_SOCKET", "CLUSTERD_STATE_DIR", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    without = config.socket_path()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/proc/1")
+    if os.stat("/proc/1").st_uid != os.getuid():
+        assert config.socket_path() == without
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nonexistent")
+    assert config.socket_path() == without
