@@ -31,6 +31,7 @@ from clusterd.daemon.api.jobs import JobVerbs
 from clusterd.daemon.api.performance import PerformanceVerbs
 from clusterd.daemon.api.server import Peer, Server
 from clusterd.daemon.api.terminals import Terminals
+from clusterd.daemon.api.usage import UsageVerbs
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.execution.executor import Executor
@@ -52,10 +53,11 @@ from clusterd.daemon.settings import refuse_unknown
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.log_tails import LogTails
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
+from clusterd.daemon.storage.usage import UsageStore
 from clusterd.daemon.unexpected import first_of, guarded
 from clusterd.errors import ClusterError
 from clusterd.process_attributes import make_files_private
-from clusterd.protocol.agent import Progress, StateSnapshotTaken
+from clusterd.protocol.agent import Progress, StateSnapshotTaken, Usage
 from clusterd.protocol.proof import proof
 from clusterd.protocol.rank import FromRank
 from clusterd.ssh.connection import Dialer
@@ -181,7 +183,17 @@ class Daemon:
                 describer.describe_unsubmitted,
             )
             terminals = Terminals(engine, hosts, archive, feed)
-            verbs = {**api.verbs, **accounts.verbs, **speed.verbs, **terminals.verbs, **HostChecks(engine, hosts).verbs}
+            usage = UsageStore(config.state_dir / "usage.db", scheduler.state)
+            stack.callback(usage.close)
+            hosts.reports.subscribe(Usage, usage.on_usage)
+            verbs = {
+                **api.verbs,
+                **accounts.verbs,
+                **speed.verbs,
+                **terminals.verbs,
+                **HostChecks(engine, hosts).verbs,
+                **UsageVerbs(usage, scheduler.state).verbs,
+            }
 
             def gone(peer: Peer) -> None:
                 archive.drop_partial(peer.connection)
@@ -202,6 +214,7 @@ class Daemon:
             tasks.start_soon(timers.run)
             tasks.start_soon(profiler.run)
             tasks.start_soon(terminals.run)
+            tasks.start_soon(guarded, usage.run)
             tasks.start_soon(guarded, LogTails(engine, hosts, archive).run)
             if notifier is not None:
                 tasks.start_soon(notifier.run)

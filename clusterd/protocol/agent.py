@@ -171,6 +171,38 @@ class RankReport(Event, event="rank_said"):
 
 
 @dataclass(frozen=True)
+class DeviceUse:
+    """Use of a GPU; None: its driver does not report it."""
+
+    uuid: str
+    busy: float | None = None  # share of the time in which a kernel ran
+    memory_used_bytes: int | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+
+
+@dataclass(frozen=True)
+class AttemptUse:
+    """Use of a host by the processes of one attempt."""
+
+    job: str
+    attempt: int
+    cores: float  # busy on average since the last sample
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Usage(Event, event="usage"):
+    """Sample of what is in use on the host."""
+
+    cpu_cores: int
+    memory_bytes: int
+    memory_used_bytes: int
+    devices: tuple[DeviceUse, ...] = ()
+    attempts: tuple[AttemptUse, ...] = ()
+
+
+@dataclass(frozen=True)
 class FactsChanged(Event, event="facts"):
     """The host's facts changed."""
 
@@ -193,10 +225,10 @@ class SeenByAgent:
     checksum: str
 
 
-Report = RankExited | Progress | StateSnapshotTaken | FactsChanged | FromRank
+Report = RankExited | Progress | StateSnapshotTaken | FactsChanged | Usage | FromRank
 
-Sent = RankExited | Progress | StateSnapshotTaken | FactsChanged | RankReport
-_KINDS: dict[str, type[Sent]] = by_event(RankExited, Progress, StateSnapshotTaken, FactsChanged, RankReport)
+Sent = RankExited | Progress | StateSnapshotTaken | FactsChanged | Usage | RankReport
+_KINDS: dict[str, type[Sent]] = by_event(RankExited, Progress, StateSnapshotTaken, FactsChanged, Usage, RankReport)
 
 
 def hello_reply(data: Any) -> HelloReply:

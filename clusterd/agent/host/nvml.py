@@ -117,6 +117,7 @@ class Nvml:
             memory = _Memory(total=processes.machine_memory_bytes()[0])  # the GPU has no memory of its own
         else:
             self._check(code)
+        power, celsius = ctypes.c_uint(), ctypes.c_uint()
         utilisation = _Utilisation()
         known = self._supports("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(utilisation))
         # If the GPU's memory is a NUMA node of the host, the kernel's page cache may occupy it.
@@ -132,6 +133,8 @@ class Nvml:
             "memory_bytes": memory.total,
             "memory_used_bytes": None if shared else memory.used,
             "utilisation": utilisation.gpu / 100 if known else None,
+            "power_w": power.value / 1000 if self._supports(_POWER, handle, ctypes.byref(power)) else None,
+            "temperature_c": celsius.value if self._supports(_CELSIUS, handle, 0, ctypes.byref(celsius)) else None,
             "processes": self._processes(handle),
         }
 
@@ -181,6 +184,9 @@ class Nvml:
         text = self._library.nvmlErrorString(code)
         kind = _NotOffered if code == _NO_PERMISSION else NvmlError
         raise kind(f"the NVIDIA driver reports: {text.decode(errors='replace') if text else f'error {code}'}")
+
+
+_POWER, _CELSIUS = "nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperature"  # in milliwatts; of sensor 0, the GPU
 
 
 class Probe:

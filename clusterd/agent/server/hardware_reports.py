@@ -7,10 +7,11 @@ from pathlib import Path
 
 from clusterd.agent.host import facts
 from clusterd.agent.host.nvml import Probe
+from clusterd.agent.host.usage import CpuUse, device_uses
 from clusterd.agent.ranks.attempts import Attempts
 from clusterd.agent.server.connection import Message
 from clusterd.agent.server.sessions import Sessions
-from clusterd.protocol.agent import FactsChanged
+from clusterd.protocol.agent import FactsChanged, Usage
 
 PERIOD_S = 10.0
 
@@ -38,13 +39,19 @@ class Hardware:
         return found
 
     async def watch(self, sessions: Sessions) -> None:
-        """Send facts to the daemons when devices, or their use by foreign processes, change."""
+        """Send samples of use, and facts when devices, or their use by foreign processes, change."""
         reported: object = None
+        cpu_use = CpuUse()
+        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(PERIOD_S)
             if not sessions.any_daemon:
                 continue
             found = await self.facts()
+            attempts = await loop.run_in_executor(None, cpu_use.sample, list(self._attempts))
+            used_bytes = found["memory_bytes"] - found["memory_available_bytes"]
+            devices = device_uses(found["gpus"])
+            sessions.send_to_daemons(Usage(found["cpu_cores"], found["memory_bytes"], used_bytes, devices, attempts))
             seen = _reportable(found)
             if reported is not None and seen != reported:
                 sessions.send_to_daemons(FactsChanged(found))

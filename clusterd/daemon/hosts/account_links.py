@@ -163,6 +163,10 @@ class AccountLinks:
         except ProtocolError as error:
             self._dropped.add(f"the agent of {account} on {host}", error)
             return
+        if isinstance(report, agent.Usage):  # of the host its own agent tells
+            mine = tuple(use for use in report.attempts if self._state.account_of(use.job) == account)
+            await self._reports.publish(host, agent.Usage(0, 0, 0, attempts=mine))
+            return
         job = getattr(report, "job", None)
         if not isinstance(job, str) or (self._state.account_of(job) != account and job in self._state.jobs):
             self._dropped.add(f"the agent of {account} on {host}", f"it is about job {job}, which is not its own")

@@ -1,0 +1,89 @@
+"""Use of this host: processor time and memory of the host and of each attempt, between two samples."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterd.agent.host import processes
+from clusterd.agent.host.attempt_records import Attempt
+from clusterd.protocol.agent import AttemptUse, DeviceUse
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class _Process:
+    ticks: int  # of processor time since its start
+    memory_bytes: int  # resident
+
+
+class CpuUse:
+    """Measures processor time since the previous sample.
+
+    Processor time of a process that ended between two samples is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._at_s = time.monotonic()
+        self._ticks: dict[int, int] = {}
+
+    def sample(self, attempts: Iterable[Attempt]) -> tuple[AttemptUse, ...]:
+        """Use by each running attempt, of all processes in the sessions of its ranks."""
+        sessions = {session: attempt for attempt in attempts if attempt.running for session in attempt.sessions}
+        now_s = time.monotonic()
+        elapsed_s, self._at_s = max(now_s - self._at_s, 1e-3), now_s
+        before, self._ticks = self._ticks, {}
+        cores: dict[str, float] = {}
+        memory: dict[str, int] = {}
+        known: dict[str, Attempt] = {}
+        for pid in processes.everyone():
+            found = processes.stat(pid)
+            attempt = sessions.get(found.session) if found is not None else None
+            used = _read(pid) if attempt is not None else None
+            if attempt is None or used is None:
+                continue
+            self._ticks[pid] = used.ticks
+            name = attempt.name
+            known[name] = attempt
+            delta = max(used.ticks - before.get(pid, used.ticks), 0)
+            cores[name] = cores.get(name, 0.0) + delta / _TICKS_PER_S / elapsed_s
+            memory[name] = memory.get(name, 0) + used.memory_bytes
+        return tuple(
+            AttemptUse(each.job, each.attempt, round(cores[name], 3), memory[name]) for name, each in known.items()
+        )
+
+
+def _read(pid: int) -> _Process | None:
+    """Processor time and memory of a process; None: it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return _Process(int(fields[11]) + int(fields[12]), int(fields[21]) * _PAGE_BYTES)
+
+
+def device_uses(gpus: Iterable[Mapping[str, object]]) -> tuple[DeviceUse, ...]:
+    """Use of the GPUs as their driver reported it with the facts."""
+    return tuple(
+        DeviceUse(
+            str(gpu["uuid"]),
+            busy=_number(gpu.get("utilisation")),
+            memory_used_bytes=_whole(gpu.get("memory_used_bytes")),
+            power_w=_number(gpu.get("power_w")),
+            temperature_c=_number(gpu.get("temperature_c")),
+        )
+        for gpu in gpus
+    )
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None

@@ -1,0 +1,53 @@
+"""``clusterd report``: device-hours, utilisation and waiting times."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import time
+from typing import Any
+
+import click
+
+from clusterd.cli.common.arguments import time_s
+from clusterd.cli.common.output import note, show_json, show_table
+from clusterd.client import Client
+from clusterd.units import duration
+
+
+@click.command()
+@click.option("--since", default="30d", show_default=True, metavar="TIME", help="As in 12h or 30d; whole days count.")
+@click.option("--by", type=click.Choice(("user", "tenant", "model", "host", "job")), default="user", show_default=True)
+@click.option("-o", "--output", type=click.Choice(("table", "json", "jsonl", "csv")), default="table")
+def report(since: str, by: str, output: str) -> None:
+    """Print device-hours, utilisation and waiting times by user, tenant, model, host or job.
+
+    Utilisation is the share of a device's leased time in which it worked: a GPU's by its driver, that of CPU devices by
+    the processor time of their job. Devices are counted every 10 seconds.
+    """
+    begin_s = time.time() - time_s("--since", since)
+    with Client() as cluster:
+        rows = cluster.call("report", since_s=begin_s, by=by)
+    if output == "csv":
+        writer = csv.DictWriter(sys.stdout, fieldnames=list(rows[0]) if rows else ["group"])
+        writer.writeheader()
+        writer.writerows(rows)
+        return
+    if output != "table":
+        show_json(rows, output)
+        return
+    headings = [by, "jobs", "device-hours", "utilisation"]
+    headings += ["idle device-hours"] if by == "host" else ["submitted", "median wait", "longest wait"]
+    show_table(headings, [_line(row, by) for row in rows], f"nothing ran in the last {since}")
+    if rows:
+        total = sum(row["device_hours"] for row in rows)
+        note(f"{total:.1f} device-hours in the last {since}")
+
+
+def _line(row: dict[str, Any], by: str) -> list[Any]:
+    used = f"{100 * row['utilisation']:.0f}%" if row["utilisation"] is not None else "not known"
+    line = [row["group"], row["jobs"], f"{row['device_hours']:.1f}", used]
+    if by == "host":
+        return [*line, f"{row['idle_device_hours']:.1f}"]
+    waits = (row["waited_s_median"], row["waited_s_longest"])
+    return [*line, row["submitted"], *("" if wait is None else duration(wait) for wait in waits)]

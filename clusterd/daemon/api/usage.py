@@ -1,0 +1,117 @@
+"""Verbs about the use of devices: now, over the last minutes, and a report by user, tenant, model or host."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from clusterd.core.state import Job, State
+from clusterd.daemon.api.server import Peer, Verb
+from clusterd.daemon.storage.usage import MINUTES_KEPT, JobUse, UsageStore
+from clusterd.errors import UsageError
+from clusterd.protocol.codec import to_map
+from clusterd.types import JobId
+
+BY = ("user", "tenant", "model", "host", "job")
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums of one row of the report."""
+
+    jobs: set[str] = field(default_factory=set)
+    device_s: float = 0.0
+    measured_s: float = 0.0
+    busy_s: float = 0.0
+    idle_s: float = 0.0
+
+    def add(self, use: JobUse) -> None:
+        if not use.job:
+            self.idle_s += use.device_s
+            return
+        self.jobs.add(use.job)
+        self.device_s += use.device_s
+        self.measured_s += use.measured_s
+        self.busy_s += use.busy_s
+
+
+class UsageVerbs:
+    """Answers from the store of use and from the state."""
+
+    def __init__(self, store: UsageStore, state: State) -> None:
+        self._store, self._state = store, state
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """Verbs by name."""
+        return {"usage": self.usage, "report": self.report}
+
+    async def usage(self, peer: Peer, minutes: int = 60) -> dict[str, Any]:
+        """Newest sample of each host, and the last minutes of each device.
+
+        Args:
+            minutes: how many of them, at most a day's.
+        """
+        latest = {host: self._store.latest(host) for host in self._state.hosts}
+        return {
+            "hosts": {host: to_map(sample) for host, sample in latest.items() if sample is not None},
+            "devices": await self._store.minutes(min(max(minutes, 0), MINUTES_KEPT)),
+        }
+
+    async def report(self, peer: Peer, since_s: float, by: str = "user") -> list[dict[str, Any]]:
+        """Device-hours, utilisation and waiting times since the day of a time, a row for each group.
+
+        Args:
+            since_s: seconds since the epoch.
+            by: user, tenant, model, host or job.
+        """
+        if by not in BY:
+            raise UsageError(f"report: by is {by!r}; it must be one of {', '.join(BY)}")
+        groups: dict[str, _Sums] = defaultdict(_Sums)
+        for use in await self._store.jobs(since_s):
+            group = use.host if by == "host" else self._group(use.job, by)
+            if group is not None:
+                groups[group].add(use)
+        waits = self._waits(since_s, by) if by != "host" else {}
+        for group in waits:
+            groups[group]  # a job that only waited has a row, too
+        return [_row(group, groups[group], waits.get(group, [])) for group in sorted(groups)]
+
+    def _group(self, job: str, by: str) -> str | None:
+        """Group of a job's use; None for idle devices and for a job that is no longer known."""
+        known = self._state.jobs.get(JobId(job))
+        return _group_of(known, by) if known is not None else None
+
+    def _waits(self, since_s: float, by: str) -> dict[str, list[float]]:
+        """Seconds from submission to start, or to now, of the jobs submitted since then, by group."""
+        now_s = time.time()
+        waits: dict[str, list[float]] = defaultdict(list)
+        for job in self._state.jobs.values():
+            if job.submitted_s >= since_s:
+                started_s = job.attempts[0].started_s if job.attempts else job.ended_s or now_s
+                waits[_group_of(job, by)].append(max(started_s - job.submitted_s, 0.0))
+        return waits
+
+
+def _group_of(job: Job, by: str) -> str:
+    if by == "model":
+        return job.model[:12] or job.spec.name
+    if by == "job":
+        return f"{job.spec.name} ({job.id})"
+    return job.spec.user if by == "user" else job.spec.tenant or "(none)"
+
+
+def _row(group: str, sums: _Sums, waits: list[float]) -> dict[str, Any]:
+    waits = sorted(waits)
+    return {
+        "group": group,
+        "jobs": len(sums.jobs),
+        "device_hours": sums.device_s / 3600,
+        "utilisation": sums.busy_s / sums.measured_s if sums.measured_s else None,
+        "idle_device_hours": sums.idle_s / 3600 if sums.idle_s else 0.0,
+        "submitted": len(waits),
+        "waited_s_median": waits[len(waits) // 2] if waits else None,
+        "waited_s_longest": waits[-1] if waits else None,
+    }

@@ -1,0 +1,218 @@
+"""Use of devices over time: minutes of the last day, and device-seconds of each job by day and host.
+
+Kept in a database beside the journal: it may be lost without losing a job. Its size is bounded: minutes by the number
+of devices, days by jobs that ran on them and by `DAYS_KEPT`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from clusterd.core.state import State
+from clusterd.protocol.agent import Usage
+from clusterd.types import Device, DeviceId, HostId, HostState
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 10.0
+MINUTE_S = 60.0
+MINUTES_KEPT = 24 * 60
+DAYS_KEPT = 400
+STALE_S = 60.0
+"""A sample older than this says nothing about now."""
+
+_SCHEMA = """
+    CREATE TABLE IF NOT EXISTS minutes (
+        minute INTEGER NOT NULL, device TEXT NOT NULL, job TEXT, busy REAL, memory_bytes INTEGER, power_w REAL,
+        temperature_c REAL, PRIMARY KEY (minute, device)
+    ) WITHOUT ROWID;
+    CREATE TABLE IF NOT EXISTS days (
+        day TEXT NOT NULL, host TEXT NOT NULL, job TEXT NOT NULL, device_s REAL NOT NULL, measured_s REAL NOT NULL,
+        busy_s REAL NOT NULL, PRIMARY KEY (day, host, job)
+    ) WITHOUT ROWID;
+"""
+
+
+@dataclass(slots=True)
+class _Minute:
+    """Sums over one minute of one device."""
+
+    job: str | None = None
+    seconds: float = 0.0
+    busy_s: float = 0.0
+    measured_s: float = 0.0
+    memory_bytes: int | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+
+    @property
+    def busy(self) -> float | None:
+        """Share of the time in which the device worked; None: not known."""
+        return self.busy_s / self.measured_s if self.measured_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class JobUse:
+    """Device-seconds of a job, or of idle devices (job ""), on a host in some period."""
+
+    host: str
+    job: str
+    device_s: float
+    measured_s: float  # of these, with a known utilisation
+    busy_s: float
+
+
+@dataclass(slots=True)
+class _Pending:
+    minutes: dict[DeviceId, _Minute] = field(default_factory=lambda: defaultdict(_Minute))
+    days: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0.0]))
+
+
+class UsageStore:
+    """Accounts for every device each `EVERY_S` seconds, by the leases of the state and the samples of agents."""
+
+    def __init__(self, file: Path, state: State, clock: Callable[[], float] = time.time) -> None:
+        """Open, or create, the database.
+
+        Raises:
+            sqlite3.DatabaseError: it is damaged.
+        """
+        self._state, self._clock = state, clock
+        self._database = sqlite3.connect(file, check_same_thread=False)
+        self._database.executescript(_SCHEMA)
+        self._latest: dict[HostId, tuple[float, Usage]] = {}
+        self._pending = _Pending()
+        self._counted_at_s: float | None = None
+        self._minute = 0
+        self._writing = anyio.Lock()
+
+    def close(self) -> None:
+        """Close the database."""
+        self._database.close()
+
+    def on_usage(self, host: HostId, report: Usage) -> None:
+        """Store an agent's newest sample; that of a person's agent tells of attempts only."""
+        known = self._latest.get(host)
+        if report.cpu_cores == 0 and known is not None:
+            mine = {(use.job, use.attempt) for use in report.attempts}
+            others = tuple(use for use in known[1].attempts if (use.job, use.attempt) not in mine)
+            report = replace(known[1], attempts=(*others, *report.attempts))
+        self._latest[host] = (self._clock(), report)
+
+    def latest(self, host: HostId) -> Usage | None:
+        """The host's newest sample; None: it sent none lately."""
+        at_s, usage = self._latest.get(host, (0.0, None))
+        return usage if self._clock() - at_s <= STALE_S else None
+
+    async def run(self) -> None:
+        """Account until cancelled."""
+        while True:
+            await anyio.sleep(EVERY_S)
+            self.count()
+            if int(self._clock() // MINUTE_S) != self._minute:
+                await self.flush()
+
+    def count(self) -> None:
+        """Add the time since the last call to every device of hosts that are up."""
+        now_s = self._clock()
+        since_s, self._counted_at_s = self._counted_at_s, now_s
+        elapsed_s = 0.0 if since_s is None else min(max(now_s - since_s, 0.0), 3 * EVERY_S)
+        for host in self._state.hosts.values():
+            if host.state is not HostState.UP:
+                continue
+            usage = self.latest(host.id)
+            for device in host.devices:
+                lease = self._state.leases.get(device.id)
+                job = str(lease.job) if lease is not None else ""
+                self._add(host.id, device, job, elapsed_s, usage)
+
+    def _add(self, host: HostId, device: Device, job: str, elapsed_s: float, usage: Usage | None) -> None:
+        busy = self._busy(device, job, usage)
+        gpu = next((use for use in usage.devices if use.uuid == device.uuid), None) if usage is not None else None
+        minute = self._pending.minutes[device.id]
+        minute.job = job or minute.job
+        minute.seconds += elapsed_s
+        day = self._pending.days[host, job]
+        day[0] += elapsed_s
+        if busy is not None:
+            minute.busy_s += busy * elapsed_s
+            minute.measured_s += elapsed_s
+            day[1] += elapsed_s
+            day[2] += busy * elapsed_s
+        if gpu is not None:
+            minute.memory_bytes, minute.power_w = gpu.memory_used_bytes, gpu.power_w
+            minute.temperature_c = gpu.temperature_c
+
+    def _busy(self, device: Device, job: str, usage: Usage | None) -> float | None:
+        """Share of the time in which a device works: a GPU's by its driver, that of CPU cores by their job's use."""
+        if usage is None:
+            return None
+        if device.kind == "cuda":
+            return next((use.busy for use in usage.devices if use.uuid == device.uuid), None)
+        if not job:
+            return 0.0
+        used = next((use for use in usage.attempts if use.job == job), None)
+        attempt = self._state.jobs[job].attempt if job in self._state.jobs else None  # type: ignore[index]
+        cores = attempt.cores.get(device.host, 0) if attempt is not None else 0
+        return min(used.cores / cores, 1.0) if used is not None and cores else None
+
+    async def flush(self) -> None:
+        """Write what was counted, and remove what is too old."""
+        pending, self._pending = self._pending, _Pending()
+        now_s = self._clock()
+        minute, self._minute = self._minute or int(now_s // MINUTE_S), int(now_s // MINUTE_S)
+        async with self._writing:
+            try:
+                await anyio.to_thread.run_sync(self._write, pending, minute, now_s)
+            except sqlite3.Error as error:  # as on a full disk: jobs go on, and so does the next minute
+                log.warning("the use of devices is not recorded: %s", error)
+
+    def _write(self, pending: _Pending, minute: int, now_s: float) -> None:
+        day = time.strftime("%Y-%m-%d", time.localtime(now_s))
+        oldest = time.strftime("%Y-%m-%d", time.localtime(now_s - DAYS_KEPT * 86400))
+        with self._database as database:
+            database.executemany(
+                "INSERT OR REPLACE INTO minutes VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (minute, device, m.job, m.busy, m.memory_bytes, m.power_w, m.temperature_c)
+                    for device, m in pending.minutes.items()
+                ],
+            )
+            database.executemany(
+                "INSERT INTO days VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET device_s = device_s + "
+                "excluded.device_s, measured_s = measured_s + excluded.measured_s, busy_s = busy_s + excluded.busy_s",
+                [(day, host, job, *sums) for (host, job), sums in pending.days.items()],
+            )
+            database.execute("DELETE FROM minutes WHERE minute < ?", (minute - MINUTES_KEPT,))
+            database.execute("DELETE FROM days WHERE day < ?", (oldest,))
+
+    async def minutes(self, count: int) -> dict[str, list[dict[str, Any]]]:
+        """The last minutes of each device, oldest first: minute, job, busy, memory, power, temperature."""
+        first = int(self._clock() // MINUTE_S) - count
+        rows = await self._query("SELECT * FROM minutes WHERE minute >= ? ORDER BY minute", (first,))
+        names = ("minute", "job", "busy", "memory_bytes", "power_w", "temperature_c")
+        found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for minute, device, *rest in rows:
+            found[device].append(dict(zip(names, (minute, *rest), strict=True)))
+        return found
+
+    async def jobs(self, since_s: float) -> list[JobUse]:
+        """Device-seconds by host and job since the day of this time."""
+        day = time.strftime("%Y-%m-%d", time.localtime(since_s))
+        await self.flush()
+        statement = "SELECT host, job, sum(device_s), sum(measured_s), sum(busy_s) FROM days WHERE day >= ?"
+        return [JobUse(*row) for row in await self._query(f"{statement} GROUP BY host, job", (day,))]
+
+    async def _query(self, statement: str, arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        async with self._writing:
+            return await anyio.to_thread.run_sync(lambda: self._database.execute(statement, arguments).fetchall())
