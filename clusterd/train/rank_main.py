@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import torch
 
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.control import Ready
+from clusterd.protocol.launch import STEPS_VARIABLE
 from clusterd.protocol.rank import Probed
 from clusterd.train.checkpoint import dcp, dcp_files, export
 from clusterd.train.data import fingerprint, loader
@@ -179,6 +181,8 @@ def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
     try:
         precision.check(job.precision)
         context = contexts.read()
+        if steps := os.environ.get(STEPS_VARIABLE):
+            job = replace(job, steps=int(steps))
         if os.environ.get("CLUSTERD_DESCRIBE") and context.directory is not None:
             write_description(job, context.directory)  # requested before the first launch, to choose a plan
             raise SystemExit(0)
@@ -194,12 +198,11 @@ def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
             except Exception as error:
                 loop.handle(error)
             opened.outcome = outcome = loop.end()
-            if outcome.done:
-                try:
-                    if job.save is not None:
-                        export.save(loop.training, job.save)
-                finally:  # a failed export must not prevent the checkpoint
-                    loop.leave_checkpoint()
+            try:
+                if outcome.done and job.save is not None:
+                    export.save(loop.training, job.save)
+            finally:  # a failed export must not prevent the checkpoint
+                loop.leave_checkpoint()
             if on_end is not None:
                 on_end(cast(Training, loop.training))
     except Exception as error:
@@ -265,7 +268,7 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
             training = make(uninitialized=bool(context.restore))
             if context.restore:
                 training.optimizer.make_state()
-                dcp.restore(training, training.shape, context.restore)
+                dcp.restore(training, training.shape, dcp_files.find(context.restore))
         control.send_status(Ready())
         if context.probe and target is None:
             figures = probe(device, context.hosts, precision.dtype_of(job.precision))
