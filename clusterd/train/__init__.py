@@ -86,6 +86,9 @@ def run(
     precision: str = "fp32",
     find_unused_parameters: bool = False,
     save: str | None = None,
+    save_format: str = "torch",
+    init_from: str | None = None,
+    init_strict: bool = True,
     evaluate: Evaluation | None = None,
     on_step: Callable[[int, dict[str, Any]], object] | None = None,
     on_evaluate: Callable[[int, dict[str, float]], object] | None = None,
@@ -125,6 +128,11 @@ def run(
             stochastic depth). Costs a walk of the graph per step, and rules out ZeRO-2 and ZeRO-3.
         save: file for the trained model, relative to the working directory: its whole ``state_dict``, written by
             rank 0 after the last step, or when the target loss is reached. A stopped run writes none.
+        save_format: "torch"; "safetensors"; or "hf": a folder as of ``save_pretrained``, with the model's ``config``.
+        init_from: weights to start from: a file of torch or safetensors, a folder of Hugging Face's (one file or an
+            index of several), or a distributed checkpoint. Each rank reads its shards; a model that the files cover
+            is made without values. Jobs that go on, after a move or from a checkpoint, do not read it.
+        init_strict: False: what the files lack stays as the factory made it, and what they have beyond it is ignored.
         evaluate: when and on which data to evaluate the model; see `Evaluation`.
         on_step: called on rank 0 with each finished step and its entry in the step log: ``loss``, ``lr``,
             ``samples_per_s``, ``grad_norm`` (with `clip_norm`), ``metrics``. It may come one step later.

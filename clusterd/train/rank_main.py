@@ -18,7 +18,8 @@ from clusterd.exit_reasons import Reason
 from clusterd.protocol.control import Ready
 from clusterd.protocol.launch import STEPS_VARIABLE
 from clusterd.protocol.rank import Probed
-from clusterd.train.checkpoint import dcp, dcp_files, export
+from clusterd.train.checkpoint import dcp, dcp_files, export, pretrained
+from clusterd.train.checkpoint.weight_files import open_weights
 from clusterd.train.data import fingerprint, loader
 from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.inspect import describe, loss_mean
@@ -180,6 +181,8 @@ def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
     control = None
     try:
         precision.check(job.precision)
+        if job.save_format not in export.FORMATS:
+            raise Refused(f"save_format is {job.save_format!r}; it must be one of {', '.join(export.FORMATS)}")
         context = contexts.read()
         if steps := os.environ.get(STEPS_VARIABLE):
             job = replace(job, steps=int(steps))
@@ -248,9 +251,10 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
     shape = ModelShape.from_dict(context.migration.shape) if context.migration is not None else None
     shape = check_plan(job, context, shape)
     if context.rank == 0 and job.save is not None:
-        export.check(job.save)  # also in standby: then the migration fails, not the job after the switch
+        # Also in standby: then the migration fails, not the job after the switch.
+        export.check(job.save, job.save_format)
     if context.rank == 0 and job.evaluate is not None and job.evaluate.save_best is not None:
-        export.check(job.evaluate.save_best)
+        export.check(job.evaluate.save_best, job.save_format)
     if context.final:
         dcp_files.check(context.final)
     # A single process that will never migrate has no other to compare with.
@@ -265,10 +269,14 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
         if target is not None:
             training = target.take_over(lambda: make(uninitialized=True))
         else:
-            training = make(uninitialized=bool(context.restore))
+            weights = open_weights(job.init_from) if job.init_from is not None and not context.restore else None
+            covered = weights is not None and pretrained.covers(weights, job.model, job.seed)
+            training = make(uninitialized=bool(context.restore) or covered)
             if context.restore:
                 training.optimizer.make_state()
                 dcp.restore(training, training.shape, dcp_files.find(context.restore))
+            elif weights is not None:
+                pretrained.load(training, weights, strict=job.init_strict)
         control.send_status(Ready())
         if context.probe and target is None:
             figures = probe(device, context.hosts, precision.dtype_of(job.precision))

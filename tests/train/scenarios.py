@@ -290,6 +290,9 @@ def job(
     unseeded: bool = False,
     precision: str = "fp32",
     save: str | None = None,
+    save_format: str = "torch",
+    init_from: str | None = None,
+    init_strict: bool = True,
     loss: str = "mean",
     evaluate: dict[str, Any] | None = None,
 ) -> Job:
@@ -333,6 +336,9 @@ def job(
         precision=precision,
         find_unused_parameters=find_unused_parameters,
         save=save,
+        save_format=save_format,
+        init_from=init_from,
+        init_strict=init_strict,
         evaluate=evaluation(**evaluate) if evaluate is not None else None,
     )
 
