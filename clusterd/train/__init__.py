@@ -90,6 +90,7 @@ def run(
     init_from: str | None = None,
     init_strict: bool = True,
     evaluate: Evaluation | None = None,
+    loggers: Sequence[Any] = (),
     on_step: Callable[[int, dict[str, Any]], object] | None = None,
     on_evaluate: Callable[[int, dict[str, float]], object] | None = None,
     on_checkpoint: Callable[[int, str], object] | None = None,
@@ -134,6 +135,8 @@ def run(
             is made without values. Jobs that go on, after a move or from a checkpoint, do not read it.
         init_strict: False: what the files lack stays as the factory made it, and what they have beyond it is ignored.
         evaluate: when and on which data to evaluate the model; see `Evaluation`.
+        loggers: where rank 0 writes the numbers of steps, evaluations and ``log``, beside the step log: "tensorboard",
+            "wandb", or objects with ``write(step, values)`` and, if they want it, ``close()``.
         on_step: called on rank 0 with each finished step and its entry in the step log: ``loss``, ``lr``,
             ``samples_per_s``, ``grad_norm`` (with `clip_norm`), ``metrics``. It may come one step later.
         on_evaluate: called on rank 0 with the step and the metrics of each evaluation.

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -33,11 +33,12 @@ from clusterd.train.parallel.mesh import device_of, process_groups, same_on_all_
 from clusterd.train.parallel.meta_build import build_uninitialized
 from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process import context as contexts
-from clusterd.train.process import exits
+from clusterd.train.process import exits, loggers
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control, stop_on_sigterm
 from clusterd.train.process.exits import PlanRefused, Refused, TrainError
 from clusterd.train.process.job import Job, Outcome
+from clusterd.train.process.loggers import Loggers
 from clusterd.train.process.probe import probe
 from clusterd.train.process.run_in_fork import run_in_fork
 from clusterd.train.process.steps_log import StepsLog
@@ -183,6 +184,7 @@ def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
         precision.check(job.precision)
         if job.save_format not in export.FORMATS:
             raise Refused(f"save_format is {job.save_format!r}; it must be one of {', '.join(export.FORMATS)}")
+        loggers.check(job.loggers)
         context = contexts.read()
         if steps := os.environ.get(STEPS_VARIABLE):
             job = replace(job, steps=int(steps))
@@ -192,7 +194,8 @@ def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
         refuse_second_run(context)
         control = Control(context)
         control.start()
-        with stop_on_sigterm(control), training_loop(job, context, control, _RankLog(job, context)) as loop:
+        log = _RankLog(job, context)
+        with stop_on_sigterm(control), closing(log), training_loop(job, context, control, log) as loop:
             opened = Session(loop)
             try:
                 yield opened
@@ -335,27 +338,45 @@ def write_description(job: Job, directory: Path) -> None:
     part.replace(directory / "model.json")
 
 
+SHOWN = ("lr", "samples_per_s", "grad_norm")
+"""Numbers of a step that loggers get, beside its loss and metrics."""
+
+
 class _RankLog:
     """Step log of rank 0; other ranks have none. The number of the first step is known when it is done."""
 
     def __init__(self, job: Job, context: Context) -> None:
         self._job, self._context = job, context
         self._log: StepsLog | None = None
+        self._loggers: Loggers | None = None
 
     def step(self, step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
         """Record a finished step."""
         if (log := self._opened(step)) is not None:
             log.step(step, loss, time_s, details)
+            self._write(step, {"loss": loss, **{k: details[k] for k in SHOWN if k in details}})
+            self._write(step, details.get("metrics", {}))
 
     def evaluation(self, step: int, metrics: dict[str, float], time_s: float) -> None:
         """Record an evaluation after a step."""
         if (log := self._opened(step + 1)) is not None:
             log.evaluation(step, metrics, time_s)
+            self._write(step, metrics, "evaluation/")
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Record the script's own metrics after a step."""
         if (log := self._opened(step + 1)) is not None:
             log.metrics(step, metrics)
+            self._write(step, metrics)
+
+    def close(self) -> None:
+        """Have the loggers write what they buffer."""
+        if self._loggers is not None:
+            self._loggers.close()
+
+    def _write(self, step: int, values: dict[str, Any], prefix: str = "") -> None:
+        if self._loggers is not None and values:
+            self._loggers.write(step, values, prefix)
 
     def _opened(self, first_step: int) -> StepsLog | None:
         job, context = self._job, self._context
@@ -367,4 +388,5 @@ class _RankLog:
                 plan=str(context.plan),
                 samples=job.global_batch,
             )
+            self._loggers = Loggers(job.loggers, context, first_step) if job.loggers else None
         return self._log
