@@ -22,10 +22,9 @@ Guarantees under every plan, and across changes of plan:
 - **Names** of parameters and their optimizer state are global (``blocks.17.attn.qkv.weight``) on every rank.
 - **Buffers** (running statistics) are taken from replica 0. Where losses depend on them, or on other samples of the
   batch (batch normalisation), they depend on how the plan cuts the batch. Numbers, and lists and maps of numbers, in
-  plain attributes of a module, the optimizer or the loss are migrated and saved too, and so are tensors there that exist
-  before the first step, keep their shape and have at most 256 KiB: a loss with a running mean goes on with it. Others
-  are reported in the log: register them as buffers. Counters of forward passes count micro-batches as well; the log
-  says so.
+  plain attributes of a module, the optimizer or the loss are migrated and saved too. So are tensors there that exist
+  before the first step, keep their shape and have at most 256 KiB; the log names others, which must be buffers.
+  Counters of forward passes count micro-batches as well; the log says so.
 - **Parameter attributes and hooks** follow the parameter: attributes (``p.no_decay = True``), which the optimizer
   factory may use to form groups, and hooks, which see the gradient of one replica and one micro-batch, as everywhere
   in torch. A hook that does more than scale the gradient rules out plans that cut the batch.

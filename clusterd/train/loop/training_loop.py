@@ -237,12 +237,13 @@ class TrainingLoop:
         Raises:
             CheckpointFailed: it could not be written.
         """
-        if self.stopped and not self._target_reached:
-            if self._saves and self.training.step:
-                self._checkpointer.take_at_stop()
-        elif self.training.context.final:
-            self._checkpointer.take_final(self.training.context.final)
-        self._control.flush()  # the daemon must know of the checkpoint before it hears of the exit
+        ends_early, final = bool(self.stopped) and not self._target_reached, self.training.context.final
+        if ends_early and self._saves and self.training.step:
+            self._checkpointer.take_at_stop()
+        elif final and not ends_early:
+            self._checkpointer.take_final(final)
+        if self._checkpointer.written:
+            self._control.flush()  # the daemon must know of the checkpoint before it hears of the exit
         self._call_on_checkpoint()
 
     def has_ended(self) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from rank_pool import RankPool, Run
 
 from clusterd import protocol
+from clusterd.train.checkpoint import dcp_files
 
 DEADLINE_S = 60.0
 FOREVER = 1_000_000
@@ -107,6 +108,28 @@ def test_a_stop_that_reaches_one_rank_stops_all_at_the_same_step(
     run = start(plan)
     agent.send(1, {"event": "stop", "reason": "cancelled by ana", "deadline_s": 30})
     assert_stopped_together(run.result(DEADLINE_S)[0], "cancelled by ana")
+
+
+def test_a_stop_that_saves_leaves_a_checkpoint_of_the_last_step(
+    agent: Agent, start: Callable[..., Future[list[Run]]], tmp_path: Path
+) -> None:
+    """The job is cancelled; the request reaches one rank, and all of them write."""
+    run = start("dp=2,zero=1")
+    agent.send(1, {"event": "stop", "reason": "cancelled by ana", "deadline_s": 30, "save": str(tmp_path / "saved")})
+    ended = run.result(DEADLINE_S)[0]
+    assert_stopped_together(ended, "cancelled by ana")
+    (said,) = (m["said"] for rank, m in agent.heard if m.get("said", {}).get("what") == "checkpointed" and rank == 0)
+    assert (said["step"], said["path"]) == (ended.steps[-1]["step"], str(tmp_path / "saved"))
+    assert dcp_files.find(str(tmp_path / "saved")) == str(tmp_path / "saved")
+
+
+def test_a_stop_that_cannot_save_says_so(agent: Agent, start: Callable[..., Future[list[Run]]], tmp_path: Path) -> None:
+    """A file is in the place of the folder; nobody waits for it to go away."""
+    (tmp_path / "taken").write_text("")
+    run = start("dp=2")
+    agent.send(0, {"event": "stop", "reason": "time limit", "save": str(tmp_path / "taken" / "saved")})
+    for rank in run.result(DEADLINE_S)[0].ranks:
+        assert (rank.exit_code, "the checkpoint at the stop could not be written" in rank.output) == (1, True)
 
 
 def test_sigterm_finishes_the_step(agent: Agent, start: Callable[..., Future[list[Run]]]) -> None:
