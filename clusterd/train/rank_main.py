@@ -91,6 +91,8 @@ class Training:
             raise PlanRefused(
                 "model() made different weights on different ranks; it must draw them from torch's generator only"
             )
+        if context.rank == 0:
+            _warn_of_batch_norm(model, plan)
         if plan.pp > 1:
             model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[context.coordinates.stage])
         model.forward = precision.with_precision(job.precision, device.type, model.forward)
@@ -324,6 +326,20 @@ def _warn_of_differences(plan: Plan, shape: ModelShape) -> None:
             "clusterd: the loss of a batch is not the mean over its samples (does it divide by a count in them, or "
             f"compare them?): losses and gradients under {plan} differ from those of one process; "
             "a loss that returns (sum, weight) is exact",
+            flush=True,
+        )
+
+
+def _warn_of_batch_norm(model: torch.nn.Module, plan: Plan) -> None:
+    """Log where batch normalisation sees a part of the global batch only."""
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    found = next((name for name, part in model.named_modules() if isinstance(part, kind) and part.training), None)
+    parts = plan.dp * plan.accumulation
+    if found is not None and parts > 1:
+        print(
+            f"clusterd: {found or 'the model'} normalises over the samples that it gets, under {plan} one of {parts} "
+            "parts of each batch: losses differ from those of one process, and running statistics are replica 0's; group and "
+            "layer normalisation do not depend on the plan",
             flush=True,
         )
 
