@@ -338,8 +338,8 @@ def _warn_of_batch_norm(model: torch.nn.Module, plan: Plan) -> None:
     if found is not None and parts > 1:
         print(
             f"clusterd: {found or 'the model'} normalises over the samples that it gets, under {plan} one of {parts} "
-            "parts of each batch: losses differ from those of one process, and running statistics are replica 0's; group and "
-            "layer normalisation do not depend on the plan",
+            "parts of each batch: losses differ from those of one process, and running statistics are replica 0's; "
+            "group and layer normalisation do not depend on the plan",
             flush=True,
         )
 
