@@ -146,6 +146,10 @@ class JobSpec:
     snapshot_every: int | None = None  # steps between state snapshots on a second host; 0: none; None: automatic
     checkpoint_directory: str | None = None  # shared by its hosts; for final and periodic checkpoints
     checkpoint_every_s: float | None = None
+    restore: str | None = None  # checkpoint to start from: "/folder", "HOST:/folder"; a request may name a job
+    restore_step: int = 0  # its step; 0: unknown
+    continues: JobId | None = None  # job whose training it goes on with: its seed, and {job} in its command
+    steps: int | None = None  # of an elastic job, instead of the number in its script
     target_loss: float | None = None  # ends the job when reached
     interactive: bool = False  # a person waits for it: before others of its priority
     waits_for_hosts: bool = False  # accepted though no host of the cluster can serve it yet

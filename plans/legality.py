@@ -228,8 +228,6 @@ def _repeated_passes(plan: Plan) -> str:
 
 def _fully_sharded(plan: Plan, shape: ModelShape) -> Iterator[str]:
     fsdp2 = f"zero={plan.zero} is implemented by FSDP2, which"
-    if scalar := next((p.name for p in shape.parameters if not p.shape), ""):
-        yield f"{fsdp2} cannot cut a parameter without dimensions: give {scalar} the shape (1,)"
     if empty := next((p.name for p in shape.parameters if 0 in p.shape), ""):
         yield f"{fsdp2} cannot cut a parameter without elements: {empty} has none"
     if shape.noncontiguous:

@@ -67,6 +67,13 @@ _ARRAY = click.option(
 @_ARRAY
 @_AFTER
 @_WAIT_FOR_HOSTS
+@click.option(
+    "--from",
+    "restore",
+    metavar="JOB|DIR[@STEP]",
+    shell_complete=complete_job,
+    help="Start from the newest checkpoint of a job that is over, or from one in DIR, which its hosts must see.",
+)
 @click.option("--dry-run", is_flag=True, help="Print where the job would start, or why it would wait; submit nothing.")
 @click.option("--wait", "and_wait", is_flag=True, help="Wait for the end; return the exit code.")
 @output_option
@@ -85,6 +92,7 @@ def submit(file: Path, output: str, **options: Any) -> int:
         spec = with_changes(spec, parse_changes(options["changes"]))
     spec = replace(spec, env={**spec.env, **variables(options["env"])})
     spec = replace(spec, waits_for_hosts=spec.waits_for_hosts or options["wait_for_hosts"])
+    spec = replace(spec, restore=options["restore"])
     spec = replace(spec, after=(*spec.after, *map(JobId, options["after"])))
     expand = _expansion(options["sweep"], options["array"] or request.array)
     with Client() as cluster:

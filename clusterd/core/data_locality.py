@@ -17,9 +17,25 @@ def places_of(text: str) -> list[tuple[str | None, str]]:
     return found
 
 
+CHECKPOINT = "checkpoint-to-start-from"
+"""Name under which hosts serve the checkpoint that a job starts from, if only one of them has it."""
+
+
+def data_of(spec: JobSpec) -> dict[str, str]:
+    """All that a job reads by name: its data sets, and a checkpoint that one host has."""
+    place, _ = split_step(spec.restore or "")
+    return {**spec.datasets, **({CHECKPOINT: place} if place and not place.startswith("/") else {})}
+
+
+def split_step(place: str) -> tuple[str, str]:
+    """Split a checkpoint's place from its step: ``/folder@120`` to ``/folder`` and ``@120``, which may be empty."""
+    folder, at, step = place.rpartition("@")
+    return (folder, f"@{step}") if at and step.isdigit() else (place, "")
+
+
 def waits_for(spec: JobSpec, hosts: Mapping[HostId, Host]) -> str | None:
     """Message naming a data set whose hosts are all away; None: all data is available."""
-    for name, text in spec.datasets.items():
+    for name, text in data_of(spec).items():
         named = [hosts.get(HostId(at)) if at is not None else None for at, _ in places_of(text)]
         away = [host for host in named if host is not None and host.state is not HostState.UP]
         if named and len(away) == len(named):

@@ -67,6 +67,7 @@ class StopAttempt(Decision):
     grace_s: float
     keep: bool = False  # ranks first leave the state of their last step in host memory
     done: bool = False  # the job reached its target: ranks write its result as after the last step
+    save: str | None = None  # directory of the checkpoint that ranks write first; "": one of the attempt on its host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

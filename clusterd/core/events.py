@@ -371,7 +371,7 @@ class CheckpointTaken(Event):
     job: JobId
     attempt: int
     step: int
-    path: str
+    path: str  # "HOST:/folder" where only that host sees it
 
 
 # --- migrations -------------------------------------------------------------------------------------------------------

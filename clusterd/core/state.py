@@ -179,6 +179,8 @@ class Attempt:
     why: str = ""  # it is being stopped, or ended
     pending: set[HostId] = field(default_factory=set)  # hosts that have yet to report it gone
     skip_grace: bool = False  # its ranks get no time to save, whatever their job asked for
+    save: str | None = None  # directory of the checkpoint that its ranks write before they exit; see `StopAttempt`
+    saved_step: int | None = None  # of that checkpoint, once it is complete
     cores: dict[HostId, int] = field(default_factory=dict)
     memory_bytes: dict[HostId, int] = field(default_factory=dict)
     last_generation: int = 1  # that was given out
@@ -285,7 +287,7 @@ class Job:
     reason: str = ""  # why it is in its state
     attempts: list[Attempt] = field(default_factory=list)
     migrations: list[Migration] = field(default_factory=list)  # switched or over
-    checkpoint: str | None = None  # newest directory with its state, as its hosts see it
+    checkpoint: str | None = None  # newest directory with its state, as its hosts see it; "HOST:/folder": on that one
     checkpoint_step: int = 0
     pinned: Plan | None = None  # plan that its user fixed; of a checkpointable job: for its next start, too
     description: Description = Description.NOT_NEEDED

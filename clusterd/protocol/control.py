@@ -23,6 +23,7 @@ class Stop(Event, event="stop"):
     deadline_s: float = 0.0
     keep: bool = False  # leave the state of the last step in the host's memory
     done: bool = False  # the job is over: write the trained result
+    save: str | None = None  # as in `StopRanks`
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,11 @@ class ReportFailure(Request[Done], verb="failed"):
     message: str
 
 
+@dataclass(frozen=True)
+class Flush(Request[Done], verb="flush"):
+    """Answered once the rank's earlier reports are on their way to the daemon."""
+
+
 FileReference = tuple[int, str]
 """Size and version of a file of a data set."""
 
@@ -268,5 +274,14 @@ class ReadData(Request[DataReply], verb="data_read"):
 
 
 REQUESTS = by_verb(
-    RankHello, DataHello, MakeSegment, PublishSegment, FetchSegments, ListSegments, ReportFailure, LookUpData, ReadData
+    RankHello,
+    DataHello,
+    MakeSegment,
+    PublishSegment,
+    FetchSegments,
+    ListSegments,
+    ReportFailure,
+    Flush,
+    LookUpData,
+    ReadData,
 )

@@ -8,6 +8,9 @@ from typing import Any
 from clusterd.protocol.messages import Request
 from clusterd.protocol.migration import Address, MigrationRequest
 
+STEPS_VARIABLE = "CLUSTERD_STEPS"
+"""Environment variable of a rank: number of steps instead of that in the script."""
+
 
 @dataclass(frozen=True)
 class DeviceSpec:

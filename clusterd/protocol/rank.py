@@ -52,6 +52,7 @@ class Checkpointed(RankMessage, what="checkpointed"):
     bytes: int = 0
     blocked_s: float = 0.0
     write_s: float = 0.0
+    on_host: bool = False  # in a directory of the attempt, which other hosts do not see
 
 
 @dataclass(frozen=True)

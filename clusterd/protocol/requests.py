@@ -45,6 +45,7 @@ class StopRanks(OfGeneration, Request[Stopped], verb="stop"):
     reason: str = "stopped"
     keep: bool = False  # leave the state of the last step in the host's memory
     done: bool = False  # the job is over: write the trained result
+    save: str | None = None  # write a checkpoint to this directory first; "": to one of the attempt on this host
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ Guarantees under every plan, and across changes of plan:
 - **Names** of parameters and their optimizer state are global (``blocks.17.attn.qkv.weight``) on every rank.
 - **Buffers** (running statistics) are taken from replica 0. Where losses depend on them, or on other samples of the
   batch (batch normalisation), they depend on how the plan cuts the batch. Numbers, and lists and maps of numbers, in
-  plain attributes of a module, the optimizer or the loss are migrated and saved too. Tensors there are not: register
-  them as buffers. Counters of forward passes count micro-batches as well; the log says so.
+  plain attributes of a module, the optimizer or the loss are migrated and saved too. So are tensors there that exist
+  before the first step, keep their shape and have at most 256 KiB; the log names others, which must be buffers.
+  Counters of forward passes count micro-batches as well; the log says so.
 - **Parameter attributes and hooks** follow the parameter: attributes (``p.no_decay = True``), which the optimizer
   factory may use to form groups, and hooks, which see the gradient of one replica and one micro-batch, as everywhere
   in torch. A hook that does more than scale the gradient rules out plans that cut the batch.
@@ -86,7 +87,11 @@ def run(
     precision: str = "fp32",
     find_unused_parameters: bool = False,
     save: str | None = None,
+    save_format: str = "torch",
+    init_from: str | None = None,
+    init_strict: bool = True,
     evaluate: Evaluation | None = None,
+    loggers: Sequence[Any] = (),
     on_step: Callable[[int, dict[str, Any]], object] | None = None,
     on_evaluate: Callable[[int, dict[str, float]], object] | None = None,
     on_checkpoint: Callable[[int, str], object] | None = None,
@@ -125,7 +130,14 @@ def run(
             stochastic depth). Costs a walk of the graph per step, and rules out ZeRO-2 and ZeRO-3.
         save: file for the trained model, relative to the working directory: its whole ``state_dict``, written by
             rank 0 after the last step, or when the target loss is reached. A stopped run writes none.
+        save_format: "torch"; "safetensors"; or "hf": a folder as of ``save_pretrained``, with the model's ``config``.
+        init_from: weights to start from: a file of torch or safetensors, a folder of Hugging Face's (one file or an
+            index of several), or a distributed checkpoint. Each rank reads its shards; a model that the files cover
+            is made without values. Jobs that go on, after a move or from a checkpoint, do not read it.
+        init_strict: False: what the files lack stays as the factory made it, and what they have beyond it is ignored.
         evaluate: when and on which data to evaluate the model; see `Evaluation`.
+        loggers: where rank 0 writes the numbers of steps, evaluations and ``log``, beside the step log: "tensorboard",
+            "wandb", or objects with ``write(step, values)`` and, if they want it, ``close()``.
         on_step: called on rank 0 with each finished step and its entry in the step log: ``loss``, ``lr``,
             ``samples_per_s``, ``grad_norm`` (with `clip_norm`), ``metrics``. It may come one step later.
         on_evaluate: called on rank 0 with the step and the metrics of each evaluation.

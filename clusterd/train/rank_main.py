@@ -7,7 +7,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,8 +16,10 @@ import torch
 
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.control import Ready
+from clusterd.protocol.launch import STEPS_VARIABLE
 from clusterd.protocol.rank import Probed
-from clusterd.train.checkpoint import dcp, dcp_files, export
+from clusterd.train.checkpoint import dcp, dcp_files, export, pretrained
+from clusterd.train.checkpoint.weight_files import open_weights
 from clusterd.train.data import fingerprint, loader
 from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.inspect import describe, loss_mean
@@ -30,11 +33,12 @@ from clusterd.train.parallel.mesh import device_of, process_groups, same_on_all_
 from clusterd.train.parallel.meta_build import build_uninitialized
 from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process import context as contexts
-from clusterd.train.process import exits
+from clusterd.train.process import exits, loggers
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control, stop_on_sigterm
 from clusterd.train.process.exits import PlanRefused, Refused, TrainError
 from clusterd.train.process.job import Job, Outcome
+from clusterd.train.process.loggers import Loggers
 from clusterd.train.process.probe import probe
 from clusterd.train.process.run_in_fork import run_in_fork
 from clusterd.train.process.steps_log import StepsLog
@@ -87,6 +91,8 @@ class Training:
             raise PlanRefused(
                 "model() made different weights on different ranks; it must draw them from torch's generator only"
             )
+        if context.rank == 0:
+            _warn_of_batch_norm(model, plan)
         if plan.pp > 1:
             model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[context.coordinates.stage])
         model.forward = precision.with_precision(job.precision, device.type, model.forward)
@@ -178,14 +184,20 @@ def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
     control = None
     try:
         precision.check(job.precision)
+        if job.save_format not in export.FORMATS:
+            raise Refused(f"save_format is {job.save_format!r}; it must be one of {', '.join(export.FORMATS)}")
+        loggers.check(job.loggers)
         context = contexts.read()
+        if steps := os.environ.get(STEPS_VARIABLE):
+            job = replace(job, steps=int(steps))
         if os.environ.get("CLUSTERD_DESCRIBE") and context.directory is not None:
             write_description(job, context.directory)  # requested before the first launch, to choose a plan
             raise SystemExit(0)
         refuse_second_run(context)
         control = Control(context)
         control.start()
-        with stop_on_sigterm(control), training_loop(job, context, control, _RankLog(job, context)) as loop:
+        log = _RankLog(job, context)
+        with stop_on_sigterm(control), closing(log), training_loop(job, context, control, log) as loop:
             opened = Session(loop)
             try:
                 yield opened
@@ -194,12 +206,11 @@ def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
             except Exception as error:
                 loop.handle(error)
             opened.outcome = outcome = loop.end()
-            if outcome.done:
-                try:
-                    if job.save is not None:
-                        export.save(loop.training, job.save)
-                finally:  # a failed export must not prevent the checkpoint
-                    loop.leave_checkpoint()
+            try:
+                if outcome.done and job.save is not None:
+                    export.save(loop.training, job.save)
+            finally:  # a failed export must not prevent the checkpoint
+                loop.leave_checkpoint()
             if on_end is not None:
                 on_end(cast(Training, loop.training))
     except Exception as error:
@@ -245,9 +256,10 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
     shape = ModelShape.from_dict(context.migration.shape) if context.migration is not None else None
     shape = check_plan(job, context, shape)
     if context.rank == 0 and job.save is not None:
-        export.check(job.save)  # also in standby: then the migration fails, not the job after the switch
+        # Also in standby: then the migration fails, not the job after the switch.
+        export.check(job.save, job.save_format)
     if context.rank == 0 and job.evaluate is not None and job.evaluate.save_best is not None:
-        export.check(job.evaluate.save_best)
+        export.check(job.evaluate.save_best, job.save_format)
     if context.final:
         dcp_files.check(context.final)
     # A single process that will never migrate has no other to compare with.
@@ -262,10 +274,14 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
         if target is not None:
             training = target.take_over(lambda: make(uninitialized=True))
         else:
-            training = make(uninitialized=bool(context.restore))
+            weights = open_weights(job.init_from) if job.init_from is not None and not context.restore else None
+            covered = weights is not None and pretrained.covers(weights, job.model, job.seed)
+            training = make(uninitialized=bool(context.restore) or covered)
             if context.restore:
                 training.optimizer.make_state()
-                dcp.restore(training, training.shape, context.restore)
+                dcp.restore(training, training.shape, dcp_files.find(context.restore))
+            elif weights is not None:
+                pretrained.load(training, weights, strict=job.init_strict)
         control.send_status(Ready())
         if context.probe and target is None:
             figures = probe(device, context.hosts, precision.dtype_of(job.precision))
@@ -314,6 +330,20 @@ def _warn_of_differences(plan: Plan, shape: ModelShape) -> None:
         )
 
 
+def _warn_of_batch_norm(model: torch.nn.Module, plan: Plan) -> None:
+    """Log where batch normalisation sees a part of the global batch only."""
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    found = next((name for name, part in model.named_modules() if isinstance(part, kind) and part.training), None)
+    parts = plan.dp * plan.accumulation
+    if found is not None and parts > 1:
+        print(
+            f"clusterd: {found or 'the model'} normalises over the samples that it gets, under {plan} one of {parts} "
+            "parts of each batch: losses differ from those of one process, and running statistics are replica 0's; "
+            "group and layer normalisation do not depend on the plan",
+            flush=True,
+        )
+
+
 def write_description(job: Job, directory: Path) -> None:
     """Write the model's shape for the daemon, to ``model.json`` of the attempt's directory."""
     # Step times measured under one torch and Python version do not hold under another.
@@ -324,27 +354,45 @@ def write_description(job: Job, directory: Path) -> None:
     part.replace(directory / "model.json")
 
 
+SHOWN = ("lr", "samples_per_s", "grad_norm")
+"""Numbers of a step that loggers get, beside its loss and metrics."""
+
+
 class _RankLog:
     """Step log of rank 0; other ranks have none. The number of the first step is known when it is done."""
 
     def __init__(self, job: Job, context: Context) -> None:
         self._job, self._context = job, context
         self._log: StepsLog | None = None
+        self._loggers: Loggers | None = None
 
     def step(self, step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
         """Record a finished step."""
         if (log := self._opened(step)) is not None:
             log.step(step, loss, time_s, details)
+            self._write(step, {"loss": loss, **{k: details[k] for k in SHOWN if k in details}})
+            self._write(step, details.get("metrics", {}))
 
     def evaluation(self, step: int, metrics: dict[str, float], time_s: float) -> None:
         """Record an evaluation after a step."""
         if (log := self._opened(step + 1)) is not None:
             log.evaluation(step, metrics, time_s)
+            self._write(step, metrics, "evaluation/")
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Record the script's own metrics after a step."""
         if (log := self._opened(step + 1)) is not None:
             log.metrics(step, metrics)
+            self._write(step, metrics)
+
+    def close(self) -> None:
+        """Have the loggers write what they buffer."""
+        if self._loggers is not None:
+            self._loggers.close()
+
+    def _write(self, step: int, values: dict[str, Any], prefix: str = "") -> None:
+        if self._loggers is not None and values:
+            self._loggers.write(step, values, prefix)
 
     def _opened(self, first_step: int) -> StepsLog | None:
         job, context = self._job, self._context
@@ -356,4 +404,5 @@ class _RankLog:
                 plan=str(context.plan),
                 samples=job.global_batch,
             )
+            self._loggers = Loggers(job.loggers, context, first_step) if job.loggers else None
         return self._log

@@ -50,7 +50,7 @@ def test_a_running_job_takes_a_new_time_limit(local_cluster: RunningCluster) -> 
     assert "already: clusterd cancel" in ran.stderr
     cluster.run("edit", "long", "time=5s")
     assert cluster.run("wait", "long", check=False).returncode == 124
-    assert cluster.job(job)["reason"] == "its time limit of 5 s is over"
+    assert cluster.job(job)["reason"] == "its time limit of 5.0s is over"
 
 
 @pytest.mark.parametrize(

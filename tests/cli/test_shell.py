@@ -144,14 +144,14 @@ def test_the_end_of_a_shell_by_its_time_limit_is_no_cancel(
 ) -> None:
     """Regression: the shell exited as if killed, without a message, and its job was listed as cancelled."""
     person = at_terminal("shell", "--devices", "1", "--time", "1s", "--name", "brief")
-    person.sees("ends: its time limit of 1 s is over")
+    person.sees("ends: its time limit of 1.0s is over")
     assert person.leaves() == 124
     ended = local_cluster.wait_for("brief", lambda row: row["ended_s"])
     assert (ended["state"], ended["exit_code"]) == ("failed", 124)
     piped = ("shell", "--devices", "1", "--time", "1s", "--", "sleep", "1000")
     done = local_cluster.run(*piped, cwd=tmp_path, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == 124
-    assert done.stderr.endswith("ends: its time limit of 1 s is over\n")
+    assert done.stderr.endswith("ends: its time limit of 1.0s is over\n")
 
 
 def test_a_command_inside_a_job_has_its_surroundings(local_cluster: RunningCluster, tmp_path: Path) -> None:

@@ -144,6 +144,9 @@ class HostAgent:
             reply = {"ok": answer(who, message)}
         connection.sendall(protocol.encode({"id": message["id"], **reply}))
 
+    def _flush(self, who: tuple[int, int], message: Message) -> Message:
+        return {}
+
     def _segment(self, who: tuple[int, int], message: Message) -> Message:
         path = self._segments / message["name"]
         with path.open("wb") as file:

@@ -92,7 +92,22 @@ def compiled_whole(**sizes: int) -> Any:
     return torch.compile(GPT(**sizes), backend="eager")
 
 
+class Tempering(GPT):
+    """A temperature as a tensor in a plain attribute, changed in place in each forward pass."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.temperature = torch.ones(3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = super().forward(tokens) / float(self.temperature[0])
+        if self.training:
+            self.temperature *= 1.2
+        return logits
+
+
 MODELS = {
+    "tempering": Tempering,
     "thawing": Thawing, "freezing": Freezing, "remembering": Remembering, "growing": Growing, "lazy": Lazy,
     "named": Named, "derived": Derived, "scripted": scripted, "compiled whole": compiled_whole,
 }  # fmt: skip

@@ -251,7 +251,36 @@ class Counted(nn.Module):
         return cross_entropy(logits, target) * (1 + 1 / self.times)
 
 
+class Centred:
+    """A loss, no module, that subtracts a running mean, as a new tensor each time."""
+
+    def __init__(self) -> None:
+        self.centre = torch.zeros(VOCABULARY)
+
+    def __call__(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy(logits - self.centre, target)
+        self.centre = self.centre * 0.5 + logits.detach().mean((0, 1))
+        return loss
+
+
+class CentredModule(nn.Module):
+    """The same with a buffer that is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(VOCABULARY))
+        self.register_buffer("large", torch.zeros(1 << 17))
+
+    def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy(logits - self.centre.clone(), target)
+        self.centre.mul_(0.5).add_(logits.detach().mean((0, 1)))
+        self.large += 1
+        return loss
+
+
 LOSSES = {
+    "centred": Centred(),
+    "centred module": CentredModule(),
     "mean": cross_entropy,
     "sum": lambda logits, target: cross_entropy(logits, target, reduction="sum") / 256,
     "of each sample": lambda logits, target: (
@@ -290,6 +319,9 @@ def job(
     unseeded: bool = False,
     precision: str = "fp32",
     save: str | None = None,
+    save_format: str = "torch",
+    init_from: str | None = None,
+    init_strict: bool = True,
     loss: str = "mean",
     evaluate: dict[str, Any] | None = None,
 ) -> Job:
@@ -333,6 +365,9 @@ def job(
         precision=precision,
         find_unused_parameters=find_unused_parameters,
         save=save,
+        save_format=save_format,
+        init_from=init_from,
+        init_strict=init_strict,
         evaluate=evaluation(**evaluate) if evaluate is not None else None,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,10 +82,25 @@ def test_what_each_pass_counts_is_told_of_where_a_step_has_several(
     assert sum(rank.output.count(message) for rank in run.ranks) == said
 
 
-def test_what_a_loss_keeps_in_buffers_is_told_of(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"loss": "centred"}, ""),
+        ({"loss": "centred module"}, "has changed the large tensor in its attribute large"),
+        ({"model": "tempering", "layers": False, "tp_plan": False}, ""),
+    ],
+)
+def test_tensors_outside_of_the_model_go_on(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
+    """They began anew after every move and restart, and the losses jumped; one that is too large is reported once."""
+    whole = ranks.run(tmp_path / "whole", ALONE, **options, steps=2 * STEPS).checked()
     left = {"final": str(tmp_path / "checkpoint")}
-    run = ranks.run_each(tmp_path / "run", ALONE, [{"loss": "counted", "steps": STEPS}], more=lambda _: left)[0]
-    assert run.checked().ranks[0].output.count("the loss has changed its buffer centre") == 1
+    first = ranks.run_each(tmp_path / "first", ALONE, [{**options, "steps": STEPS}], more=lambda _: left)[0].checked()
+    rest = [{**options, "steps": 2 * STEPS}]
+    run = ranks.run_each(tmp_path / "then", ALONE, rest, more=lambda _: {"restore": left["final"]})[0].checked()
+    assert first.losses + run.losses == whole.losses
+    assert first.ranks[0].output.count(says or "neither migrated") == (1 if says else 0)
 
 
 @pytest.mark.parametrize("optimizer", ["slow weights", "anchored"])

@@ -309,3 +309,25 @@ def test_a_model_that_comes_for_evaluation_is_trained(ranks: RankPool, tmp_path:
         ranks.run(tmp_path / model, ALONE, model=model, steps=STEPS).checked().losses for model in ("gpt", "evaluated")
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "dp=2,zero=2,accumulation=2"])
+def test_a_parameter_without_dimensions_is_trained_whole(plan: str, ranks: RankPool, tmp_path: Path) -> None:
+    """FSDP2 cuts along dimensions; a learned scale has none, and counts once in the gradients' norm."""
+    options = {"model": "stray", "steps": STEPS, "layers": False, "clip_norm": 0.5, "optimizer": "momentum"}
+    alone = ranks.run(tmp_path / "alone", ALONE, **options).checked()
+    run = ranks.run(tmp_path / "plan", plan, **options).checked()
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+    (scale,) = {rank.result["sums"]["scale"] for rank in run.ranks}
+    assert scale == pytest.approx(alone.ranks[0].result["sums"]["scale"], rel=1e-5)
+
+
+def test_a_parameter_without_dimensions_goes_on_under_another_plan(ranks: RankPool, tmp_path: Path) -> None:
+    options = {"model": "stray", "layers": False, "optimizer": "momentum"}
+    alone = ranks.run(tmp_path / "alone", ALONE, **options, steps=2 * STEPS).checked()
+    left = {"final": str(tmp_path / "checkpoint")}
+    ranks.run_each(tmp_path / "first", "dp=2,zero=3", [{**options, "steps": STEPS}], more=lambda _: left)[0].checked()
+    for plan in ("dp=3,zero=3,shares=4:4:8", "dp=2,zero=3,offload=parameters", ALONE):
+        rest = [{**options, "steps": 2 * STEPS}]
+        run = ranks.run_each(tmp_path / plan, plan, rest, more=lambda _: {"restore": left["final"]})[0].checked()
+        assert run.losses == pytest.approx(alone.losses[STEPS:], rel=1e-5)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from clusterd.agent.background_tasks import Background
 from clusterd.agent.forkserver import child
@@ -26,7 +27,10 @@ from clusterd.protocol.requests import Stopped
 FAILURE_CHARACTERS_MAX = 1 << 14
 """Of a rank's failure message, which goes into the journal."""
 
-Ask = Callable[[Attempt, str, float, Mapping[str, bool]], set[int]]
+StopFlags = Mapping[str, Any]
+"""What ranks that support it do before they exit, by field of the stop message."""
+
+Ask = Callable[[Attempt, str, float, StopFlags], set[int]]
 
 
 class Attempts:
@@ -238,7 +242,7 @@ class Attempts:
         attempt.stop_asked.set()
 
     async def stop(
-        self, job: str, attempt: int, generation: int, grace_s: float, reason: str, flags: Mapping[str, bool]
+        self, job: str, attempt: int, generation: int, grace_s: float, reason: str, flags: StopFlags
     ) -> Stopped:
         """Stop one generation of the attempt; return once no process carries its tag.
 
@@ -246,7 +250,7 @@ class Attempts:
 
         Args:
             flags: requests to ranks that support them, before they exit: `keep` the state of the last step in this
-                host's memory; be `done`, and write the trained result.
+                host's memory; be `done`, and write the trained result; `save` a checkpoint.
         """
         directory = self._home.attempt(job, attempt, generation)
         known = self._known.get(directory.name)
@@ -267,7 +271,7 @@ class Attempts:
         swept = await asyncio.shield(known.stopping)
         return Stopped(known.rank_rows, tuple(swept))
 
-    async def _stop(self, attempt: Attempt, reason: str, flags: Mapping[str, bool] | None = None) -> list[int]:
+    async def _stop(self, attempt: Attempt, reason: str, flags: StopFlags | None = None) -> list[int]:
         async with attempt.lock:
             swept = await stopping.end_ranks(
                 lambda: self._leaders(attempt),

@@ -147,6 +147,8 @@ class RankRequests:
             case control.ReportFailure():
                 self._attempts.failed(attempt, rank, request.reason, request.message)
                 return Done()
+            case control.Flush():
+                return Done()  # messages of a connection are handled in their order
         raise AssertionError(request)
 
     async def _serve_data(self, connection: Connection, attempt: Attempt, verb: str, message: Message) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import read_json, write_json
 from clusterd.agent.log import log_line
+from clusterd.agent.ranks.attempts import StopFlags
 from clusterd.agent.server.connection import Connection, Message
 from clusterd.protocol.agent import Superseded
 from clusterd.protocol.control import Stop
@@ -165,7 +165,7 @@ class Sessions:
 
     # ---- ranks ---------------------------------------------------------------------------------------------------
 
-    def request_stop(self, attempt: Attempt, reason: str, grace_s: float, flags: Mapping[str, bool]) -> set[int]:
+    def request_stop(self, attempt: Attempt, reason: str, grace_s: float, flags: StopFlags) -> set[int]:
         """Ask the connected ranks of one generation to stop; return the pids of those asked."""
         asked = set()
         for connection in self._connections:

@@ -94,7 +94,7 @@ class Verbs:
             request.generation,
             request.grace_s,
             request.reason,
-            {"keep": request.keep, "done": request.done},
+            {"keep": request.keep, "done": request.done, "save": request.save},
         )
         if self._attempts.have_ended(request.job, request.attempt):
             self._moves.end(request.job, request.attempt)

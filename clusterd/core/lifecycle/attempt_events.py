@@ -258,6 +258,9 @@ def on_attempt_stopped(ctx: HandlerContext, event: e.AttemptStopped) -> None:
 
 def on_checkpoint_taken(ctx: HandlerContext, event: e.CheckpointTaken) -> None:
     job = ctx.state.jobs.get(event.job)
+    attempt = ctx.state.attempt(event.job, event.attempt)
+    if attempt is not None and attempt.state is AttemptState.STOPPING:
+        attempt.saved_step = event.step
     if job is not None and event.step >= job.checkpoint_step:
         job.checkpoint, job.checkpoint_step = event.path, event.step
 

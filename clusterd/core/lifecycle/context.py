@@ -63,12 +63,13 @@ class HandlerContext:
         reason: str,
         keep: bool = False,
         done: bool = False,
+        save: str | None = None,
     ) -> None:
         """Stop the ranks of one generation on one host.
 
         Args:
             key: job, number of the attempt, generation.
-            keep, done: see `StopAttempt`.
+            keep, done, save: see `StopAttempt`.
         """
         job, attempt, generation = key
         self.decide(
@@ -82,6 +83,7 @@ class HandlerContext:
                 grace_s=grace_s,
                 keep=keep,
                 done=done,
+                save=save,
             )
         )
 

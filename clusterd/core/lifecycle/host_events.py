@@ -13,6 +13,7 @@ from clusterd.core.lifecycle.accounts import account_lost, apply_report, lose_at
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.state import Attempt, Description, Job, Outcome, Retired, State
 from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId
+from clusterd.units import duration
 
 RECOVERY_S = 20.0
 """After the daemon's start nothing is placed until each host in use has reported, or for this long."""
@@ -75,7 +76,7 @@ def _time_limit_reached(ctx: HandlerContext, job_id: str) -> None:
     if job is None or job.attempt is None or job.attempt.state is AttemptState.STOPPING:
         return
     limit_s = job.spec.time_limit_s
-    limit = f" of {limit_s:.0f} s" if limit_s is not None else ""
+    limit = f" of {duration(limit_s)}" if limit_s is not None else ""
     stopping.stop(ctx, job.attempt, Outcome.TIME_LIMIT, f"its time limit{limit} is over")
 
 

@@ -23,6 +23,7 @@ def on_job_submitted(ctx: HandlerContext, event: e.JobSubmitted) -> None:
     job = Job(
         event.job, spec, priority=spec.priority, submitted_s=event.at_s, queued_s=event.at_s, created_s=event.at_s
     )
+    job.checkpoint, job.checkpoint_step, job.step = spec.restore, spec.restore_step, spec.restore_step
     if spec.kind is JobKind.ELASTIC:
         job.description = Description.NEEDED
     job.excluded_hosts = hosts_without_login(ctx.state, spec.account)
@@ -34,8 +35,8 @@ def on_job_submitted(ctx: HandlerContext, event: e.JobSubmitted) -> None:
 def on_job_cancelled(ctx: HandlerContext, event: e.JobCancelled) -> None:
     job = ctx.state.jobs[event.job]
     reason = f"cancelled{f' by {event.by}' if event.by else ''}{', at once' if event.now else ''}"
-    if event.now and job.attempt is not None:
-        stopping.skip_grace(ctx, job.attempt, reason)
+    if job.attempt is not None and (event.now or job.attempt.outcome in stopping.ENDS_EARLY):
+        stopping.skip_grace(ctx, job.attempt, reason)  # the second request does not wait for what the first one saves
     if job.state is JobState.QUEUED:
         jobs.end(ctx, job, JobState.CANCELLED, reason, exit_code=None)
     elif job.attempt is not None and job.attempt.state is not AttemptState.STOPPING:

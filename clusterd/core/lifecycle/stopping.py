@@ -27,6 +27,9 @@ STATE_GRACE_STEPS = 4
 STATE_BYTES_PER_S = 1e9
 """Rate of leaving the whole state in host memory, allocation of that memory included."""
 
+SAVE_BYTES_PER_S = 1e8
+"""Rate of writing the whole state to a shared file system before a job ends."""
+
 RESULT_GRACE_S = 600.0
 """Least time for ranks to write the result of the job."""
 
@@ -60,6 +63,7 @@ def stop(ctx: HandlerContext, attempt: Attempt, outcome: Outcome | None, why: st
         job.trials.go(SeriesState.IDLE, ctx.now_s)
     attempt.outcome, attempt.why = outcome, why
     keep = leaves_state(ctx, attempt)
+    attempt.save = _save_directory(job, attempt)
     attempt.pending = set(attempt.hosts)
     attempt.go(AttemptState.STOPPING, ctx.now_s)
     job.go(JobState.STOPPING, ctx.now_s)
@@ -69,10 +73,12 @@ def stop(ctx: HandlerContext, attempt: Attempt, outcome: Outcome | None, why: st
     done = outcome is Outcome.TARGET_REACHED
     grace_s = jobs.grace_s(ctx, attempt)
     if keep or done:
-        grace_s = max(grace_s, _state_grace_s(job) if keep else RESULT_GRACE_S)
+        grace_s = max(grace_s, _state_grace_s(job, STATE_BYTES_PER_S) if keep else RESULT_GRACE_S)
+    elif attempt.save is not None:
+        grace_s = max(grace_s, _state_grace_s(job, SAVE_BYTES_PER_S))
     for host_id in attempt.hosts:
         key = (attempt.job, attempt.number, attempt.generation)
-        ctx.stop_ranks(host_id, key, grace_s, why, keep, done)
+        ctx.stop_ranks(host_id, key, grace_s, why, keep, done, attempt.save)
     for host_id in attempt.hosts:
         if ctx.state.hosts[host_id].has_lost(attempt.account):  # while ranks elsewhere were asked for their state
             gone_from(ctx, attempt, host_id)
@@ -92,9 +98,41 @@ def skip_grace(ctx: HandlerContext, attempt: Attempt, why: str) -> None:
 
 def leaves_state(ctx: HandlerContext, attempt: Attempt) -> bool:
     """True where stopped ranks can leave their state in host memory: the job goes on later, and all of them train."""
-    job = ctx.state.jobs[attempt.job]
+    return attempt.outcome is Outcome.PREEMPTED and _has_state(ctx.state.jobs[attempt.job], attempt)
+
+
+def _has_state(job: Job, attempt: Attempt) -> bool:
+    """True for an elastic job while all of its ranks train."""
     trains = attempt.state is AttemptState.RUNNING and not attempt.survivors.steps
-    return attempt.outcome is Outcome.PREEMPTED and job.spec.kind is JobKind.ELASTIC and trains
+    return job.spec.kind is JobKind.ELASTIC and trains
+
+
+ENDS_EARLY = (Outcome.CANCELLED, Outcome.TIME_LIMIT)
+"""Ends of a job before its last step, at which it saves, so that another job can go on from there."""
+
+
+def _save_directory(job: Job, attempt: Attempt) -> str | None:
+    """Directory of the checkpoint that a job writes before it ends early; None: it writes none. See `StopAttempt`."""
+    if attempt.outcome not in ENDS_EARLY or attempt.skip_grace or not attempt.step or not _has_state(job, attempt):
+        return None
+    if job.spec.checkpoint_directory is not None:
+        return job.spec.checkpoint_path(job.id, "stopped")
+    return "" if len(attempt.hosts) == 1 else None
+
+
+def _described_end(job: Job, attempt: Attempt) -> str:
+    """Reason of an early end, with the step that was saved, or why none was."""
+    if attempt.saved_step is not None:
+        return f"{attempt.why}: saved step {attempt.saved_step:,}"
+    if attempt.save is not None and attempt.skip_grace:
+        return f"{attempt.why}: not saved"
+    if attempt.save is not None:
+        cause = attempts.root_cause(attempt)
+        return f"{attempt.why}: not saved{f', {cause[1]}' if cause is not None else ' in time'}"
+    several = job.spec.kind is JobKind.ELASTIC and len(attempt.hosts) > 1 and job.spec.checkpoint_directory is None
+    if several and attempt.step and not attempt.skip_grace:
+        return f"{attempt.why}: not saved, because it ran on several hosts without [checkpoints] directory"
+    return attempt.why
 
 
 def gone_from(ctx: HandlerContext, attempt: Attempt, host_id: HostId) -> None:
@@ -137,6 +175,8 @@ def _conclude(ctx: HandlerContext, attempt: Attempt) -> None:
     faulty = attempts.faulty_environment(attempt)
     if faulty is not None and jobs.exclude_host(ctx, job, *faulty, devices):
         attempt.outcome, attempt.why = Outcome.REFUSED, f"{faulty[0]} cannot run it: {faulty[1]}"
+    if attempt.outcome in ENDS_EARLY:
+        attempt.why = _described_end(job, attempt)
     verdict = attempts.judge(job, attempt, devices[0].kind if devices else "cuda")
     if verdict.state is not JobState.QUEUED:
         jobs.end(ctx, job, verdict.state, verdict.reason, verdict.exit_code)
@@ -217,7 +257,7 @@ def _resume_point(job: Job) -> str:
     return ", to go on from a snapshot in memory if one is left: there is no checkpoint on disk"
 
 
-def _state_grace_s(job: Job) -> float:
-    """Seconds that ranks get to leave their state in host memory."""
+def _state_grace_s(job: Job, bytes_per_s: float) -> float:
+    """Seconds that ranks get to finish their step and write the state at this rate."""
     state_bytes = ModelShape.from_dict(job.shape).state_bytes if job.shape is not None else 0
-    return STATE_GRACE_S + STATE_GRACE_STEPS * (job.step_time_s or 0.0) + state_bytes / STATE_BYTES_PER_S
+    return STATE_GRACE_S + STATE_GRACE_STEPS * (job.step_time_s or 0.0) + state_bytes / bytes_per_s

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from clusterd.core.data_locality import places_of
 from clusterd.core.host import Host
 from clusterd.core.queueing.arrays import find_task
 from clusterd.core.queueing.dependencies import CONDITIONS, is_satisfied
 from clusterd.core.state import Job, State
 from clusterd.errors import ClusterError, UsageError
-from clusterd.types import ArrayTask, HostId, JobId, JobKind, JobSpec
+from clusterd.types import ArrayTask, HostId, JobId, JobKind, JobSpec, JobState
 
 
 def find_job(state: State, text: str, user: str) -> Job:
@@ -52,6 +55,42 @@ def find_awaited(state: State, text: str, user: str) -> JobId:
     if job.state.is_final and not is_satisfied(job, condition or "ok"):
         raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.state.value}: nothing can start after it")
     return JobId(f"{job.id}:{condition}" if condition not in ("", "ok") else job.id)
+
+
+def find_checkpoint(state: State, spec: JobSpec, user: str, is_operator: bool) -> JobSpec:
+    """The job with the checkpoint that it is to start from; one that another job left is looked up by id or name.
+
+    Raises:
+        UsageError: there is no such job, or it is of another kind.
+        ClusterError: it has left none, or has not ended.
+    """
+    text = spec.restore
+    if text is None or "/" in text:
+        return spec
+    job = find_own_job(state, text, user, is_operator)
+    label = f"job {job.id} ({job.spec.name})"
+    if JobKind.COMMAND in (job.spec.kind, spec.kind):
+        raise UsageError(f"{label} is a {job.spec.kind.value} job, the new one {spec.kind.value}: no command saves")
+    if spec.kind is not job.spec.kind:
+        raise UsageError(f"{label} is {job.spec.kind.value}, the new one {spec.kind.value}: checkpoints differ")
+    if not job.state.is_final:
+        raise ClusterError(
+            f"{label} is {job.state.value}: clusterd cancel {job.id} saves it and ends it; clusterd edit changes its "
+            "limits while it runs"
+        )
+    continued = replace(spec, continues=job.spec.continues or job.id)
+    if spec.kind is JobKind.CHECKPOINTABLE:  # its script finds what it saved by itself
+        return replace(continued, restore=None)
+    steps = spec.steps or (job.shape or {}).get("steps", 0)
+    if spec.snapshot == job.spec.snapshot and steps and steps <= job.step:
+        more = f"clusterd resume {job.id} --steps {2 * steps}"
+        raise ClusterError(f"{label} has done all of its {job.step} steps: {more}")
+    if job.checkpoint is None or (job.state is JobState.FINISHED and job.checkpoint_step < job.step):
+        raise ClusterError(
+            f"{label} has left no checkpoint: {job.reason}. A job saves at its time limit and when it is cancelled; "
+            "with [checkpoints] directory in its file, also at its end"
+        )
+    return replace(continued, restore=job.checkpoint, restore_step=job.checkpoint_step)
 
 
 def refuse_other_array(state: State, array: ArrayTask, user: str) -> None:
@@ -140,6 +179,8 @@ def may_submit(spec: JobSpec) -> None:
             "target_loss": spec.target_loss,
             "snapshots": spec.snapshot_every,
             "checkpoints.directory": spec.checkpoint_directory,
+            "--from": spec.restore,
+            "--steps": spec.steps,
         }
         for key, value in of_training.items():
             if value is not None:
@@ -147,6 +188,12 @@ def may_submit(spec: JobSpec) -> None:
                     f"{key} means nothing to a command, which is only run: leave it out, or say what the script is: "
                     'kind = "elastic" or "checkpointable"'
                 )
+    if spec.steps is not None and (spec.steps < 1 or spec.kind is not JobKind.ELASTIC):
+        raise UsageError(f"--steps is {spec.steps}: it is a number of steps, for elastic jobs; others count their own")
+    if spec.restore is not None and spec.kind is not JobKind.ELASTIC:
+        raise UsageError("--from needs an elastic job: the scripts of others find their checkpoints by themselves")
+    if spec.restore is not None and not places_of(spec.restore)[0][1].startswith("/"):
+        raise UsageError(f"--from {spec.restore}: write an absolute path that the job's hosts see, or HOST:/folder")
     if spec.stall_s is not None and spec.kind is not JobKind.ELASTIC:
         raise UsageError(f"limits.stall is for elastic jobs, whose steps are known; this is a {spec.kind.value} job")
     if spec.stall_s is not None and spec.stall_s <= 0:

@@ -75,7 +75,7 @@ class JobVerbs:
         self._archive = archive
         self._feed = feed
         self._membership = HostVerbs(engine, hosts, invite)
-        self._queue = QueueVerbs(engine)
+        self._queue = QueueVerbs(engine, self.submit)
         self._claims = ClaimVerbs(engine)
         self._by_hand = MigrationVerbs(engine, hosts, feed)
         self._forgetting = RetentionVerbs(engine, hosts, archive)
@@ -229,12 +229,13 @@ class JobVerbs:
         known = replace(
             known, user=peer.user, account=self._accounts.of(peer), datasets={**self._config.datasets, **known.datasets}
         )
+        known = admission.find_checkpoint(self._state, known, peer.user, peer.is_operator)
         refuse_malformed(known)
         tenants = {*self._config.tenants, "default"}
         if self._config.tenants and known.tenant not in tenants:
             raise UsageError(f"there is no tenant {known.tenant!r}; there are {', '.join(sorted(tenants))}")
         if need_workdir and known.snapshot is not None and not self._archive.has_workdir(known.snapshot):
-            raise UsageError("the job's workdir has not arrived here: submit again")
+            raise UsageError("the job's workdir is not here, or was removed by clusterd forget: submit its job file")
         if known.array is not None and known.array.id:
             admission.refuse_other_array(self._state, known.array, peer.user)
         awaited = (admission.find_awaited(self._state, text, peer.user) for text in known.after)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +24,14 @@ from clusterd.errors import ClusterError, UsageError
 from clusterd.types import JobSpec, JobState
 from clusterd.units import duration
 
+Submit = Callable[[Peer, dict[str, Any], dict[str, str]], Awaitable[dict[str, Any]]]
+
 
 class QueueVerbs:
     """Answers requests about one submitted job, each with one event."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, submit: Submit) -> None:
+        self._engine, self._submit = engine, submit
         # An edit is computed from the specification of the moment: another one must not come between it and its event.
         self._editing = anyio.Lock()
 
@@ -41,6 +44,7 @@ class QueueVerbs:
             "release": self.release,
             "requeue": self.requeue,
             "edit": self.edit,
+            "resume": self.resume,
             "arrays": self.arrays,
             "tasks": self.tasks,
         }
@@ -104,6 +108,39 @@ class QueueVerbs:
                 )
         return {**projection.job_row(known, self._state), "edited": what}
 
+    async def resume(
+        self,
+        peer: Peer,
+        job: str,
+        changes: dict[str, Any] | None = None,
+        steps: int | None = None,
+        env: dict[str, str] | None = None,
+        secrets: dict[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Submit a job that goes on from the newest checkpoint of one that is over.
+
+        Args:
+            changes: as of `edit`.
+            steps: number of steps in all, instead of that in the script.
+            env: further variables.
+            secrets: values, which are forgotten when a job ends.
+        """
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        if missing := sorted({*known.spec.secrets} - {*(secrets or {})}):
+            raise UsageError(f"job {known.id} ({known.spec.name}) needs the secret {missing[0]}: set that variable")
+        before = replace(
+            known.spec,
+            restore=known.id,
+            restore_step=0,
+            steps=steps if steps is not None else known.spec.steps,
+            env={**known.spec.env, **(env or {})},
+            after=(),
+            array=None,
+            interactive=False,
+        )
+        spec = _with_changes(before, changes or {})
+        return await self._submit(peer, msgspec.to_builtins(spec), secrets or {})
+
     async def arrays(self, peer: Peer, all: bool = False) -> list[dict[str, Any]]:
         """Arrays with a task that is not over, or all: id, name, limit, and the number of tasks in each state."""
         state = self._state
@@ -133,14 +170,7 @@ class QueueVerbs:
             UsageError: what is wrong with them.
             ClusterError: what cannot change now.
         """
-        if unknown := sorted({*changes} - EDITABLE):
-            raise UsageError(f"{unknown[0]} of a job cannot be changed")
-        before = msgspec.to_builtins(replace(job.spec, priority=job.priority))
-        resources = {**before["resources"], **changes.get("resources", {})}
-        try:
-            spec = msgspec.convert({**before, **changes, "resources": resources}, JobSpec)
-        except msgspec.ValidationError as error:
-            raise UsageError(f"the change is not well-formed: {error}") from None
+        spec = _with_changes(replace(job.spec, priority=job.priority), changes)
         if fixed := refused_now(job, spec):
             again = f"clusterd requeue --hold {job.id} stops and queues it"
             raise ClusterError(
@@ -161,3 +191,19 @@ class QueueVerbs:
             if ran_s >= spec.time_limit_s:
                 raise UsageError(f"it has run for {duration(ran_s)} already: clusterd cancel {job.id} ends it")
         return spec
+
+
+def _with_changes(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
+    """Apply changes by field; `resources` names only the fields that change.
+
+    Raises:
+        UsageError: what is wrong with them.
+    """
+    if unknown := sorted({*changes} - EDITABLE):
+        raise UsageError(f"{unknown[0]} of a job cannot be changed")
+    before = msgspec.to_builtins(spec)
+    resources = {**before["resources"], **changes.get("resources", {})}
+    try:
+        return msgspec.convert({**before, **changes, "resources": resources}, JobSpec)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"the change is not well-formed: {error}") from None

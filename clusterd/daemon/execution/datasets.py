@@ -7,7 +7,7 @@ import hmac
 import logging
 from collections.abc import Iterable
 
-from clusterd.core.data_locality import places_of
+from clusterd.core.data_locality import data_of, places_of
 from clusterd.core.state import State
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
@@ -44,7 +44,7 @@ class DataSets:
             ClusterError: a host that is named has no such folder, or is not part of the cluster.
         """
         found: dict[HostId, Where] = {host: {} for host in hosts}
-        for name, text in spec.datasets.items():
+        for name, text in data_of(spec).items():
             token = self._token(job, name)
             places = places_of(text)
             paths = {host: next((path for at, path in places if at in (None, host)), None) for host in found}
@@ -61,7 +61,7 @@ class DataSets:
         """Set up serving on a host again after its agent restarted, and send its new address to readers."""
         for job_id in list(self._state.active):
             job = self._state.jobs[job_id]
-            if job.attempt is None or not any(at == host for t in job.spec.datasets.values() for at, _ in places_of(t)):
+            if job.attempt is None or not any(at == host for t in data_of(job.spec).values() for at, _ in places_of(t)):
                 continue
             try:
                 by_reader = await self.where(job_id, job.spec, job.attempt.all_hosts)

@@ -10,13 +10,15 @@ from typing import Any
 import anyio
 
 from clusterd.core import decisions as d
+from clusterd.core.data_locality import CHECKPOINT, split_step
 from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import NotStarted
-from clusterd.protocol.launch import DeviceSpec, LaunchRequest, RankSpec
+from clusterd.protocol.launch import STEPS_VARIABLE, DatasetSpec, DeviceSpec, LaunchRequest, RankSpec
 from clusterd.protocol.requests import HasWorkdir, LeasePort, PutWorkdir
+from clusterd.script_seed import SEED_VARIABLE
 from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
 from clusterd.types import TEMPLATE_NAMES, Device, HostId, JobId, JobKind, JobSpec, RankPlace
 from plans.model_shape import ModelShape
@@ -69,7 +71,7 @@ class LaunchRequests:
                 known = state.hosts[first].facts
                 address = known.address if known else "127.0.0.1"
         requests: dict[HostId, LaunchRequest] = {}
-        restore = decision.restore if decision.generation == 1 else None  # later ones get the state from ranks
+        restored = decision.restore if decision.generation == 1 else None  # later ones get the state from ranks
         names = {d.name for host in decision.hosts for d in state.hosts[host].devices}
         probe = spec.kind is JobKind.ELASTIC and self.wants_probe(names, len(decision.hosts))
         snapshot_every = self._snapshot_every(decision.job, spec, decision.plan)
@@ -100,9 +102,9 @@ class LaunchRequests:
                 ranks = [_one_process(ranks, node, len(decision.hosts))]
             requests[host] = replace(
                 base,
-                argv=tuple(filled_in(spec.command, decision.job, decision.plan, len(decision.hosts))),
+                argv=tuple(filled_in(spec.command, spec.continues or decision.job, decision.plan, len(decision.hosts))),
                 ranks=tuple(ranks),
-                restore=restore,
+                restore=_checkpoint_path(restored, datasets[host]),
                 snapshot_every=snapshot_every,
                 probe=probe,
                 datasets=datasets[host],
@@ -185,7 +187,19 @@ def job_variables(spec: JobSpec) -> dict[str, str]:
     if spec.array is not None:
         variables["CLUSTERD_ARRAY_JOB_ID"] = spec.array.id
         variables["CLUSTERD_ARRAY_TASK_ID"] = str(spec.array.index)
+    if spec.steps is not None:
+        variables[STEPS_VARIABLE] = str(spec.steps)
+    if spec.continues is not None:
+        variables[SEED_VARIABLE] = spec.continues
     return {**variables, **spec.env}
+
+
+def _checkpoint_path(restored: str | None, datasets: Mapping[str, DatasetSpec]) -> str | None:
+    """Path of the checkpoint for the ranks of a host: a folder, or a name by which the host that has it serves it."""
+    if restored is None or restored.startswith("/"):
+        return restored
+    path = datasets[CHECKPOINT].path if CHECKPOINT in datasets else None
+    return f"{path or f'clusterd://{CHECKPOINT}'}{split_step(restored)[1]}"
 
 
 def filled_in(command: Iterable[str], job: str, plan: Plan | None, hosts: int) -> list[str]:

@@ -70,6 +70,7 @@ class Stops:
                     decision.reason,
                     decision.keep,
                     decision.done,
+                    decision.save,
                 )
                 # No time-out: what does not end, as in a read from a dead file server, holds its devices.
                 return await self._hosts.request(decision.host, request, timeout_s=None)

@@ -276,7 +276,7 @@ class HostRegistry:
             )
         )
 
-    async def _on_rank_message(self, _host: HostId, report: rank.FromRank) -> None:
+    async def _on_rank_message(self, host: HostId, report: rank.FromRank) -> None:
         match report.message:
             case rank.Orphaned() as orphaned:
                 await self._engine.report(
@@ -298,7 +298,7 @@ class HostRegistry:
                         job=JobId(report.job),
                         attempt=report.attempt,
                         step=taken.step,
-                        path=taken.path,
+                        path=f"{host}:{taken.path}" if taken.on_host else taken.path,
                     )
                 )
                 self.checkpoints.resolve((report.job, taken.asked or taken.path), taken)

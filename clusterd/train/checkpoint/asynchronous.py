@@ -9,6 +9,7 @@ import itertools
 import threading
 import time
 from collections import deque
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -49,8 +50,7 @@ class AsyncCheckpointer:
         """
         began = time.perf_counter()
         self.finish()
-        if self._group is None and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")  # training uses its own groups meanwhile
+        self._connect()
         path = path or self._path()
         training = self._training
         shape = training.shape
@@ -96,11 +96,36 @@ class AsyncCheckpointer:
             time.sleep(wait_s)
         raise CheckpointFailed(f"the final checkpoint could not be written: {self.failure}")
 
+    def take_at_stop(self) -> None:
+        """Write a checkpoint before the job ends early, once: whoever waits for the devices does not wait for a disk.
+
+        Raises:
+            CheckpointFailed: it cannot be written.
+        """
+        self._connect()
+        # The stop may have reached some ranks only; those without a directory of all hosts share one of the attempt.
+        path = next(filter(None, self._gather(self._control.save_directory)), "") or self._own_directory()
+        self.take(path)
+        self.finish()
+        if self.failure:
+            raise CheckpointFailed(f"the checkpoint at the stop could not be written: {self.failure}")
+        print(f"clusterd: saved step {self._training.step} in {path}", flush=True)
+
+    def _own_directory(self) -> str:
+        directory = self._training.context.directory
+        assert directory is not None
+        return str(directory / "checkpoint")
+
     def finish(self) -> None:
         """Wait until the checkpoint in progress is complete."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def _connect(self) -> None:
+        """Make the group of checkpoints; training uses its own groups meanwhile."""
+        if self._group is None and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
 
     def _path(self) -> str:
         """Directory of the next checkpoint, as requested from the lowest rank that has the request.
@@ -146,5 +171,13 @@ class AsyncCheckpointer:
             return
         self.written.append((staged.step, path))
         took_s = time.perf_counter() - began
-        done = rank.Checkpointed(staged.step, path, bytes=staged.bytes, blocked_s=blocked_s, write_s=took_s)
+        own = self._training.context.directory
+        done = rank.Checkpointed(
+            staged.step,
+            path,
+            bytes=staged.bytes,
+            blocked_s=blocked_s,
+            write_s=took_s,
+            on_host=own is not None and Path(path).is_relative_to(own),
+        )
         self._control.report(done)

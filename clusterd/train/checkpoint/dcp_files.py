@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import fsspec
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -177,22 +179,60 @@ def _replace(part: str, directory: str) -> None:
     shutil.rmtree(before, ignore_errors=True)
 
 
+def find(place: str) -> str:
+    """Directory of the checkpoint at a place: the place itself, or the newest of the folders in it.
+
+    Args:
+        place: a folder; with ``@STEP``, the checkpoint of that step.
+    Raises:
+        Refused: there is none.
+    """
+    folder, at, step = place.rpartition("@")
+    place, wanted = (folder, step) if at and step.isdigit() else (place, "")
+    files = _file_system(place)
+    folders = [place] if files.isfile(f"{place}/.metadata") else []
+    if not folders and files.isdir(place):
+        inside = sorted(f"{place}/{name.rstrip('/').rpartition('/')[2]}" for name in files.ls(place, detail=False))
+        folders = [folder for folder in inside if files.isfile(f"{folder}/.metadata")]
+    steps = {folder: _step(folder) for folder in folders}
+    fitting = [folder for folder in folders if not wanted or str(steps[folder]) == wanted]
+    if not fitting:
+        others = f"; there are steps {', '.join(map(str, sorted(steps.values())))}" if steps else ""
+        raise Refused(f"no checkpoint{f' of step {wanted}' if wanted else ''} in {place}: it has no .metadata{others}")
+    return max(fitting, key=lambda folder: steps[folder])
+
+
+def _step(directory: str) -> int:
+    values: dict[str, Any] = {"step": 0}
+    read(directory, {}, values)
+    return int(values["step"])
+
+
+def _file_system(path: str) -> Any:
+    found, _ = fsspec.url_to_fs(path)
+    return found
+
+
 def metadata(directory: str) -> Metadata:
     """Metadata of a checkpoint.
 
     Raises:
         Refused: there is none.
     """
-    if not os.path.isfile(os.path.join(directory, ".metadata")):
+    if not _file_system(directory).isfile(f"{directory}/.metadata"):
         raise Refused(f"no checkpoint in {directory}: it has no .metadata")
-    return dcp.FileSystemReader(directory).read_metadata()
+    return _reader(directory).read_metadata()
+
+
+def _reader(directory: str) -> Any:
+    """Reader of a folder, or of one that another host serves (``clusterd://``)."""
+    return FsspecReader(directory) if "://" in directory else dcp.FileSystemReader(directory)
 
 
 def read(directory: str, wanted: dict[str, Wanted], values: dict[str, Any]) -> None:
     """Fill the wanted tensors, by key, and those of the values that are there."""
     with _as_exceptions():
-        reader = dcp.FileSystemReader(directory)
-        dcp.load({}, storage_reader=reader, planner=_BoxLoadPlanner(wanted, values), no_dist=True)
+        dcp.load({}, storage_reader=_reader(directory), planner=_BoxLoadPlanner(wanted, values), no_dist=True)
 
 
 class _StagedSavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch is not followed

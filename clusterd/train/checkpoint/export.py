@@ -1,16 +1,20 @@
-"""Export of the trained model: the whole state dict in one file that plain torch loads without clusterd."""
+"""Export of the trained model: the whole state dict, in files that other tools load without clusterd."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from clusterd.train.checkpoint.weight_files import write_safetensors
 from clusterd.train.parallel import build
 from clusterd.train.process.exits import Refused, first_line
 from clusterd.train.state.copying import narrow_to_box
@@ -22,20 +26,30 @@ from plans.model_shape import ModelShape
 PATIENCE_S = 3600.0
 RETRY_S = 30.0
 
+FILE_BYTES_MAX = 5_000_000_000
+"""Size of one file of a folder of weights, from which on there are several, as of Hugging Face's tools."""
 
-def check(path: str) -> None:
-    """Check before the first step that a file can be written to `path`.
+
+FORMATS = ("torch", "safetensors", "hf")
+
+_FOLDER_FILES = (".safetensors", ".json")
+
+
+def check(path: str, save_format: str) -> None:
+    """Check before the first step that the model can be written to `path`.
 
     Raises:
-        Refused: the folder cannot be created or written.
+        Refused: the folder cannot be created or written, or holds something else.
     """
     folder = Path(path).absolute().parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refused(f"save is {path!r}, but the folder {folder} cannot be created: {error.strerror}") from None
-    if not os.access(folder, os.W_OK) or Path(path).is_dir():
+    if not os.access(folder, os.W_OK) or (Path(path).is_dir() and save_format != "hf"):
         raise Refused(f"save is {path!r}, which is not writable")
+    if Path(path).is_dir() and (foreign := [f for f in sorted(os.listdir(path)) if not f.endswith(_FOLDER_FILES)]):
+        raise Refused(f"save is {path!r}, which holds {foreign[0]}: name a folder of its own for the model")
 
 
 def save(training: Training, path: str) -> None:
@@ -57,7 +71,7 @@ def save(training: Training, path: str) -> None:
     module = training.parallel.module
     # Of every rank: dtypes of its tensors, names not to be saved, and tensors that no layout contains.
     descriptions: list[Any] = [
-        ({key: tensor.dtype for key, tensor in held.items()}, _unsaved(module), _without_holder(module, shape))
+        ({key: tensor.dtype for key, tensor in held.items()}, unsaved_names(module), _without_holder(module, shape))
     ]
     if dist.is_initialized():  # the default group sends tensors in host memory by gloo
         own, descriptions = descriptions[0], [None] * dist.get_world_size()
@@ -84,32 +98,71 @@ def save(training: Training, path: str) -> None:
             narrow_to_box(whole[name], [low for low, _ in box], [high for _, high in box], [0] * len(box)).copy_(part)
     if rank:
         return
-    for names in shape.tied:
-        one = next(whole[name] for name in names if name in whole)
-        whole.update(dict.fromkeys(names, one))
     file = Path(path).absolute()
-    _write(whole, file)
+    if training.job.save_format == "hf":  # whose loaders share tied weights by themselves
+        _write(lambda part: _write_folder(whole, module, part), file)
+    else:
+        for names in shape.tied:
+            one = next(whole[name] for name in names if name in whole)
+            whole.update(dict.fromkeys(names, one))
+        write = write_safetensors if training.job.save_format == "safetensors" else _write_torch
+        _write(lambda part: write(part, whole), file)
     print(f"clusterd: saved the model after step {training.step} to {file}", flush=True)
 
 
-def _write(whole: dict[str, torch.Tensor], file: Path) -> None:
-    """Write the file completely or not at all; retry on a full disk, since no other copy of the model exists."""
+def _write_torch(file: Path, whole: Mapping[str, torch.Tensor]) -> None:
+    torch.save(dict(whole), file)
+
+
+def _write_folder(whole: Mapping[str, torch.Tensor], module: torch.nn.Module, folder: Path) -> None:
+    """Write a folder as of Hugging Face's ``save_pretrained``: weights, their index, and the model's configuration."""
+    folder.mkdir()
+    files: list[dict[str, torch.Tensor]] = [{}]
+    for name, tensor in whole.items():
+        if files[-1] and sum(t.nbytes for t in files[-1].values()) + tensor.nbytes > FILE_BYTES_MAX:
+            files.append({})
+        files[-1][name] = tensor
+    index: dict[str, str] = {}
+    for number, tensors in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        write_safetensors(folder / name, tensors)
+        index.update(dict.fromkeys(tensors, name))
+    if len(files) > 1:
+        total = {"total_size": sum(tensor.nbytes for tensor in whole.values())}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": total, "weight_map": index}))
+    for name in ("config", "generation_config"):
+        if callable(save := getattr(getattr(module, name, None), "save_pretrained", None)):
+            save(str(folder))
+
+
+def _write(write: Callable[[Path], None], file: Path) -> None:
+    """Write a file or a folder completely or not at all; retry on a full disk: no other copy of the model exists."""
     part_file = file.with_name(f"{file.name}.part")
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(whole, part_file)
+            _remove(part_file)
+            write(part_file)
+            if part_file.is_dir():
+                _remove(file)
             part_file.replace(file)
             return
         except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError on a full disk
-            part_file.unlink(missing_ok=True)
+            _remove(part_file)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise
             message = f"cannot write the model to {file}: {first_line(error)}"
             print(f"clusterd: {message}; retrying for {left_s / 60:.0f} minutes", file=sys.stderr, flush=True)
             time.sleep(min(RETRY_S, left_s))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _without_holder(module: torch.nn.Module, shape: ModelShape) -> dict[str, torch.Tensor]:
@@ -126,7 +179,7 @@ def _without_holder(module: torch.nn.Module, shape: ModelShape) -> dict[str, tor
     return {name: tensor.detach().to("cpu") for name, tensor in found.items()}
 
 
-def _unsaved(module: torch.nn.Module) -> list[str]:
+def unsaved_names(module: torch.nn.Module) -> list[str]:
     """Names of the buffers that a state dict leaves out."""
     return [
         build.global_name(f"{path}.{name}" if path else name)

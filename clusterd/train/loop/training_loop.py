@@ -98,6 +98,7 @@ class TrainingLoop:
         self._disconnected = False
         self._disconnecting = threading.Lock()
         self._target_reached = False  # at a stop: the job has met its goal
+        self._saves = False  # at a stop: a checkpoint, because another job may go on from it
         self._consensus: StepConsensus | None = None
         plan = training.context.plan
         self._replicated = plan.dp > 1 and plan.zero == 0 and training.context.launcher == "clusterd"
@@ -229,14 +230,21 @@ class TrainingLoop:
         return Outcome(step=training.step, loss=self._loss, stopped=self.stopped, done=done)
 
     def leave_checkpoint(self) -> None:
-        """Write the final checkpoint, on every rank, after the last step and after everything else that the job leaves.
+        """Write the last checkpoint, on every rank, after everything else that the job leaves.
+
+        After the last step, if the job is to leave one; at a stop that ends the job, so that another can go on from it.
 
         Raises:
             CheckpointFailed: it could not be written.
         """
-        if self.training.context.final:
-            self._checkpointer.take_final(self.training.context.final)
-            self._call_on_checkpoint()
+        ends_early, final = bool(self.stopped) and not self._target_reached, self.training.context.final
+        if ends_early and self._saves and self.training.step:
+            self._checkpointer.take_at_stop()
+        elif final and not ends_early:
+            self._checkpointer.take_final(final)
+        if self._checkpointer.written:
+            self._control.flush()  # the daemon must know of the checkpoint before it hears of the exit
+        self._call_on_checkpoint()
 
     def has_ended(self) -> bool:
         """True if no step follows: a stop, or an early end."""
@@ -250,6 +258,7 @@ class TrainingLoop:
             self._target_reached = "done" in signals
             if "keep" in signals:
                 self._snapshots.publish_final()
+            self._saves = "save" in signals
             self.stopped = control.reason_for("stop")
             return
         if "checkpoint" in signals:
@@ -262,6 +271,7 @@ class TrainingLoop:
             if self._migration.hand_over(self._ended_at_s) == "stop":
                 if control.requested("keep"):
                     self._snapshots.publish_final()
+                self._saves = control.requested("save")
                 self.stopped = control.reason_for("stop")
 
     def _evaluate_if_due(self) -> None:

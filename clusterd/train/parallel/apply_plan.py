@@ -78,6 +78,7 @@ class ParallelModel:
         self.averages = False
         self.parameter_attributes = {name: {**vars(p), NAME: name} for name, p in build.named_parameters(module)}
         self._gradient_sum: GradientSum | None = None
+        self._whole: list[nn.Parameter] = []  # trainable ones that FSDP2 cannot cut: they have no dimension
         self._mean_by_ddp = False  # by DistributedDataParallel, from the first or second step on
         self._find_unused = find_unused_parameters
         self._tp_summed: frozenset[str] = frozenset()  # replicated over shards that each have a partial gradient
@@ -148,6 +149,9 @@ class ParallelModel:
             self._gradient_sum.finish()
         if self._tp_summed:
             sum_gradients([p for name, p in self.parameters if name in self._tp_summed], self.mesh["tp"].get_group())
+        if self._whole:
+            assert self.dp_group is not None
+            mean_gradients(self._whole, self.dp_group)
         if not self._mean_by_ddp:
             return
         is_ddp = isinstance(self.runner, nn.parallel.DistributedDataParallel)
@@ -261,6 +265,9 @@ class ParallelModel:
         # ZeRO-3 uses torch's default: blocks are resharded after the forward pass, the root module is not.
         if self.plan.zero == 2:
             options["reshard_after_forward"] = False
+        scalars = {p for p in self.module.parameters() if p.dim() == 0}
+        if scalars:
+            options["ignored_params"] = scalars
         for path in build.block_paths(self.module):
             block = self.module.get_submodule(path)
             if not shares_parameters(self.module, block) and any(True for _ in block.parameters()):
@@ -274,6 +281,9 @@ class ParallelModel:
                 for module in self.module.modules():
                     for name, buffer in module._buffers.items():
                         module._buffers[name] = buffer if buffer is None else buffer.to(self.device)
+        for parameter in scalars:
+            parameter.data = parameter.data.to(self.device)
+        self._whole = [p for p in self.module.parameters() if p.dim() == 0 and p.requires_grad]
         self.averages = True
 
     def _average_on_cpu(self) -> None:

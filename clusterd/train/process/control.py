@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 from clusterd import protocol
 from clusterd.protocol import calls
 from clusterd.protocol.codec import from_map, to_map
-from clusterd.protocol.control import TO_RANKS, Connected, RankHello, Report, ReportFailure, Stop
+from clusterd.protocol.control import TO_RANKS, Connected, Flush, RankHello, Report, ReportFailure, Stop
 from clusterd.protocol.messages import Event, Request, read_event
 from clusterd.protocol.rank import RankMessage
 from clusterd.train.process.context import Context
 
-SIGNALS = ("stop", "quiesce", "checkpoint", "keep", "done")
+SIGNALS = ("stop", "quiesce", "checkpoint", "keep", "done", "save")
 """Flags that ranks agree on, in the order of their positions in the all-reduce."""
 
 RECONNECT_S = 1.0
@@ -58,6 +58,7 @@ class Control:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._requested: dict[str, str] = {}
+        self.save_directory = ""  # of a stop with the flag "save"; empty: this rank was not told, or its own place
         self._status: Event | None = None
         self._last_report: Report | None = None
         self._handlers: dict[type[Event], Callable[[Any], None]] = {}
@@ -124,6 +125,12 @@ class Control:
         if self._context.control_socket:
             with contextlib.suppress(AgentAbsent, AgentRefused):
                 self.ask(ReportFailure(reason, message), FAILURE_REPORT_S)
+
+    def flush(self) -> None:
+        """Wait until earlier reports have left the agent, before this rank exits."""
+        if self._context.control_socket:
+            with contextlib.suppress(AgentAbsent, AgentRefused):  # an agent of an earlier version refuses, in order too
+                self.ask(Flush(), FAILURE_REPORT_S)
 
     def resend_report(self) -> None:
         """Repeat the last report, for a daemon that may have missed it."""
@@ -231,7 +238,9 @@ class Control:
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Stop):
-            for flag, raised in (("keep", event.keep), ("done", event.done), ("stop", True)):
+            self.save_directory = event.save or ""
+            save = event.save is not None
+            for flag, raised in (("keep", event.keep), ("done", event.done), ("save", save), ("stop", True)):
                 if raised:  # stop comes last: no step may see it without the others
                     self.request(flag, event.reason)
         with self._lock:

@@ -41,7 +41,11 @@ class Job:
     precision: str = "fp32"
     find_unused_parameters: bool = False
     save: str | None = None
+    save_format: str = "torch"
+    init_from: str | None = None
+    init_strict: bool = True
     evaluate: Evaluation | None = None
+    loggers: Sequence[Any] = ()
     on_step: Callable[[int, dict[str, Any]], object] | None = None
     on_evaluate: Callable[[int, dict[str, float]], object] | None = None
     on_checkpoint: Callable[[int, str], object] | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from clusterd.train.state.attribute_tensors import AttributeTensors
 from clusterd.train.state.plain_data import plain_value, restore_like
 
 _EXCLUDED = frozenset({*vars(nn.Module()), "forward"})
@@ -43,12 +46,12 @@ class Attributes:
 
         Args:
             modules: by the names that they have in the model.
-            loss: included if it is a module.
+            loss: included if it is an object and not a function.
         """
         self._modules: dict[str, object] = {**modules, OPTIMIZER: optimizer}
-        self._loss = loss if isinstance(loss, nn.Module) else nn.Module()
-        self._modules |= {f"{LOSS}.{name}": module for name, module in self._loss.named_modules()}
-        self._loss_buffers = {name: (id(b), b._version) for name, b in self._loss.named_buffers()}
+        losses = {f"{LOSS}.{name}": module for name, module in _parts(loss).items()}
+        self._modules |= losses
+        self.tensors = AttributeTensors(self._modules, frozenset(losses))
         self._initial_objects = {name: _attributes(module) for name, module in self._modules.items()}
         self._initial = {
             name: {k: copy.deepcopy(v) for k, v in attributes.items() if _is_plain(v)}
@@ -64,14 +67,8 @@ class Attributes:
             self._warn_of_tensors(name, now)
             if changed := self._differing(name, now):
                 found[name] = {k: plain_value(v, f"{name}.{k}") for k, v in changed.items()}
-        for name, buffer in self._loss.named_buffers():
-            if self._loss_buffers.get(name) != (id(buffer), buffer._version) and (LOSS, name) not in self._warned:
-                self._warned.add((LOSS, name))
-                print(
-                    f"clusterd: the loss has changed its buffer {name}, which is neither migrated nor saved in "
-                    "checkpoints: keep it in the model",
-                    flush=True,
-                )
+        for owner, attribute in self.tensors.too_large():
+            self._warn(owner, attribute, "has changed the large tensor in")
         return found
 
     def _differing(self, name: str, now: dict[str, Any]) -> dict[str, Any]:
@@ -80,6 +77,8 @@ class Attributes:
         for k in objects.keys() | now.keys():
             value, initial = now.get(k), objects.get(k)
             if value is initial and (k not in initial_values or isinstance(value, _SIMPLE)):
+                continue
+            if self.tensors.carries(name, k, value):
                 continue
             if not (_is_plain(value) and (k in initial_values or initial is None)):
                 if value is not initial:
@@ -92,16 +91,22 @@ class Attributes:
         for k, value in now.items():
             if isinstance(value, _SIMPLE) or value is self._initial_objects[name].get(k) or (name, k) in self._warned:
                 continue
+            if self.tensors.carries(name, k, value):
+                continue
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             if tensors and not any(
                 tensor.requires_grad for tensor in tensors
             ):  # else computed from weights in every pass
-                self._warned.add((name, k))
-                print(
-                    f"clusterd: {name or 'the model'} has put a tensor into its attribute {k}, which is neither "
-                    "migrated nor saved in checkpoints: register it as a buffer, unless the model can recompute it",
-                    flush=True,
-                )
+                self._warn(name, k, "has put a tensor into")
+
+    def _warn(self, name: str, attribute: str, what: str) -> None:
+        if (name, attribute) not in self._warned:
+            self._warned.add((name, attribute))
+            print(
+                f"clusterd: {name or 'the model'} {what} its attribute {attribute}, which is neither "
+                "migrated nor saved in checkpoints: register it as a buffer of the model, unless it can be recomputed",
+                flush=True,
+            )
 
     def _initial_value(self, name: str, attribute: str, default: Any) -> Any:
         """Initial value of an attribute; that of the class if the instance had none."""
@@ -118,6 +123,17 @@ class Attributes:
 
 
 _SIMPLE = (bool, int, float, str, type(None), np.bool_, np.integer, np.floating)
+
+
+def _parts(loss: object) -> dict[str, object]:
+    """Modules of a loss by name, or the object that it is or is a method of."""
+    if isinstance(loss, functools.partial):
+        loss = loss.func
+    loss = getattr(loss, "__self__", loss)
+    if isinstance(loss, nn.Module):
+        return dict(loss.named_modules())
+    is_object = hasattr(loss, "__dict__") and not isinstance(loss, (type, types.FunctionType, types.ModuleType))
+    return {"": loss} if is_object else {}
 
 
 def _attributes(module: object) -> dict[str, Any]:

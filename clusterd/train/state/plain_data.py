@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 from collections import deque
 from collections.abc import Mapping
@@ -9,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+_TENSOR = "tensor bytes"
+"""Key of the bytes of a tensor."""
 
 
 class NotSerializable(Exception):
@@ -57,3 +61,34 @@ def restore_like(fresh: Any, plain: Any) -> Any:
             return type(fresh)(values, fresh.maxlen)
         return type(fresh)(values) if isinstance(fresh, tuple) else values
     return plain
+
+
+def plain_with_tensors(value: Any, where: str) -> Any:
+    """Convert `value` as `plain_value` does, and tensors of any size, for `from_plain`.
+
+    Raises:
+        NotSerializable: it holds something else; `where` names it.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        data = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {_TENSOR: base64.b64encode(data).decode(), "dtype": dtype, "shape": list(value.shape)}
+    if isinstance(value, Mapping):
+        return {plain_value(k, f"a key of {where}"): plain_with_tensors(v, f"{where}.{k}") for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_with_tensors(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    return plain_value(value, where)
+
+
+def from_plain(value: Any) -> Any:
+    """Convert the result of `plain_with_tensors` back."""
+    if isinstance(value, dict) and _TENSOR in value:
+        data = bytearray(base64.b64decode(value[_TENSOR]))
+        dtype = getattr(torch, value["dtype"])
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return flat.reshape(value["shape"])
+    if isinstance(value, dict) and not ("tensor" in value and "dtype" in value):
+        return {k: from_plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [from_plain(v) for v in value]
+    return restore_like(None, value)

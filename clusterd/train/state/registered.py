@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from clusterd.train.process.exits import Refused
-from clusterd.train.state.plain_data import NotSerializable, plain_value, restore_like
+from clusterd.train.state.plain_data import NotSerializable, from_plain, plain_with_tensors
 
 STATE_BYTES_MAX = 1 << 20
 """Limit for one object's state: it is part of a message, unlike parameters and buffers."""
-
-_TENSOR = "tensor bytes"
 
 
 class Registered:
@@ -37,7 +32,7 @@ class Registered:
             raise Refused(f"register({name!r}): the name is taken by a {type(self._objects[name]).__name__}")
         self._objects[name] = value
         if name in self._waiting:
-            value.load_state_dict(_decoded(self._waiting.pop(name)))
+            value.load_state_dict(from_plain(self._waiting.pop(name)))
 
     def states(self) -> dict[str, Any]:
         """Plain values of all states.
@@ -47,7 +42,7 @@ class Registered:
         """
         found = dict(self._waiting)
         for name, value in self._objects.items():
-            found[name] = _encoded(value.state_dict(), name)
+            found[name] = plain_with_tensors(value.state_dict(), name)
             if (size := len(json.dumps(found[name]))) > STATE_BYTES_MAX:
                 raise NotSerializable(
                     f"the state of {name} has {size} bytes: keep large tensors as buffers of the model"
@@ -58,31 +53,6 @@ class Registered:
         """Load received states into the objects that are here, and keep the others for later ones."""
         for name, state in (states or {}).items():
             if name in self._objects:
-                self._objects[name].load_state_dict(_decoded(state))
+                self._objects[name].load_state_dict(from_plain(state))
             else:
                 self._waiting[name] = state
-
-
-def _encoded(value: Any, where: str) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        data = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {_TENSOR: base64.b64encode(data).decode(), "dtype": dtype, "shape": list(value.shape)}
-    if isinstance(value, Mapping):
-        return {plain_value(k, f"a key of {where}"): _encoded(v, f"{where}.{k}") for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_encoded(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    return plain_value(value, where)
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, dict) and _TENSOR in value:
-        data = bytearray(base64.b64decode(value[_TENSOR]))
-        dtype = getattr(torch, value["dtype"])
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        return flat.reshape(value["shape"])
-    if isinstance(value, dict) and not ("tensor" in value and "dtype" in value):
-        return {k: _decoded(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_decoded(v) for v in value]
-    return restore_like(None, value)

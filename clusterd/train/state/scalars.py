@@ -37,8 +37,8 @@ def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: boo
     Args:
         lazy_saved_separately: the caller saves tensors that the optimizer created after its first update.
     Returns:
-        data: fingerprint of the data set; evaluations, registered: their states; attributes: changed attributes of
-        modules and the optimizer, by name;
+        data: fingerprint of the data set; evaluations, registered: their states; attributes, attribute_tensors: changed
+        attributes of modules, the optimizer and the loss, by name;
         counters: [values by slot, names of the parameters that have them]; absent: parameters without state yet;
         groups: names and values of each; common: optimizer state of no parameter; frozen: parameters no longer
         trainable; scheduler: its ``state_dict``, or None.
@@ -76,6 +76,7 @@ def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: boo
         equal_values.setdefault(json.dumps(values, sort_keys=True), (values, []))[1].append(name)
     return {
         "attributes": training.attributes.changed(),
+        "attribute_tensors": training.attributes.tensors.changed(),
         "data": training.fingerprint,
         "evaluations": training.evaluations.state(),
         "registered": training.registered.states(),
@@ -159,9 +160,12 @@ def restore(training: Training, shape: ModelShape, received: Iterable[Scalars]) 
     training.registered.restore(sources[0].get("registered"))
     optimizer, scheduler = training.optimizer, training.scheduler
     attributes: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for source in reversed(sources):  # replica 0 wins, as for buffers; old checkpoints have none
         attributes |= source.get("attributes", {})
+        tensors |= source.get("attribute_tensors", {})
     training.attributes.restore(attributes)
+    training.attributes.tensors.restore(tensors)
     _restore_counters(optimizer, tensor_slots(shape), sources)
     state = optimizer.holder.state
     for key, value in sources[0].get("common", {}).items():  # old state snapshots and checkpoints have none

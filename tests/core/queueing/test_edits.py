@@ -70,7 +70,7 @@ def test_a_running_job_is_ended_by_its_new_time_limit(lab: Lab) -> None:
     edit(lab, job, time_limit_s=600.0)
     lab.fire(timer)
     assert lab.state(job) == "stopping"
-    assert lab.why(job) == "its time limit of 600 s is over"
+    assert lab.why(job) == "its time limit of 10m00s is over"
 
 
 def test_devices_of_a_job_that_has_started_stay(lab: Lab) -> None:

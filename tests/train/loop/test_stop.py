@@ -109,6 +109,28 @@ def test_a_stop_that_reaches_one_rank_stops_all_at_the_same_step(
     assert_stopped_together(run.result(HANG_S)[0], "cancelled by ana")
 
 
+def test_a_stop_that_saves_leaves_a_checkpoint_of_the_last_step(
+    agent: Agent, start: Callable[..., Future[list[Run]]], tmp_path: Path
+) -> None:
+    """The job is cancelled; the request reaches one rank, and all of them write."""
+    run = start("dp=2,zero=1")
+    agent.send(1, {"event": "stop", "reason": "cancelled by ana", "deadline_s": 30, "save": str(tmp_path / "saved")})
+    ended = run.result(HANG_S)[0]
+    assert_stopped_together(ended, "cancelled by ana")
+    (said,) = (m["said"] for rank, m in agent.heard if m.get("said", {}).get("what") == "checkpointed" and rank == 0)
+    assert (said["step"], said["path"]) == (ended.steps[-1]["step"], str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / ".metadata").is_file()
+
+
+def test_a_stop_that_cannot_save_says_so(agent: Agent, start: Callable[..., Future[list[Run]]], tmp_path: Path) -> None:
+    """A file is in the place of the folder; nobody waits for it to go away."""
+    (tmp_path / "taken").write_text("")
+    run = start("dp=2")
+    agent.send(0, {"event": "stop", "reason": "time limit", "save": str(tmp_path / "taken" / "saved")})
+    for rank in run.result(HANG_S)[0].ranks:
+        assert (rank.exit_code, "the checkpoint at the stop could not be written" in rank.output) == (1, True)
+
+
 def test_sigterm_finishes_the_step(agent: Agent, start: Callable[..., Future[list[Run]]]) -> None:
     """Also with data-loader workers, which are in the same process group."""
     run = start("dp=2", num_workers=1)

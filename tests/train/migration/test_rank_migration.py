@@ -119,6 +119,8 @@ def test_a_job_of_mixed_precision_moves_as_any_other(
         ),
         ({"optimizer": "adafactor"}, ["pp=2,accumulation=2", "dp=2,zero=1", "dp=1"]),
         slow({"model": "tied"}, ["dp=2,zero=3", "dp=2", "dp=2,zero=2"]),
+        slow({"model": "stray"}, ["dp=2,zero=3", "dp=2", "dp=3,zero=3,shares=4:4:8"]),
+        slow({"loss": "centred"}, ["dp=1", "dp=1,checkpointing"]),
         (
             {"model": "masked", "optimizer": "counting", "schedule": "cosine"},
             ["dp=2,zero=1", "pp=2,accumulation=2", "dp=1"],

@@ -36,7 +36,6 @@ def assert_ends(run: Run, code: int, *says: str) -> None:
         ("pp=2,accumulation=2", {"model": "stray"}, "scale is in none"),
         ("pp=2,accumulation=2", {"model": "tied"}, "are one parameter"),
         ("dp=2,zero=3", {"optimizer": "rows"}, "RowNormalised does not treat every element alike"),
-        ("dp=2,zero=3", {"model": "stray"}, "give scale the shape (1,)"),
         ("dp=3", {}, "cannot be cut into 3 equal shares"),
         ("dp=2", {"samples": 10}, "10 samples, fewer than the global batch of 16"),
         ("dp=2", {"unseeded": True}, "different weights on different ranks"),

@@ -1,0 +1,79 @@
+"""Jobs that end before their last step save first, within a bounded time, and another goes on from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
+from clusterd.core.queueing.admission import find_checkpoint
+from clusterd.errors import ClusterError, UsageError
+from clusterd.types import JobId, JobKind, JobSpec, RankEnd, RankReport, Reason
+from tests.core.conftest import Lab
+
+STOPPED = RankReport(rank=0, end=RankEnd(reason=Reason.STOPPED, exit_code=0))
+
+
+def training(**what: Any) -> tuple[Lab, JobId]:
+    lab = Lab()
+    lab.host("a", gpus=1)
+    job, _ = lab.submit(kind=JobKind.ELASTIC, **what)
+    shape = {"parameters": [], "layers": [], "samples": 16, "global_batch": 16, "steps": 1000}
+    lab.tell(e.ModelDescribed(**lab.at(), job=job, shape=shape))
+    lab.run(job)
+    lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=1, step=7, loss=None, step_time_s=1.0))
+    return lab, job
+
+
+def cancel(lab: Lab, job: JobId, now: bool = False) -> d.StopAttempt | None:
+    return d.StopAttempt.match(lab.tell(e.JobCancelled(**lab.at(), job=job, by="ana", now=now)), job=job)
+
+
+def resumed(lab: Lab, job: JobId, **what: Any) -> JobSpec:
+    spec = JobSpec(name="more", kind=JobKind.ELASTIC, command=("train",), restore=job, **what)
+    return find_checkpoint(lab.scheduler.state, spec, "ana", True)
+
+
+def test_a_cancelled_job_saves_and_is_continued() -> None:
+    lab, job = training()
+    stop = cancel(lab, job)
+    assert stop is not None and stop.save == "" and 60 < stop.grace_s < 120
+    with pytest.raises(ClusterError, match="is stopping"):
+        resumed(lab, job)
+    lab.tell(e.CheckpointTaken(**lab.at(), job=job, attempt=1, step=1234, path="a:/attempts/checkpoint"))
+    lab.stopped(job, STOPPED)
+    assert lab.why(job) == "cancelled by ana: saved step 1,234"
+    spec = resumed(lab, job, steps=2000)
+    assert (spec.restore, spec.restore_step, spec.continues) == ("a:/attempts/checkpoint", 1234, job)
+    lab.jobs += 1
+    second = JobId(str(lab.jobs))
+    lab.tell(e.JobSubmitted(**lab.at(), job=second, spec=spec))
+    lab.tell(e.ModelDescribed(**lab.at(), job=second, shape={**lab.scheduler.state.jobs[job].shape, "steps": 2000}))
+    launch = d.LaunchAttempt.match(lab.decisions, job=second)
+    assert launch is not None and launch.restore == "a:/attempts/checkpoint"
+    with pytest.raises(UsageError, match="no command saves"):
+        find_checkpoint(lab.scheduler.state, JobSpec(name="x", command=("x",), restore=job), "ana", True)
+
+
+def test_a_time_limit_saves_to_the_shared_directory() -> None:
+    lab, job = training(time_limit_s=7200.0, checkpoint_directory="/shared")
+    stop = d.StopAttempt.match(lab.fire(Timer(TimerKind.LIMIT, job)), job=job)
+    assert stop is not None and stop.save == f"/shared/job-{job}/stopped"
+    failed = RankEnd(reason=Reason.EXIT, exit_code=1, message="the disk is full")
+    lab.stopped(job, RankReport(rank=0, end=failed))
+    assert lab.why(job) == "its time limit of 2h00m is over: not saved, exit code 1: the disk is full"
+    with pytest.raises(ClusterError, match="has left no checkpoint: its time limit of 2h00m is over"):
+        resumed(lab, job)
+
+
+def test_a_second_cancel_or_now_does_not_wait() -> None:
+    lab, job = training()
+    assert (first := cancel(lab, job)) is not None and first.grace_s > 60
+    assert (second := cancel(lab, job)) is not None and second.grace_s == 0
+    lab.stopped(job, STOPPED)
+    assert lab.why(job).endswith(": not saved")
+    lab, job = training()
+    assert (stop := cancel(lab, job, now=True)) is not None and (stop.grace_s, stop.save) == (0, None)
