@@ -52,7 +52,7 @@ _COMMANDS = {
     "why": ("jobs", "why", "Explain a job's state."),
     "history": ("history", "history", "Print past events and decisions."),
     "journal": ("history", "journal", "Check the file of the daemon's events."),
-    "report": ("report", "report", "Print device-hours, utilisation and waiting times."),
+    "report": ("queue.report", "report", "Print device-hours, utilisation and waiting times."),
     "top": ("top", "top", "Watch and control the cluster in this terminal."),
     "metrics": ("metrics", "metrics", "Print metrics of hosts, devices and jobs for Prometheus."),
     "simulate": ("simulate", "simulate", "Simulate a workload under several policies and compare them."),

@@ -9,7 +9,7 @@ from typing import Any
 
 from clusterd.core.state import Job, State
 from clusterd.daemon.api.server import Peer, Verb
-from clusterd.daemon.storage.usage import MINUTES_KEPT, JobUse, UsageStore
+from clusterd.daemon.storage.usage import RETENTION_MINUTES, JobUse, UsageStore
 from clusterd.errors import UsageError
 from clusterd.protocol.codec import to_map
 from clusterd.types import JobId
@@ -57,7 +57,7 @@ class UsageVerbs:
         latest = {host: self._store.latest(host) for host in self._state.hosts}
         return {
             "hosts": {host: to_map(sample) for host, sample in latest.items() if sample is not None},
-            "devices": await self._store.minutes(min(max(minutes, 0), MINUTES_KEPT)),
+            "devices": await self._store.minutes(min(max(minutes, 0), RETENTION_MINUTES)),
         }
 
     async def report(self, peer: Peer, since_s: float, by: str = "user") -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Use of devices over time: minutes of the last day, and device-seconds of each job by day and host.
 
 Kept in a database beside the journal: it may be lost without losing a job. Its size is bounded: minutes by the number
-of devices, days by jobs that ran on them and by `DAYS_KEPT`.
+of devices, days by jobs that ran on them and by `RETENTION_DAYS`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 10.0
 MINUTE_S = 60.0
-MINUTES_KEPT = 24 * 60
-DAYS_KEPT = 400
+RETENTION_MINUTES = 24 * 60
+RETENTION_DAYS = 400
 STALE_S = 60.0
 """A sample older than this says nothing about now."""
 
@@ -179,7 +179,7 @@ class UsageStore:
 
     def _write(self, pending: _Pending, minute: int, now_s: float) -> None:
         day = time.strftime("%Y-%m-%d", time.localtime(now_s))
-        oldest = time.strftime("%Y-%m-%d", time.localtime(now_s - DAYS_KEPT * 86400))
+        oldest = time.strftime("%Y-%m-%d", time.localtime(now_s - RETENTION_DAYS * 86400))
         with self._database as database:
             database.executemany(
                 "INSERT OR REPLACE INTO minutes VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -193,7 +193,7 @@ class UsageStore:
                 "excluded.device_s, measured_s = measured_s + excluded.measured_s, busy_s = busy_s + excluded.busy_s",
                 [(day, host, job, *sums) for (host, job), sums in pending.days.items()],
             )
-            database.execute("DELETE FROM minutes WHERE minute < ?", (minute - MINUTES_KEPT,))
+            database.execute("DELETE FROM minutes WHERE minute < ?", (int(now_s // MINUTE_S) - RETENTION_MINUTES,))
             database.execute("DELETE FROM days WHERE day < ?", (oldest,))
 
     async def minutes(self, count: int) -> dict[str, list[dict[str, Any]]]:

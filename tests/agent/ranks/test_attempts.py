@@ -424,3 +424,21 @@ def test_shutdown_waits_for_nobody_but_is_refused_while_ranks_run(agent: AgentCl
     pid = agent.agent_pid
     agent.ok("shutdown", force=False)
     wait_until(lambda: not alive(pid), "the agent to end")
+
+
+def test_the_agent_samples_what_a_job_uses(agent: AgentClient, tmp_path: Path) -> None:
+    from clusterd.agent.host.attempt_records import load
+    from clusterd.agent.host.usage import CpuUse
+
+    agent.launch(["sh", "-c", "echo begun; while :; do :; done"])
+    wait_until(lambda: "begun" in agent.log(), "the job to begin")
+    attempt = load(Home(agent.root).attempt("j", 1))
+    assert attempt is not None
+    sampler = CpuUse()
+    (first,) = sampler.sample([attempt])
+    assert first.cores == 0.0
+    used = wait_until(lambda: [use for use in sampler.sample([attempt]) if use.cores > 0.0], "processor time")
+    assert (used[0].job, used[0].attempt) == ("j", 1)
+    assert used[0].memory_bytes > 0
+    agent.stop(grace_s=0.0)
+    assert sampler.sample([attempt]) == ()
