@@ -209,6 +209,9 @@ class Daemon:
             await stack.enter_async_context(
                 local_hosts(hosts, scheduler.state, inside, self._local, self._devices, self._embedded)
             )
+            if self._restored:  # people may have started jobs since the backup
+                for account in sorted({job.spec.account for job in scheduler.state.jobs.values()} - {""}):
+                    await hosts.log_in(account)
             tasks.start_soon(server.serve, listener)
             tasks.start_soon(_watchdog)
             tasks.start_soon(_signals, stop)

@@ -89,6 +89,18 @@ class ReadSteps(OfAttempt, Request[Chunk], verb="steps"):
 
 
 @dataclass(frozen=True)
+class Record:
+    """Sealed record of a launch; empty: a daemon of an earlier version made the launch."""
+
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ReadRecord(OfGeneration, Request[Record], verb="record"):
+    """Read the record that came with a launch."""
+
+
+@dataclass(frozen=True)
 class FileRow:
     """A file that a job wrote."""
 
@@ -295,6 +307,8 @@ class AbortRanks(OfMigration, Request[Receivers], verb="abort"):
 class ResumeRanks(OfMigration, Request[Receivers], verb="resume"):
     """Have target ranks train."""
 
+    record: bytes = field(default=b"", repr=False)  # as of `LaunchRequest`
+
 
 @dataclass(frozen=True)
 class SendToRanks(OfGeneration, Request[Receivers], verb="tell"):
@@ -433,8 +447,8 @@ class Shutdown(Request[Done], verb="shutdown"):
 
 
 REQUESTS = by_verb(
-    LaunchRequest, StopRanks, ForgetAttempt, ReadLog, ReadSteps, ListFiles, ReadFile, ReadModel, HasWorkdir, PutWorkdir,
-    LeasePort, ServeDataset, SetDatasets, CheckHost, ServeSegments, AdmitReaders, KeepReplica, ReplicaIsDone, MoveRanks,
-    QuiesceRanks, AbortRanks, ResumeRanks, SendToRanks, DropMigration, OpenTerminal, ReadTerminal, WriteTerminal,
-    HoldTerminal, CloseTerminal, Facts, Heartbeat, Shutdown,
+    LaunchRequest, StopRanks, ForgetAttempt, ReadLog, ReadSteps, ReadRecord, ListFiles, ReadFile, ReadModel,
+    HasWorkdir, PutWorkdir, LeasePort, ServeDataset, SetDatasets, CheckHost, ServeSegments, AdmitReaders, KeepReplica,
+    ReplicaIsDone, MoveRanks, QuiesceRanks, AbortRanks, ResumeRanks, SendToRanks, DropMigration, OpenTerminal,
+    ReadTerminal, WriteTerminal, HoldTerminal, CloseTerminal, Facts, Heartbeat, Shutdown,
 )  # fmt: skip

@@ -54,6 +54,7 @@ class Verbs:
             r.ForgetAttempt: self._forget,
             r.ReadLog: self._logs,
             r.ReadSteps: self._steps,
+            r.ReadRecord: self._record,
             r.ListFiles: self._files,
             r.ReadFile: self._file,
             r.ReadModel: self._model,
@@ -126,6 +127,9 @@ class Verbs:
         ended = not attempt.running
         return append_only_files.pull(attempt.steps, request.offset, request.limit, ended)
 
+    async def _record(self, request: r.ReadRecord) -> r.Record:
+        return r.Record(self._attempts.get(request.job, request.attempt, request.generation).launch.record)
+
     async def _files(self, request: r.ListFiles) -> Message:
         found = self._attempts.any_of(request.job, request.attempt)
         return await asyncio.get_running_loop().run_in_executor(None, files.written, found)
@@ -183,6 +187,8 @@ class Verbs:
         return self._forward(request, control.Abort(request.move))
 
     async def _resume(self, request: r.ResumeRanks) -> r.Receivers:
+        if request.record:
+            self._attempts.get(request.job, request.attempt, request.generation).keep_record(request.record)
         return self._forward(request, control.Resume(request.move))
 
     async def _send_to_ranks(self, request: r.SendToRanks) -> r.Receivers:

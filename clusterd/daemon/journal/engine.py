@@ -135,12 +135,12 @@ class Engine:
         """
         await self._hand_over(_Posted(event, tuple(extra), anyio.Event()))
 
-    async def report(self, event: Event) -> None:
+    async def report(self, event: Event, extra: Iterable[Statement] = ()) -> None:
         """Post a fact that cannot be refused: it waits, in order, until the journal can be written.
 
         A lost fact would never be repaired: a rank whose exit is not recorded holds its devices for ever.
         """
-        await self._hand_over(_Posted(event, (), anyio.Event(), has_happened=True))
+        await self._hand_over(_Posted(event, tuple(extra), anyio.Event(), has_happened=True))
 
     async def _hand_over(self, posted: _Posted) -> None:
         codec.encode(posted.event)  # an event that cannot be encoded must fail here, not with its whole batch
