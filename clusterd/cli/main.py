@@ -23,6 +23,7 @@ _COMMANDS = {
     "status": ("daemon", "status", "Show the state of the daemon."),
     "login": ("daemon", "login", "Let the cluster run your jobs under your own account."),
     "host": ("hosts", "host", "Add, list, drain and remove hosts."),
+    "backup": ("daemon", "backup", "Copy what another daemon needs to lead the hosts."),
     "claim": ("queue.claims", "claim", "Keep devices from the scheduler for some time."),
     "submit": ("submit", "submit", "Submit a job file; prints the job's id."),
     "run": ("submit", "run", "Run a command on the cluster: streams its log, returns its exit code."),
