@@ -25,12 +25,13 @@ from clusterd.config import Config, HostOptions
 from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
+from clusterd.daemon.api.access import Access, Peer
 from clusterd.daemon.api.accounts import Accounts
 from clusterd.daemon.api.host_check import HostChecks
 from clusterd.daemon.api.jobs import JobVerbs
 from clusterd.daemon.api.performance import PerformanceVerbs
 from clusterd.daemon.api.retention import BackupVerbs
-from clusterd.daemon.api.server import Peer, Server
+from clusterd.daemon.api.server import Server
 from clusterd.daemon.api.terminals import Terminals
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.execution.datasets import DataSets
@@ -203,7 +204,7 @@ class Daemon:
             server = Server(
                 config.socket,
                 config.socket_group,
-                config.operators,
+                Access(lambda: scheduler.state, config.visibility, config.operators, config.readers),
                 verbs,
                 {**api.streams, **terminals.streams},
                 gone,

@@ -14,7 +14,8 @@ from clusterd.core import events as e
 from clusterd.core.lifecycle.attempts import TIMED_OUT
 from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job, Outcome
-from clusterd.daemon.api.server import Peer, Streaming, Verb
+from clusterd.daemon.api.access import Peer
+from clusterd.daemon.api.server import Streaming, Verb
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.execution.launching import job_variables
 from clusterd.daemon.hosts.registry import HostRegistry
