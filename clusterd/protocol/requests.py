@@ -355,6 +355,14 @@ class OpenTerminal(OfGeneration, Request[Terminal], verb="terminal_open"):
 
 
 @dataclass(frozen=True)
+class OpenPort(OfGeneration, Request[Terminal], verb="port_open"):
+    """Connect to a port of the host's 127.0.0.1; the connection is read and written like a terminal."""
+
+    rank: int
+    port: int
+
+
+@dataclass(frozen=True)
 class OfTerminal:
     """Base of requests about an open terminal."""
 
@@ -367,6 +375,7 @@ class Output:
 
     data: bytes
     exit_code: int | None = None
+    end: bool = False  # of a port: there will be no more output, and input is still taken
 
 
 @dataclass(frozen=True)
@@ -449,6 +458,6 @@ class Shutdown(Request[Done], verb="shutdown"):
 REQUESTS = by_verb(
     LaunchRequest, StopRanks, ForgetAttempt, ReadLog, ReadSteps, ReadRecord, ListFiles, ReadFile, ReadModel,
     HasWorkdir, PutWorkdir, LeasePort, ServeDataset, SetDatasets, CheckHost, ServeSegments, AdmitReaders, KeepReplica,
-    ReplicaIsDone, MoveRanks, QuiesceRanks, AbortRanks, ResumeRanks, SendToRanks, DropMigration, OpenTerminal,
+    ReplicaIsDone, MoveRanks, QuiesceRanks, AbortRanks, ResumeRanks, SendToRanks, DropMigration, OpenTerminal, OpenPort,
     ReadTerminal, WriteTerminal, HoldTerminal, CloseTerminal, Facts, Heartbeat, Shutdown,
 )  # fmt: skip

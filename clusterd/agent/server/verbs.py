@@ -13,7 +13,7 @@ from clusterd.agent.host.ports import Ports
 from clusterd.agent.host.workdirs import Workdirs
 from clusterd.agent.ranks.attempts import Attempts
 from clusterd.agent.ranks.progress import Progress
-from clusterd.agent.ranks.terminals import Terminals
+from clusterd.agent.ranks.terminals import READ_WAIT_S, Terminals
 from clusterd.agent.server.connection import Message
 from clusterd.agent.tensors.datasets import Datasets, evict_cached_files
 from clusterd.agent.tensors.moves import Moves
@@ -75,6 +75,7 @@ class Verbs:
             r.SendToRanks: self._send_to_ranks,
             r.DropMigration: self._drop,
             r.OpenTerminal: self._open_terminal,
+            r.OpenPort: self._open_port,
             r.ReadTerminal: self._read_terminal,
             r.WriteTerminal: self._write_terminal,
             r.HoldTerminal: self._hold_terminal,
@@ -209,8 +210,12 @@ class Verbs:
         name = await self._terminals.open(attempt, request.rank, request.argv, tag, variables, request.screen)
         return r.Terminal(name)
 
+    async def _open_port(self, request: r.OpenPort) -> r.Terminal:
+        attempt = self._attempts.get(request.job, request.attempt, request.generation)
+        return r.Terminal(await self._terminals.open_port(attempt, request.rank, request.port))
+
     async def _read_terminal(self, request: r.ReadTerminal) -> Message:
-        return await self._terminals.get(request.terminal).read()
+        return await self._terminals.get(request.terminal).read(READ_WAIT_S)
 
     async def _write_terminal(self, request: r.WriteTerminal) -> Done:
         terminal = self._terminals.get(request.terminal)
