@@ -108,3 +108,29 @@ def test_a_repeated_backup_follows_the_journal_and_says_what_is_wrong(
     until(lambda: old.run("backup", check=False).returncode == 0, 60.0)
     old.run("backup", "--stop", str(target))
     assert "no backup is repeated" in old.run("backup").stdout
+
+
+def test_a_migration_since_the_backup_is_known_to_the_hosts(cluster: RunningCluster, tmp_path: Path) -> None:
+    """By the backup the job runs on one device; its ranks of now are of a later generation, on two."""
+    cluster.start(hosts=1, devices=2)
+    cluster.wait_until_up(1)
+    job = training(cluster, "moved", 1000)
+    cluster.run("backup", str(tmp_path / "backup"))
+    cluster.run("migrate", job, "--plan", "dp=2")
+    moved = cluster.wait_for(job, lambda row: row["plan"] == "dp=2" and not row["migrating"] and row["step"] >= 5)
+    cluster.kill()
+    for rest in ("-wal", "-shm"):
+        (cluster.directory / f"journal.db{rest}").unlink(missing_ok=True)
+    shutil.copy(tmp_path / "backup" / "journal.db", cluster.directory / "journal.db")
+    cluster.run("start", "--restored")
+    cluster.wait_until_up(1)
+    row = cluster.job(job)
+    assert (row["plan"], row["attempt"], row["state"]) == ("dp=2", 1, "running")
+    assert len(row["devices"]) == 2
+    cluster.wait_for(job, lambda row: row["step"] > moved["step"])
+    cluster.run("migrate", job, "--plan", "dp=1")  # it is led on, not only watched
+    cluster.wait_for(job, lambda row: row["plan"] == "dp=1" and not row["migrating"])
+    row = cluster.wait_for(job, lambda row: row["state"] == "finished", timeout_s=180.0)
+    assert (row["attempt"], row["step"]) == (1, 1000)
+    steps = [json.loads(line)["step"] for line in cluster.call("steps", job=job)["data"].splitlines()]
+    assert sorted(set(steps)) == list(range(1, 1001))
