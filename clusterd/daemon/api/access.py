@@ -86,8 +86,14 @@ RULES: dict[str, Rule] = {
 _SPEC_SHOWN = {"name", "kind", "resources", "priority", "guaranteed", "tenant", "user", "time_limit_s", "interactive"}
 """Fields of a specification that ``names`` shows; the others are empty."""
 
-_ROW_SHOWN = {"id", "kind", "state", "priority", "asked", "asked_kind", "attempt", "devices", "hosts", "holds_devices"}
+_ROW_SHOWN = {
+    "id", "kind", "state", "priority", "asked", "asked_kind", "attempt", "devices", "hosts", "holds_devices",
+    "submitted_s", "started_s", "ended_s",
+}  # fmt: skip
 """Fields of a job's row that ``own`` shows, so that it stays true what holds the devices."""
+
+_NULLABLE = {"array", "promise", "migrating", "steps", "exit_code", "foreseen_steps"}
+"""Fields of a job's row that are null where there is none."""
 
 _SAYS_WHY_IT_ENDED = {"EndJob", "RequeueJob", "StopAttempt"}
 """Decisions whose reason may quote a job's output."""
@@ -234,6 +240,7 @@ class _Filter:
         """Row of another user's job."""
         if self._hides_names:
             hidden = {key: value if key in _ROW_SHOWN else _empty(value) for key, value in row.items()}
+            hidden |= dict.fromkeys(_NULLABLE & row.keys())
             return {**hidden, "name": THEIR_JOB, "user": SOMEBODY}
         array = {**row["array"], "values": {}} if row.get("array") else None
         reason = "" if row["state"] == "failed" else row["reason"]  # it may quote the job's output
@@ -251,7 +258,7 @@ def _without_output(row: dict[str, Any]) -> dict[str, Any]:
 
 def _empty(value: Any) -> Any:
     """Empty value of the same type, so that clients find what they expect."""
-    return type(value)() if isinstance(value, str | list | dict | bool) else None
+    return type(value)() if isinstance(value, str | list | dict | bool | int) else None
 
 
 def _is_among(user: str, uid: int, names: Iterable[str]) -> bool:

@@ -22,6 +22,7 @@ from clusterd.daemon.api.server import Server
 from clusterd.errors import ClusterError
 from clusterd.types import ArrayTask, JobId, JobSpec, RankEnd, Reason, Resources
 from tests.core.conftest import Lab
+from tui.model.model import Model
 
 ANN, BOB = Peer("ann", 1001, False), Peer("bob", 1002, False)
 OPERATOR = Peer("olga", 1003, True)
@@ -97,6 +98,19 @@ def test_own_shows_an_anonymous_row_with_its_devices(lab: Lab) -> None:
     assert seen["holders"] == {THEIR_JOB: 2, "mine": 1}
     assert {event["kind"] for event in seen["change"]["events"]} >= {"HostAdded", "JobSubmitted"}
     assert [event["job"] for event in seen["change"]["events"] if "job" in event] == ["3"]
+
+
+@pytest.mark.parametrize("visibility", ["own", "names"])
+def test_the_terminal_ui_shows_what_is_left(lab: Lab, visibility: str) -> None:
+    state, rules = lab.scheduler.state, access(lab, visibility)
+    jobs = [projection.job_row(job, state) for job in state.jobs.values()]
+    baseline = {"status": {}, "jobs": jobs, "hosts": [projection.host_row(state, h) for h in state.hosts.values()]}
+    model = Model()
+    model.apply(rules.shown(ANN, {"snapshot": baseline, "number": 1}))
+    model.apply(rules.shown(ANN, projection.change_row(state, 2, lab.log, lab.decisions)))
+    assert model.jobs["2"].name == (THEIR_JOB if visibility == "own" else "hidden-try")
+    assert model.jobs["2"].devices == ("a:gpu0", "a:gpu1")
+    assert model.jobs["2"].submitted_s > 0
 
 
 def test_own_keeps_the_shape_of_rows(lab: Lab) -> None:
