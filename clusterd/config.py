@@ -22,6 +22,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 ACCOUNTS = ("own", "shared")
 BECOME = ("ssh", "sudo")
+VISIBILITY = ("own", "names", "all")
 
 ACCOUNT_NAME = re.compile(r"[a-z_][a-z0-9_.-]{0,31}\$?")
 """Names that useradd accepts: they are put on command lines."""
@@ -70,7 +71,9 @@ class Config:
     state_dir: Path
     socket: Path
     socket_group: str | None = None  # group that may connect besides the owner
-    operators: tuple[str, ...] = ()  # users that may act on all jobs, besides the daemon's own
+    operators: tuple[str, ...] = ()  # users, and groups as "@group", that may act on all jobs, besides the daemon's own
+    readers: tuple[str, ...] = ()  # users that may look, and change and submit nothing
+    visibility: str = "all"  # of other users' jobs: "own", "names" or "all"
     accounts: str | None = None  # of jobs: "own": that of each user; "shared": the daemon's; None: nobody else's jobs
     become: str = "ssh"  # way to people's own accounts on hosts: "ssh" or "sudo"
     policy: str = "default"
@@ -190,6 +193,8 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
             socket=_directory(daemon, "socket", chosen) or socket_path(system),
             socket_group=_text(daemon, "socket_group"),
             operators=_names(daemon.get("operators", []), "operators"),
+            readers=_names(daemon.get("readers", []), "readers"),
+            visibility=_one_of(daemon.get("visibility", "all"), VISIBILITY, "visibility"),
             accounts=_one_of(daemon["accounts"], ACCOUNTS, "accounts") if "accounts" in daemon else None,
             become=_one_of(daemon.get("become", "ssh"), BECOME, "become"),
             policy=str(daemon.get("policy", "default")),

@@ -17,6 +17,7 @@ from clusterd.core.decisions import Decision
 from clusterd.core.estimates.attained_service import is_predictable, steps_left
 from clusterd.core.estimates.heterogeneous_speed import believed
 from clusterd.core.events import (
+    AccountConnected,
     DeviceClaimRemoved,
     DevicesClaimed,
     Event,
@@ -310,6 +311,8 @@ def event_row(event: Event, state: State) -> Row:
     """Row of an event, without the long description of a model, with the sentence about it."""
     row = {"kind": type(event).__name__, **msgspec.to_builtins(event), **_line(story.of_event(event, state))}
     row.pop("shape", None)
+    if isinstance(event, HostConnected | AccountConnected):
+        row["adopted"] = [job.id for job in event.adopted]
     if isinstance(event, JobSubmitted | JobEdited):
         row["spec"] = spec_row(event.spec)
     return row

@@ -154,6 +154,7 @@ class JobSpec:
     interactive: bool = False  # a person waits for it: before others of its priority
     waits_for_hosts: bool = False  # accepted though no host of the cluster can serve it yet
     array: ArrayTask | None = None  # None: submitted alone
+    ports: tuple[int, ...] = ()  # on which it serves something, for `clusterd forward` and for people
     trials: bool = True  # it may run a few steps under other plans, to measure their speed
 
     def checkpoint_path(self, job: str, which: str) -> str:

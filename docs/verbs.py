@@ -1,6 +1,7 @@
-"""Write the arguments of the verbs in docs/client.md from the methods that serve them, which also check what is sent.
+"""Write the arguments of the verbs in docs/client.md from the methods that serve them, which also check what is sent,
+and the rules of the verbs in docs/security.md from the table that the server enforces.
 
-``python docs/verbs.py`` rewrites the page; ``--check`` fails if it is out of date, or has no row for a verb.
+``python docs/verbs.py`` rewrites the pages; ``--check`` fails if one is out of date, or a verb has no row or no rule.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clusterd.daemon import api
+from clusterd.daemon.access import RULES, Callers, Others
 from clusterd.daemon.api import job_logs
 
 PAGE = Path(__file__).with_name("client.md")
+RULES_PAGE = Path(__file__).with_name("security.md")
+TABLE = re.compile(r"(?<=<!-- rules -->\n).*?(?=<!-- end of rules -->)", re.DOTALL)
 ROW = re.compile(r"^\| `(\w+)\(([\w, ]*)\)`", re.MULTILINE)
 
 
@@ -44,21 +48,43 @@ def _parameters(verb: object) -> str:
     return ", ".join(list(inspect.signature(verb).parameters)[2:])  # type: ignore[arg-type]
 
 
+def rules() -> str:
+    """Table of the rules: verbs by who may call them and by what they show of other users' jobs."""
+    rows = ["| who | verbs | about another user's job |", "|---|---|---|"]
+    for callers in Callers:
+        for others in Others:
+            verbs = sorted(verb for verb, rule in RULES.items() if (rule.callers, rule.others) == (callers, others))
+            if verbs:
+                rows.append(f"| {callers} | {', '.join(f'`{verb}`' for verb in verbs)} | {others} |")
+    return "\n".join(rows) + "\n"
+
+
 def main(options: list[str]) -> int:
-    """Rewrite or check the page; returns the exit code."""
+    """Rewrite or check the pages; returns the exit code."""
     text = PAGE.read_text(encoding="utf-8")
     known = arguments()
     rows = {name for name, _ in ROW.findall(text)}
-    if rows != known.keys():
-        print(f"{PAGE}: rows without a verb, or verbs without a row: {sorted(rows ^ known.keys())}", file=sys.stderr)
-        return 1
+    for place, found in ((PAGE, rows), ("clusterd.daemon.access.py", set(RULES))):
+        if found != known.keys():
+            wrong = sorted(found ^ known.keys())
+            print(f"{place}: rows without a verb, or verbs without a row: {wrong}", file=sys.stderr)
+            return 1
     wanted = ROW.sub(lambda row: f"| `{row[1]}({known[row[1]]})`", text)
+    table = RULES_PAGE.read_text(encoding="utf-8")
+    return max(
+        _write(PAGE, text, wanted, "--check" in options),
+        _write(RULES_PAGE, table, TABLE.sub(lambda _: rules(), table), "--check" in options),
+    )
+
+
+def _write(page: Path, text: str, wanted: str, only_check: bool) -> int:
     if wanted == text:
         return 0
-    if "--check" in options:
-        print(f"{PAGE} is out of date: python {Path(__file__).name}", file=sys.stderr)
+    if only_check:
+        print(f"{page} is out of date: python {Path(__file__).name}", file=sys.stderr)
         return 1
-    PAGE.write_text(wanted, encoding="utf-8")
+    page.write_text(wanted, encoding="utf-8")
+    print(f"{page} is written")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``clusterd start``, ``stop`` and ``status``."""
+"""``clusterd start``, ``stop``, ``status``, ``login`` and ``backup``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 import click
 
 from clusterd import config as configuration
+from clusterd.cli.common.arguments import time_s
 from clusterd.cli.common.output import ago, note, output_option, show_json
 from clusterd.client import Client
 from clusterd.config import python_path
 from clusterd.errors import ClusterError, DaemonAbsent
+from clusterd.units import duration, size
 
 START_TIMEOUT_S = 30.0
 
@@ -177,6 +179,7 @@ def status(system: bool, output: str) -> None:
     """Show the state of the daemon."""
     with Client(configuration.client_socket(system)) as cluster:
         answer = cluster.call("status")
+        backups = cluster.call("backups") if output == "table" else []
     if output != "table":
         show_json(answer, output)
         return
@@ -193,6 +196,8 @@ def status(system: bool, output: str) -> None:
     print(f"  socket   {answer['socket']}")
     print(f"  accounts {_ACCOUNTS[answer.get('accounts')].format(account=answer.get('account'))}")
     print(f"  settings {answer['config'] or 'defaults (no file found or given)'}")
+    for row in backups:
+        print(f"  backup   {described(row)}")
     if aside := answer.get("set_aside"):
         print(f"  bug      {aside} events could not be handled and were set aside: see the daemon's log, and report it")
     if trouble := answer.get("trouble"):  # absent from the reply of an older daemon
@@ -235,3 +240,51 @@ def login(output: str) -> int:
         print(f"  mkdir -p -m 700 ~/.ssh && echo '{answer['key']}' >> ~/.ssh/authorized_keys\n")
         print("then: clusterd login")
     return code
+
+
+@click.command()
+@click.argument("to", required=False)
+@click.option("--every", help="Repeat it so often, as in 1m, also after the daemon's next start.")
+@click.option("--stop", is_flag=True, help="Repeat it no more; the backup stays.")
+@output_option
+def backup(to: str | None, every: str | None, stop: bool, output: str) -> int:
+    """Copy what another daemon needs to lead the hosts, to a directory or to HOST:DIRECTORY.
+
+    The daemon writes it, over its own SSH connection. Without a target: show the backups that are repeated.
+    """
+    if to is None:
+        if every or stop:
+            raise click.UsageError("name a directory, or HOST:DIRECTORY")
+        with Client() as cluster:
+            rows = cluster.call("backups")
+        if output != "table":
+            show_json(rows, output)
+        elif not rows:
+            print("no backup is repeated: clusterd backup --every 1m HOST:DIRECTORY")
+        for row in rows if output == "table" else ():
+            print(described(row))
+        return 1 if any(row["trouble"] for row in rows) else 0
+    if every and stop:
+        raise click.UsageError("--every and --stop exclude each other")
+    every_s = 0.0 if stop else time_s("--every", every) if every else None
+    is_directory = ":" not in to.partition("/")[0]
+    if is_directory and os.environ.get("CLUSTERD_HOST") and not to.startswith("/"):
+        raise click.UsageError("CLUSTERD_HOST names another machine: write an absolute directory of it")
+    target = str(Path(to).absolute()) if is_directory else to
+    with Client() as cluster:
+        answer = cluster.call("backup", to=target, every_s=every_s, meanwhile="the backup is written")
+    if output != "table":
+        show_json(answer, output)
+    elif stop:
+        note(f"the backup to {target} is repeated no more")
+    else:
+        repeated = f", every {duration(every_s)} from now on" if every_s else ""
+        print(f"{target} is the state as of event {answer['event']} ({size(answer['bytes'])} copied{repeated})")
+    return 0
+
+
+def described(row: dict[str, Any]) -> str:
+    """One line about a repeated backup."""
+    last = f"{ago(row['at_s'])} ago, event {row['event']}" if row["at_s"] else "not written since the daemon's start"
+    trouble = f"; FAILS: {row['trouble']}" if row["trouble"] else ""
+    return f"{row['to']}  every {duration(row['every_s'])}  {last}{trouble}"

@@ -162,6 +162,7 @@ def show(job: str, output: str) -> None:
         "asked": f"{row['asked']} devices" if row["asked"] else "CPU cores",
         "env": " ".join(f"{name}={value}" for name, value in spec["env"].items()),
         "after": ", ".join(spec["after"]),
+        "ports": ", ".join(map(str, spec.get("ports", ()))),
         "submitted": _when(row["submitted_s"]),
         "started": _when(row["started_s"]),
         "ended": _when(row["ended_s"]),

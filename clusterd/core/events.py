@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NewType
 
 from clusterd.core.performance_table import PerformanceTable
+from clusterd.core.state import Job
 from clusterd.core.timers import Timer as Timer
 from clusterd.core.timers import TimerKind as TimerKind
 from clusterd.types import (
@@ -111,6 +112,7 @@ class HostConnected(Event):
     attempts: tuple[AttemptReport, ...] = ()
     agent: str = ""  # identity of the agent, unique among hosts
     agent_home: str | None = None  # its configured directory; "": the default; None: not recorded
+    adopted: tuple[Job, ...] = ()  # from records of launches that are newer than this state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,7 @@ class AccountConnected(Event):
     host: HostId
     account: str
     attempts: tuple[AttemptReport, ...] = ()
+    adopted: tuple[Job, ...] = ()  # as of `HostConnected`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,11 +25,13 @@ from clusterd.config import Config, HostOptions
 from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
+from clusterd.daemon.access import Access, Peer
 from clusterd.daemon.api.accounts import Accounts
 from clusterd.daemon.api.host_check import HostChecks
 from clusterd.daemon.api.jobs import JobVerbs
 from clusterd.daemon.api.performance import PerformanceVerbs
-from clusterd.daemon.api.server import Peer, Server
+from clusterd.daemon.api.retention import BackupVerbs
+from clusterd.daemon.api.server import Server
 from clusterd.daemon.api.terminals import Terminals
 from clusterd.daemon.api.usage import UsageVerbs
 from clusterd.daemon.api.watch import Feed
@@ -44,6 +46,7 @@ from clusterd.daemon.hosts.registry import LOCAL, HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal.engine import Engine, JournalHistory
 from clusterd.daemon.journal.journal import Journal
+from clusterd.daemon.journal.newest_event import BACKUP_OF, NewestEvent
 from clusterd.daemon.journal.timers import Timers
 from clusterd.daemon.notifications import Notifier
 from clusterd.daemon.process import notify_systemd, only_instance, set_up_log
@@ -51,6 +54,7 @@ from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.daemon.profiling.profiler import Profiler
 from clusterd.daemon.settings import refuse_unknown
 from clusterd.daemon.storage.archive import Archive
+from clusterd.daemon.storage.backups import Backups
 from clusterd.daemon.storage.log_tails import LogTails
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.storage.usage import UsageStore
@@ -102,6 +106,12 @@ class Daemon:
         async with AsyncExitStack() as stack:
             journal = Journal(config.state_dir / "journal.db")
             stack.callback(journal.close)
+            newest_event = NewestEvent(config.state_dir)
+            stack.callback(newest_event.close)
+            if self._restored:
+                await journal.keep_fact(BACKUP_OF, "")
+            else:
+                await newest_event.check(journal)
             scheduler = Scheduler(POLICIES[config.policy](), host_lost_after_s=config.host_lost_after_s)
             feed = Feed()
             engine = Engine(journal, scheduler, lambda events, decisions: handled(events, decisions))
@@ -117,7 +127,7 @@ class Daemon:
             agent_key = journal.fact("agent_key", secrets.token_hex(32))
             if self._restored:
                 await journal.keep_fact("restored", str(epoch))
-            history = JournalHistory(engine, restored=int(journal.fact("restored", "0")))
+            history = JournalHistory(engine, epoch, restored=int(journal.fact("restored", "0")))
             leader = {
                 "daemon_id": cluster, "cluster": agents_of, "epoch": epoch, "key": agent_key, "history": history,
                 "lost_after_s": max(config.host_lost_after_s, HEARTBEAT_MIN_S),
@@ -163,6 +173,7 @@ class Daemon:
             notifier = Notifier(config.notify, scheduler.state) if config.notify is not None else None
 
             def handled(events: Any, decisions: Any) -> None:
+                newest_event.write(*engine.newest())
                 feed.add(events, decisions)
                 if notifier is not None:
                     notifier.handled(decisions)
@@ -186,14 +197,10 @@ class Daemon:
             usage = UsageStore(config.state_dir / "usage.db", scheduler.state)
             stack.callback(usage.close)
             hosts.reports.subscribe(Usage, usage.on_usage)
-            verbs = {
-                **api.verbs,
-                **accounts.verbs,
-                **speed.verbs,
-                **terminals.verbs,
-                **HostChecks(engine, hosts).verbs,
-                **UsageVerbs(usage, scheduler.state).verbs,
-            }
+            backups = Backups(config.state_dir, self._config_file, engine, journal, dialer, invite)
+            checks = HostChecks(engine, hosts)
+            served = (api, accounts, speed, terminals, checks, BackupVerbs(backups), UsageVerbs(usage, scheduler.state))
+            verbs = {verb: method for each in served for verb, method in each.verbs.items()}
 
             def gone(peer: Peer) -> None:
                 archive.drop_partial(peer.connection)
@@ -202,7 +209,7 @@ class Daemon:
             server = Server(
                 config.socket,
                 config.socket_group,
-                config.operators,
+                Access(lambda: scheduler.state, config.visibility, config.operators, config.readers),
                 verbs,
                 {**api.streams, **terminals.streams},
                 gone,
@@ -216,12 +223,16 @@ class Daemon:
             tasks.start_soon(terminals.run)
             tasks.start_soon(guarded, usage.run)
             tasks.start_soon(guarded, LogTails(engine, hosts, archive).run)
+            tasks.start_soon(guarded, backups.run)
             if notifier is not None:
                 tasks.start_soon(notifier.run)
             inside = config.state_dir / "local"
             await stack.enter_async_context(
                 local_hosts(hosts, scheduler.state, inside, self._local, self._devices, self._embedded)
             )
+            if self._restored:  # people may have started jobs since the backup
+                for account in sorted({job.spec.account for job in scheduler.state.jobs.values()} - {""}):
+                    await hosts.log_in(account)
             tasks.start_soon(server.serve, listener)
             tasks.start_soon(_watchdog)
             tasks.start_soon(_signals, stop)

@@ -91,6 +91,7 @@ class LaunchRequest(Request[Launched], verb="launch"):
     probe: bool = False  # measure devices and links first
     memory_bytes: int = 0  # of the host, that all ranks on it may use together; 0: not limited
     cores: int = 0  # booked for them on the host; 0: unknown
+    record: bytes = field(default=b"", repr=False)  # of the job, sealed, for a daemon with an older journal
     gpu_indices: dict[str, int] = field(default_factory=dict)  # CUDA index by uuid; filled in by the agent
 
 

@@ -90,6 +90,18 @@ class ReadSteps(OfAttempt, Request[Chunk], verb="steps"):
 
 
 @dataclass(frozen=True)
+class Record:
+    """Sealed record of a launch; empty: a daemon of an earlier version made the launch."""
+
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ReadRecord(OfGeneration, Request[Record], verb="record"):
+    """Read the record that came with a launch."""
+
+
+@dataclass(frozen=True)
 class FileRow:
     """A file that a job wrote."""
 
@@ -296,6 +308,8 @@ class AbortRanks(OfMigration, Request[Receivers], verb="abort"):
 class ResumeRanks(OfMigration, Request[Receivers], verb="resume"):
     """Have target ranks train."""
 
+    record: bytes = field(default=b"", repr=False)  # as of `LaunchRequest`
+
 
 @dataclass(frozen=True)
 class SendToRanks(OfGeneration, Request[Receivers], verb="tell"):
@@ -342,6 +356,14 @@ class OpenTerminal(OfGeneration, Request[Terminal], verb="terminal_open"):
 
 
 @dataclass(frozen=True)
+class OpenPort(OfGeneration, Request[Terminal], verb="port_open"):
+    """Connect to a port of the host's 127.0.0.1; the connection is read and written like a terminal."""
+
+    rank: int
+    port: int
+
+
+@dataclass(frozen=True)
 class OfTerminal:
     """Base of requests about an open terminal."""
 
@@ -354,6 +376,7 @@ class Output:
 
     data: bytes
     exit_code: int | None = None
+    end: bool = False  # of a port: there will be no more output, and input is still taken
 
 
 @dataclass(frozen=True)
@@ -434,8 +457,8 @@ class Shutdown(Request[Done], verb="shutdown"):
 
 
 REQUESTS = by_verb(
-    LaunchRequest, StopRanks, ForgetAttempt, ReadLog, ReadSteps, ListFiles, ReadFile, ReadModel, HasWorkdir, PutWorkdir,
-    LeasePort, ServeDataset, SetDatasets, CheckHost, ServeSegments, AdmitReaders, KeepReplica, ReplicaIsDone, MoveRanks,
-    QuiesceRanks, AbortRanks, ResumeRanks, SendToRanks, DropMigration, OpenTerminal, ReadTerminal, WriteTerminal,
-    HoldTerminal, CloseTerminal, Facts, Heartbeat, Shutdown,
+    LaunchRequest, StopRanks, ForgetAttempt, ReadLog, ReadSteps, ReadRecord, ListFiles, ReadFile, ReadModel,
+    HasWorkdir, PutWorkdir, LeasePort, ServeDataset, SetDatasets, CheckHost, ServeSegments, AdmitReaders, KeepReplica,
+    ReplicaIsDone, MoveRanks, QuiesceRanks, AbortRanks, ResumeRanks, SendToRanks, DropMigration, OpenTerminal, OpenPort,
+    ReadTerminal, WriteTerminal, HoldTerminal, CloseTerminal, Facts, Heartbeat, Shutdown,
 )  # fmt: skip

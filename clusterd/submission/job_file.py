@@ -18,7 +18,7 @@ from plans.plan import Plan, PlanError
 _TOP = {
     "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "tenant", "resources", "limits", "env",
     "secrets", "trials", "datasets", "snapshots", "checkpoints", "target_loss",
-    "after", "wait_for_hosts", "array",
+    "after", "wait_for_hosts", "array", "ports",
 }  # fmt: skip
 _RESOURCES = {
     "gpus", "devices", "cpus", "memory", "plan", "plans", "hosts", "gpu_type", "gpu_memory", "nodes", "gpus_per_node",
@@ -100,6 +100,7 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
         grace_s=limit.duration_s("grace", 30.0) or 0.0,
         retries=limit("retries", int, 0),
         retry_on=_exit_codes(limit("retry_on", list, []), f"{where}: retry_on"),
+        ports=_ports(get("ports", list, []), f"{where}: ports"),
         waits_for_hosts=get("wait_for_hosts", bool, False),
         trials=get("trials", bool, True),
         target_loss=_number(values, "target_loss", where),
@@ -114,6 +115,13 @@ def _exit_codes(given: list[Any], where: str) -> tuple[int, ...]:
     for code in given:
         if isinstance(code, bool) or not isinstance(code, int) or not 1 <= code <= 255:
             raise ConfigError(f"{where}: {code!r} is no exit code of a failed job; write it as in [75, 85]")
+    return tuple(given)
+
+
+def _ports(given: list[Any], where: str) -> tuple[int, ...]:
+    for port in given:
+        if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535:
+            raise ConfigError(f"{where}: {port!r} is no port; write them as in [6006, 8888]")
     return tuple(given)
 
 

@@ -252,3 +252,60 @@ def test_sudo_is_the_other_way_to_people_s_accounts(site: Site, people: tuple[Pe
     refused = people[1].calls(site.socket, "login")
     assert refused["account"] == "nosuchaccount"
     assert "unknown user" in refused["hosts"]["node"]
+
+
+def test_people_see_of_others_what_the_lab_allows(site: Site, people: tuple[Person, Person]) -> None:
+    """Over the real socket, where the kernel says who asks."""
+    ann, bob = people
+    for visibility in ("own", "names"):
+        site.settings(f'accounts = "shared"\nvisibility = "{visibility}"\nreaders = ["{bob.name}"]\n')
+        site.cluster.start()
+        if visibility == "own":
+            site.cluster.run("host", "add", "--yes", "--cpu-devices", "1", "node")
+            spec = command("ann-draft", "echo of-ann-alone; sleep 600", resources={"devices": 1})
+            job = ann.calls(site.socket, "submit", spec=spec)["id"]
+        site.cluster.wait_for(job, lambda row: row["state"] == "running")
+        seen = json.dumps([bob.calls(site.socket, verb) for verb in ("jobs", "hosts", "history")])
+        assert ("ann-draft" in seen, "of-ann-alone" in seen) == (visibility == "names", False)
+        assert "node:cpu0" in seen
+        assert "another user's" in str(bob.calls(site.socket, "steps", job=job))
+        assert "may only look" in bob.calls(site.socket, "submit", spec=command("his", "true"))
+        assert "of-ann-alone" in json.dumps(ann.calls(site.socket, "job", job=job))
+        site.cluster.run("stop")
+    site.settings('accounts = "shared"\n')
+    site.cluster.start()
+    assert "of-ann-alone" in json.dumps(bob.calls(site.socket, "job", job=job))
+    site.cluster.run("cancel", "--now", job)
+    site.cluster.wait_for(job, lambda row: row["state"] == "cancelled")
+
+
+def test_a_restored_daemon_leads_people_s_later_jobs(site: Site, people: tuple[Person, Person]) -> None:
+    """Ann's job came after the backup, under an account that the backup knows from an earlier one."""
+    ann, _ = people
+    site.settings('accounts = "own"\n')
+    site.cluster.start()
+    site.cluster.run("host", "add", "--yes", "--cpu-devices", "2", "node")
+    ann.lets_in(ann.calls(site.socket, "login")["key"])
+    assert ann.calls(site.socket, "login")["hosts"] == {"node": ""}
+    first = ann.calls(site.socket, "submit", spec=command("first", "true"))["id"]
+    site.cluster.wait_for(first, lambda row: row["state"] == "finished")
+    backup = site.cluster.directory.parent / "backup"
+    site.cluster.run("backup", str(backup))
+    spec = command("later", "sleep 600", secrets=("TOKEN",))
+    later = ann.calls(site.socket, "submit", spec=spec, secrets={"TOKEN": "of-ann-alone"})["id"]
+    site.cluster.wait_for(later, lambda row: row["state"] == "running")
+    site.cluster.kill()
+    for rest in ("journal.db-wal", "journal.db-shm"):
+        (site.cluster.directory / rest).unlink(missing_ok=True)
+    shutil.copy(backup / "journal.db", site.cluster.directory / "journal.db")
+    site.cluster.run("start", "--restored")
+    until(lambda: any(row["id"] == later for row in site.cluster.call("jobs")), 60.0, site.cluster.log)
+    row = site.cluster.wait_for(later, lambda row: row["state"] == "running")
+    assert (row["user"], row["attempt"]) == (ann.name, 1)
+    assert ann.calls(site.socket, "requeue", job=later)["id"] == later
+    row = site.cluster.wait_for(later, lambda row: row["state"] == "running" and row["attempt"] == 2)
+    pids = subprocess.run(["pgrep", "-u", ann.name, "-f", "sleep 600"], capture_output=True, text=True, check=True)
+    environments = [Path(f"/proc/{pid}/environ").read_bytes() for pid in pids.stdout.split()]
+    assert any(b"TOKEN=of-ann-alone" in environment for environment in environments), "its secret came with the record"
+    ann.calls(site.socket, "cancel", job=later, now=True)
+    site.cluster.wait_for(later, lambda row: row["state"] == "cancelled")

@@ -74,6 +74,32 @@ def test_a_laptop_has_every_command_over_ssh(laptop: RunningCluster, local_clust
     assert (refused.returncode, "run clusterd stop there" in refused.stderr) == (2, True)
 
 
+def test_ssh_reaches_the_host_of_a_job_through_the_head(
+    laptop: RunningCluster, local_cluster: RunningCluster, tmp_path: Path
+) -> None:
+    """As VS Code does: OpenSSH with the printed block; only the head node can reach the host's sshd."""
+    host = OpenSshServer("local0", tmp_path / "host", tmp_path / "id_ed25519")
+    host.start()
+    try:
+        job = local_cluster.run("run", "-d", "--no-snapshot", "--name", "serves", "--", "sleep", "600").stdout.strip()
+        local_cluster.wait_for(job, lambda row: row["state"] == "running")
+        block = laptop.run("ssh-config", "--port", str(host.port), "serves").stdout
+        public = (host.directory / "host_key.pub").read_text().split()
+        (tmp_path / "known_of_host").write_text(f"local0 {public[0]} {public[1]}\n")
+        config = tmp_path / "config_of_job"
+        config.write_text(
+            f"{block}    IdentityFile {tmp_path}/id_ed25519\n    UserKnownHostsFile {tmp_path}/known_of_host\n"
+        )
+        data = os.urandom(300_000)
+        done = subprocess.run(
+            [run("which", "ssh").strip(), "-F", config, "-o", "BatchMode=yes", "clusterd-serves", "cat"],
+            env=laptop.environment, input=data, capture_output=True, timeout=90, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout == data) == (0, True), done.stderr
+    finally:
+        host.stop()
+
+
 @pytest.mark.parametrize(
     ("host", "code", "message"),
     [

@@ -92,7 +92,7 @@ class OpenSshServer:
             f"ListenAddress 127.0.0.1\nPort {self.port}\nHostKey {self.directory}/host_key\n"
             f"AuthorizedKeysFile {keys}\nPidFile none\nUsePAM no\nStrictModes no\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\n"
-            "LogLevel VERBOSE\n"
+            "LogLevel VERBOSE\nSubsystem sftp internal-sftp\n"
         )
         own = f"SetEnv XDG_STATE_HOME={self.directory}/state XDG_CACHE_HOME={self.directory}/cache\n"
         user = pwd.getpwuid(os.getuid()).pw_name

@@ -175,6 +175,14 @@ class Attempt:
         """
         write_durably(self.directory / "launch.msgpack", protocol.pack(to_map(replace(self.launch, env={}))))
 
+    def keep_record(self, record: bytes) -> None:
+        """Replace the daemon's record of the job; on a full disk the older one stays, and the ranks go on."""
+        self.launch = replace(self.launch, record=record)
+        try:
+            self.store()
+        except OSError as error:
+            log_line(f"agent: cannot write the launch in {self.directory}: {error}")
+
     def record_end(self, rank: int, exit_code: int, reason: Reason, at_s: float) -> None:
         """Write the exit record of a rank whose process was never started."""
         record = RankRecord(

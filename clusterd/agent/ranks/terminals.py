@@ -21,7 +21,9 @@ from collections.abc import Mapping, Sequence
 
 from clusterd.agent.host import programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Refused
+from clusterd.agent.ranks.port_connections import PortConnection
 from clusterd.process_attributes import inherited_umask
+from clusterd.protocol.launch import RankSpec
 from clusterd.protocol.requests import Output, Screen
 
 CHUNK_BYTES = 1 << 16
@@ -35,7 +37,7 @@ class Terminals:
     """Open terminals of this host, by unguessable name."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Terminal] = {}
+        self._open: dict[str, Terminal | PortConnection] = {}
 
     async def open(
         self,
@@ -54,9 +56,7 @@ class Terminals:
         Raises:
             Refused: ``unknown`` (no such rank runs here), ``workdir``.
         """
-        given = next((spec for spec in attempt.launch.ranks if spec.rank == rank), None)
-        if given is None or attempt.stopped or not attempt.running:
-            raise Refused("unknown", f"rank {rank} of {attempt.name} does not run here")
+        given = _running_rank(attempt, rank)
         work = rank_environment.work_of(attempt)
         if not work.is_dir():
             raise Refused("workdir", f"the working directory {work} is gone")
@@ -74,7 +74,19 @@ class Terminals:
         self._open[name] = await Terminal.start(command, env, screen)
         return name
 
-    def get(self, name: str) -> Terminal:
+    async def open_port(self, attempt: Attempt, rank: int, port: int) -> str:
+        """Connect to a port of this host; return the connection's name.
+
+        Raises:
+            Refused: ``unknown`` (no such rank runs here), ``port`` (nothing listens there).
+        """
+        _running_rank(attempt, rank)
+        connection = await PortConnection.open(port)
+        name = uuid.uuid4().hex
+        self._open[name] = connection
+        return name
+
+    def get(self, name: str) -> Terminal | PortConnection:
         """Return an open terminal.
 
         Raises:
@@ -101,6 +113,13 @@ class Terminals:
         """Close all terminals, when the agent exits."""
         for name in list(self._open):
             self.close(name)
+
+
+def _running_rank(attempt: Attempt, rank: int) -> RankSpec:
+    given = next((spec for spec in attempt.launch.ranks if spec.rank == rank), None)
+    if given is None or attempt.stopped or not attempt.running:
+        raise Refused("unknown", f"rank {rank} of {attempt.name} does not run here")
+    return given
 
 
 class Terminal:

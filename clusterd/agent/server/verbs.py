@@ -13,7 +13,7 @@ from clusterd.agent.host.ports import Ports
 from clusterd.agent.host.workdirs import Workdirs
 from clusterd.agent.ranks.attempts import Attempts
 from clusterd.agent.ranks.progress import Progress
-from clusterd.agent.ranks.terminals import Terminals
+from clusterd.agent.ranks.terminals import READ_WAIT_S, Terminals
 from clusterd.agent.tensors.datasets import Datasets, evict_cached_files
 from clusterd.agent.tensors.moves import Moves
 from clusterd.agent.threads import in_thread
@@ -53,6 +53,7 @@ class Verbs:
             r.ForgetAttempt: self._forget,
             r.ReadLog: self._logs,
             r.ReadSteps: self._steps,
+            r.ReadRecord: self._record,
             r.ListFiles: self._files,
             r.ReadFile: self._file,
             r.ReadModel: self._model,
@@ -73,6 +74,7 @@ class Verbs:
             r.SendToRanks: self._send_to_ranks,
             r.DropMigration: self._drop,
             r.OpenTerminal: self._open_terminal,
+            r.OpenPort: self._open_port,
             r.ReadTerminal: self._read_terminal,
             r.WriteTerminal: self._write_terminal,
             r.HoldTerminal: self._hold_terminal,
@@ -124,6 +126,9 @@ class Verbs:
         attempt = self._attempts.get(request.job, request.attempt, request.generation)
         ended = not attempt.running
         return append_only_files.pull(attempt.steps, request.offset, request.limit, ended)
+
+    async def _record(self, request: r.ReadRecord) -> r.Record:
+        return r.Record(self._attempts.get(request.job, request.attempt, request.generation).launch.record)
 
     async def _files(self, request: r.ListFiles) -> r.Files:
         found = self._attempts.any_of(request.job, request.attempt)
@@ -184,6 +189,8 @@ class Verbs:
         return self._forward(request, control.Abort(request.move))
 
     async def _resume(self, request: r.ResumeRanks) -> r.Receivers:
+        if request.record:
+            self._attempts.get(request.job, request.attempt, request.generation).keep_record(request.record)
         return self._forward(request, control.Resume(request.move))
 
     async def _send_to_ranks(self, request: r.SendToRanks) -> r.Receivers:
@@ -204,8 +211,12 @@ class Verbs:
         name = await self._terminals.open(attempt, request.rank, request.argv, tag, variables, request.screen)
         return r.Terminal(name)
 
+    async def _open_port(self, request: r.OpenPort) -> r.Terminal:
+        attempt = self._attempts.get(request.job, request.attempt, request.generation)
+        return r.Terminal(await self._terminals.open_port(attempt, request.rank, request.port))
+
     async def _read_terminal(self, request: r.ReadTerminal) -> r.Output:
-        return await self._terminals.get(request.terminal).read()
+        return await self._terminals.get(request.terminal).read(READ_WAIT_S)
 
     async def _write_terminal(self, request: r.WriteTerminal) -> Done:
         terminal = self._terminals.get(request.terminal)

@@ -13,6 +13,7 @@ from clusterd.core import events as e
 from clusterd.core.events import TimerKind, account_on
 from clusterd.core.host import Host
 from clusterd.core.lifecycle import attempt_events, jobs, stopping
+from clusterd.core.lifecycle.adoption import adopt
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.lifecycle.migration_events import resume
 from clusterd.core.lifecycle.reconcile import attempts_of, reconcile
@@ -31,6 +32,7 @@ def on_account_connected(ctx: HandlerContext, event: e.AccountConnected) -> None
         if job.spec.account == event.account:
             job.excluded_hosts.pop(host.id, None)
     host.withheld = {device: account for device, account in host.withheld.items() if account != event.account}
+    adopt(ctx, host, event.account, event.adopted, event.attempts)
     apply_report(ctx, host, event.account, event.attempts)
     ctx.pass_due = True
 

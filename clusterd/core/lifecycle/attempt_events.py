@@ -44,6 +44,16 @@ def on_attempt_launched(ctx: HandlerContext, event: e.AttemptLaunched) -> None:
     stopping.settle(ctx, attempt)
 
 
+def goes_on(ctx: HandlerContext, job: Job, attempt: Attempt) -> None:
+    """Watch an attempt again that has run for a while, under another daemon."""
+    if attempt.state is AttemptState.LAUNCHING:
+        attempt.go(AttemptState.RUNNING, ctx.now_s)
+    if job.state is JobState.STARTING:
+        job.go(JobState.RUNNING, ctx.now_s)
+    _schedule_checkpoint(ctx, job)
+    _watch_for_stall(ctx, job, ctx.now_s)
+
+
 def _restart_completed(ctx: HandlerContext, job: Job, migration: Migration) -> None:
     """Record that a job trains again after a migration through host memory."""
     migration.go(MigrationState.DONE, ctx.now_s)

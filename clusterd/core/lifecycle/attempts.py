@@ -10,9 +10,9 @@ from clusterd.core.estimates.first_fit import ChosenPlan, below, choose
 from clusterd.core.fair_share import beyond_quota
 from clusterd.core.host import Fault, Host
 from clusterd.core.lifecycle import migrations
-from clusterd.core.state import Attempt, Job, Outcome, Rank, State
+from clusterd.core.state import Attempt, Job, Outcome, Rank, Retired, State
 from clusterd.core.view import Start
-from clusterd.types import HostId, JobId, JobState, RankEnd, RankPlace, RankReport, Reason
+from clusterd.types import AttemptState, HostId, JobId, JobState, RankEnd, RankPlace, RankReport, Reason
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
@@ -107,6 +107,19 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
         state.reservation = None
     state.active[job.id] = None
     return attempt
+
+
+def booked_on(attempt: Attempt, host: HostId) -> tuple[int, int]:
+    """CPU cores and bytes of memory that are booked on a host for the attempt's ranks of all generations."""
+    booked: list[Attempt | Retired] = [r for r in attempt.retired.values() if host in r.pending]
+    if host in attempt.hosts and (attempt.state is not AttemptState.STOPPING or host in attempt.pending):
+        booked.append(attempt)
+    cores = sum(b.cores.get(host, 0) for b in booked)
+    memory_bytes = sum(b.memory_bytes.get(host, 0) for b in booked)
+    if (migration := attempt.migration) is not None:  # its ranks share what the source ranks have
+        cores += max(migration.cores.get(host, 0) - attempt.cores.get(host, 0), 0)
+        memory_bytes += max(migration.memory_bytes.get(host, 0) - attempt.memory_bytes.get(host, 0), 0)
+    return cores, memory_bytes
 
 
 def release(state: State, attempt: Attempt, host_id: HostId) -> None:

@@ -10,8 +10,9 @@ from clusterd.core.events import TimerKind
 from clusterd.core.host import Host
 from clusterd.core.lifecycle import attempt_events, attempts, device_claims, stopping, trial_events
 from clusterd.core.lifecycle.accounts import account_lost, apply_report, lose_attempt, watch_account
+from clusterd.core.lifecycle.adoption import adopt
 from clusterd.core.lifecycle.context import HandlerContext
-from clusterd.core.state import Attempt, Description, Job, Outcome, Retired, State
+from clusterd.core.state import Description, Job, Outcome, State
 from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId
 from clusterd.units import duration
 
@@ -159,11 +160,9 @@ def _restore_host(ctx: HandlerContext, host_id: HostId) -> None:
     """Bring back a host that was removed while ranks ran there, until they are over."""
     host = Host(host_id, since_s=ctx.now_s, why="it was removed while ranks ran there")
     for attempt in ctx.state.attempts_on(host_id):
-        booked: list[Attempt | Retired] = [r for r in attempt.retired.values() if host_id in r.pending]
-        if host_id in attempt.hosts and (attempt.state is not AttemptState.STOPPING or host_id in attempt.pending):
-            booked.append(attempt)
-        host.cores_used += sum(b.cores.get(host_id, 0) for b in booked)
-        host.memory_used_bytes += sum(b.memory_bytes.get(host_id, 0) for b in booked)
+        cores, memory_bytes = attempts.booked_on(attempt, host_id)
+        host.cores_used += cores
+        host.memory_used_bytes += memory_bytes
     ctx.state.hosts[host_id] = host
 
 
@@ -203,6 +202,7 @@ def on_host_connected(ctx: HandlerContext, event: e.HostConnected) -> None:
     ctx.state.recovering.discard(host.id)
     ctx.cancel_timer(TimerKind.HOST_LOST, host.id)
     _admit_host_again(ctx.state, host.id)
+    adopt(ctx, host, "", event.adopted, event.attempts)
     apply_report(ctx, host, "", event.attempts)
     ctx.pass_due = True
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from clusterd.core.host import Host
 from clusterd.core.lifecycle import attempts
-from clusterd.core.state import Attempt, State
+from clusterd.core.state import Attempt, Job, State
 from clusterd.types import AttemptReport, AttemptState, HostId, JobId, RankEnd, Reason
 
 
@@ -53,6 +53,23 @@ def _is_later(state: State, report: AttemptReport) -> bool:
     """True where the attempt is newer than the state, as after a restore from a backup: it must not be stopped."""
     job = state.jobs.get(report.job)
     return job is None or report.attempt > max((a.number for a in job.attempts), default=0)
+
+
+def is_adoptable(state: State, report: AttemptReport) -> bool:
+    """True where the record of this launch may show a job, or a state of one, that is newer than this state.
+
+    Mere records of unknown jobs are not: there may be thousands. An attempt that ended is where its job still waits or
+    runs by this state, which would run it again.
+    """
+    job = state.jobs.get(report.job)
+    if job is None:
+        return any(rank.end is None for rank in report.ranks)
+    return not job.state.is_final and (report.attempt, report.generation) > newest_generation(job)
+
+
+def newest_generation(job: Job) -> tuple[int, int]:
+    """Number of the job's newest attempt, and the last generation that was given out for it."""
+    return (job.attempts[-1].number, job.attempts[-1].last_generation) if job.attempts else (0, 0)
 
 
 def attempts_of(state: State, host: HostId, account: str) -> list[Attempt]:

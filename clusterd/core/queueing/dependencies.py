@@ -63,4 +63,5 @@ def awaits(spec: JobSpec, job: JobId, jobs: Mapping[JobId, Job]) -> str | None:
 
 
 def _before(spec: JobSpec, jobs: Mapping[JobId, Job]) -> list[tuple[Job, str]]:
-    return [(jobs[job], condition) for job, condition in map(split, spec.after)]
+    # A job adopted from its hosts may name jobs that were submitted after the backup; they had ended before it started.
+    return [(jobs[job], condition) for job, condition in map(split, spec.after) if job in jobs]

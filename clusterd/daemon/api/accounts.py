@@ -10,7 +10,8 @@ import anyio
 from clusterd.config import ACCOUNT_NAME, Config
 from clusterd.core.host import Host
 from clusterd.core.state import State
-from clusterd.daemon.api.server import Peer, Verb, user_name
+from clusterd.daemon.access import Peer, user_name
+from clusterd.daemon.api.server import Verb
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.errors import ClusterError, UsageError
 from clusterd.ssh.host import LinkState

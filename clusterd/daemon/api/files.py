@@ -7,8 +7,9 @@ from typing import Any
 
 from clusterd.core.queueing import admission
 from clusterd.core.state import Job
+from clusterd.daemon.access import Peer
 from clusterd.daemon.api.retention import hosts_of
-from clusterd.daemon.api.server import Peer, Streaming, Verb
+from clusterd.daemon.api.server import Streaming, Verb
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import AgentLost, ClusterError, TryLater, without_host

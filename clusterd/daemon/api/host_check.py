@@ -11,7 +11,8 @@ import anyio
 
 from clusterd.core.host import Host
 from clusterd.core.queueing import admission
-from clusterd.daemon.api.server import Peer, Verb
+from clusterd.daemon.access import Peer
+from clusterd.daemon.api.server import Verb
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError

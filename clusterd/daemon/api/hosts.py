@@ -15,12 +15,13 @@ from clusterd.core import events as e
 from clusterd.core.host import Host
 from clusterd.core.queueing import admission
 from clusterd.core.state import State
-from clusterd.daemon.api.server import Peer, Verb
+from clusterd.daemon.access import Peer
+from clusterd.daemon.api.server import Verb
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.registry import LOCAL, HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.unexpected import first_of
-from clusterd.errors import ClusterError, UsageError
+from clusterd.errors import UsageError
 from clusterd.types import DeviceClaim, DeviceId
 
 """Address of hosts inside this machine: ``local:0``."""
@@ -67,7 +68,6 @@ class HostVerbs:
         Raises:
             ClusterError: the host is to be `new`, and is in the cluster already.
         """
-        need_operator(peer, "add hosts")
         if new:
             self._invite.name(address, self._state)
         elif address.startswith(LOCAL):
@@ -78,7 +78,6 @@ class HostVerbs:
         self, peer: Peer, address: str, accept: list[str], options: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Add a host to the cluster; `accept`: fingerprints that its user saw and accepted."""
-        need_operator(peer, "add hosts")
         known = host_options(options or {}, "the host's options")
         name = await self._invite.admit(address, accept, self._state)
         await self._hosts.add(name, address, known)
@@ -86,7 +85,6 @@ class HostVerbs:
 
     async def host_trust(self, peer: Peer, host: str, accept: list[str]) -> dict[str, Any]:
         """Accept a host's changed key."""
-        need_operator(peer, "trust hosts")
         known = admission.find_host(self._state, host)
         answer = await self._invite.trust(str(self._hosts.link_row(known.id)["address"]), accept)
         self._hosts.retry_now(known.id)
@@ -94,7 +92,6 @@ class HostVerbs:
 
     async def host_drain(self, peer: Peer, host: str, why: str = "", also: list[str] | None = None) -> dict[str, Any]:
         """Drain a host, and those in `also` at the same moment, so that no job moves from one to the next."""
-        need_operator(peer, "drain hosts")
         known = [admission.find_host(self._state, name) for name in (host, *(also or ()))]
         now_s = time.time()
         try:
@@ -108,30 +105,18 @@ class HostVerbs:
 
     async def host_undrain(self, peer: Peer, host: str) -> dict[str, Any]:
         """Return the host to service."""
-        need_operator(peer, "undrain hosts")
         known = admission.find_host(self._state, host)
         await self._engine.post(e.HostUndrained(at_s=time.time(), host=known.id, by=peer.user))
         return projection.host_row(self._state, admission.find_host(self._state, host))
 
     async def host_remove(self, peer: Peer, host: str) -> dict[str, Any]:
         """Remove the host from the cluster."""
-        need_operator(peer, "remove hosts")
         known = admission.find_host(self._state, host)
         left, reached = projection.may_still_run(self._state, known), True
         while self._state.hosts.get(known.id) is known:  # still there: it was given work while we asked
             admission.may_remove(self._state, known)
             reached = await self._hosts.remove(known.id)
         return {"name": known.id, "left": left, "agent_left": bool(known.agent) and not reached}
-
-
-def need_operator(peer: Peer, what: str) -> None:
-    """Refuse a request that only operators may make.
-
-    Raises:
-        ClusterError: the peer is none.
-    """
-    if not peer.is_operator:
-        raise ClusterError(f"user {peer.user} may not {what}: ask an operator (operators = [...] in clusterd.toml)")
 
 
 class ClaimVerbs:
@@ -171,7 +156,6 @@ class ClaimVerbs:
             for_s: seconds until the end; None: until it is removed.
             drain: stop jobs that cannot move, and queue them again.
         """
-        need_operator(peer, "claim devices")
         if not isinstance(reason, str) or not reason.strip() or not reason.isprintable():
             raise UsageError("a claim needs a reason in one line, which users see")
         now_s = time.time()
@@ -199,7 +183,6 @@ class ClaimVerbs:
 
     async def claim_remove(self, peer: Peer, claim: str) -> dict[str, Any]:
         """Remove a claim before its end."""
-        need_operator(peer, "remove claims")
         known = self._state.device_claims.get(claim)
         if known is None:
             raise UsageError(f"there is no claim {claim!r}: clusterd claim ls shows them")

@@ -14,7 +14,7 @@ import anyio
 from clusterd import projection
 from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job
-from clusterd.daemon.api.server import Peer
+from clusterd.daemon.access import Peer
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine

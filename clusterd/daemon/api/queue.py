@@ -17,7 +17,8 @@ from clusterd.core.queueing.arrays import tasks_of
 from clusterd.core.queueing.dependencies import awaits
 from clusterd.core.queueing.edits import EDITABLE, changed, described, refused_now
 from clusterd.core.state import Job, State
-from clusterd.daemon.api.server import Peer, Verb
+from clusterd.daemon.access import Peer
+from clusterd.daemon.api.server import Verb
 from clusterd.daemon.api.validation import refuse_malformed, refuse_unsatisfiable
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError, UsageError

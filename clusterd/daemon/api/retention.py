@@ -1,21 +1,27 @@
-"""Removal of files of jobs that are over, on hosts and on the head node: `clusterd forget`."""
+"""Verbs about stored files: removal of those of jobs that are over, and backups of the head node."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import anyio.to_thread
 
 from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job, State
-from clusterd.daemon.api.server import Peer, Verb
+from clusterd.daemon.access import Peer
+from clusterd.daemon.api.server import Verb
 from clusterd.daemon.hosts.facts import DESCRIPTION
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
-from clusterd.errors import ClusterError, without_host
+from clusterd.daemon.storage.backups import Backups
+from clusterd.errors import ClusterError, UsageError, without_host
 from clusterd.protocol.requests import ForgetAttempt
 from clusterd.types import HostId, HostState, JobKind
+
+EVERY_MIN_S = 10.0
+"""Shortest time between repeated backups."""
 
 
 class RetentionVerbs:
@@ -54,6 +60,38 @@ class RetentionVerbs:
         if known.spec.snapshot and not needed:
             freed += await anyio.to_thread.run_sync(self._archive.remove_snapshot, known.spec.snapshot)
         return {"job": known.id, "name": known.spec.name, "bytes": freed, "left": left}
+
+
+class BackupVerbs:
+    """Writes backups on request, and shows those that are repeated.
+
+    Who has a backup can lead the hosts: it is for the daemon's own account alone.
+    """
+
+    def __init__(self, backups: Backups) -> None:
+        self._backups = backups
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """Methods by verb."""
+        return {"backup": self.backup, "backups": self.backups}
+
+    async def backup(self, peer: Peer, to: str, every_s: float | None = None) -> dict[str, Any]:
+        """Write a backup to a directory or HOST:DIRECTORY, and repeat it every so often; `every_s` of 0 ends that."""
+        if every_s is not None and every_s <= 0:
+            await self._backups.end(to)
+            return {"to": to}
+        if every_s is not None and every_s < EVERY_MIN_S:
+            raise UsageError(f"backups cannot be repeated more often than every {EVERY_MIN_S:.0f} s")
+        answer = await self._backups.write(to)
+        if every_s is not None:
+            await self._backups.repeat(to, every_s)
+            self._backups.repeated[to].event = answer["event"]
+        return answer
+
+    async def backups(self, peer: Peer) -> list[dict[str, Any]]:
+        """Targets of repeated backups, with the last complete one and the trouble since."""
+        return [{"to": to, **asdict(state)} for to, state in sorted(self._backups.repeated.items())]
 
 
 def _places(job: Job, state: State) -> list[tuple[int, HostId]]:

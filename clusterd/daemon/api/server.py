@@ -12,13 +12,11 @@ import inspect
 import itertools
 import logging
 import os
-import pwd
 import socket
 import stat
 import struct
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from clusterd import __version__, protocol
+from clusterd.daemon.access import Access, Peer
 from clusterd.daemon.api.memory import CONNECTIONS_PER_USER, ClientMemory, SharedMemory
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.calls import Failure, Item, Ok, reply
@@ -48,16 +47,6 @@ ANSWERS_WITHIN_S = 1.0
 """A listening peer accepts at once, as the kernel does it; a longer silence means that nobody listens."""
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """User at the other end of a connection, by its peer credentials."""
-
-    user: str
-    uid: int
-    is_operator: bool
-    connection: int = 0  # number of the connection since the daemon's start
-
-
 Verb = Callable[..., Awaitable[Any]]
 Streaming = Callable[..., AsyncIterator[Any]]
 
@@ -69,7 +58,7 @@ class Server:
         self,
         path: Path,
         group: str | None,
-        operators: tuple[str, ...],
+        access: Access,
         verbs: dict[str, Verb],
         streams: dict[str, Streaming],
         on_gone: Callable[[Peer], None] = lambda peer: None,
@@ -77,7 +66,7 @@ class Server:
         """`on_gone`: called after each connection ended."""
         self._path = path
         self._group = group
-        self._operators = operators
+        self._access = access
         self._verbs = verbs
         self._streams = streams
         self._on_gone = on_gone
@@ -204,17 +193,19 @@ class Server:
         try:
             if not isinstance(verb, str):
                 raise UsageError(f"a request names its verb as text, not as {verb!r}")
+            if verb in self._streams or verb in self._verbs:
+                self._access.admit(peer, verb, request)
             if streaming := self._streams.get(verb):
                 client.memory.end_answer(await client.memory.begin_answer(verb))
                 async for item in streaming(peer, **_arguments(streaming, peer, request, verb)):
-                    await send(reply(number, Item(item)))
+                    await send(reply(number, Item(self._access.shown(peer, item))))
                 await send(reply(number, Ok(None)))
             elif answering := self._verbs.get(verb):
                 expected = await client.memory.begin_answer(verb)
                 try:
                     # Only the frame stays while the client reads: an answer of a megabyte is ten of Python's objects.
                     answer = await answering(peer, **_arguments(answering, peer, request, verb))
-                    frame = protocol.encode(reply(number, Ok(answer)))
+                    frame = protocol.encode(reply(number, Ok(self._access.shown(peer, answer))))
                     del answer
                     self._memory.answer_bytes[verb] = len(frame)
                     client.memory.add_unread(len(frame))
@@ -226,7 +217,7 @@ class Server:
                     f"this daemon ({__version__}) does not know {verb!r}: is the client of another version?"
                 )
         except ClusterError as error:
-            await send(reply(number, Failure(str(error), exit_code=error.exit_code)))
+            await send(reply(number, Failure(self._access.text(peer, str(error)), exit_code=error.exit_code)))
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             raise
         except Exception:
@@ -241,16 +232,7 @@ class Server:
     def _peer(self, stream: anyio.abc.SocketStream) -> Peer:
         raw = stream.extra(anyio.abc.SocketAttribute.raw_socket)
         _, uid, _ = struct.unpack("3i", raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        user = user_name(uid)
-        return Peer(user, uid, uid in (0, os.getuid()) or user in self._operators, next(self._connections))
-
-
-def user_name(uid: int) -> str:
-    """Name of a user of this machine; the number where it has none."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+        return self._access.peer(uid, next(self._connections))
 
 
 def _remove_dead(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Terminals inside running jobs: shells and commands whose input and output the daemon relays."""
+"""Terminals inside running jobs, and connections to ports of their hosts; the daemon relays input and output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from clusterd.core import events as e
 from clusterd.core.lifecycle.attempts import TIMED_OUT
 from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job, Outcome
-from clusterd.daemon.api.server import Peer, Streaming, Verb
+from clusterd.daemon.access import Peer
+from clusterd.daemon.api.server import Streaming, Verb
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.execution.launching import job_variables
 from clusterd.daemon.hosts.registry import HostRegistry
@@ -55,7 +56,7 @@ class Terminals:
     @property
     def streams(self) -> dict[str, Streaming]:
         """Streaming methods by verb."""
-        return {"shell": self.shell}
+        return {"shell": self.shell, "forward": self.forward}
 
     async def run(self) -> None:
         """Send keep-alives for open terminals until cancelled."""
@@ -91,12 +92,7 @@ class Terminals:
             if holds:
                 async for reason in self._until_it_runs(known):
                     yield {"waits": reason}
-            attempt = known.attempt
-            if attempt is None or attempt.state is not AttemptState.RUNNING:
-                what = known.reason if holds else "only inside a running job"
-                raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}: {what}")
-            if rank not in attempt.ranks:
-                raise UsageError(f"job {known.id} ({known.spec.name}) has no rank {rank}: 0 to {max(attempt.ranks)}")
+            attempt = _running(known, rank, known.reason if holds else "only inside a running job")
             place = attempt.ranks[rank].place
             secrets = await self._archive.secrets(known.id)
             named = (known.id, attempt.number, attempt.generation, rank)
@@ -104,9 +100,7 @@ class Terminals:
             answer = await self._hosts.request(
                 place.host, requests.OpenTerminal(*named, tuple(argv or ()), secrets, screen, variables)
             )
-            self._count += 1
-            number = self._count
-            self._open[number] = _Open(peer.uid, place.host, answer.terminal, known.spec.account)
+            number = self._register(_Open(peer.uid, place.host, answer.terminal, known.spec.account))
             yield {"terminal": number, "host": place.host, "device": place.device}
             wanted = requests.ReadTerminal(answer.terminal)
             while True:
@@ -125,6 +119,41 @@ class Terminals:
                 if holds and not lost:
                     await self._cancel(known, peer)
 
+    async def forward(self, peer: Peer, job: str, port: int, rank: int = 0) -> AsyncIterator[dict[str, Any]]:
+        """Connect to a port of the host of a rank: ``{terminal, host}``, then ``{data}``, then ``{end}``.
+
+        `shell_input` takes the other direction. The stream ends when both directions did.
+        """
+        known = admission.find_own_job(self._engine.scheduler.state, job, peer.user, peer.is_operator)
+        attempt = _running(known, rank, "only to a running job")
+        if not 0 < port < 65536:
+            raise UsageError(f"{port} is no port; a port is a number from 1 to 65535")
+        host, account = attempt.ranks[rank].place.host, known.spec.account
+        number = 0
+        try:
+            wanted = requests.OpenPort(known.id, attempt.number, attempt.generation, rank, port)
+            name = (await self._hosts.request(host, wanted)).terminal
+            number = self._register(_Open(peer.uid, host, name, account))
+            yield {"terminal": number, "host": host}
+            while True:
+                piece = await self._hosts.request(host, requests.ReadTerminal(name), account=account)
+                if piece.data:
+                    yield {"data": piece.data}
+                if piece.end:
+                    yield {"end": True}
+                if piece.exit_code:
+                    raise ClusterError(f"the connection to port {port} of {host} broke")
+                if piece.exit_code is not None:
+                    return
+        finally:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_S):
+                await self._close(number)
+
+    def _register(self, opened: _Open) -> int:
+        self._count += 1
+        self._open[self._count] = opened
+        return self._count
+
     async def _until_it_runs(self, job: Job) -> AsyncIterator[str]:
         """Stream the job's reason whenever it changes, until it runs or is over."""
         reason = ""
@@ -142,11 +171,15 @@ class Terminals:
         data: bytes = b"",
         screen: requests.Screen | None = None,
         end: bool = False,
+        abort: bool = False,
     ) -> None:
-        """Pass input on; `screen`: new size of the window; `end`: end of piped input."""
+        """Pass input on; `screen`: new size of the window; `end`: end of piped input; `abort`: hang up."""
         found = self._open.get(terminal)
         if found is None or found.uid != peer.uid:
             raise ClusterError(f"there is no terminal {terminal} of yours")
+        if abort:
+            await self._close(terminal)
+            return
         wanted = requests.WriteTerminal(found.name, data, screen, end)
         await self._hosts.request(found.host, wanted, TYPING_S, account=found.account)
 
@@ -163,6 +196,20 @@ class Terminals:
         ends = job.attempt is not None and job.attempt.outcome in (Outcome.CANCELLED, Outcome.TIME_LIMIT)
         if not job.state.is_final and not ends:
             await self._engine.post(e.JobCancelled(at_s=time.time(), job=job.id, by=peer.user))
+
+
+def _running(job: Job, rank: int, where: str) -> Attempt:
+    """Attempt of a job in which a rank runs.
+
+    Raises:
+        ClusterError: none runs; `where` says what it is needed for. UsageError: it has no such rank.
+    """
+    attempt = job.attempt
+    if attempt is None or attempt.state is not AttemptState.RUNNING:
+        raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.state.value}: {where}")
+    if rank not in attempt.ranks:
+        raise UsageError(f"job {job.id} ({job.spec.name}) has no rank {rank}: 0 to {max(attempt.ranks)}")
+    return attempt
 
 
 def _ended(attempt: Attempt, exit_code: int) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clusterd.core.state import Job, State
-from clusterd.daemon.api.server import Peer, Verb
+from clusterd.daemon.access import Peer
+from clusterd.daemon.api.server import Verb
 from clusterd.daemon.storage.usage import RETENTION_MINUTES, JobUse, UsageStore
 from clusterd.errors import UsageError
 from clusterd.protocol.codec import to_map

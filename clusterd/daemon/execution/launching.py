@@ -78,6 +78,7 @@ class LaunchRequests:
         datasets = await self._datasets.where(decision.job, spec, decision.hosts)
         booked, booked_memory = self._booked(decision)
         base = self.request_base(decision.job, decision.attempt, decision.generation, spec, secrets)
+        base = replace(base, record=await self._hosts.records.make(decision.job))
         for node, host in enumerate(decision.hosts):
             here = [place for place in decision.ranks if place.host == host]
             host_facts = state.hosts[host].facts

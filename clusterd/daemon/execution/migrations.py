@@ -94,7 +94,8 @@ class Migrations:
         move = self._finishing.get(key)
         if move is not None:
             move.resume_asked_s = time.perf_counter()
-        await self._hosts.everywhere(decision, ResumeRanks, move=move_id(*key))
+        record = await self._hosts.records.make(decision.job)
+        await self._hosts.everywhere(decision, ResumeRanks, move=move_id(*key), record=record)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 

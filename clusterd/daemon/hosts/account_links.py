@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from clusterd.core import events as e
 from clusterd.core.lifecycle.reconcile import needs_action
 from clusterd.core.state import State
 from clusterd.daemon.hosts import facts
+from clusterd.daemon.hosts.launch_records import LaunchRecord, secret_rows
 from clusterd.daemon.hosts.links import DroppedMessages, keep_running, shut_down
 from clusterd.daemon.hosts.reports import HostDown, HostUp, Reports
 from clusterd.daemon.journal.engine import Engine
@@ -26,7 +27,7 @@ from clusterd.errors import HostError, without_host
 from clusterd.protocol import ProtocolError, agent
 from clusterd.protocol.codec import from_map
 from clusterd.ssh.host import HostLink, LinkState
-from clusterd.types import HostId
+from clusterd.types import AttemptReport, HostId
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class AccountLinks:
 
     Args:
         on_gpu_use: called with a host on which other ranks of an account use GPUs than before.
+        adoptable: returns the records of jobs that are newer than the state, by host, account and reports.
     """
 
     def __init__(
@@ -67,12 +69,14 @@ class AccountLinks:
         tasks: anyio.abc.TaskGroup,
         make_link: MakeLink,
         on_gpu_use: Callable[[HostId], Awaitable[None]],
+        adoptable: Callable[[HostId, str, Iterable[AttemptReport]], Awaitable[list[LaunchRecord]]],
     ) -> None:
         self._engine = engine
         self._reports = reports
         self._tasks = tasks
         self._make_link = make_link
         self._on_gpu_use = on_gpu_use
+        self._adoptable = adoptable
         self._logins: dict[tuple[HostId, str], _Login] = {}
         self._dropped = DroppedMessages()
 
@@ -134,16 +138,22 @@ class AccountLinks:
             self._logins[host, account].gpu_pids = _gpu_pids(hello.facts)
         except ProtocolError as error:
             raise HostError(f"the reply of the agent of {account} is malformed: {error}") from None
-        mine = [row for row in hello.attempts if self._state.account_of(row.job) == account]
         await self._reports.publish(host, HostUp(hello, account))
-        reports = (facts.attempt_report(row) for row in mine if row.attempt != facts.DESCRIPTION)
+        reported = [facts.attempt_report(row) for row in hello.attempts if row.attempt != facts.DESCRIPTION]
+        of = self._state.account_of
+        may_be_mine = [r for r in reported if r.job not in self._state.jobs or of(r.job) == account]
+        records = await self._adoptable(host, account, may_be_mine)
+        adopted = {record.job.id for record in records}
+        mine = (r for r in may_be_mine if r.job in adopted or of(r.job) == account)
         await self._engine.report(
             e.AccountConnected(
                 at_s=time.time(),
                 host=host,
                 account=account,
-                attempts=tuple(r for r in reports if needs_action(self._state, host, r)),
-            )
+                attempts=tuple(r for r in mine if r.job in adopted or needs_action(self._state, host, r)),
+                adopted=tuple(record.job for record in records),
+            ),
+            secret_rows(records),
         )
         await self._on_gpu_use(host)
 

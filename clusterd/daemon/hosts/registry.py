@@ -19,12 +19,14 @@ from clusterd.core.host import Host
 from clusterd.core.lifecycle.reconcile import needs_action
 from clusterd.daemon.hosts import facts
 from clusterd.daemon.hosts.account_links import AccountLinks, MakeLink
+from clusterd.daemon.hosts.launch_records import LaunchRecord, LaunchRecords, secret_rows
 from clusterd.daemon.hosts.links import DroppedMessages, keep_running, shut_down
 from clusterd.daemon.hosts.pending_replies import PendingReplies
 from clusterd.daemon.hosts.progress import Progress
 from clusterd.daemon.hosts.reports import HostDown, HostUp, Reports
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
+from clusterd.daemon.journal.secrets_key import SECRETS_KEY, SecretsKey
 from clusterd.daemon.unexpected import guarded
 from clusterd.errors import AgentLost, ClusterError, HostError
 from clusterd.protocol import ProtocolError, agent, rank
@@ -33,7 +35,7 @@ from clusterd.protocol.messages import Request
 from clusterd.protocol.migration import Address
 from clusterd.protocol.requests import AdmitReaders, ServeDataset, ServeSegments
 from clusterd.ssh.host import HostLink, LinkState
-from clusterd.types import HostId, JobId
+from clusterd.types import AttemptReport, HostId, JobId
 
 R = TypeVar("R")
 
@@ -65,6 +67,7 @@ class HostRegistry:
         reports: subscriptions to what agents report.
         exits: exit reports of ranks that are no attempts of the scheduler's, by host, job and attempt.
         checkpoints: outcomes of checkpoints that a user asked for, by job and path.
+        records: of launches, kept by agents.
     """
 
     def __init__(
@@ -88,7 +91,8 @@ class HostRegistry:
         self.exits: PendingReplies[tuple[HostId, str, int], agent.RankExited] = PendingReplies()
         self.checkpoints: PendingReplies[tuple[str, str], rank.Checkpointed | rank.CheckpointFailed] = PendingReplies()
         self.reports = Reports()
-        self.accounts = AccountLinks(engine, self.reports, tasks, make_account_link, self._on_gpu_use)
+        self.records = LaunchRecords(engine, journal, SecretsKey(config.state_dir / SECRETS_KEY))
+        self.accounts = AccountLinks(engine, self.reports, tasks, make_account_link, self._on_gpu_use, self.adoptable)
         self.reports.subscribe(agent.RankExited, self._on_rank_exited)
         self.reports.subscribe(HostDown, self._fail_waiting)
         self.reports.subscribe(rank.FromRank, self._on_rank_message)
@@ -203,14 +207,32 @@ class HostRegistry:
         managed = self._managed[host]
         managed.facts = {**hello.facts, "clock_skew_s": message["clock_skew_s"]}
         await self.reports.publish(host, HostUp(hello))
-        attempts = (facts.attempt_report(row) for row in hello.attempts if row.attempt != facts.DESCRIPTION)
-        reports = tuple(r for r in attempts if needs_action(self._engine.scheduler.state, host, r))
+        reported = [facts.attempt_report(row) for row in hello.attempts if row.attempt != facts.DESCRIPTION]
+        records = await self.adoptable(host, "", reported)
+        adopted = {record.job.id for record in records}
+        state = self._engine.scheduler.state
+        reports = tuple(r for r in reported if r.job in adopted or needs_action(state, host, r))
         home = managed.link.agent_home
         before = self._engine.scheduler.state.hosts[host].agent_home
         if before is not None and before != home:
             await self._end_former(managed.link, before)
         await self._engine.report(
-            e.HostConnected(at_s=time.time(), host=host, facts=known, attempts=reports, agent=identity, agent_home=home)
+            e.HostConnected(
+                at_s=time.time(),
+                host=host,
+                facts=known,
+                attempts=reports,
+                agent=identity,
+                agent_home=home,
+                adopted=tuple(record.job for record in records),
+            ),
+            secret_rows(records),
+        )
+
+    async def adoptable(self, host: HostId, account: str, reports: Iterable[AttemptReport]) -> list[LaunchRecord]:
+        """Records of jobs of an account's agent that are newer than the state; see `LaunchRecords`."""
+        return await self.records.adoptable(
+            host, account, reports, lambda wanted: self.request(host, wanted, account=account)
         )
 
     def agent_home(self, host: HostId) -> str:

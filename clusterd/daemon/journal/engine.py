@@ -135,12 +135,12 @@ class Engine:
         """
         await self._hand_over(_Posted(event, tuple(extra), anyio.Event()))
 
-    async def report(self, event: Event) -> None:
+    async def report(self, event: Event, extra: Iterable[Statement] = ()) -> None:
         """Post a fact that cannot be refused: it waits, in order, until the journal can be written.
 
         A lost fact would never be repaired: a rank whose exit is not recorded holds its devices for ever.
         """
-        await self._hand_over(_Posted(event, (), anyio.Event(), has_happened=True))
+        await self._hand_over(_Posted(event, tuple(extra), anyio.Event(), has_happened=True))
 
     async def _hand_over(self, posted: _Posted) -> None:
         codec.encode(posted.event)  # an event that cannot be encoded must fail here, not with its whole batch
@@ -280,11 +280,13 @@ class JournalHistory:
     """History of this daemon's events; an agent that has seen others refuses to be led by it.
 
     Args:
+        epoch: of this daemon.
         restored: epoch of the last start with ``--restored``; 0: there was none.
     """
 
-    def __init__(self, engine: Engine, restored: int) -> None:
+    def __init__(self, engine: Engine, epoch: int, restored: int) -> None:
         self._engine = engine
+        self._epoch = epoch
         self._restored = restored
 
     def newest(self) -> tuple[int, str]:
@@ -295,8 +297,13 @@ class JournalHistory:
         """Check what an agent has seen: the epoch of its last daemon, and the newest event that this daemon named.
 
         Raises:
-            HostError: the journal does not hold that event, and was not restored on purpose since.
+            HostError: a newer daemon leads, or the journal does not hold that event and was not restored on purpose.
         """
+        if epoch > self._epoch:
+            raise HostError(
+                f"a newer daemon (epoch {epoch}) leads this host, and epoch {self._epoch} is over: clusterd stop; or, "
+                "to take the hosts back from it: clusterd start --restored"
+            )
         if self._restored > epoch or event == 0 or await self._engine.journal.has(event, checksum):
             return
         raise HostError(

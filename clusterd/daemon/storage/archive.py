@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import anyio
 import msgpack
-from cryptography.fernet import Fernet, InvalidToken
 
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.journal import Journal
+from clusterd.daemon.journal.secrets_key import SECRETS_KEY, SecretsKey
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.requests import ReadLog, ReadSteps
 from clusterd.types import HostId
@@ -47,7 +47,7 @@ class Archive:
     def __init__(self, directory: Path, journal: Journal) -> None:
         self.directory = directory
         self._journal = journal
-        self._secrets_key = directory / "secrets_key"
+        self._key = SecretsKey(directory / SECRETS_KEY)
         try:
             for name in ("snapshots", "attempts"):
                 (directory / name).mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -101,7 +101,13 @@ class Archive:
             file.write(data)
 
     async def snapshot_chunks(self, digest: str, size: int) -> AsyncIterator[tuple[bytes, bool]]:
-        """Yield the packed workdir in chunks of `size` bytes, each with true if it is the last."""
+        """Yield the packed workdir in chunks of `size` bytes, each with true if it is the last.
+
+        Raises:
+            ClusterError: it is not here, as where its job was submitted after the backup of a restored state.
+        """
+        if not self.has_workdir(digest):
+            raise ClusterError("the head node has lost the job's working directory: submit the job again")
         async with await anyio.open_file(self._snapshot(digest), "rb") as file:
             data = await file.read(size)
             while True:
@@ -125,25 +131,15 @@ class Archive:
 
     def sealed(self, value: str) -> str:
         """Encrypt a secret for the journal, so that copies of it tell nothing without the key file."""
-        return SEALED + self._cipher().encrypt(value.encode()).decode()
+        return SEALED + self._key.seal(value.encode()).decode()
 
     def _unsealed(self, stored: str) -> str:
         if not stored.startswith(SEALED):  # of a version that stored them as they are
             return stored
         try:
-            return self._cipher().decrypt(stored.removeprefix(SEALED)).decode()
-        except InvalidToken:
-            raise ClusterError(
-                f"a secret cannot be read with {self._secrets_key}: restore that file, or submit the job again"
-            ) from None
-
-    def _cipher(self) -> Fernet:
-        if not self._secrets_key.exists():
-            partial = self._secrets_key.with_suffix(".partial")
-            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(Fernet.generate_key())
-            partial.replace(self._secrets_key)
-        return Fernet(self._secrets_key.read_bytes())
+            return self._key.open(stored.removeprefix(SEALED).encode()).decode()
+        except ClusterError as error:
+            raise ClusterError(f"a secret of the job: {error}, or submit the job again") from None
 
     async def forget_secrets(self, job: str) -> None:
         """Delete the secrets of a job that has ended."""

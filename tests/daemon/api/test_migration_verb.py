@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 from clusterd.core import events as e
+from clusterd.daemon.access import Peer
 from clusterd.daemon.api.migration import MigrationVerbs
-from clusterd.daemon.api.server import Peer
 from clusterd.errors import ClusterError
 from clusterd.types import HostId, JobKind
 from tests.core.conftest import Lab, facts

@@ -22,6 +22,8 @@ import pytest
 from clusterd import protocol
 from clusterd.core import events as e
 from clusterd.core.scheduler import Scheduler
+from clusterd.core.state import State
+from clusterd.daemon.access import Access
 from clusterd.daemon.api.server import Server
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal, Statement
@@ -125,7 +127,7 @@ def listen(path: Path) -> None:
 
     async def run() -> None:
         group = grp.getgrgid(os.getgid()).gr_name
-        async with await Server(path, group, (), {}, {}).listen():
+        async with await Server(path, group, Access(State), {}, {}).listen():
             pass
 
     anyio.run(run)

@@ -9,8 +9,8 @@ from typing import Any
 import anyio
 
 from clusterd.core import events as e
+from clusterd.daemon.access import Peer
 from clusterd.daemon.api.retention import RetentionVerbs
-from clusterd.daemon.api.server import Peer
 from clusterd.protocol.requests import ForgetAttempt, Forgotten
 from clusterd.types import JobKind
 from tests.conftest import RunningCluster, processes_of, until

@@ -12,6 +12,7 @@ import pytest
 from clusterd.core import events as e
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.hosts.account_links import AccountLinks, LinkCallbacks
+from clusterd.daemon.hosts.launch_records import LaunchRecord
 from clusterd.daemon.hosts.reports import Reports
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
@@ -52,9 +53,12 @@ def with_links(tmp_path: Path) -> Callable[..., None]:
 
             async def nothing(host: HostId) -> None: ...
 
+            async def no_records(*_: object) -> list[LaunchRecord]:
+                return []
+
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(engine.run)
-                links = AccountLinks(engine, reports, tasks, make, nothing)
+                links = AccountLinks(engine, reports, tasks, make, nothing, no_records)
                 await engine.post(e.HostAdded(at_s=1.0, host=HOST))
                 await engine.post(e.HostConnected(at_s=1.0, host=HOST, facts=facts("a", gpus=2)))
                 for job, account in (("1", "ann"), ("2", "bob")):

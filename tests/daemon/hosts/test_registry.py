@@ -16,8 +16,8 @@ from clusterd.config import Config, HostOptions
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.core.scheduler import Scheduler
+from clusterd.daemon.access import Peer
 from clusterd.daemon.api.hosts import HostVerbs
-from clusterd.daemon.api.server import Peer
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal

@@ -28,7 +28,7 @@ def restored(cluster: RunningCluster) -> RunningCluster:
     cluster.run("stop")
     cluster.start()
     cluster.wait_until_up(1)
-    later = cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "600").stdout.strip()
+    later = cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "60012").stdout.strip()
     cluster.wait_for(later, lambda row: row["state"] == "running")
     assert later == "3"
     cluster.run("stop")
@@ -54,6 +54,10 @@ def test_an_older_copy_of_a_running_daemons_journal_is_refused(cluster: RunningC
     for rest in ("-wal", "-shm"):
         journal.with_name(journal.name + rest).unlink(missing_ok=True)
     shutil.copy(copy, journal)
+    refused = cluster.run("start", check=False)
+    assert refused.returncode == 1 and "journal.db is an older copy" in refused.stderr
+    assert "clusterd start --restored" in refused.stderr
+    (cluster.directory / "newest_event").unlink()  # as in a directory of another machine
     cluster.run("start")
     until(lambda: "the journal is an older copy" in cluster.run("host", "show", "local0").stdout)
     assert "clusterd start --restored" in cluster.run("host", "show", "local0").stdout
@@ -67,7 +71,7 @@ def test_an_older_copy_of_a_running_daemons_journal_is_refused(cluster: RunningC
     cluster.wait_until_up(1)
 
 
-def sleeps(seconds: int = 600) -> list[str]:
+def sleeps(seconds: int) -> list[str]:
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
@@ -78,13 +82,59 @@ def sleeps(seconds: int = 600) -> list[str]:
     return found
 
 
-def test_what_runs_is_left_alone_until_somebody_says_so(restored: RunningCluster) -> None:
+def test_a_job_that_came_after_the_backup_goes_on_under_the_restored_daemon(restored: RunningCluster) -> None:
+    """Its host has a record of the launch: the job is shown, followed and cancelled like any other."""
+    cluster = restored
+    before = sleeps(60012)
+    assert len(before) == 1
+    assert "clusterd start --restored" in cluster.run("start", check=False).stderr
+    cluster.run("start", "--restored")
+    cluster.wait_until_up(1)
+    row = cluster.wait_for("3", lambda row: row["state"] == "running")
+    assert "from the record that local0 kept" in row["reason"]
+    assert sleeps(60012) == before
+    assert cluster.run("logs", "3").stdout == ""
+    assert "60012" in cluster.run("show", "3").stdout
+    new = cluster.run("run", "-d", "--no-snapshot", "--", "echo", "new").stdout.strip()
+    assert new == "4", "2 and 3 are remembered there"
+    cluster.wait_for(new, lambda row: row["state"] == "finished")
+    cluster.kill()
+    cluster.start()  # the adoption is in the journal
+    cluster.wait_until_up(1)
+    assert cluster.job("3")["state"] == "running" and sleeps(60012) == before
+    cluster.run("cancel", "3")
+    cluster.wait_for("3", lambda row: row["state"] == "cancelled")
+    assert sleeps(60012) == []
+
+
+def test_a_queued_job_of_the_backup_that_ran_since_is_not_run_again(cluster: RunningCluster) -> None:
+    """By the backup it waits; its host has the record of its run, and that it succeeded."""
+    cluster.start(hosts=1, devices=1)
+    cluster.wait_until_up(1)
+    mark = cluster.directory / "runs"
+    first = cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "600").stdout.strip()
+    cluster.wait_for(first, lambda row: row["state"] == "running")
+    script = f"echo ran >> {mark}"
+    waiting = cluster.run("run", "-d", "--no-snapshot", "--", "sh", "-c", script).stdout.strip()
+    journal, copy = cluster.directory / "journal.db", cluster.directory / "copy.db"
+    with contextlib.closing(sqlite3.connect(journal)) as source, contextlib.closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
+    cluster.run("cancel", first)
+    cluster.wait_for(waiting, lambda row: row["state"] == "finished")
+    cluster.run("stop")
+    until(lambda: not (cluster.directory / "journal.db-wal").exists())
+    shutil.copy(copy, journal)
+    cluster.run("start", "--restored")
+    cluster.wait_until_up(1)
+    cluster.wait_for(waiting, lambda row: row["state"] == "finished")
+    assert mark.read_text() == "ran\n"
+
+
+def test_what_cannot_be_adopted_is_left_alone_until_somebody_says_so(restored: RunningCluster) -> None:
     """Regression: the job was ended silently, and the next job with its number showed its log and never ran."""
     cluster = restored
-    cluster.run("start")
-    until(lambda: "clusterd start --restored" in cluster.run("host", "show", "local0").stdout)
-    cluster.run("stop")
-    before = sleeps()
+    (cluster.directory / "secrets_key").unlink()
+    before = sleeps(60012)
     cluster.run("start", "--restored")
     cluster.wait_until_up(1)
     message = cluster.run("host", "show", "local0").stdout
@@ -92,11 +142,11 @@ def test_what_runs_is_left_alone_until_somebody_says_so(restored: RunningCluster
     new = cluster.run("run", "-d", "--no-snapshot", "--", "echo", "new").stdout.strip()
     assert new == "4", "2 and 3 are remembered there"
     assert "local0 runs job 3 of a later state" in cluster.job(new)["reason"]
-    assert sleeps() == before
+    assert sleeps(60012) == before
     cluster.run("host", "undrain", "local0")
     cluster.wait_for(new, lambda row: row["state"] == "finished")
     assert cluster.run("logs", new).stdout == "new\n"
-    assert len(sleeps()) == len(before) - 1
+    assert sleeps(60012) == []
 
 
 def test_a_job_is_not_taken_for_another_of_its_number(restored: RunningCluster) -> None:

@@ -1,0 +1,1 @@
+"""Commands that connect this terminal or machine to running jobs."""

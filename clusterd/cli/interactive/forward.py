@@ -1,0 +1,235 @@
+"""``clusterd forward`` and ``clusterd ssh-config``: ports of a job's host on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import click
+
+from clusterd.cli.common.completers import complete_job
+from clusterd.cli.common.following import until_over
+from clusterd.cli.common.output import note
+from clusterd.client import Client
+from clusterd.errors import ClusterError, UsageError
+
+CHUNK_BYTES = 1 << 18
+BACKLOG = 128
+INPUT_TIMEOUT_S = 24 * 3600.0
+"""Time for the other side to take a chunk; the connection that receives reports its end."""
+
+SSH_PORT = 22
+
+
+@dataclass(frozen=True)
+class Forwarding:
+    """A port of a job's host, and the one that stands for it here."""
+
+    remote: int
+    local: int  # 0: any free one
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_job)
+@click.argument("ports", nargs=-1, metavar="[PORT[:LOCAL]]...")
+@click.option("--rank", type=click.IntRange(0), default=0, help="Rank whose host has the port; default 0.")
+@click.option("--stdio", is_flag=True, help="Connect standard input and output to the one PORT, as for ssh.")
+def forward(job: str, ports: tuple[str, ...], rank: int, stdio: bool) -> int:
+    """Make ports of the host of JOB reachable on this machine, until Ctrl-C or the job's end.
+
+    Connections to 127.0.0.1:LOCAL here go to 127.0.0.1:PORT there. Without a PORT: those of the job's file.
+
+    \b
+    clusterd forward tensorboard 6006
+    clusterd forward nb 8888:18888 6006
+    """
+    with Client() as cluster:
+        row = cluster.call("job", job=job)
+    wanted = [parsed(text) for text in ports] or [Forwarding(port, port) for port in row["spec"].get("ports", ())]
+    if not wanted:
+        raise UsageError(f"name a PORT: the file of job {row['id']} has no ports = [...]")
+    if stdio:
+        if len(wanted) != 1:
+            raise click.UsageError("--stdio connects one PORT")
+        return _connect_stdio(row["id"], wanted[0].remote, rank)
+    with contextlib.ExitStack() as stack:
+        for each in wanted:
+            listener = stack.enter_context(listening(each.local))
+            local = listener.getsockname()[1]
+            threading.Thread(target=serve, args=(listener, row["id"], each.remote, rank, note), daemon=True).start()
+            note(f"127.0.0.1:{local} is port {each.remote} of {row['name']} ({row['id']})")
+        return wait_for_end(row["id"])
+
+
+def parsed(text: str) -> Forwarding:
+    """Parse ``8888`` or ``8888:18888``.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    remote, colon, local = text.partition(":")
+    numbers = [int(part) if part.isascii() and part.isdigit() else -1 for part in (remote, local if colon else remote)]
+    if not (0 < numbers[0] < 65536 and 0 <= numbers[1] < 65536):
+        raise UsageError(f"{text!r} is no port: write PORT, or PORT:LOCAL, with numbers up to 65535")
+    return Forwarding(numbers[0], numbers[1])
+
+
+def listening(local: int) -> socket.socket:
+    """A socket that listens on a port of 127.0.0.1.
+
+    Raises:
+        ClusterError: the port is taken.
+    """
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", local))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ClusterError(
+            f"127.0.0.1:{local}: {error.strerror}: write PORT:LOCAL with another LOCAL, or PORT:0 for a free one"
+        ) from None
+    return listener
+
+
+def wait_for_end(job: str) -> int:
+    """Wait until the job is over, also over restarts of the daemon, or the user interrupts."""
+    try:
+        row = until_over(job)
+    except KeyboardInterrupt:
+        return 130
+    note(f"job {job} is {row['state']}: {row['reason']}")
+    return 0
+
+
+def serve(listener: socket.socket, job: str, port: int, rank: int, say: Callable[[str], None]) -> None:
+    """Carry each connection to `listener` to the port, until the listener is closed."""
+    said = ""
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+
+        def carry_one(connection: socket.socket = connection) -> None:
+            nonlocal said
+            with connection:
+                try:
+                    carry(job, port, rank, connection.recv, _SocketWriter(connection))
+                except ClusterError as error:
+                    if str(error) != said:  # a browser tries again and again
+                        say(str(error))
+                    said = str(error)
+                except OSError:
+                    pass  # the program here closed its connection: the other side is closed with it
+
+        threading.Thread(target=carry_one, daemon=True).start()
+
+
+class _SocketWriter:
+    """Output of one connection: written whole, and ended on its own."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def write(self, data: bytes) -> None:
+        self._connection.sendall(data)
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+
+class _StdoutWriter:
+    def write(self, data: bytes) -> None:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+    def end(self) -> None:
+        os.close(1)
+
+
+def carry(job: str, port: int, rank: int, receive: Callable[[int], bytes], sink: _SocketWriter | _StdoutWriter) -> None:
+    """Carry one connection to the port: bytes that `receive` returns there, and those from there to `sink`.
+
+    Returns when both sides ended their output. Either may end first, and go on reading.
+
+    Raises:
+        ClusterError: nothing listens there, or the connection broke. OSError: a side here is closed.
+    """
+    with Client() as cluster, Client(timeout_s=INPUT_TIMEOUT_S) as sending:
+        stream = cluster.stream("forward", job=job, port=port, rank=rank)
+        opened = next(stream)
+        threading.Thread(target=_send, args=(sending, opened["terminal"], receive), daemon=True).start()
+        for item in stream:
+            if item.get("data"):
+                sink.write(item["data"])
+            if item.get("end"):
+                sink.end()
+
+
+def _send(cluster: Client, terminal: int, receive: Callable[[int], bytes]) -> None:
+    """Send chunk by chunk, each after the one before was taken: a slow reader there slows the writer here."""
+    with contextlib.suppress(ClusterError):  # the other connection reports the end
+        while True:
+            try:
+                data = receive(CHUNK_BYTES)
+            except OSError:  # reset: there is nobody to read what is still to come
+                cluster.call("shell_input", terminal=terminal, abort=True)
+                return
+            cluster.call("shell_input", terminal=terminal, data=data, end=not data)
+            if not data:
+                return
+
+
+def _connect_stdio(job: str, port: int, rank: int) -> int:
+    carry(job, port, rank, lambda size: os.read(0, size), _StdoutWriter())
+    os._exit(0)  # a read from standard input may be under way in a thread
+
+
+@click.command("ssh-config")
+@click.argument("job", shell_complete=complete_job)
+@click.option("--port", type=click.IntRange(1, 65535), default=SSH_PORT, show_default=True, help="Port of its sshd.")
+@click.option("--rank", type=click.IntRange(0), default=0, help="Rank whose host is meant; default 0.")
+def ssh_config(job: str, port: int, rank: int) -> None:
+    """Print an OpenSSH Host block by which ssh, scp and VS Code reach the host of JOB as the job's owner.
+
+    The connection goes through clusterd to the host's own sshd, which must let that account in with your key.
+
+    \b
+    clusterd ssh-config gpt-small >> ~/.ssh/config
+    ssh clusterd-gpt-small
+    """
+    with Client() as cluster:
+        row, status = cluster.call("job", job=job), cluster.call("status")
+    ranks = {each["rank"]: each["host"] for attempt in row["attempts"][-1:] for each in attempt["ranks"]}
+    if rank not in ranks:
+        raise ClusterError(f"job {row['id']} ({row['name']}) has no rank {rank} on a host: it is {row['state']}")
+    account = row["spec"]["account"] or status["account"]
+    print("\n".join(host_block(row["name"], row["id"], ranks[rank], account, port, rank)))
+
+
+def host_block(name: str, job: str, host: str, account: str, port: int, rank: int) -> Iterator[str]:
+    """Lines of the block."""
+    program = shutil.which("clusterd")
+    command = [program] if program else [sys.executable, "-m", "clusterd"]
+    variables = [
+        f"{name}={os.environ[name]}"
+        for name in ("CLUSTERD_HOST", "CLUSTERD_SOCKET", "CLUSTERD_STATE_DIR")
+        if os.environ.get(name)
+    ]
+    command_line = [*(["env", *variables] if variables else []), *command, "forward", "--stdio", "--rank", str(rank)]
+    proxy = shlex.join([*command_line, job, str(port)]).replace("%", "%%")
+    yield f"Host clusterd-{name}"
+    yield f"    HostName {host}"
+    yield f"    HostKeyAlias {host}"
+    yield f"    User {account}"
+    yield f"    ProxyCommand {proxy}"
