@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.state import Migration, State
-from clusterd.types import JobKind, JobSpec, RankPlace, Resources
+from clusterd.types import HostId, HostState, JobKind, JobSpec, RankPlace, Resources
 from clusterd.units import counted, duration, size
 from plans.plan import Plan
 
@@ -38,11 +38,11 @@ def of_event(event: e.Event, state: State) -> Line:
         case e.TimerFired(timer=timer):
             return Line(f"timer {timer}", is_routine=True)
     if (host := getattr(event, "host", None)) is not None and getattr(event, "job", None) is None:
-        return _of_host(event, host)
+        return _of_host(event, host, state)
     return _of_job(event) or _of_attempt(event, state)
 
 
-def _of_host(event: e.Event, host: str) -> Line:
+def _of_host(event: e.Event, host: HostId, state: State) -> Line:
     match event:
         case e.HostAdded():
             return Line("added to the cluster")
@@ -56,8 +56,11 @@ def _of_host(event: e.Event, host: str) -> Line:
             gpus = sum(device.kind == "cuda" for device in facts.devices)
             has = [counted(gpus, "GPU")] if gpus else []
             return Line(f"connected: {', '.join([*has, counted(facts.cpu_cores, 'CPU core')])}")
-        case e.HostDisconnected(why=why):
-            return Line(f"connection lost: {why}")
+        case e.HostDisconnected(why=why, at_s=at_s):
+            known = state.hosts.get(host)
+            was_up = known is None or (HostState.UP.value, at_s) in known.history
+            why = why.removeprefix(f"{host}: ")
+            return Line(f"connection lost: {why}" if was_up else f"no connection: {why}", is_routine=not was_up)
         case e.AccountConnected(account=account):
             return Line(f"{account} can run jobs here", is_routine=True)
         case e.AccountDisconnected(account=account, why=why):

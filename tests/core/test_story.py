@@ -7,7 +7,7 @@ import re
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core import story
-from clusterd.types import RankEnd, Reason
+from clusterd.types import HostId, RankEnd, Reason
 from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.lifecycle.test_trials import move, running
@@ -39,3 +39,14 @@ def test_ends_and_restarts_say_why_once(lab: Lab) -> None:
     assert end.startswith("failed on gpu01: ") and "exit code 3" in end
     exits = [story.of_event(event, lab.scheduler.state) for event in lab.log if isinstance(event, e.RankExited)]
     assert all(line.is_routine for line in exits)
+
+
+def test_a_lost_connection_is_told_once_and_redials_are_routine(lab: Lab) -> None:
+    lab.host("gpu01", gpus=1)
+    gpu01 = HostId("gpu01")
+    for _ in range(3):
+        lab.tell(e.HostDisconnected(**lab.at(), host=gpu01, why="gpu01: no route to host"))
+    state = lab.scheduler.state
+    lines = [story.of_event(each, state) for each in lab.log if isinstance(each, e.HostDisconnected)]
+    assert [line.is_routine for line in lines] == [False, True, True]
+    assert lines[0].text == "connection lost: no route to host"

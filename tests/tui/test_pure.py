@@ -292,3 +292,16 @@ def test_a_journal_plays_to_what_the_daemon_shows(cluster: RunningCluster) -> No
     player.seek(len(items) - 1)
     shown = {row["id"]: (row["state"], row["exit_code"]) for row in cluster.call("jobs", all=True)}
     assert {row.id: (row.state, row.exit_code) for row in player.model.jobs.values()} == shown
+
+
+def test_a_device_shows_its_last_hour() -> None:
+    """Three minutes a cell, the newest at the right; nothing where nothing was recorded."""
+    known = rows.read(rows.Host, host("gpu01"))
+    device = known.devices[0].id
+    newest = int(NOW_S // 60)
+    minutes = [{"minute": newest - back, "busy": 1.0 if back < 3 else 0.0, "power_w": 251.4} for back in range(9)]
+    usage = rows.read(rows.Usage, {"devices": {device: minutes}})
+    shown = [lines.plain(one) for one in host_summary(known, {}, Look(), NOW_S, usage)]
+    (first,) = [one for one in shown if "▁▁█" in one]
+    assert "100%" in first and "251 W" in first
+    assert "__#" in "\n".join(lines.plain(one) for one in host_summary(known, {}, Look(ascii=True), NOW_S, usage))

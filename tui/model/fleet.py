@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from clusterd.units import duration, size
 from tui.model import rows
 from tui.model.lines import Line, Run, clock, fit, line, printable
@@ -51,8 +53,14 @@ def legend(look: Look) -> Line:
     )  # fmt: skip
 
 
-def host_summary(host: rows.Host, jobs: dict[str, rows.Job], look: Look, now_s: float) -> list[Line]:
-    """Details of a host: its state, and every device with holder, utilisation and memory."""
+def host_summary(
+    host: rows.Host, jobs: dict[str, rows.Job], look: Look, now_s: float, usage: rows.Usage | None = None
+) -> list[Line]:
+    """Details of a host: its state, and every device with holder, utilisation and memory.
+
+    Args:
+        usage: the last hour of the devices; None: not known.
+    """
     # The daemon reports since when a host is up or away, not since when it is drained.
     since = (
         f" for {duration(max(now_s - host.since_s, 0.0))}" if host.since_s and host.shown_state == host.state else ""
@@ -85,16 +93,49 @@ def host_summary(host: rows.Host, jobs: dict[str, rows.Job], look: Look, now_s: 
     busy = host.utilisation
     for device in host.devices:
         local = device.id.rpartition(":")[2]
-        made.append(_device(host, device, jobs, look, busy.get(local), local))
+        minutes = usage.devices.get(device.id, ()) if usage is not None else ()
+        made.append(_device(host, device, jobs, look, busy.get(local), local, _by_minute(minutes, now_s)))
     if not host.devices:
         made.append(line(("devices   ", "dim"), "none known yet" if host.state != "up" else "none"))
     return made
 
 
+def _by_minute(minutes: Sequence[rows.Minute], now_s: float) -> list[rows.Minute | None]:
+    """The last hour, oldest first; None for a minute that was not recorded."""
+    known = {each.minute: each for each in minutes}
+    newest = int(now_s // 60)
+    return [known.get(minute) for minute in range(newest - HOUR + 1, newest + 1)]
+
+
+def _thirds(hour: Sequence[rows.Minute | None]) -> list[float | None]:
+    """Mean utilisation of each three minutes."""
+    means: list[float | None] = []
+    for at in range(0, len(hour), 3):
+        known = [each.busy for each in hour[at : at + 3] if each is not None and each.busy is not None]
+        means.append(sum(known) / len(known) if known else None)
+    return means
+
+
 def _device(
-    host: rows.Host, device: rows.Device, jobs: dict[str, rows.Job], look: Look, busy: float | None, local: str
+    host: rows.Host,
+    device: rows.Device,
+    jobs: dict[str, rows.Job],
+    look: Look,
+    busy: float | None,
+    local: str,
+    hour: Sequence[rows.Minute | None],
 ) -> Line:
+    newest = next((each for each in reversed(hour) if each is not None), None)
+    busy = newest.busy if newest is not None else busy
     used = line("  ", (look.bar(busy, 6), "info"), f" {busy:4.0%}") if busy is not None else ()
+    shares = _thirds(hour)
+    if any(share is not None for share in shares):
+        used = (*used, *line("  ", (look.sparkline(shares, len(shares)), "info")))
+    if newest is not None:
+        watts = f"{newest.power_w:.0f} W" if newest.power_w is not None else ""
+        celsius = f"{newest.temperature_c:.0f} °C" if newest.temperature_c is not None else ""
+        memory = size(newest.memory_bytes) if newest.memory_bytes is not None else ""
+        used = (*used, *line("".join(f"  {part}" for part in (memory, watts, celsius) if part)))
     start = line((f"{local:<9} ", "dim"), tile(host, device, look, jobs, TILE_CELLS))
     job = jobs.get(device.job) if device.job else None
     if job is not None:
@@ -114,6 +155,10 @@ def fleet_totals(hosts: dict[str, rows.Host]) -> tuple[int, int, int, int]:
     leased = sum(1 for host in hosts.values() for device in host.devices if device.job is not None)
     devices = sum(len(host.devices) for host in hosts.values())
     return up, leased, sum(host.free for host in hosts.values()), devices
+
+
+HOUR = 60
+"""Minutes of the sparkline; a cell stands for three."""
 
 
 def empty_fleet() -> list[Line]:

@@ -226,6 +226,23 @@ class EventRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.text
 
 
+class Minute(msgspec.Struct, frozen=True, kw_only=True):
+    """Use of a device in one minute."""
+
+    minute: int
+    job: str | None = None
+    busy: float | None = None
+    memory_bytes: int | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """The last minutes of each device, oldest first."""
+
+    devices: dict[str, tuple[Minute, ...]] = {}
+
+
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """The whole state at one instant."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from textual.app import ComposeResult
 
+from clusterd.errors import ClusterError
 from tui.model import columns, rows
 from tui.model.fleet import empty_fleet, host_summary, legend
 from tui.model.lines import Line, line
@@ -13,6 +14,9 @@ from tui.model.model import Touched
 from tui.screens.base import TableBoard
 from tui.source.context import Context
 from tui.widgets.text_pane import TextPane
+
+USAGE_EVERY_S = 20.0
+"""Seconds between two requests for the use of devices."""
 
 
 class FleetBoard(TableBoard[rows.Host]):
@@ -26,6 +30,8 @@ class FleetBoard(TableBoard[rows.Host]):
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
         self.detail = TextPane("fleet-detail")
+        self._usage: rows.Usage | None = None
+        self._asked_s = 0.0
 
     def compose(self) -> ComposeResult:
         yield self.table
@@ -49,9 +55,25 @@ class FleetBoard(TableBoard[rows.Host]):
     def show_side(self) -> None:
         host = self.current
         look, now_s = self.context.look, self.context.clock()
-        made = host_summary(host, self.context.model.jobs, look, now_s) if host else []
+        self._ask(now_s)
+        made = host_summary(host, self.context.model.jobs, look, now_s, self._usage) if host else []
         self.detail.show([*made, line(""), legend(look)])
         self.detail.border_title = f" {host.name if host else 'host'} "
+
+    def _ask(self, now_s: float) -> None:
+        """Request the last hour of all devices, at most once a while."""
+        if self.display and self.context.source.can_act and now_s - self._asked_s >= USAGE_EVERY_S:
+            self._asked_s = now_s
+            self.run_worker(self._request_usage(), group="usage", exclusive=True, exit_on_error=False)
+
+    async def _request_usage(self) -> None:
+        try:
+            answer = await self.context.source.call("usage", minutes=60)
+            self._usage = rows.read(rows.Usage, answer)
+        except (ClusterError, rows.Malformed) as error:  # an older daemon, or one that is away
+            self.log(f"no use of devices: {error}")
+            return
+        self.show_side()
 
     def hosts(self) -> list[str]:
         return self.table.chosen

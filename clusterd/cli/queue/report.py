@@ -41,13 +41,13 @@ def report(since: str, by: str, output: str) -> None:
     show_table(headings, [_line(row, by) for row in rows], f"nothing ran in the last {since}")
     if rows:
         total = sum(row["device_hours"] for row in rows)
-        note(f"{total:.1f} device-hours in the last {since}")
+        note(f"{total:.2f} device-hours in the last {since}")
 
 
 def _line(row: dict[str, Any], by: str) -> list[Any]:
     used = f"{100 * row['utilisation']:.0f}%" if row["utilisation"] is not None else "not known"
-    line = [row["group"], row["jobs"], f"{row['device_hours']:.1f}", used]
+    line = [row["group"], row["jobs"], f"{row['device_hours']:.2f}", used]
     if by == "host":
-        return [*line, f"{row['idle_device_hours']:.1f}"]
+        return [*line, f"{row['idle_device_hours']:.2f}"]
     waits = (row["waited_s_median"], row["waited_s_longest"])
     return [*line, row["submitted"], *("" if wait is None else duration(wait) for wait in waits)]
