@@ -5,33 +5,86 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import click
 
+from clusterd.cli.common.output import note
 from clusterd.client import Client
+from clusterd.errors import ClusterError
 from clusterd.types import HostState, JobState
 
 Sample = tuple[dict[str, Any], float]
 
 
 @click.command()
-def metrics() -> None:
-    """Print metrics of hosts, devices and jobs for Prometheus.
+@click.option(
+    "--serve",
+    "port",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    help="Serve them at http://127.0.0.1:PORT/metrics.",
+)
+def metrics(port: int | None) -> None:
+    """Print metrics of hosts, devices and jobs for Prometheus, or serve them on this machine.
 
     \b
     For the textfile collector of the node exporter, with cron:
     * * * * * clusterd metrics > F.tmp && mv F.tmp /var/lib/node_exporter/clusterd.prom
     """
+    if port is not None:
+        _serve(port)
+        return
+    sys.stdout.write(_text())
+
+
+def _text() -> str:
+    """All metrics in the Prometheus text format."""
     with Client() as cluster:
         status, hosts, jobs = cluster.call("status"), cluster.call("hosts"), cluster.call("jobs", all=True)
-    for name, help_text, samples in _families(status, hosts, jobs):
-        sys.stdout.write(f"# HELP clusterd_{name} {help_text}\n# TYPE clusterd_{name} gauge\n")
-        sys.stdout.writelines(f"clusterd_{name}{_labels(labels)} {value:.17g}\n" for labels, value in samples)
+        usage = cluster.call("usage", minutes=2)
+    lines: list[str] = []
+    for name, help_text, samples in _families(status, hosts, jobs, usage):
+        lines.append(f"# HELP clusterd_{name} {help_text}\n# TYPE clusterd_{name} gauge\n")
+        lines += [f"clusterd_{name}{_labels(labels)} {value:.17g}\n" for labels, value in samples]
+    return "".join(lines)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET /metrics; 503 while the daemon is away."""
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(404, "metrics are at /metrics")
+            return
+        try:
+            body = _text().encode()
+        except ClusterError as error:
+            self.send_error(503, "no metrics", str(error))
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Log nothing: Prometheus asks every few seconds."""
+
+
+def _serve(port: int) -> None:
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
+    except OSError as error:
+        raise ClusterError(f"cannot serve on port {port} of 127.0.0.1: {error.strerror}") from None
+    note(f"serving http://127.0.0.1:{port}/metrics; Ctrl-C ends it")
+    with server:
+        server.serve_forever()
 
 
 def _families(
-    status: dict[str, Any], hosts: list[dict[str, Any]], jobs: list[dict[str, Any]]
+    status: dict[str, Any], hosts: list[dict[str, Any]], jobs: list[dict[str, Any]], usage: dict[str, Any]
 ) -> Iterator[tuple[str, str, list[Sample]]]:
     yield "start_time_seconds", "When the daemon started, in Unix time.", [({}, status["started_s"])]
     states = [state.value for state in HostState]
@@ -50,6 +103,15 @@ def _families(
         ("memory_used_bytes", "memory_used_bytes", "Memory allocated to jobs."),
     ):
         yield name, help_text, [({"host": h["name"]}, h[key]) for h in known]
+    newest = {device: minutes[-1] for device, minutes in usage["devices"].items() if minutes}
+    for name, key, help_text in (
+        ("device_busy_ratio", "busy", "Share of the last minute in which a device worked."),
+        ("device_memory_used_bytes", "memory_bytes", "Memory in use on a GPU."),
+        ("device_power_watts", "power_w", "Power draw of a GPU."),
+        ("device_temperature_celsius", "temperature_c", "Temperature of a GPU."),
+    ):
+        samples = [({"host": d.rpartition(":")[0], "device": d}, minute[key]) for d, minute in newest.items()]
+        yield name, help_text, [(labels, value) for labels, value in samples if value is not None]
     counted = Counter(job["state"] for job in jobs)
     yield "jobs", "Jobs by state.", [({"state": state.value}, counted[state.value]) for state in JobState]
     running = [job for job in jobs if job["state"] == "running"]

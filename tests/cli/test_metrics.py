@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
 
 from tests.conftest import RunningCluster
+from tests.hang import HANG_S
 
 LABEL = r'[a-z_]+="(?:[^"\\\n]|\\[\\"n])*"'
 SAMPLE = re.compile(rf"(clusterd_[a-z_]+)((?:\{{{LABEL}(?:,{LABEL})*\}})?) (-?[0-9.]+(?:e[+-][0-9]+)?)")
@@ -60,3 +68,33 @@ def test_names_are_escaped() -> None:
         f"# HELP clusterd_x x\n# TYPE clusterd_x gauge\nclusterd_x{_labels({'name': chr(92) + chr(10) + chr(34)})} 1"
     )
     assert found == r'clusterd_x{name="\\\n\""}'
+
+
+def test_they_are_served_on_this_machine(local_cluster: RunningCluster) -> None:
+    """The same text over HTTP; an error while the daemon is away, and again the text when it is back."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "clusterd", "metrics", "--serve", str(port)]
+    serving = subprocess.Popen(command, env=local_cluster.environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert serving.stderr is not None
+        assert f"http://127.0.0.1:{port}/metrics" in serving.stderr.readline()
+        address = f"http://127.0.0.1:{port}/metrics"
+        with urlopen(address) as answer:
+            assert read(answer.read().decode())['clusterd_jobs{state="failed"}'] == 0
+        with pytest.raises(HTTPError) as absent:
+            urlopen(f"http://127.0.0.1:{port}/other")
+        assert absent.value.code == 404
+        absent.value.close()
+        local_cluster.run("stop")
+        with pytest.raises(HTTPError) as away:
+            urlopen(address)
+        assert away.value.code == 503
+        away.value.close()
+        again = subprocess.run(command, env=local_cluster.environment, capture_output=True, text=True, check=False)
+        assert (again.returncode, "cannot serve on port" in again.stderr) == (1, True)
+    finally:
+        serving.terminate()
+        serving.wait(HANG_S)
+        serving.stderr.close()

@@ -60,7 +60,7 @@ def access(lab: Lab, visibility: str) -> Access:
 
 
 def everything(lab: Lab) -> dict[str, Any]:
-    """What `watch`, `history`, `ls`, `show` and `host ls` send."""
+    """All answers to verbs that only look, as one text."""
     state = lab.scheduler.state
     return {
         "change": projection.change_row(state, 1, lab.log, lab.decisions),
