@@ -140,6 +140,7 @@ class JobSpec:
     after: tuple[JobId, ...] = ()  # that end before it starts: "12", "12:any"; a request may give names
     time_limit_s: float | None = None
     stall_s: float | None = None  # time without a step before an elastic job is restarted; None: never
+    stops_on_nan: bool = False  # fails once its loss is not a number
     grace_s: float = 30.0  # between the stop request and the kill
     retries: int = 0  # after the job's own failures; lost hosts do not count
     retry_on: tuple[int, ...] = ()  # exit codes after which it is queued again, however often

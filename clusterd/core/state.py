@@ -46,6 +46,7 @@ class Outcome(StrEnum):
     LAUNCH_FAILED = "launch failed"
     PREEMPTED = "preempted"
     REFUSED = "refused"  # by a host that could not start it, where others may
+    NOT_A_NUMBER = "not a number"  # its loss, and it is to stop then
 
 
 class Description(StrEnum):
@@ -311,6 +312,7 @@ class Job:
     loss: float | None = None
     step_time_s: float | None = None
     progressed_s: float | None = None  # time of the newest report of a step
+    nan_step: int | None = None  # first step reported with a loss that is not a number; None: the newest is one
     started_s: float | None = None
     ended_s: float | None = None
     exit_code: int | None = None

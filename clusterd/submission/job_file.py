@@ -25,7 +25,7 @@ _RESOURCES = {
     "devices_per_node", "compute_capability", "constraint", "min_gpus", "max_gpus", "min_devices", "max_devices",
     "grow",
 }  # fmt: skip
-_LIMITS = {"time", "stall", "grace", "retries", "retry_on"}
+_LIMITS = {"time", "stall", "grace", "retries", "retry_on", "on_nan"}
 _CHECKPOINTS = {"directory", "every"}
 
 NAME_LENGTH_MAX = 63
@@ -97,6 +97,7 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
         after=tuple(JobId(job) for job in _texts(get("after", list, []), f"{where}: after")),
         time_limit_s=limit.duration_s("time", None),
         stall_s=limit.duration_s("stall", None),
+        stops_on_nan=_on_nan(limit("on_nan", str, "report"), f"{where}: [limits]"),
         grace_s=limit.duration_s("grace", 30.0) or 0.0,
         retries=limit("retries", int, 0),
         retry_on=_exit_codes(limit("retry_on", list, []), f"{where}: retry_on"),
@@ -109,6 +110,12 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
         checkpoint_every_s=saved.duration_s("every", None),
     )
     return Request(spec, secrets, get("array", str, ""))
+
+
+def _on_nan(given: str, where: str) -> bool:
+    if given not in ("report", "stop"):
+        raise ConfigError(f'{where}: on_nan is {given!r}; it must be "report" or "stop"')
+    return given == "stop"
 
 
 def _exit_codes(given: list[Any], where: str) -> tuple[int, ...]:

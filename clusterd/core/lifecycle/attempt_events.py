@@ -76,6 +76,21 @@ def _stop_at_target(ctx: HandlerContext, job: Job, attempt: Attempt) -> None:
         stopping.stop(ctx, attempt, Outcome.TARGET_REACHED, f"its loss reached {target:g} by step {job.step}")
 
 
+def _watch_for_nan(ctx: HandlerContext, job: Job, attempt: Attempt, had_loss: bool) -> None:
+    """Report, or stop, a job whose loss has become not a number; reports leave such a loss out."""
+    if job.loss is not None or not had_loss:
+        job.nan_step = None
+        return
+    if job.nan_step is not None:
+        return
+    job.nan_step = job.step
+    why = f"its loss is not a number by step {job.step}"
+    if job.spec.stops_on_nan and attempt.state is AttemptState.RUNNING:
+        stopping.stop(ctx, attempt, Outcome.NOT_A_NUMBER, f"{why}, and it is to stop then (on_nan)")
+    else:
+        ctx.hold(job, why)
+
+
 def _schedule_checkpoint(ctx: HandlerContext, job: Job) -> None:
     every_s, directory = job.spec.checkpoint_every_s, job.spec.checkpoint_directory
     if every_s is not None and directory is not None:
@@ -284,6 +299,7 @@ def on_attempt_progressed(ctx: HandlerContext, event: e.AttemptProgressed) -> No
     migration = job.restarting
     if migration is not None and migration.step is not None and event.step > migration.step:
         _restart_completed(ctx, job, migration)
+    had_loss = job.loss is not None or job.nan_step is not None
     job.step, job.loss, job.step_time_s = event.step, event.loss, event.step_time_s
     job.progressed_s = event.at_s
     _watch_for_stall(ctx, job, event.at_s)
@@ -291,6 +307,7 @@ def on_attempt_progressed(ctx: HandlerContext, event: e.AttemptProgressed) -> No
         job.first_loss = event.first_loss
     job.consecutive_losses = 0
     _stop_at_target(ctx, job, attempt)
+    _watch_for_nan(ctx, job, attempt, had_loss)
     if job.trials.current is not None and job.trials.current.from_step is None:
         ctx.pass_due = True
 

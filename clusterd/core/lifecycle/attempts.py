@@ -207,7 +207,7 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
         return Verdict(JobState.CANCELLED, attempt.why, exit_code=130)
     if attempt.outcome is Outcome.TIME_LIMIT:
         return Verdict(JobState.FAILED, attempt.why, exit_code=TIMED_OUT)
-    if attempt.outcome is Outcome.LAUNCH_FAILED:
+    if attempt.outcome in (Outcome.LAUNCH_FAILED, Outcome.NOT_A_NUMBER):
         return Verdict(JobState.FAILED, attempt.why, exit_code=1)
     if attempt.outcome in (Outcome.PREEMPTED, Outcome.REFUSED):
         return Verdict(JobState.QUEUED, attempt.why)
