@@ -1,0 +1,35 @@
+"""Pages of the documentation name tests that exist, and files that are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def _tests() -> set[str]:
+    trees = (ast.parse(file.read_text()) for file in (ROOT / "tests").rglob("test_*.py"))
+    functions = (node for tree in trees for node in ast.walk(tree))
+    return {node.name for node in functions if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_tests_that_the_pages_name_exist() -> None:
+    known = _tests()
+    named = {
+        (page.name, name)
+        for page in (ROOT / "docs").glob("*.md")
+        for name in re.findall(r"`(test_[a-z0-9_]+)`", page.read_text())
+    }
+    assert {(page, name) for page, name in named if name not in known} == set()
+    assert len(named) > 50
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    wrong = []
+    for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target and not (page.parent / target).exists():
+                wrong.append(f"{page.relative_to(ROOT)}: {target}")
+    assert wrong == []
