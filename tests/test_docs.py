@@ -27,9 +27,9 @@ def test_tests_that_the_pages_name_exist() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    wrong = []
-    for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md"):
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
-            if "://" not in target and not (page.parent / target).exists():
-                wrong.append(f"{page.relative_to(ROOT)}: {target}")
-    assert wrong == []
+    links = [
+        (page, target)
+        for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md")
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    ]
+    assert [link for link in links if "://" not in link[1] and not (link[0].parent / link[1]).exists()] == []
