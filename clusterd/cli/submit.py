@@ -158,9 +158,18 @@ def template(launcher: str) -> None:
     print(job_file_template(launcher), end="")
 
 
+SCRIPTS = {".sh": "sh", ".bash": "bash", ".py": "python"}
+"""Programs that run files with these endings."""
+
+
 def _read(file: Path) -> Request:
     """Read a job file or a batch script."""
     if not is_script(file):
+        if file.suffix in SCRIPTS:
+            raise UsageError(
+                f"{file} is neither a job file nor a script that begins with #! (docs/scheduling.md); or use "
+                f"clusterd run -d --gpus 1 -- {SCRIPTS[file.suffix]} {file}"
+            )
         return read_job_file(file)
     request, ignored = read_batch_script(file)
     if ignored:

@@ -84,3 +84,10 @@ def test_a_session_without_a_runtime_directory_finds_the_same_socket(monkeypatch
         assert config.socket_path() == without
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nonexistent")
     assert config.socket_path() == without
+
+
+def test_a_script_without_a_first_line_says_how(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text("python train.py\n")
+    done = local_cluster.run("submit", str(tmp_path / "train.sh"), check=False)
+    assert done.returncode == 2
+    assert "begins with #!" in done.stderr and "clusterd run -d --gpus 1 -- sh" in done.stderr

@@ -164,7 +164,7 @@ def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
     """Refusal that only another host could lift; None: the end of other jobs may suffice."""
     wanted = job.spec.resources
     if not any(h.facts for h in view.hosts.values()):
-        return Refusal(job.id, "no host is connected")
+        return Refusal(job.id, _no_host(job, view) if view.hosts else "no host is connected: clusterd host add")
     missing = [h for h in wanted.hosts if h not in view.hosts]
     if missing:
         return Refusal(
