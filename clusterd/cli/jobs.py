@@ -23,6 +23,7 @@ from clusterd.cli.common.output import (
     raise_all,
     show_json,
     show_table,
+    state_and_reason,
     use_colour,
 )
 from clusterd.client import Client, refusal
@@ -153,7 +154,7 @@ def show(job: str, output: str) -> None:
         show_json(row, output)
         return
     spec = row["spec"]
-    print_line(f"{row['id']}  {row['name']}  {row['state']}: {row['reason']}")
+    print_line(f"{row['id']}  {row['name']}  {state_and_reason(row)}")
     facts = {
         "kind": row["kind"],
         "command": " ".join(spec["command"]),
@@ -355,7 +356,7 @@ def wait(jobs: tuple[str, ...], timeout: str | None, output: str) -> int:
             break
         ended.append(row)
         if output == "table":
-            note(f"{row['id']} ({row['name']}) {row['state']}: {row['reason']}")
+            note(f"{row['id']} ({row['name']}) {state_and_reason(row)}")
     if output != "table":
         show_json(ended, output)
     if len(ended) < len(ids):
@@ -373,8 +374,7 @@ def why(job: str, output: str) -> None:
     if output != "table":
         show_json(answer, output)
         return
-    why_so = f": {answer['reason']}" if answer["reason"] not in ("", answer["state"]) else ""
-    text = escaped(f"{answer['name']} ({answer['id']}) is {answer['state']}{why_so}")
+    text = escaped(f"{answer['name']} ({answer['id']}) is {state_and_reason(answer)}")
     print(click.style(text, bold=True) if use_colour() else text)
     if silence := _silence(answer):
         print_line(f"  {silence}")

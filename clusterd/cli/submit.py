@@ -14,7 +14,7 @@ import click
 
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.following import exit_code, first_failure, show_logs, until_over
-from clusterd.cli.common.output import drop_output, note, output_option, show_json
+from clusterd.cli.common.output import drop_output, note, output_option, show_json, state_and_reason
 from clusterd.cli.common.resources import requested_resources, resource_options
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
@@ -302,7 +302,7 @@ def _attend(answer: dict[str, Any]) -> int:
             note(f"clusterd: {error}")
         return 130
     if row["state"] != "finished":
-        note(f"{row['name']} ({job}) {row['state']}: {row['reason']}")
+        note(f"{row['name']} ({job}) {state_and_reason(row)}")
     return exit_code(row)
 
 

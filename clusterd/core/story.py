@@ -173,7 +173,8 @@ def of_decision(decision: d.Decision) -> Line:
     reason = decision.reason
     match decision:
         case d.LaunchAttempt():
-            return Line(reason if reason.startswith("started") else f"started as {reason}")
+            saved = ", from a checkpoint" if decision.restore is not None else ""
+            return Line((reason if reason.startswith("started") else f"started as {reason}") + saved)
         case d.StartMigration(new_plan=plan, new_ranks=ranks):
             return Line(f"moves to {_under(plan, ranks)}: {_why(reason, plan)}")
         case d.EndJob(state=state):

@@ -30,14 +30,15 @@ class CpuUse:
 
     def __init__(self) -> None:
         self._at_s = time.monotonic()
-        self._ticks: dict[int, int] = {}
+        self._ticks: dict[int, int] | None = None  # by process, at the previous sample; None: there was none
 
     def sample(self, attempts: Iterable[Attempt]) -> tuple[AttemptUse, ...]:
         """Use by each running attempt, of all processes in the sessions of its ranks."""
         sessions = {session: attempt for attempt in attempts if attempt.running for session in attempt.sessions}
         now_s = time.monotonic()
         elapsed_s, self._at_s = max(now_s - self._at_s, 1e-3), now_s
-        before, self._ticks = self._ticks, {}
+        before = self._ticks
+        ticks: dict[int, int] = {}
         cores: dict[str, float] = {}
         memory: dict[str, int] = {}
         known: dict[str, Attempt] = {}
@@ -47,12 +48,14 @@ class CpuUse:
             used = _read(pid) if attempt is not None else None
             if attempt is None or used is None:
                 continue
-            self._ticks[pid] = used.ticks
+            ticks[pid] = used.ticks
             name = attempt.name
             known[name] = attempt
-            delta = max(used.ticks - before.get(pid, used.ticks), 0)
+            # One that was not there at the previous sample has used all of its time since.
+            delta = max(used.ticks - before.get(pid, 0), 0) if before is not None else 0
             cores[name] = cores.get(name, 0.0) + delta / _TICKS_PER_S / elapsed_s
             memory[name] = memory.get(name, 0) + used.memory_bytes
+        self._ticks = ticks
         return tuple(
             AttemptUse(each.job, each.attempt, round(cores[name], 3), memory[name]) for name, each in known.items()
         )

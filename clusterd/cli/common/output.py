@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO, TypeVar
 
 import click
@@ -116,6 +116,12 @@ def note(text: str) -> None:
 def print_line(line: str) -> None:
     """Print one line of output, escaped."""
     print(escaped(line))
+
+
+def state_and_reason(row: Mapping[str, Any]) -> str:
+    """``failed: exit code 3``, and ``finished`` where the reason says no more than that."""
+    reason, state = str(row["reason"]), str(row["state"])
+    return reason if reason.startswith(state) else f"{state}: {reason}" if reason else state
 
 
 def escaped(text: str) -> str:

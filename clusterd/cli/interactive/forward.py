@@ -16,7 +16,7 @@ import click
 
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.following import until_over
-from clusterd.cli.common.output import note
+from clusterd.cli.common.output import note, state_and_reason
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 
@@ -106,7 +106,7 @@ def wait_for_end(job: str) -> int:
         row = until_over(job)
     except KeyboardInterrupt:
         return 130
-    note(f"job {job} is {row['state']}: {row['reason']}")
+    note(f"job {job} is {state_and_reason(row)}")
     return 0
 
 

@@ -161,10 +161,10 @@ class UsageStore:
             return next((use.busy for use in usage.devices if use.uuid == device.uuid), None)
         if not job:
             return 0.0
-        used = next((use for use in usage.attempts if use.job == job), None)
+        used = [use.cores for use in usage.attempts if use.job == job]  # one for each generation
         attempt = self._state.jobs[job].attempt if job in self._state.jobs else None  # type: ignore[index]
         cores = attempt.cores.get(device.host, 0) if attempt is not None else 0
-        return min(used.cores / cores, 1.0) if used is not None and cores else None
+        return min(sum(used) / cores, 1.0) if used and cores else None
 
     async def flush(self) -> None:
         """Write what was counted, and remove what is too old."""
