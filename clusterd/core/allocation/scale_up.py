@@ -1,15 +1,19 @@
-"""Migrations of running jobs with a performance model: off drained hosts, and into idle devices."""
+"""Migrations of running jobs off drained hosts, into idle devices, and back to the size that they asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 
-from clusterd.core.allocation import resize_unmodelled
+from clusterd.core.allocation.evacuation import must_leave
 from clusterd.core.allocation.migration_cost import fits_beside
+from clusterd.core.allocation.migration_targets import book, first_that_works, free_for
 from clusterd.core.allocation.pass_context import PassContext
+from clusterd.core.estimates.can_migrate import can_migrate
 from clusterd.core.estimates.job_forecast import WORTHWHILE, JobForecast
+from clusterd.core.ledger import of_ranks
 from clusterd.core.performance_table import Estimate, evenly
 from clusterd.core.placement.heterogeneous_search import Found, as_if_free, shared_by
+from clusterd.core.view import Move, View
 from clusterd.types import JobId
 from clusterd.units import duration
 
@@ -19,7 +23,7 @@ from clusterd.units import duration
 def evacuate(ctx: PassContext) -> None:
     """Migrate jobs off drained hosts to their fastest offer that fits elsewhere and is no larger than now."""
     for p in ctx.running:
-        why = resize_unmodelled.must_leave(p.job, ctx.view)
+        why = must_leave(p.job, ctx.view)
         if not why:
             continue
         offers = p.curve.upto(len(p.devices))
@@ -139,3 +143,43 @@ def _is_now(p: JobForecast, offer: Estimate) -> bool:
 def _is_faster(p: JobForecast, offer: Estimate) -> bool:
     """True where an offer is predicted faster than the current one; a measured slowness would migrate along."""
     return p.now is None or offer.step_time_s < p.now.step_time_s
+
+
+# --- those whose speed is not known -----------------------------------------------------------------------------------
+
+
+def restore_requested_sizes(view: View, waiting: Iterable[int], skip: Container[JobId] = ()) -> list[Move]:
+    """Migrations that give idle devices to jobs that hold fewer than they asked for, oldest job first.
+
+    Args:
+        waiting: number of devices that each queued job waits for. A job does not grow while one of them could start
+            without the devices that the job holds; a wider one waits for the job's end, which growth brings nearer.
+        skip: jobs that another allocator handles.
+    """
+    moves: list[Move] = []
+    total = sum(len(h.devices) for h in view.hosts.values() if h.unusable is None)
+    needs = [count for count in waiting if count > 0]
+    for job in sorted(view.running, key=lambda j: (-j.priority, j.submitted_s)):
+        table = view.performance_tables.get(job.model)
+        if job.id in skip or (table is not None and table.is_whole):
+            continue
+        attempt = can_migrate(job, view)
+        asked = max(job.spec.resources.devices, 1)
+        if attempt is None or len(attempt.ranks) >= asked:
+            continue
+        own = of_ranks(view.hosts, attempt)
+        if any(count <= total - len(own) for count in needs):
+            continue
+        free = free_for(job, own, view.free)[: view.quotas.left(job.spec.tenant)]
+        if not free:
+            continue
+        requested = job.spec.resources.plan if len(own) + len(free) >= asked else None
+        reason = f"{len(free)} devices are free, and it asked for {asked}"
+        move = first_that_works(
+            job, [*own, *free], own, min(len(own) + len(free), asked), requested, reason, view.hosts
+        )
+        if move is not None and len(move.ranks) > len(own):
+            book(view.free, move, attempt)
+            view.quotas.take(job.spec.tenant, len(move.ranks) - len(own))
+            moves.append(move)
+    return moves

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from clusterd.core.allocation.as_requested import Grant, allocate
 from clusterd.core.allocation.evict import are_being_freed, evict_by_right, evict_by_value, suspend_by_value
 from clusterd.core.allocation.pass_context import PassContext
+from clusterd.core.allocation.request_grant import Grant, allocate
 from clusterd.core.allocation.suspend import awaits_start_of_other, fits_cores, suspendable, suspended_for
 from clusterd.core.allocation.victim_search import EvictionPlan
 from clusterd.core.estimates.availability import Backfill, EarliestStart

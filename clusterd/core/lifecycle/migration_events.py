@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.allocation import resize_unmodelled
-from clusterd.core.allocation.as_requested import objection_to_size
+from clusterd.core.allocation.request_grant import objection_to_size
+from clusterd.core.allocation.requested_migration import requested as requested_migration
 from clusterd.core.estimates.can_migrate import SETTLE_S
 from clusterd.core.estimates.first_fit import memory_conflict
 from clusterd.core.events import TimerKind
@@ -27,7 +27,7 @@ def on_migration_requested(ctx: HandlerContext, event: e.MigrationRequested) -> 
     if job.spec.kind is JobKind.CHECKPOINTABLE:
         _restart_under(ctx, job, event)
         return
-    answer = resize_unmodelled.requested(job, View(ctx.state, event.at_s), event.plan, event.devices, event.by)
+    answer = requested_migration(job, View(ctx.state, event.at_s), event.plan, event.devices, event.by)
     if isinstance(answer, Refusal):
         ctx.hold(job, answer.reason)
         return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from clusterd.core.allocation import resize_unmodelled
+from clusterd.core.allocation.evacuation import after_loss
 from clusterd.core.estimates.first_fit import memory_conflict
 from clusterd.core.host import Host
 from clusterd.core.lifecycle import trials
@@ -94,7 +94,7 @@ def migrate_survivors(job: Job, attempt: Attempt, view: View, lost: Sequence[int
     """
     if len(lost) == len(attempt.ranks):
         return Refusal(job.id, f"no rank is left of {len(attempt.ranks)}")
-    move = resize_unmodelled.after_loss(job, attempt, view, f"rank {', '.join(map(str, lost))} died")
+    move = after_loss(job, attempt, view, f"rank {', '.join(map(str, lost))} died")
     if move is None:
         return Refusal(job.id, "no plan fits the devices that are left")
     assert attempt.plan is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
-from clusterd.core.allocation import evacuate_by_restart
-from clusterd.core.allocation.as_requested import Grant, allocate
+from clusterd.core.allocation.evacuation import evacuations
+from clusterd.core.allocation.request_grant import Grant, allocate
 from clusterd.core.estimates.can_migrate import may_change
 from clusterd.core.estimates.candidate_plans import CandidatePlans, CandidatePlansCache, PlanFreedom
 from clusterd.core.ledger import of_ranks
@@ -78,7 +78,7 @@ class Baseline(ABC):
     def propose(self, view: View) -> Proposal:
         """Serve jobs in order as far as devices go; jobs without a model leave drained hosts all the same."""
         known = [job.id for job in view.running if self.candidates(job, view) is not None]
-        leaving = evacuate_by_restart.evacuations(view, skip=known)
+        leaving = evacuations(view, skip=known)
         jobs = self.managed(view)
         wants = self.wants(view, jobs)
         proposal = apply_targets(view, wants, among=jobs, others=f"{self.name}: others come first")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from math import inf
 
-from clusterd.core.allocation import evacuate_by_restart, resize_unmodelled
+from clusterd.core.allocation.evacuation import evacuations
 from clusterd.core.allocation.evict import devices_being_freed
 from clusterd.core.allocation.migration_cost import DEFAULT_THRESHOLDS, MigrationThresholds
 from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.rebalance import rebalance
-from clusterd.core.allocation.scale_up import evacuate, scale_up
+from clusterd.core.allocation.scale_up import evacuate, restore_requested_sizes, scale_up
 from clusterd.core.allocation.start_waiting import exchange_devices, start_waiting
 from clusterd.core.allocation.suspend import take_handovers
 from clusterd.core.allocation.target_sizes import by_work, shares
@@ -92,7 +92,7 @@ class Default:
         running = [known[j.id] for j in view.running if j.id in known and is_settled(j)]
         waiting = [known[j.id] for j in view.queued if j.id in known]
         cores = Cores(view, running)
-        proposal = Proposal(moves=evacuate_by_restart.evacuations(view, skip=known))
+        proposal = Proposal(moves=evacuations(view, skip=known))
         ledger = view.free
         total = ledger.total + sum(len(p.devices) for p in running)
         ordered = by_work([*running, *waiting])
@@ -128,7 +128,7 @@ class Default:
         if not any(short):
             scale_up(ctx)
             rebalance(ctx)
-        proposal.moves += resize_unmodelled.growth(view, short, skip={*known, *(move.job for move in proposal.moves)})
+        proposal.moves += restore_requested_sizes(view, short, skip={*known, *(move.job for move in proposal.moves)})
         cores.share_out(proposal)
         if not view.has_round and any(refusal.is_shortage for refusal in proposal.refusals):
             proposal.again_s = QUEUE_ROUND_S

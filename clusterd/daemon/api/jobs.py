@@ -17,7 +17,8 @@ import msgspec
 from clusterd import __version__, projection, protocol
 from clusterd.config import Config
 from clusterd.core import events as e
-from clusterd.core.allocation.as_requested import LEARNING, allocate, misfit
+from clusterd.core.allocation.request_grant import LEARNING, allocate
+from clusterd.core.allocation.requirements import misfit
 from clusterd.core.estimates.expected_time import longest_left_s
 from clusterd.core.ledger import Placement
 from clusterd.core.queueing import admission

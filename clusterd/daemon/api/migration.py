@@ -13,8 +13,8 @@ import anyio
 from clusterd import projection
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.allocation import resize_unmodelled
-from clusterd.core.allocation.as_requested import objection_to_size
+from clusterd.core.allocation.request_grant import objection_to_size
+from clusterd.core.allocation.requested_migration import requested as requested_migration
 from clusterd.core.estimates.first_fit import memory_conflict
 from clusterd.core.lifecycle import migrations
 from clusterd.core.queueing import admission
@@ -100,7 +100,7 @@ class MigrationVerbs:
     ) -> dict[str, Any]:
         with anyio.move_on_after(LAST_MOVE_S):
             await self._settled(known)
-        answer = resize_unmodelled.requested(known, View(self._state, time.time()), requested, chosen, peer.user)
+        answer = requested_migration(known, View(self._state, time.time()), requested, chosen, peer.user)
         if isinstance(answer, Refusal):
             raise ClusterError(answer.reason)
         stays = pin and migrations.is_there(known, answer)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from clusterd.config import is_label
-from clusterd.core.allocation.as_requested import unsatisfiable
+from clusterd.core.allocation.requirements import unsatisfiable
 from clusterd.core.queueing import admission
 from clusterd.core.state import Job, State
 from clusterd.core.view import View

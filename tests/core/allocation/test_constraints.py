@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clusterd.core.allocation.as_requested import misfit, unsatisfiable
+from clusterd.core.allocation.requirements import misfit, unsatisfiable
 from clusterd.core.view import View
 from clusterd.types import HostId, JobId
 from clusterd.units import has_capability, parse_capability

@@ -1,91 +1,28 @@
-"""Grant for a job without a performance model: the requested devices and a plan for them, or the reason why not.
-
-A job gets the devices that it requests, or none yet. Its plan is the requested one where that is legal and fits; else
-the simplest legal plan that fits the memory of those devices.
-"""
+"""Requests that the cluster cannot serve, now or ever: the reason, as users read it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
 
-from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose
 from clusterd.core.estimates.request_forecast import requested_plans
 from clusterd.core.host import Host
-from clusterd.core.ledger import HostFree, Ledger, Placement
-from clusterd.core.placement.place import candidates, fitting, holds, kinds_for, per_device, place
-from clusterd.core.state import Description, Job
+from clusterd.core.ledger import HostFree
+from clusterd.core.placement.place import candidates, fitting, holds, kinds_for, per_device
+from clusterd.core.state import Job
 from clusterd.core.view import Refusal, View
 from clusterd.types import Device, JobKind, Resources
 from clusterd.units import size
-from plans.model_shape import ModelShape
-from plans.plan import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Plan and placement for a queued job."""
-
-    plan: Plan | None
-    placement: Placement
-    reason: str
-
-
-LEARNING = "its model is being learned, without devices"
-
-
-def allocate(job: Job, view: View, free: Ledger | None = None) -> Grant | Refusal:
-    """Grant devices and a plan to one queued job, or refuse with the reason.
-
-    Args:
-        free: resources out of which to grant; None: those that are free now.
-    """
-    free = free if free is not None else view.free
-    wanted = job.spec.resources
-    if job.not_before_s > view.now_s:
-        return Refusal(job.id, job.reason)
-    known = _admitted(job, view)
-    impossible = _never(job, view, known)
-    if impossible:
-        return impossible
-    beyond = view.quotas.why_not(job.spec.tenant, _least(job))
-    if beyond is not None:
-        return Refusal(job.id, beyond)
-    if job.spec.kind is JobKind.CHECKPOINTABLE:
-        some = at_some_size(job, free, view.quotas.left(job.spec.tenant))
-        return some or _waits(job, view, _least(job))
-    if job.spec.kind is not JobKind.ELASTIC:
-        placement = place(job, free, wanted.devices, group=1, nodes=wanted.nodes)
-        if placement is None:
-            return _waits(job, view, wanted.devices)
-        return Grant(None, placement, _started(job, placement, None))
-    if job.description is not Description.DONE or job.shape is None:
-        return Refusal(job.id, LEARNING)
-    table = view.performance_tables.get(job.model)
-    if table is not None and table.is_whole:
-        return Refusal(job.id, "none of the ways in which it can run fits the hosts that are there for it")
-    choice = _as_pinned(job, view) or _choice(job, max(wanted.devices, 1), known)
-    if isinstance(choice, Impossible):
-        return Refusal(job.id, choice.reason, is_permanent=True)
-    beyond = view.quotas.why_not(job.spec.tenant, choice.plan.ranks)
-    if beyond is not None:
-        return Refusal(job.id, beyond)
-    placement = place(job, free, choice.plan.ranks, group=choice.plan.tp, nodes=None)
-    if placement is None:
-        return _waits(job, view, choice.plan.ranks)
-    return Grant(choice.plan, placement, _started(job, placement, choice))
 
 
 def unsatisfiable(job: Job, view: View) -> str | None:
     """Reason why no host of the cluster could ever serve the job; None: some could, or not all have reported yet."""
     if not view.hosts or any(host.facts is None for host in view.hosts.values()):
         return None
-    impossible = _never(job, view, _admitted(job, view))
-    return impossible.reason if impossible else _beyond_every_host(job, view)
+    impossible = never(job, view, admitted_devices(job, view))
+    return impossible.reason if impossible else beyond_every_host(job, view)
 
 
-def _admitted(job: Job, view: View) -> list[Device]:
+def admitted_devices(job: Job, view: View) -> list[Device]:
     """Devices of all hosts that serve the job's request."""
     wanted = job.spec.resources
     devices = (d for h in view.hosts.values() if job.admits(h) for d in h.devices)
@@ -93,74 +30,14 @@ def _admitted(job: Job, view: View) -> list[Device]:
     return [d for d in serve if not d.excluded]
 
 
-def _least(job: Job) -> int:
+def least_devices(job: Job) -> int:
     """Fewest devices with which the job starts."""
     if job.spec.kind is JobKind.CHECKPOINTABLE:
         return min(plan.ranks for plan in requested_plans(job))
     return max(job.spec.resources.devices, int(job.spec.kind is JobKind.ELASTIC))
 
 
-def objection_to_size(job: Job, view: View, plan: Plan) -> str | None:
-    """Reason why a running checkpointable job could never continue at this size; None: it could."""
-    text = Plan(**{name: getattr(plan, name) for name in ("dp", *_dimensions_in(job.spec.command))})
-    if plan != text and plan not in requested_plans(replace(job, pinned=None)):
-        return f"its command has no place for all of {plan}: it would be told of {text} alone"
-    here = len(job.attempt.devices) if job.attempt is not None else 0
-    beyond = view.quotas.why_not(job.spec.tenant, plan.ranks - here)
-    if beyond is not None:
-        return beyond
-    at_size = replace(job, pinned=plan)
-    known = [d for d in _admitted(job, view) if view.hosts[d.host].unusable is None]
-    impossible = _never(at_size, view, known)
-    return impossible.reason if impossible else _beyond_every_host(at_size, view)
-
-
-def _dimensions_in(command: Iterable[str]) -> list[str]:
-    """Dimensions of the plan that a templated command receives, besides dp, its number of processes."""
-    text_of_command = " ".join(command)
-    return [name for name in ("tp", "pp", "zero", "accumulation") if f"{{{name}}}" in text_of_command]
-
-
-def at_some_size(job: Job, free: Ledger, most: int) -> Grant | None:
-    """Best of a checkpointable job's plans that fits on at most `most` free devices; None: none fits."""
-    for plan in requested_plans(job):
-        placement = place(job, free, plan.ranks, group=plan.tp, nodes=None) if plan.ranks <= most else None
-        if placement is not None:
-            hosts = ", ".join(dict.fromkeys(str(p.host) for p in placement.ranks))
-            return Grant(plan, placement, f"{plan} on {hosts}: the best of its plans that there is room for")
-    return None
-
-
-def _choice(job: Job, count: int, devices: Iterable[Device]) -> ChosenPlan | Impossible:
-    """Plan for `count` devices of the available kinds; the same in every pass while the hosts stay the same."""
-    shape = ModelShape.from_dict(job.shape or {})
-    # "cuda" first: placement prefers it too.
-    for kind in sorted({d.kind for d in devices}, reverse=True):
-        memory_bytes = min(d.memory_bytes for d in devices if d.kind == kind)
-        choice = choose(shape, count, kind, memory_bytes, job.spec.resources.plan, job.bounds)
-        if isinstance(choice, ChosenPlan):
-            return choice
-    return choice
-
-
-def _as_pinned(job: Job, view: View) -> ChosenPlan | None:
-    """The plan to which the job is pinned; None: it would not fit even if nothing else ran."""
-    plan = job.pinned
-    if plan is None or plan.ranks > view.quotas.most(job.spec.tenant):
-        return None
-    for kind in kinds_for(job):
-        there = [fitting(job, host, kind) for host in _empty(job, view) if host.host.unusable is None]
-        devices = [d for here in there for d in here]
-        if sum(len(here) // plan.tp * plan.tp for here in there) < plan.ranks:
-            continue
-        shape, memory_bytes = ModelShape.from_dict(job.shape or {}), min(d.memory_bytes for d in devices)
-        choice = choose(shape, plan.ranks, kind, memory_bytes, plan, job.bounds)
-        if isinstance(choice, ChosenPlan):
-            return choice
-    return None
-
-
-def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
+def never(job: Job, view: View, known: list[Device]) -> Refusal | None:
     """Refusal that only another host could lift; None: the end of other jobs may suffice."""
     wanted = job.spec.resources
     if not any(h.facts for h in view.hosts.values()):
@@ -174,7 +51,7 @@ def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
         return Refusal(job.id, f"asks for {_labelled(wanted)}; {_labels_there(view)}")
     there = Counter(d.kind for d in known)
     count = max(there[kind] for kind in kinds_for(job))
-    least = _least(job)
+    least = least_devices(job)
     if least > count:
         noun = _noun(wanted, least)
         has = " and ".join(f"{there[kind]} {_KINDS[kind]}" for kind in kinds_for(job)) if wanted.kind is None else count
@@ -251,9 +128,9 @@ def _labels_there(view: View) -> str:
     return f"there are {', '.join(labels)}" if labels else "no host has a label: labels = [...] under [hosts.NAME]"
 
 
-def _waits(job: Job, view: View, devices: int) -> Refusal:
+def shortage(job: Job, view: View, devices: int) -> Refusal:
     """Refusal of a job for which too little is free now, or would be even if nothing else ran."""
-    beyond = _beyond_every_host(job, view)
+    beyond = beyond_every_host(job, view)
     if beyond:
         return Refusal(job.id, beyond)
     if not candidates(job, view.free):
@@ -261,11 +138,11 @@ def _waits(job: Job, view: View, devices: int) -> Refusal:
     return Refusal(job.id, _short_of(job), devices=devices, is_shortage=True)
 
 
-def _beyond_every_host(job: Job, view: View) -> str | None:
+def beyond_every_host(job: Job, view: View) -> str | None:
     """Message about cores or memory that no host has even if nothing else ran; None: the job would fit."""
     wanted = job.spec.resources
-    least = _least(job)
-    empty = _empty(job, view)
+    least = least_devices(job)
+    empty = empty_hosts(job, view)
     if least == 0:
         fits = any(h.cores >= wanted.cpus and h.memory_bytes >= wanted.memory_bytes for h in empty)
     else:
@@ -291,7 +168,7 @@ def _its_hosts(wanted: Resources) -> str:
     return f"its hosts ({', '.join(dict.fromkeys(wanted.hosts))})"
 
 
-def _empty(job: Job, view: View) -> list[HostFree]:
+def empty_hosts(job: Job, view: View) -> list[HostFree]:
     """Hosts that the job may use, as if nothing ran there."""
     hosts = [h for h in view.hosts.values() if h.facts is not None and job.admits(h)]
     return [
@@ -319,7 +196,7 @@ def _no_host(job: Job, view: View) -> str:
 def _short_of(job: Job) -> str:
     """Message naming the resources that the job waits for; stable while it waits, so that it is recorded once."""
     wanted = job.spec.resources
-    count = _least(job)
+    count = least_devices(job)
     if count == 0:
         memory = f" and {size(wanted.memory_bytes)} of memory" if wanted.memory_bytes else ""
         return f"waits for {max(wanted.cpus, 1)} free CPU cores{memory} on one host"
@@ -328,10 +205,3 @@ def _short_of(job: Job) -> str:
     count = wanted.per_node if wanted.nodes > 1 else count
     noun = _noun(wanted, count)
     return f"waits for {count} free {noun} {where}(with {'their' if count > 1 else 'its'} cores and memory)"
-
-
-def _started(job: Job, placement: Placement, choice: ChosenPlan | None) -> str:
-    hosts = ", ".join(dict.fromkeys(str(p.host) for p in placement.ranks))
-    if choice is None:
-        return f"started on {hosts}"
-    return f"{choice.plan} on {hosts}: {choice.reason}"
