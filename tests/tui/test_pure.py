@@ -16,7 +16,7 @@ from tests.conftest import RunningCluster, until
 from tests.tui.staged import NOW_S, host, job, snapshot
 from tui.model import columns, lines, rows
 from tui.model.filters import BadFilter, parse
-from tui.model.fleet import host_summary
+from tui.model.fleet import busy_share, host_summary
 from tui.model.keys import COMMANDS
 from tui.model.line_chart import Series, chart
 from tui.model.listing import Listing
@@ -305,3 +305,16 @@ def test_a_device_shows_its_last_hour() -> None:
     (first,) = [one for one in shown if "▁▁█" in one]
     assert "100%" in first and "251 W" in first
     assert "__#" in "\n".join(lines.plain(one) for one in host_summary(known, {}, Look(ascii=True), NOW_S, usage))
+
+
+def test_the_fleet_says_how_busy_its_leased_devices_are() -> None:
+    row = host("gpu01")
+    row["devices"][0]["job"] = "1"
+    known = rows.read(rows.Host, row)
+    leased = [device.id for device in known.devices if device.job]
+    newest = int(NOW_S // 60)
+    minutes = {device: [{"minute": newest, "busy": 0.4}, {"minute": newest - 30, "busy": 1.0}] for device in leased}
+    idle = {device.id: [{"minute": newest, "busy": 0.0}] for device in known.devices if not device.job}
+    usage = rows.read(rows.Usage, {"devices": {**minutes, **idle}})
+    assert leased and busy_share({"gpu01": known}, usage, NOW_S) == pytest.approx(0.4)
+    assert busy_share({"gpu01": known}, rows.Usage(), NOW_S) is None

@@ -107,13 +107,16 @@ def _by_minute(minutes: Sequence[rows.Minute], now_s: float) -> list[rows.Minute
     return [known.get(minute) for minute in range(newest - HOUR + 1, newest + 1)]
 
 
-def _thirds(hour: Sequence[rows.Minute | None]) -> list[float | None]:
-    """Mean utilisation of each three minutes."""
-    means: list[float | None] = []
+def _timeline(hour: Sequence[rows.Minute | None], look: Look) -> Line:
+    """Utilisation of each three minutes, in the colour of the job that held the device."""
+    runs: list[tuple[str, str]] = []
     for at in range(0, len(hour), 3):
-        known = [each.busy for each in hour[at : at + 3] if each is not None and each.busy is not None]
-        means.append(sum(known) / len(known) if known else None)
-    return means
+        minutes = [each for each in hour[at : at + 3] if each is not None]
+        known = [each.busy for each in minutes if each.busy is not None]
+        job = next((each.job for each in reversed(minutes) if each.job), None)
+        drawn = look.height(sum(known) / len(known) if known else None)
+        runs.append((drawn, f"job{job_colour(job)}" if job is not None else "dim"))
+    return tuple(runs)
 
 
 def _device(
@@ -128,9 +131,8 @@ def _device(
     newest = next((each for each in reversed(hour) if each is not None), None)
     busy = newest.busy if newest is not None else busy
     used = line("  ", (look.bar(busy, 6), "info"), f" {busy:4.0%}") if busy is not None else ()
-    shares = _thirds(hour)
-    if any(share is not None for share in shares):
-        used = (*used, *line("  ", (look.sparkline(shares, len(shares)), "info")))
+    if any(minute is not None for minute in hour):
+        used = (*used, ("  ", ""), *_timeline(hour, look))
     if newest is not None:
         watts = f"{newest.power_w:.0f} W" if newest.power_w is not None else ""
         celsius = f"{newest.temperature_c:.0f} °C" if newest.temperature_c is not None else ""
@@ -155,6 +157,14 @@ def fleet_totals(hosts: dict[str, rows.Host]) -> tuple[int, int, int, int]:
     leased = sum(1 for host in hosts.values() for device in host.devices if device.job is not None)
     devices = sum(len(host.devices) for host in hosts.values())
     return up, leased, sum(host.free for host in hosts.values()), devices
+
+
+def busy_share(hosts: dict[str, rows.Host], usage: rows.Usage, now_s: float) -> float | None:
+    """Mean utilisation of all leased devices over the last minutes; None: not known."""
+    leased = (device for host in hosts.values() for device in host.devices if device.job is not None)
+    recent = (each for device in leased for each in usage.devices.get(device.id, ()) if each.minute >= now_s // 60 - 3)
+    known = [each.busy for each in recent if each.busy is not None]
+    return sum(known) / len(known) if known else None
 
 
 HOUR = 60

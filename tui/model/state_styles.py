@@ -5,7 +5,6 @@ The colours are Okabe and Ito's, which remain distinct under colour blindness ("
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -102,15 +101,12 @@ class Look:
         full = round(max(0.0, min(1.0, share)) * cells) if share == share else 0  # not for NaN, which a host may report
         return self.glyph("full") * full + self.glyph("none") * (cells - full)
 
-    def sparkline(self, shares: Sequence[float | None], cells: int) -> str:
-        """Heights of the last shares of 0 to 1, one cell each, the newest at the right; an unknown one is a space."""
+    def height(self, share: float | None) -> str:
+        """A cell filled from below to a share of 0 to 1; a space where that is not known."""
         heights = _HEIGHTS_ASCII if self.ascii else _HEIGHTS
-        top = len(heights) - 1
-        drawn = "".join(
-            " " if share is None or share != share else heights[round(max(0.0, min(1.0, share)) * top)]
-            for share in list(shares)[-cells:]
-        )
-        return drawn.rjust(cells)
+        if share is None or share != share:
+            return " "
+        return heights[round(max(0.0, min(1.0, share)) * (len(heights) - 1))]
 
     def plain(self, text: str) -> str:
         """The text, without characters that the terminal cannot show."""

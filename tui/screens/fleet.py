@@ -8,7 +8,7 @@ from textual.app import ComposeResult
 
 from clusterd.errors import ClusterError
 from tui.model import columns, rows
-from tui.model.fleet import empty_fleet, host_summary, legend
+from tui.model.fleet import busy_share, empty_fleet, host_summary, legend
 from tui.model.lines import Line, line
 from tui.model.model import Touched
 from tui.screens.base import TableBoard
@@ -74,6 +74,12 @@ class FleetBoard(TableBoard[rows.Host]):
             self.log(f"no use of devices: {error}")
             return
         self.show_side()
+
+    def table_title(self) -> str:
+        """Adds what is leased and what of it works."""
+        title = super().table_title()
+        busy = busy_share(self.context.model.hosts, self._usage, self.context.clock()) if self._usage else None
+        return title if busy is None else f"{title}─ leased devices are {busy:.0%} busy "
 
     def hosts(self) -> list[str]:
         return self.table.chosen
