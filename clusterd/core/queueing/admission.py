@@ -70,7 +70,8 @@ def find_checkpoint(state: State, spec: JobSpec, user: str, is_operator: bool) -
     job = find_own_job(state, text, user, is_operator)
     label = f"job {job.id} ({job.spec.name})"
     if JobKind.COMMAND in (job.spec.kind, spec.kind):
-        raise UsageError(f"{label} is a {job.spec.kind.value} job, the new one {spec.kind.value}: no command saves")
+        which = label if job.spec.kind is JobKind.COMMAND else "the new job"
+        raise UsageError(f"{which} is a command: it saves nothing from which another job could go on")
     if spec.kind is not job.spec.kind:
         raise UsageError(f"{label} is {job.spec.kind.value}, the new one {spec.kind.value}: checkpoints differ")
     if not job.state.is_final:

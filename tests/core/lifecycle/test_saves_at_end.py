@@ -54,7 +54,7 @@ def test_a_cancelled_job_saves_and_is_continued() -> None:
     lab.tell(e.ModelDescribed(**lab.at(), job=second, shape={**lab.scheduler.state.jobs[job].shape, "steps": 2000}))
     launch = d.LaunchAttempt.match(lab.decisions, job=second)
     assert launch is not None and launch.restore == "a:/attempts/checkpoint"
-    with pytest.raises(UsageError, match="no command saves"):
+    with pytest.raises(UsageError, match="is a command: it saves nothing"):
         find_checkpoint(lab.scheduler.state, JobSpec(name="x", command=("x",), restore=job), "ana", True)
 
 
