@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.state import Migration, State
+from clusterd.core.timers import TimerKind
 from clusterd.types import HostId, HostState, JobKind, JobSpec, RankPlace, Resources
 from clusterd.units import counted, duration, size
 from plans.plan import Plan
@@ -35,6 +36,8 @@ def of_event(event: e.Event, state: State) -> Line:
             return Line("the daemon started")
         case e.ClockSet(by_s=by_s):
             return Line(f"the head node's clock was set {'forward' if by_s > 0 else 'back'} by {duration(abs(by_s))}")
+        case e.TimerFired(timer=timer) if timer.kind is TimerKind.HOST_LOST:
+            return Line(f"{timer.about} is given up: it has not answered for too long")
         case e.TimerFired(timer=timer):
             return Line(f"timer {timer}", is_routine=True)
     if (host := getattr(event, "host", None)) is not None and getattr(event, "job", None) is None:

@@ -7,6 +7,7 @@ import re
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core import story
+from clusterd.core.timers import Timer, TimerKind
 from clusterd.types import HostId, RankEnd, Reason
 from plans.plan import Plan
 from tests.core.conftest import Lab
@@ -50,3 +51,6 @@ def test_a_lost_connection_is_told_once_and_redials_are_routine(lab: Lab) -> Non
     lines = [story.of_event(each, state) for each in lab.log if isinstance(each, e.HostDisconnected)]
     assert [line.is_routine for line in lines] == [False, True, True]
     assert lines[0].text == "connection lost: no route to host"
+    lab.fire(Timer(TimerKind.HOST_LOST, gpu01))
+    given_up = story.of_event(lab.log[-1], state)
+    assert (given_up.text, given_up.is_routine) == ("gpu01 is given up: it has not answered for too long", False)
