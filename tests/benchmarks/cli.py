@@ -25,7 +25,7 @@ from clusterd.ssh.hostkeys import HostKeys
 from tests.benchmarks.report import Report, options, spread
 from tests.conftest import RunningCluster, kill_everything_of, until
 
-SPEC: dict[str, Any] = {"name": "job", "command": ["true"], "resources": {"devices": 64}}
+SPEC: dict[str, Any] = {"name": "job", "command": ["true"], "waits_for_hosts": True, "resources": {"devices": 64}}
 
 
 def timed(argv: list[str], repeats: int, environment: dict[str, str]) -> list[float]:

@@ -131,7 +131,7 @@ def measure_daemon(report: Report, seconds: float, jobs: int, rate: int) -> None
         cluster.start()
         pid = cluster.pid
         with cluster.client() as client:
-            spec = {"name": "job", "command": ["true"], "resources": {"devices": 64}}
+            spec = {"name": "job", "command": ["true"], "waits_for_hosts": True, "resources": {"devices": 64}}
             ids = [row["id"] for row in client.call_many("submit", [{"spec": spec}] * jobs)]
             for watched in (False, True):
                 terminal = top(cluster.socket) if watched else None
