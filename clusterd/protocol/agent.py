@@ -37,6 +37,7 @@ class GpuRow:
     processes: tuple[ProcessRow, ...] = ()
     unlisted_bytes: int | None = 0  # in use by no process that the driver lists
     compute_capability: str = ""  # "8.0"; empty: not known
+    slice: int | None = None  # number of a MIG slice of the GPU; None: the whole GPU
 
 
 @dataclass(frozen=True)
