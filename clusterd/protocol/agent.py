@@ -140,6 +140,7 @@ class Progress(Event, event="progress"):
     phases: dict[str, float] = field(default_factory=dict)
     device_bytes: int = 0
     host_bytes: int = 0
+    overhead_bytes: int = 0  # device memory that no tensor uses; 0: not measured
     plan: str = ""
     samples: int | None = None
     at_s: float | None = None

@@ -272,7 +272,7 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
             return Training(job, context, device, mesh, uninitialized=uninitialized, shape=shape, fingerprint=known)
 
         if target is not None:
-            training = target.take_over(lambda: make(uninitialized=True))
+            training = target.take_over(lambda: make(uninitialized=True), device)
         else:
             weights = open_weights(job.init_from) if job.init_from is not None and not context.restore else None
             covered = weights is not None and pretrained.covers(weights, job.model, job.seed)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from clusterd.train.process import accelerator
+
 EVERY = 5
 """Interval, in steps, between two steps that are timed by phase."""
 
@@ -20,7 +22,7 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._gpu = accelerator.of(device)
         self._marks: list[tuple[str, Any]] = []
         self._before: list[tuple[str, Any]] = []  # of the previous step
         self._on = False
@@ -40,20 +42,17 @@ class PhaseClock:
         """End the phase `name`, which began at the last lap."""
         if not self._on:
             return
-        mark: Any = time.perf_counter()
-        if self._cuda:
-            mark = torch.cuda.Event(enable_timing=True)
-            mark.record()
+        mark: Any = time.perf_counter() if self._gpu is None else self._gpu.record_event(timed=True)
         self._marks.append((name, mark))
 
     def read(self) -> dict[str, float]:
         """Seconds of each phase of the previous step; empty if it was not timed."""
         marks, self._before = self._before, []
-        if self._cuda and marks:
+        if self._gpu is not None and marks:
             marks[-1][1].synchronize()  # its optimizer update may still be running
         phases: dict[str, float] = {}
         for (_, before), (name, after) in itertools.pairwise(marks):
-            if self._cuda:
+            if self._gpu is not None:
                 seconds = before.elapsed_time(after) / 1e3
             else:
                 seconds = after - before
@@ -68,6 +67,15 @@ def peak_bytes(device: torch.device) -> tuple[int, int]:
         for line in status:
             if line.startswith("VmHWM:"):
                 host = int(line.split()[1]) * 1024
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device)), host
+    if (gpu := accelerator.of(device)) is not None:
+        return gpu.peak_bytes(), host
     return host, host
+
+
+def overhead_bytes(gpu: Any) -> int:
+    """Device memory in use that no tensor accounts for: this process's context, kernels and communicators.
+
+    Other processes on the device count, too; those of more than a display keep it from being offered.
+    """
+    free, total = gpu.memory_bytes()
+    return max(int(total - free - gpu.reserved_bytes()), 0)
