@@ -60,22 +60,35 @@ class PhaseClock:
         return {name: round(seconds, 6) for name, seconds in phases.items()}
 
 
-def peak_bytes(device: torch.device) -> tuple[int, int]:
-    """Peak bytes of this rank on its device and in host memory; for a CPU device both are host memory."""
-    host = 0
-    with open("/proc/self/status", encoding="ascii") as status:
-        for line in status:
-            if line.startswith("VmHWM:"):
-                host = int(line.split()[1]) * 1024
-    if (gpu := accelerator.of(device)) is not None:
-        return gpu.peak_bytes(), host
-    return host, host
+class MemoryUse:
+    """Memory of this rank: input of the plans' memory estimates.
 
-
-def overhead_bytes(gpu: Any) -> int:
-    """Device memory in use that no tensor accounts for: this process's context, kernels and communicators.
-
-    Other processes on the device count, too; those of more than a display keep it from being offered.
+    Args:
+        alone: no rank of another generation uses the device, whose use beside tensors then is this rank's.
     """
-    free, total = gpu.memory_bytes()
-    return max(int(total - free - gpu.reserved_bytes()), 0)
+
+    def __init__(self, device: torch.device, *, alone: bool) -> None:
+        self._gpu = accelerator.of(device)
+        self._alone = alone
+        self._overhead_bytes = 0  # measured once
+
+    def read(self) -> dict[str, int]:
+        """Peak bytes on the device and in host memory (for a CPU device both are host memory), and the overhead.
+
+        The overhead is device memory in use that no tensor accounts for: context, kernels and communicators. Other
+        processes count, too; those of more than a display keep the device from being offered.
+        """
+        host_bytes = 0
+        with open("/proc/self/status", encoding="ascii") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    host_bytes = int(line.split()[1]) * 1024
+        if self._gpu is None:
+            return {"device_bytes": host_bytes, "host_bytes": host_bytes}
+        found = {"device_bytes": self._gpu.peak_bytes(), "host_bytes": host_bytes}
+        if self._alone:
+            if not self._overhead_bytes:
+                free, total = self._gpu.memory_bytes()
+                self._overhead_bytes = max(total - free - self._gpu.reserved_bytes(), 0)
+            found["overhead_bytes"] = self._overhead_bytes
+        return found

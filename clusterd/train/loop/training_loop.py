@@ -19,7 +19,7 @@ from clusterd.train.checkpoint.asynchronous import AsyncCheckpointer
 from clusterd.train.loop import peers
 from clusterd.train.loop.consensus import StepConsensus
 from clusterd.train.loop.evaluation import Evaluator, Interrupted
-from clusterd.train.loop.phases import overhead_bytes, peak_bytes
+from clusterd.train.loop.phases import MemoryUse
 from clusterd.train.loop.step import Stepper
 from clusterd.train.migration.snapshots import StateSnapshots
 from clusterd.train.migration.source import MigrationSource
@@ -103,7 +103,7 @@ class TrainingLoop:
         plan = training.context.plan
         self._replicated = plan.dp > 1 and plan.zero == 0 and training.context.launcher == "clusterd"
         self._synchronous_until = training.step + SYNCHRONOUS_STEPS if training.context.migration is not None else 0
-        self._overhead_bytes = 0  # measured once
+        self._memory_use = MemoryUse(training.device, alone=training.context.migration is None)
         self._update_done: Any = None  # device event: the last step's update is done
         self._last_whole_step = 0  # step that was complete on the device at the disconnect
         self._cores = 0  # CPU threads from the next step on; 0: no change
@@ -393,18 +393,11 @@ class TrainingLoop:
         return found | self.training.stepper.read_values(consensus.sums())
 
     def _details(self) -> dict[str, Any]:
-        """Phases and peak memory of the settled step, if it was timed."""
+        """Phases and memory of the settled step, if it was timed."""
         phases = self.training.stepper.phases.read()
         if not phases:
             return {}
-        device_bytes, host_bytes = peak_bytes(self.training.device)
-        found = {"phases": phases, "device_bytes": device_bytes, "host_bytes": host_bytes}
-        # Beside ranks of a migration the device's use is not this rank's.
-        if self._gpu is not None and self.training.context.migration is None:
-            if not self._overhead_bytes:
-                self._overhead_bytes = overhead_bytes(self._gpu)
-            found["overhead_bytes"] = self._overhead_bytes
-        return found
+        return {"phases": phases, **self._memory_use.read()}
 
     def _end_of_step(self) -> None:
         if self._gpu is not None:

@@ -60,7 +60,7 @@ class CopyBatch:
         self._count, self._copies, self._zeroed = parts, copies, zeroed
         devices = (t.device for copy in copies for t in (copy.target, copy.source))
         self._gpu = next((gpu for device in devices if (gpu := accelerator.of(device)) is not None), None)
-        self._pieces = list(_cut_at_borders(copies, segment)) if self._gpu is not None else []
+        self._cuts = list(_cut_at_borders(copies, segment)) if self._gpu is not None else []
 
     def run(self, threads: int = 1, after: Any = None) -> list[int]:
         """Run the copies and return the checksum of each part.
@@ -73,7 +73,7 @@ class CopyBatch:
         copies = self._copies
         if self._gpu is not None:
             with _on_stream(self._gpu, after):
-                _copy(self._pieces)
+                _copy(self._cuts)
                 return self._totals(list(map(_word_sum, copies)))
         if threads == 1:
             return self._totals(_copy_and_sum(copies))

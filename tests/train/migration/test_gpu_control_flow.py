@@ -32,6 +32,8 @@ def test_moves_beside_pinned_memory_change_no_loss(
     assert [s["loss"] for s in steps] == pytest.approx(undisturbed()[: len(steps)], rel=1e-4)
     for place, generation in enumerate(mover.generations):
         gpus = [rank.result["gpu"] for rank in generation.run.result()[0].ranks]
+        if place == len(mover.generations) - 1:  # what it pinned to read, it has unpinned
+            assert [gpu["registered"] for gpu in gpus] == [0] * len(gpus)
         if place:  # a target rank leaves memory to the source ranks until it resumes
             assert all(gpu["calls"]["empty_cache"] for gpu in gpus)
             assert {gpu["limits"][-1] for gpu in gpus} == {None}
