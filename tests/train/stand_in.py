@@ -5,13 +5,16 @@ It does at once what a GPU would queue, records what it is asked for, and checks
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from clusterd.train import rank_main
 from clusterd.train.process import accelerator
 from clusterd.train.state import copying, segments
 
@@ -139,7 +142,22 @@ def use_stand_in(pin_bytes: int = 1 << 12) -> StandIn:
         copy(pairs)
 
     copying._copy = checked
+    _forbid_forks()
     return gpu
+
+
+def _forbid_forks() -> None:
+    """Fail at a fork of this process once it has selected its device: a CUDA context does not survive it."""
+    select = rank_main.device_of
+
+    def fork() -> int:
+        raise AssertionError("a process with a CUDA context forks")
+
+    def device_of(context: Any) -> torch.device:
+        os.fork = fork
+        return select(context)
+
+    rank_main.device_of = device_of
 
 
 class _Kind:

@@ -23,6 +23,7 @@ def device_of(context: Context) -> torch.device:
 
     Raises:
         NoTorch: a CUDA device was assigned, but torch sees none or cannot compute on it.
+        DeviceFault: other processes hold all of its memory.
     """
     kind = context.device_kind or ("cuda" if accelerator.is_there() else "cpu")
     if context.threads:
@@ -39,7 +40,12 @@ def device_of(context: Context) -> torch.device:
         # The agent makes exactly one device visible; torchrun makes all.
         return accelerator.select(context.local_rank)
     except RuntimeError as error:
-        if exits.classify_error(error, where="") is not None:
+        refusal = exits.classify_error(error, where="")
+        if isinstance(refusal, exits.DeviceOutOfMemory) and context.migration is None:
+            # Nothing of this job is on the device yet: no other plan would fit either.
+            full = "the GPU has no memory for a CUDA context: other processes hold it"
+            raise exits.DeviceFault(f"{full}, {context}: {exits.first_line(error)}") from error
+        if refusal is not None:
             raise
         raise NoTorch(f"{context} cannot compute on its CUDA device: {exits.first_line(error)}") from error
 
