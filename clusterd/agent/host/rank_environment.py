@@ -62,6 +62,7 @@ def variables(attempt: Attempt, rank: RankSpec, tag: str, secrets: Mapping[str, 
     if on_slice:
         # NCCL refuses two ranks on one GPU of one host, and slices have no direct link: each is a host to it.
         env["NCCL_HOSTID"] = f"rank{rank.rank}"
+        env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # from NCCL 2.30 on
     env.update(launch.env)
     env.update(secrets)
     if launch.kind == "checkpointable" or (launch.kind == "elastic" and not runs_in_fork(launch)):
