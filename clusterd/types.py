@@ -16,7 +16,7 @@ from plans.plan import Plan
 JobId = NewType("JobId", str)
 HostId = NewType("HostId", str)
 DeviceId = NewType("DeviceId", str)
-"""``HOST:gpu0`` or ``HOST:cpu1``: unique in the cluster, readable in a command line."""
+"""``HOST:gpu0``, ``HOST:gpu0.2`` (a MIG slice) or ``HOST:cpu1``: unique in the cluster, readable in a command line."""
 
 
 TEMPLATE_NAMES = ("job", "dp", "tp", "pp", "zero", "accumulation", "devices", "hosts")
@@ -170,7 +170,7 @@ class Device:
     id: DeviceId
     host: HostId
     kind: str  # "cuda" or "cpu"
-    uuid: str
+    uuid: str  # of a MIG slice: "MIG-..."
     name: str
     memory_bytes: int
     cores: tuple[int, ...] = ()  # of a CPU device

@@ -17,7 +17,8 @@ activations        per micro-batch in flight m * (whole + cut/tp), or with check
                    activations are, also copies of parameters in another precision (autocast), for any m.
                    In flight: all under gpipe, min(accumulation, pp - stage) under 1f1b, 1 without pipeline
 buffers            received by the pipeline: m * boundary bytes, forward and backward, for every micro-batch
-overhead           of the process: CUDA context and NCCL, or the interpreter with torch
+overhead           of the process: on CUDA the context and the buffers of each communicator (`Overhead`), learned from
+                   measurements; elsewhere the interpreter with torch
 host               offloaded: parameters, gradients and optimizer state. Pinned on CUDA
 =================  ==================================================================================
 
@@ -26,14 +27,58 @@ ZeRO-1 moves whole parameters: a rank has at least the largest one's optimizer s
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plans.model_shape import ModelShape, ParameterShape
 from plans.plan import Plan
 from plans.stages import split_layers
 
-OVERHEAD_BYTES = {"cuda": 900 << 20, "cpu": 300 << 20}
-"""Of an empty rank: measured 220 MB resident after importing torch on CPU; CUDA by rule of thumb."""
+CPU_OVERHEAD_BYTES = 300 << 20
+"""Of an empty rank: measured 220 MB resident after importing torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Device memory of a rank that no tensor uses: CUDA context and kernels, and so much for each communicator."""
+
+    context_bytes: int = 600 << 20
+    communicator_bytes: int = 150 << 20
+
+    def of(self, plan: Plan) -> int:
+        """Overhead of a rank of the plan."""
+        return self.context_bytes + communicators(plan) * self.communicator_bytes
+
+
+OVERHEAD = Overhead()
+"""Prior of the overhead, by rule of thumb: 900 MB with two communicators."""
+
+PRIOR_WEIGHT = 0.1
+"""Weight of the prior's share for a communicator, in measurements."""
+
+
+def communicators(plan: Plan) -> int:
+    """Number of communicators of a rank: of all ranks, and of each dimension of the plan unless that is all ranks."""
+    dimensions = sum(size > 1 for size in (plan.pp, plan.dp, plan.tp))
+    return dimensions if dimensions < 2 else 1 + dimensions
+
+
+def learn_overhead(measured: Mapping[int, int], prior: Overhead = OVERHEAD) -> Overhead:
+    """Overhead of a type of device, from the largest measured bytes by number of communicators.
+
+    A line through the measurements, drawn towards the prior's slope; raised until no measurement lies above it, because
+    an estimate that is too small costs a job a start. Without measurements it is the prior.
+    """
+    if not measured:
+        return prior
+    count = len(measured)
+    mean_x, mean_y = sum(measured) / count, sum(measured.values()) / count
+    spread = sum((x - mean_x) ** 2 for x in measured)
+    joint = sum((x - mean_x) * (y - mean_y) for x, y in measured.items())
+    slope = max((joint + PRIOR_WEIGHT * prior.communicator_bytes) / (spread + PRIOR_WEIGHT), 0.0)
+    context = max(y - slope * x for x, y in measured.items())
+    return Overhead(max(math.ceil(context), 0), math.ceil(slope))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +110,18 @@ class MemoryEstimate:
 
 
 def estimate(
-    plan: Plan, shape: ModelShape, *, global_batch: int | None = None, kind: str = "cuda", stage: int | None = None
+    plan: Plan,
+    shape: ModelShape,
+    *,
+    global_batch: int | None = None,
+    kind: str = "cuda",
+    stage: int | None = None,
+    overhead: Overhead = OVERHEAD,
 ) -> MemoryEstimate:
     """Estimate the memory of a rank of `stage`, or of the stage that needs most on its device.
+
+    Args:
+        overhead: of a rank on a GPU.
 
     Raises:
         PlanError, ValueError: the plan is not legal for the model (`plans.legality.check`).
@@ -76,12 +130,14 @@ def estimate(
     stages = split_layers(shape.layer_weights(), plan.pp) if plan.pp > 1 else [range(-1, len(shape.layers))]
     chosen = range(plan.pp) if stage is None else [stage]
     return max(
-        (_estimate_stage(plan, shape, batch, kind, index, stages[index]) for index in chosen),
+        (_estimate_stage(plan, shape, batch, kind, index, stages[index], overhead) for index in chosen),
         key=lambda e: e.device_bytes,
     )
 
 
-def _estimate_stage(plan: Plan, shape: ModelShape, batch: int, kind: str, stage: int, layers: range) -> MemoryEstimate:
+def _estimate_stage(
+    plan: Plan, shape: ModelShape, batch: int, kind: str, stage: int, layers: range, overhead: Overhead
+) -> MemoryEstimate:
     own = [p for p in shape.parameters if p.layer in layers]
     whole = _bytes(own, plan)
     trainable = _bytes([p for p in own if p.trainable], plan)
@@ -131,7 +187,7 @@ def _estimate_stage(plan: Plan, shape: ModelShape, batch: int, kind: str, stage:
         activations_bytes=samples * _activations(plan, shape, stage, layers, in_flight)
         + _casts(plan, shape, own, layers, in_flight),
         buffers_bytes=samples * _boundaries(plan, shape, stage, layers),
-        overhead_bytes=OVERHEAD_BYTES[kind],
+        overhead_bytes=overhead.of(plan) if kind == "cuda" else CPU_OVERHEAD_BYTES,
         host_bytes=host,
         build_bytes=shape.parameter_bytes,
         temporaries_bytes=temporaries,

@@ -10,7 +10,7 @@ import numpy as np
 import scipy
 
 from plans.enumerate import legal_plans
-from plans.memory import MemoryEstimate, estimate
+from plans.memory import OVERHEAD, MemoryEstimate, Overhead, estimate
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 from profiling.coefficients import Array
@@ -60,6 +60,7 @@ class Knowledge:
     devices: DeviceType
     online: OnlineFit
     refused: set[Plan] = field(default_factory=set)  # ran out of memory or failed in a trial
+    overhead: Overhead = OVERHEAD  # device memory of a rank that no tensor uses
     _plans: dict[int, list[Plan]] = field(default_factory=dict)
     _memory: dict[Plan, MemoryEstimate] = field(default_factory=dict)
 
@@ -72,8 +73,13 @@ class Knowledge:
     def memory(self, plan: Plan) -> MemoryEstimate:
         """Estimated memory of the plan's largest rank."""
         if plan not in self._memory:
-            self._memory[plan] = estimate(plan, self.model, kind=self.devices.kind)
+            self._memory[plan] = estimate(plan, self.model, kind=self.devices.kind, overhead=self.overhead)
         return self._memory[plan]
+
+    def set_overhead(self, overhead: Overhead) -> None:
+        """Estimate memory with another overhead from now on."""
+        self.overhead = overhead
+        self._memory.clear()
 
     def fits(self, plan: Plan) -> bool:
         """True if the plan's largest rank fits in device memory."""

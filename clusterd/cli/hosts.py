@@ -184,7 +184,8 @@ def show(name: str, output: str) -> None:
             if not process["ours"]:
                 used = f"{size(process['memory_bytes'])} " if process["memory_bytes"] is not None else ""
                 user = f"{process['user']} (pid {process['pid']})"
-                print_line(f"  gpu{gpu['index']}: {used}used outside the queue by {user}")
+                name = f"gpu{gpu['index']}" + (f".{gpu['slice']}" if gpu.get("slice") is not None else "")
+                print_line(f"  {name}: {used}used outside the queue by {user}")
 
 
 @host.command()

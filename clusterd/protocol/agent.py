@@ -37,6 +37,7 @@ class GpuRow:
     processes: tuple[ProcessRow, ...] = ()
     unlisted_bytes: int | None = 0  # in use by no process that the driver lists
     compute_capability: str = ""  # "8.0"; empty: not known
+    slice: int | None = None  # number of a MIG slice of the GPU; None: the whole GPU
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ class Progress(Event, event="progress"):
     phases: dict[str, float] = field(default_factory=dict)
     device_bytes: int = 0
     host_bytes: int = 0
+    overhead_bytes: int = 0  # device memory that no tensor uses; 0: not measured
     plan: str = ""
     samples: int | None = None
     at_s: float | None = None

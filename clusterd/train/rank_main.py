@@ -30,7 +30,7 @@ from clusterd.train.migration.target import MigrationTarget
 from clusterd.train.parallel import build, precision
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.mesh import device_of, process_groups, same_on_all_ranks
-from clusterd.train.parallel.meta_build import build_uninitialized
+from clusterd.train.parallel.meta_build import can_build_on_meta
 from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process import context as contexts
 from clusterd.train.process import exits, loggers
@@ -63,7 +63,8 @@ class Training:
         registered: objects of the script.
 
     Args:
-        uninitialized: build without values; they come from other ranks or a checkpoint.
+        on_meta: build without values; they come from other ranks or a checkpoint.
+        uninitialized: values come from there, whether or not the model is built with some.
         shape: of the whole model, if known.
     """
 
@@ -75,6 +76,7 @@ class Training:
         mesh: Any,
         *,
         uninitialized: bool = False,
+        on_meta: bool = False,
         shape: ModelShape | None = None,
         fingerprint: Fingerprint | None = None,
     ) -> None:
@@ -86,7 +88,7 @@ class Training:
         self.evaluations = Evaluations(job.evaluate, steps=job.steps, steps_per_epoch=per_epoch)
         self._prefetched: Iterator[tuple[Any, Any]] | None = None
         self._shape = shape
-        model = build_uninitialized(job.model, job.seed) if uninitialized else build.build_model(job.model, job.seed)
+        model = build.build_model(job.model, job.seed, meta=on_meta)
         if not uninitialized and not same_on_all_ranks(build.fingerprint(model), device):
             raise PlanRefused(
                 "model() made different weights on different ranks; it must draw them from torch's generator only"
@@ -264,19 +266,23 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
         dcp_files.check(context.final)
     # A single process that will never migrate has no other to compare with.
     known = fingerprint.fingerprint_of(job.data, context.job) if context.launcher != "alone" else None
+    weights = open_weights(job.init_from) if job.init_from is not None and not context.restore else None
+    covered = weights is not None and target is None and pretrained.covers(weights, job.model, job.seed)
+    uninitialized = target is not None or bool(context.restore) or covered
+    on_meta = uninitialized and can_build_on_meta(job.model, job.seed)
+    # No fork from here on: a child of a process with a CUDA context and the threads of NCCL may hang.
     device = device_of(context)
     with process_groups(context, device) as mesh:
 
-        def make(*, uninitialized: bool) -> Training:
+        def make() -> Training:
             fingerprint.check_same_on_all_ranks(known)
-            return Training(job, context, device, mesh, uninitialized=uninitialized, shape=shape, fingerprint=known)
+            build_as: dict[str, bool] = {"uninitialized": uninitialized, "on_meta": on_meta}
+            return Training(job, context, device, mesh, **build_as, shape=shape, fingerprint=known)
 
         if target is not None:
-            training = target.take_over(lambda: make(uninitialized=True))
+            training = target.take_over(make, device)
         else:
-            weights = open_weights(job.init_from) if job.init_from is not None and not context.restore else None
-            covered = weights is not None and pretrained.covers(weights, job.model, job.seed)
-            training = make(uninitialized=bool(context.restore) or covered)
+            training = make()
             if context.restore:
                 training.optimizer.make_state()
                 dcp.restore(training, training.shape, dcp_files.find(context.restore))

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from clusterd.train.process import accelerator
 from clusterd.train.state.copying import SegmentPart, copies_from_segment, copies_to_segment
 from clusterd.train.state.segments import Segment
+
+
+def gpu() -> Any:
+    return accelerator.of(torch.device("cuda", 0))
+
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU here")]
 
@@ -26,7 +33,7 @@ def segment() -> Iterator[Segment]:
 
 
 def test_what_goes_through_pinned_memory_comes_back_with_the_same_sum(segment: Segment) -> None:
-    segment.pin()
+    segment.pin(gpu())
     assert segment.view(torch.uint8, (1 << 16,), 0).is_pinned()
     there = [torch.randn(64, 33, device="cuda"), torch.randn(7, device="cuda").bfloat16()]
     back = [torch.empty_like(tensor) for tensor in there]
@@ -40,6 +47,6 @@ def test_what_goes_through_pinned_memory_comes_back_with_the_same_sum(segment: S
 
 
 def test_memory_that_cannot_be_pinned_disturbs_no_kernel(segment: Segment) -> None:
-    segment.pin()
-    segment.pin()  # pinning twice is refused
+    segment.pin(gpu())
+    segment.pin(gpu())  # pinning twice is refused
     assert torch.ones(4, device="cuda").sum().item() == 4

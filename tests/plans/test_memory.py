@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shapes import gpt
 
 from plans.enumerate import legal_plans
-from plans.memory import MemoryEstimate, estimate
+from plans.memory import OVERHEAD, MemoryEstimate, communicators, estimate, learn_overhead
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
@@ -124,3 +124,23 @@ def test_more_micro_batches_need_less() -> None:
 
 def test_unequal_shares_are_sized_by_the_largest() -> None:
     assert of("dp=2,shares=4:12").activations_bytes == of("dp=1,accumulation=4").activations_bytes * 3
+
+
+def test_a_measured_overhead_takes_the_place_of_the_prior() -> None:
+    """By number of communicators, each of which has buffers on the device."""
+    assert learn_overhead({}) == OVERHEAD
+    one = learn_overhead({0: 500 << 20})
+    assert (one.context_bytes, one.communicator_bytes) == (500 << 20, OVERHEAD.communicator_bytes)
+    plan = Plan.parse("dp=2,tp=2")
+    assert communicators(plan) == 3
+    learned = learn_overhead({0: 500 << 20, 1: 900 << 20, 3: 1700 << 20})
+    assert estimate(plan, SHAPE, overhead=learned).overhead_bytes == pytest.approx(1700 << 20, rel=0.02)
+    assert estimate(plan, SHAPE, kind="cpu", overhead=learned) == estimate(plan, SHAPE, kind="cpu")
+
+
+@given(st.dictionaries(st.integers(0, 4), st.integers(0, 8 << 30), max_size=5))
+def test_no_measured_overhead_is_above_the_learned_one(measured: dict[int, int]) -> None:
+    learned = learn_overhead(measured)
+    assert learned.context_bytes >= 0
+    for count, found in measured.items():
+        assert learned.context_bytes + count * learned.communicator_bytes >= found

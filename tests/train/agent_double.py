@@ -177,7 +177,9 @@ class HostAgent:
 
     def _segments_(self, who: tuple[int, int], message: Message) -> Message:
         with self.network.news:
-            return {"segments": [s for s in self._complete if s["move"] == message["move"]]}
+            move = message["move"]
+            there = [{"name": p.name, "path": str(p), "move": move} for p in self._segments.glob(f"{move}.*")]
+            return {"segments": [s for s in self._complete if s["move"] == move], "rooms": there}
 
     def _bring(self, move: str, path: Path, source: Message) -> None:
         network, name = self.network, source["name"]

@@ -20,6 +20,7 @@ import unusual_models
 import unusual_optimizers
 import writing_models
 from model import GPT
+from stand_in import use_stand_in
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
@@ -406,6 +407,7 @@ def rank(
     filed: bool = False,
     unlike: str = "",
     own_loop: dict[str, Any] | None = None,
+    stand_in: bool = False,
     **options: Any,
 ) -> None:
     """Train on one rank, and save the requested samples and the final parameters.
@@ -415,12 +417,14 @@ def rank(
         record: folder for the complete state at both ends of every migration.
         filed: read samples from a data set that is opened by name.
         own_loop: train in a loop of the script's own; see `loop_of_its_own`.
+        stand_in: train as if on a GPU, and save what its stand-in recorded.
         unlike: entry of the rank file; processes in which it differs have other data.
     """
     if way:
         rank_file = json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())
         torch_limits.attempt(way, rank_file["rank"], rank_file["master_port"])
         return
+    gpu = use_stand_in() if stand_in else None
     if record:
         recorded_state.record(Path(record))
     data = (Filed if filed else Recorded)(samples, pace_s)
@@ -449,6 +453,8 @@ def rank(
                 loop_of_its_own(run, left, **own_loop)
             left["outcome"] = run.outcome.step if run.outcome is not None else None
     finally:
+        if gpu is not None:
+            left["gpu"] = {"calls": gpu.calls, "limits": gpu.limits, "registered": len(gpu.registered)}
         result.write_text(json.dumps({**left, "asked": data.asked}))
 
 

@@ -54,14 +54,16 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 
 def test_what_the_fork_server_preloads_starts_nothing() -> None:
-    """Threads and CUDA contexts do not survive a fork."""
+    """Threads and CUDA contexts do not survive a fork, nor does a driver's library that was initialised."""
     program = (
         "import os, clusterd.train.process.preload, torch\n"
-        "print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized(), torch.distributed.is_initialized())"
+        "print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized(), torch.distributed.is_initialized())\n"
+        "mapped = open('/proc/self/maps').read()\n"
+        "print([name for name in ('libcuda.so', 'libnvidia-ml.so') if name in mapped])"
     )
     environment = {**ENVIRONMENT, "OPENBLAS_NUM_THREADS": "1"}
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert ended.stdout.split() == ["1", "False", "False"]
+    assert ended.stdout.split() == ["1", "False", "False", "[]"]
 
 
 def test_a_rank_imports_hardly_more() -> None:

@@ -186,7 +186,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
         found: dict[str, float] = {}
         for at, gpu in enumerate(gpus if isinstance(gpus, list) else ()):
             if isinstance(gpu, dict) and isinstance(gpu.get("utilisation"), int | float):
-                found[f"gpu{gpu.get('index', at)}"] = float(gpu["utilisation"])
+                part = f".{gpu['slice']}" if gpu.get("slice") is not None else ""
+                found[f"gpu{gpu.get('index', at)}{part}"] = float(gpu["utilisation"])
         return found
 
 

@@ -1,4 +1,4 @@
-"""GPUs of this host, read through the driver's NVML library, or through `nvidia-smi` if that cannot be loaded.
+"""GPUs of this host and their MIG slices, read through the driver's NVML library.
 
 Names and structures follow NVIDIA's NVML API Reference. Entry points that every driver since 510 (2021) has are called
 without checking that they exist.
@@ -7,11 +7,7 @@ without checking that they exist.
 from __future__ import annotations
 
 import ctypes
-import re
-import subprocess
-import threading
-import time
-from concurrent.futures import Future, TimeoutError
+from collections.abc import Iterator
 from typing import Any
 
 from clusterd.agent.host import processes
@@ -19,18 +15,17 @@ from clusterd.agent.host import processes
 _SUCCESS = 0
 _NOT_SUPPORTED = 3
 _NO_PERMISSION = 4
+_NOT_FOUND = 6
 _INSUFFICIENT_SIZE = 7
 _DRIVER_NOT_LOADED = 9
 _LIBRARY_MISMATCH = 18
 _NOT_AVAILABLE = (1 << 64) - 1
 _PROCESSES_MAX = 1024
 _MODE_EXCLUSIVE, _MODE_PROHIBITED = 3, 2
-_MIG_IS_ON = "MIG is on: GPUs partitioned into instances are not used (turn it off with `nvidia-smi -mig 0`)"
-_PROHIBITED = "its compute mode prohibits all processes (`nvidia-smi -c 0` as root allows them)"
-DRIVER_ANSWERS_S = 20.0
-"""A driver that takes longer hangs, as after some hardware faults: its calls never return."""
-
-_NO_SUCH_VALUE = ("[N/A]", "[Not Supported]")
+_NO_SLICES = (
+    "MIG is on, and there is no slice (`nvidia-smi mig -cgi PROFILE -C` creates one, `nvidia-smi -mig 0` ends MIG)"
+)
+PROHIBITED = "its compute mode prohibits all processes (`nvidia-smi -c 0` as root allows them)"
 
 
 class NvmlError(Exception):
@@ -57,6 +52,8 @@ class _Process(ctypes.Structure):  # nvmlProcessInfo_v2_t, of the _v2 and _v3 en
         ("compute_instance", ctypes.c_uint),
     ]
 
+
+_POWER, _CELSIUS = "nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperature"  # in milliwatts; of sensor 0, the GPU
 
 Gpu = dict[str, Any]
 
@@ -94,23 +91,55 @@ class Nvml:
         self.is_stale = False
         for index in range(count.value):
             try:
-                found.append(self._gpu(index))
+                found += self._devices(index)
             except NvmlError as error:  # a GPU that fell off the bus does not affect the others
                 wrong.append(f"GPU {index}: {error}")
                 self.is_stale |= not isinstance(error, _NotOffered)
         return found, "; ".join(wrong) or None
 
-    def _gpu(self, index: int) -> Gpu:
+    def _devices(self, index: int) -> list[Gpu]:
+        """The GPU at `index`, or its MIG slices: with MIG on, CUDA runs nothing on the whole GPU."""
         handle = ctypes.c_void_p()
         self._check(self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle)))
         mode, pending = ctypes.c_uint(), ctypes.c_uint()
-        if self._supports("nvmlDeviceGetMigMode", handle, ctypes.byref(mode), ctypes.byref(pending)) and mode.value:
-            raise _NotOffered(_MIG_IS_ON)
+        if not self._supports("nvmlDeviceGetMigMode", handle, ctypes.byref(mode), ctypes.byref(pending)):
+            mode.value = 0
+        exclusive = self._is_exclusive(handle)
+        capability = self._compute_capability(handle)
+        if not mode.value:
+            return [{**self._device(handle), "index": index, "exclusive": exclusive, "compute_capability": capability}]
+        slices = []
+        for number, slice_handle in self._slices(handle):
+            device = self._device(slice_handle)
+            if " MIG " not in device["name"]:  # slices of another size are devices of another speed
+                device["name"] += f" MIG {round(device['memory_bytes'] / (1 << 30))}gb"
+            place = {"index": index, "slice": number}
+            slices.append({**device, **place, "exclusive": exclusive, "compute_capability": capability})
+        if not slices:
+            raise _NotOffered(_NO_SLICES)
+        return slices
+
+    def _slices(self, handle: ctypes.c_void_p) -> Iterator[tuple[int, ctypes.c_void_p]]:
+        """Number and handle of each MIG slice of a GPU; numbers may have gaps."""
+        count = ctypes.c_uint()
+        self._check(self._call("nvmlDeviceGetMaxMigDeviceCount", handle, ctypes.byref(count)))
+        for number in range(count.value):
+            found = ctypes.c_void_p()
+            code = self._call("nvmlDeviceGetMigDeviceHandleByIndex", handle, ctypes.c_uint(number), ctypes.byref(found))
+            if code != _NOT_FOUND:
+                self._check(code)
+                yield number, found
+
+    def _is_exclusive(self, handle: ctypes.c_void_p) -> bool:
         compute = ctypes.c_uint()
         if not self._supports("nvmlDeviceGetComputeMode", handle, ctypes.byref(compute)):
             compute.value = 0
         if compute.value == _MODE_PROHIBITED:
-            raise _NotOffered(_PROHIBITED)
+            raise _NotOffered(PROHIBITED)
+        return compute.value == _MODE_EXCLUSIVE
+
+    def _device(self, handle: ctypes.c_void_p) -> Gpu:
+        """Facts of a GPU or a slice that its own handle returns."""
         memory = _Memory()
         code = self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
         if code == _NOT_SUPPORTED:
@@ -126,10 +155,7 @@ class Nvml:
         )
         return {
             "uuid": self._text("nvmlDeviceGetUUID", handle),
-            "index": index,
             "name": self._text("nvmlDeviceGetName", handle),
-            "exclusive": compute.value == _MODE_EXCLUSIVE,
-            "compute_capability": self._compute_capability(handle),
             "memory_bytes": memory.total,
             "memory_used_bytes": None if shared else memory.used,
             "utilisation": utilisation.gpu / 100 if known else None,
@@ -184,147 +210,3 @@ class Nvml:
         text = self._library.nvmlErrorString(code)
         kind = _NotOffered if code == _NO_PERMISSION else NvmlError
         raise kind(f"the NVIDIA driver reports: {text.decode(errors='replace') if text else f'error {code}'}")
-
-
-_POWER, _CELSIUS = "nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperature"  # in milliwatts; of sensor 0, the GPU
-
-
-class Probe:
-    """Lists the GPUs of this host, with NVML or `nvidia-smi`, whichever works."""
-
-    def __init__(
-        self,
-        library: str = "libnvidia-ml.so.1",
-        program: str = "nvidia-smi",
-        answers_s: float = DRIVER_ANSWERS_S,
-    ) -> None:
-        self._library = library
-        self._program = program
-        self._answers_s = answers_s
-        self._nvml: Nvml | None = None
-        self._lock = threading.Lock()  # so that no thread closes the library while another uses it
-        self._asked_at_s: float | None = None
-        self._answer: Future[tuple[list[Gpu], str | None]] | None = None
-
-    def gpus(self) -> tuple[list[Gpu], str | None]:
-        """List the GPUs and their errors; without an NVIDIA driver the list is empty, and that is not an error.
-
-        Blocks for `answers_s` at most. A call to a driver that hangs never returns, so it has a thread of its own, and
-        no further call is made before it has returned.
-        """
-        with self._lock:
-            if self._answer is None:
-                self._answer, self._asked_at_s = Future(), time.monotonic()
-                threading.Thread(target=self._ask, args=(self._answer,), name="clusterd-nvml", daemon=True).start()
-            answer, asked_at_s = self._answer, self._asked_at_s
-        assert asked_at_s is not None
-        try:
-            found = answer.result(max(self._answers_s - (time.monotonic() - asked_at_s), 0.0))
-        except TimeoutError:
-            return [], f"the NVIDIA driver has not answered for {time.monotonic() - asked_at_s:.0f} s: reboot this host"
-        with self._lock:
-            if self._answer is answer:
-                self._answer = None
-        return found
-
-    def _ask(self, answer: Future[tuple[list[Gpu], str | None]]) -> None:
-        try:
-            answer.set_result(self._gpus())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    def _gpus(self) -> tuple[list[Gpu], str | None]:
-        try:
-            if self._nvml is None:
-                self._nvml = Nvml(ctypes.CDLL(self._library))
-            found, wrong = self._nvml.gpus()
-        except OSError:
-            return self._by_program()
-        except (NvmlError, AttributeError) as error:
-            found, wrong = [], str(error)
-        if self._nvml is not None and self._nvml.is_stale:
-            self._nvml.close()
-            self._nvml = None  # the next call reloads it: the GPU may have been reset, or the driver restarted
-        return found, wrong
-
-    def _by_program(self) -> tuple[list[Gpu], str | None]:
-        try:
-            devices = self._query(
-                "--query-gpu=uuid,index,name,memory.total,memory.used,utilization.gpu,mig.mode.current,compute_mode"
-            )
-            apps = self._query("--query-compute-apps=gpu_uuid,pid,used_gpu_memory")
-        except FileNotFoundError:
-            return [], None
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return [], f"nvidia-smi does not answer: {error}"
-        except NvmlError as error:
-            return [], str(error)
-        try:
-            capabilities = self._query("--query-gpu=uuid,compute_cap")
-        except (OSError, subprocess.TimeoutExpired, NvmlError):  # drivers before 510 do not know the field
-            capabilities = ""
-        try:
-            return parse_query(devices, apps, capabilities)
-        except ValueError as error:
-            return [], f"nvidia-smi printed an unknown format: {error}"
-
-    def _query(self, query: str) -> str:
-        command = [self._program, query, "--format=csv,noheader,nounits"]
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False
-        )
-        text = (done.stdout + done.stderr).strip()
-        if text.startswith("No devices were found"):  # some versions exit with 0 then
-            return ""
-        if done.returncode != 0:
-            if "version mismatch" in text:
-                raise NvmlError(f"{text.splitlines()[0]}: reboot this host")
-            raise NvmlError(f"nvidia-smi fails: {text.splitlines()[0] if text else f'exit code {done.returncode}'}")
-        return done.stdout
-
-
-def parse_query(devices: str, apps: str, capabilities: str = "") -> tuple[list[Gpu], str | None]:
-    """Parse the lists of `nvidia-smi`: the usable GPUs, and the errors of the others, joined.
-
-    Raises:
-        ValueError: a line has another format.
-    """
-    users: dict[str, list[dict[str, Any]]] = {}
-    for line in filter(None, map(str.strip, apps.splitlines())):
-        uuid, pid, used = (part.strip() for part in line.split(","))
-        if pid.isdigit():  # nvidia-smi hides the pid of a process that this user may not see
-            users.setdefault(uuid, []).append({"pid": int(pid), "memory_bytes": _mebibytes(used)})
-    pairs = (line.split(",") for line in capabilities.splitlines() if line.count(",") == 1)
-    capability = {
-        uuid.strip(): version.strip() for uuid, version in pairs if re.fullmatch(r"\d+\.\d+", version.strip())
-    }
-    gpus, wrong = [], []
-    for line in filter(None, map(str.strip, devices.splitlines())):
-        uuid, index, name, total, memory_used, utilisation, mig, mode = (part.strip() for part in line.split(","))
-        if mig == "Enabled" or mode == "Prohibited":
-            wrong.append(f"GPU {index}: {_MIG_IS_ON if mig == 'Enabled' else _PROHIBITED}")
-            continue
-        memory_bytes = _mebibytes(total)
-        if total in _NO_SUCH_VALUE:
-            memory_bytes, _ = processes.machine_memory_bytes()  # the GPU has no memory of its own
-        if memory_bytes is None:
-            wrong.append(f"GPU {index}: nvidia-smi reports as its memory: {total}")
-            continue
-        gpus.append(
-            {
-                "uuid": uuid,
-                "index": int(index),
-                "name": name,
-                "exclusive": mode == "Exclusive_Process",
-                "compute_capability": capability.get(uuid, ""),
-                "memory_bytes": memory_bytes,
-                "memory_used_bytes": _mebibytes(memory_used),
-                "utilisation": int(utilisation) / 100 if utilisation.isdigit() else None,
-                "processes": users.get(uuid, []),
-            }
-        )
-    return gpus, "; ".join(wrong) or None
-
-
-def _mebibytes(text: str) -> int | None:
-    return int(text) << 20 if text.isdigit() else None

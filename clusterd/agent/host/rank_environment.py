@@ -31,6 +31,9 @@ SURVIVES_PEERS = {
 }
 """Settings that stop torch from ending a process whose NCCL peer is gone: the rank must hand over its state first."""
 
+MIG_PREFIX = "MIG-"
+"""Start of the uuid of a MIG slice; CUDA gives a process one slice at most."""
+
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Makes torch use pages of 2 MiB for large tensors in host memory, which speeds up steps on CPUs."""
 
@@ -55,6 +58,11 @@ def variables(attempt: Attempt, rank: RankSpec, tag: str, secrets: Mapping[str, 
         env["PYTHONUNBUFFERED"] = "1"  # so that `logs -f` shows lines immediately
     if launch.python:
         _activate(env, programs.interpreter(launch.python))
+    on_slice = rank.device.uuid.startswith(MIG_PREFIX)
+    if on_slice:
+        # NCCL refuses two ranks on one GPU of one host, and slices have no direct link: each is a host to it.
+        env["NCCL_HOSTID"] = f"rank{rank.rank}"
+        env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # from NCCL 2.30 on
     env.update(launch.env)
     env.update(secrets)
     if launch.kind == "checkpointable" or (launch.kind == "elastic" and not runs_in_fork(launch)):
@@ -68,8 +76,9 @@ def variables(attempt: Attempt, rank: RankSpec, tag: str, secrets: Mapping[str, 
             "CLUSTERD_RANK_FILE": str(attempt.rank_file(rank.rank)),
             "RANK": str(rank.rank),
             "WORLD_SIZE": str(rank.world_size),
-            "LOCAL_RANK": str(rank.local_rank),
-            "LOCAL_WORLD_SIZE": str(rank.local_world_size),
+            # A script selects the GPU of its local rank among those that it sees.
+            "LOCAL_RANK": "0" if on_slice else str(rank.local_rank),
+            "LOCAL_WORLD_SIZE": "1" if on_slice else str(rank.local_world_size),
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_VISIBLE_DEVICES": _visible(launch, rank),
         }
@@ -108,11 +117,11 @@ def _visible(launch: LaunchRequest, rank: RankSpec) -> str:
     """Value of CUDA_VISIBLE_DEVICES for a rank.
 
     A rank sees its own GPU. A rank of a checkpointable job sees the GPUs of all its ranks on this host and picks one by
-    LOCAL_RANK, as under torchrun. Other programs than elastic ones get indices instead of uuids, because some accept
-    nothing else (vLLM, DeepSpeed).
+    LOCAL_RANK, as under torchrun, except on MIG slices, of which CUDA uses the first visible one only. Other programs
+    than elastic ones get indices instead of uuids, because some accept nothing else (vLLM, DeepSpeed).
     """
     ranks = [rank]
-    if launch.kind == "checkpointable":
+    if launch.kind == "checkpointable" and not rank.device.uuid.startswith(MIG_PREFIX):
         ranks = sorted(launch.ranks, key=lambda other: other.local_rank)
     uuids = ",".join(known.device.uuid for known in ranks if known.device.kind == "cuda").split(",")
     indices = launch.gpu_indices
@@ -172,11 +181,19 @@ def check(launch: LaunchRequest) -> None:
     """Check that a launch can start on this host, before anything is written.
 
     Raises:
-        Refused: the launch has no command, no ranks or an unknown kind, or its interpreter is not on this host.
+        Refused: the launch has no command, no ranks or an unknown kind, its interpreter is not on this host, or one
+            process is to use several MIG slices.
     """
     if not launch.argv or not launch.ranks or launch.kind not in ("command", "checkpointable", "elastic"):
         given = f"{list(launch.argv)!r} of kind {launch.kind!r}"
         raise Refused("launch", f"a launch needs argv, ranks and a kind; got {given}")
+    for rank in launch.ranks:
+        if rank.device.uuid.count(MIG_PREFIX) > 1:
+            raise Refused(
+                "environment",
+                f"one process cannot use {rank.device.uuid.count(',') + 1} MIG slices, which is how CUDA works: "
+                "ask for one, or for whole GPUs by --gpus TYPE:COUNT",
+            )
     try:
         programs.interpreter(launch.python)
     except FileNotFoundError as error:

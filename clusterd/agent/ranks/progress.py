@@ -13,7 +13,7 @@ from clusterd.protocol import agent
 from clusterd.protocol.messages import Event
 
 PERIOD_S = 0.5
-_DETAILS = ("phases", "device_bytes", "host_bytes")
+_DETAILS = ("phases", "device_bytes", "host_bytes", "overhead_bytes")
 
 
 class Progress:

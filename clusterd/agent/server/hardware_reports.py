@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from clusterd.agent.host import facts
-from clusterd.agent.host.nvml import Probe
+from clusterd.agent.host.gpu_probe import Probe
 from clusterd.agent.host.usage import CpuUse, device_uses
 from clusterd.agent.ranks.attempts import Attempts
 from clusterd.agent.server.connection import Message
@@ -32,10 +32,9 @@ class Hardware:
         """Return the protocol's Facts message."""
         held = {uuid for attempt in self._attempts for uuid in attempt.held}
         found = await asyncio.get_running_loop().run_in_executor(None, facts.gather, self._probe, self._disk, held)
-        # A GPU that does not answer may be numbered here and not by CUDA.
-        self._attempts.gpu_indices = (
-            {} if found["gpu_error"] else {gpu["uuid"]: int(gpu["index"]) for gpu in found["gpus"]}
-        )
+        # A GPU that does not answer may be numbered here and not by CUDA, as one with MIG on is.
+        is_uncertain = found["gpu_error"] or any("slice" in gpu for gpu in found["gpus"])
+        self._attempts.gpu_indices = {} if is_uncertain else {gpu["uuid"]: int(gpu["index"]) for gpu in found["gpus"]}
         return found
 
     async def watch(self, sessions: Sessions) -> None:

@@ -204,7 +204,7 @@ class ClaimVerbs:
 
 def _device(host: Host, part: str) -> DeviceId:
     known = {device.id for device in host.devices}
-    kinds = ("gpu", "cpu") if re.fullmatch(r"\d+", part, re.ASCII) else ("",)
+    kinds = ("gpu", "cpu") if re.fullmatch(r"\d+(\.\d+)?", part, re.ASCII) else ("",)
     for kind in kinds:
         if (device := DeviceId(f"{host.id}:{kind}{part}")) in known:
             return device

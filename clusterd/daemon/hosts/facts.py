@@ -75,7 +75,9 @@ def host_facts(
 
 
 def _number(device: Device) -> int:
-    return int(device.id.rpartition(":")[2].removeprefix("gpu").removeprefix("cpu"))
+    """Number of a device on its host; of a MIG slice, that of its GPU."""
+    number, _, _slice = device.id.rpartition(":")[2].removeprefix("gpu").removeprefix("cpu").partition(".")
+    return int(number)
 
 
 def _excluded(device: Device) -> Device:
@@ -93,7 +95,7 @@ def _gpu(host: HostId, gpu: agent.GpuRow, ours: Container[int], offered_by: str)
     if offered_by:
         use = f"{offered_by} offers this GPU, on the same machine"
     return Device(
-        id=DeviceId(f"{host}:gpu{gpu.index}"),
+        id=DeviceId(f"{host}:gpu{gpu.index}" + (f".{gpu.slice}" if gpu.slice is not None else "")),
         host=host,
         kind="cuda",
         uuid=gpu.uuid,

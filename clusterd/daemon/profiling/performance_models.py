@@ -22,8 +22,9 @@ from clusterd.core.lifecycle import trials
 from clusterd.core.performance_table import Estimate, PerformanceTable, evenly
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.journal.engine import Engine
+from plans.memory import Overhead, communicators, learn_overhead
 from plans.model_shape import ModelShape
-from plans.plan import replicas
+from plans.plan import Plan, replicas
 from profiling import fleet
 from profiling.coefficients import INDEX, Prior
 from profiling.fit import FitOptions, share_cards, share_hardware
@@ -36,6 +37,7 @@ from profiling.store import Key, Measurement, Store
 log = logging.getLogger(__name__)
 
 PLANS_PER_SHAPE = 4
+OVERHEAD_NOISE_BYTES = 32 << 20
 SHAPES_MOST = 256
 
 ENOUGH_CORES = 1.01
@@ -54,6 +56,11 @@ class PerformanceModels:
         self._forgot = 0  # number of resets: data read before one is outdated
         self._stale: set[str] = set()  # models with a table from before the last reset
         self._probes: dict[str, dict[str, float]] = json.loads(engine.journal.fact("probes", "{}"))
+        # Largest measured overhead in bytes, by type of device and number of communicators.
+        self._overheads: dict[str, dict[int, int]] = {
+            name: {int(count): found for count, found in known.items()}
+            for name, known in json.loads(engine.journal.fact("overheads", "{}")).items()
+        }
 
     @property
     def _state(self) -> State:
@@ -114,6 +121,24 @@ class PerformanceModels:
                 observations = known.online.observations
                 known.online = await anyio.to_thread.run_sync(OnlineFit.start, prior, observations, options)
                 await self.publish(model, f"{name} was probed")
+
+    async def measured_overhead(self, device_type: str, plan: Plan, measured_bytes: int) -> None:
+        """Learn the device memory of a rank that no tensor uses; only a larger value than before counts."""
+        count = communicators(plan)
+        before = self._overheads.get(device_type, {})
+        if measured_bytes <= before.get(count, 0) + OVERHEAD_NOISE_BYTES:
+            return
+        self._overheads[device_type] = {**before, count: measured_bytes}
+        await self._engine.journal.keep_fact("overheads", json.dumps(self._overheads))
+        learned = self._overhead(device_type)
+        log.info("a rank on %s takes %s beside its tensors", device_type, learned)
+        for (model, name, _), known in list(self._known.items()):
+            if name == device_type:
+                known.set_overhead(learned)
+                await self.publish(model, f"the memory that ranks on {name} take beside their tensors was measured")
+
+    def _overhead(self, device_type: str) -> Overhead:
+        return learn_overhead(self._overheads.get(device_type, {}))
 
     # --- tables for the core ------------------------------------------------------------------------------------------
 
@@ -229,7 +254,7 @@ class PerformanceModels:
         observations = [Observation(m.row, m.step_time_s) for m in found if m.kind == "measured"]
         online = OnlineFit.start(prior, observations, options)
         refused = {m.row.plan for m in found if m.kind == "out-of-memory"}
-        return Knowledge(shape, workload_of(shape), devices, online, refused)
+        return Knowledge(shape, workload_of(shape), devices, online, refused, self._overhead(devices.name))
 
     def _stored(self, key: Key) -> list[Measurement]:
         """Measurements under this key, else under any software and link."""

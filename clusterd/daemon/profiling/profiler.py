@@ -165,6 +165,8 @@ class Profiler:
         run.phases = report.phases or run.phases
         run.device_bytes = max(run.device_bytes, report.device_bytes)
         run.host_bytes = max(run.host_bytes, report.host_bytes)
+        if report.overhead_bytes and attempt.plan is not None and (known := self._models.of(job, attempt)) is not None:
+            await self._models.measured_overhead(known.devices.name, attempt.plan, report.overhead_bytes)
         if not _is_quiet(job, attempt):
             run.times_s.clear()  # starting and exiting ranks take processor time
             return

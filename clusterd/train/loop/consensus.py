@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from clusterd.train.process import accelerator
 from clusterd.train.process.control import SIGNALS
 
 
@@ -42,25 +43,25 @@ class StepConsensus:
         self.missing = list(missing)
         # Integers whose sum almost surely changes when the missing set of any rank does.
         checksum = float(sum(zlib.crc32(name.encode()) for name in self.missing) % (1 << 32))
-        if device.type == "cpu":
+        gpu = accelerator.of(device)
+        if gpu is None:
             known = [torch.tensor([checksum, *flags], dtype=torch.float64)]
         else:  # filled on the device: a copy from the host would wait for it
             known = [torch.full((1,), f, dtype=torch.float64, device=device) for f in (checksum, *flags)]
         self._vector = torch.cat([loss.double().reshape(1), *known, *(value.double().reshape(1) for value in values)])
         self._work: Any = dist.all_reduce(self._vector, async_op=True) if dist.is_initialized() else None
         self._event: Any = None
-        if device.type == "cuda":
+        if gpu is not None:
             # Read through a side stream, so as not to wait for the next step's kernels on the main one.
-            side = _side_stream(device)
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):
+            side = gpu.side_stream("consensus")
+            side.wait_stream(gpu.current_stream())
+            with gpu.on_stream(side):
                 if self._work is not None:
                     self._work.wait()
-                self._host = torch.empty(self._vector.shape, dtype=torch.float64, pin_memory=True)
+                self._host = gpu.pinned(self._vector.shape, torch.float64)
                 self._host.copy_(self._vector, non_blocking=True)
-                self._event = torch.cuda.Event()
-                self._event.record(side)
-                self._vector.record_stream(side)
+                self._event = gpu.record_event(side)
+                gpu.hold(self._vector, side)
 
     def wait(self) -> None:
         """Wait until all ranks have joined."""
@@ -87,12 +88,3 @@ class StepConsensus:
         self.wait()
         values: list[float] = (self._host if self._event is not None else self._vector).tolist()
         return values
-
-
-_side_streams: dict[torch.device, Any] = {}
-
-
-def _side_stream(device: torch.device) -> Any:
-    if device not in _side_streams:
-        _side_streams[device] = torch.cuda.Stream(device)
-    return _side_streams[device]

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from clusterd.train.process import accelerator
+
 ABORT_S = 30.0
 """Time for NCCL to end its kernels; after it, nothing can be copied from the device any more."""
 
@@ -68,7 +70,7 @@ def shut_down_connections() -> None:
                 # A listening socket has no peer, and gloo aborts the process when its own fails.
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     connection.shutdown(socket.SHUT_RDWR)
-    if torch.cuda.is_initialized():
+    if accelerator.is_in_use():
         with _aborting:
             if dist.is_initialized():  # another thread may have done it
                 _abort_groups()

@@ -16,6 +16,7 @@ from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.buffers import isolate_first_pass
 from clusterd.train.parallel.gradient_sync import local_gradient
 from clusterd.train.parallel.optimizers import RankOptimizer
+from clusterd.train.process import accelerator
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.job import LossFunction
 from clusterd.train.process.weighted_means import Weighted, WeightedMeans, is_pair, means, split_loss, weighted
@@ -145,8 +146,8 @@ class Stepper:
             self._optimizer.zero_grad()
         if self._pipeline_stage is not None:
             self._pipeline_stage.clear_runtime_states()
-        if self._parallel.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if (gpu := accelerator.of(self._parallel.device)) is not None:
+            gpu.empty_cache()
 
     def rehearse(self, inputs: Any, targets: Any) -> None:
         """Run a step whose result is discarded, so that torch creates connections, buckets and kernels in advance.

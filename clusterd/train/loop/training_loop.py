@@ -19,12 +19,12 @@ from clusterd.train.checkpoint.asynchronous import AsyncCheckpointer
 from clusterd.train.loop import peers
 from clusterd.train.loop.consensus import StepConsensus
 from clusterd.train.loop.evaluation import Evaluator, Interrupted
-from clusterd.train.loop.phases import peak_bytes
+from clusterd.train.loop.phases import MemoryUse
 from clusterd.train.loop.step import Stepper
 from clusterd.train.migration.snapshots import StateSnapshots
 from clusterd.train.migration.source import MigrationSource
 from clusterd.train.parallel.mesh import COLLECTIVE_TIMEOUT_S
-from clusterd.train.process import exits
+from clusterd.train.process import accelerator, exits
 from clusterd.train.process.control import Control
 from clusterd.train.process.job import Outcome
 from clusterd.train.process.seeding import seed_step
@@ -103,10 +103,12 @@ class TrainingLoop:
         plan = training.context.plan
         self._replicated = plan.dp > 1 and plan.zero == 0 and training.context.launcher == "clusterd"
         self._synchronous_until = training.step + SYNCHRONOUS_STEPS if training.context.migration is not None else 0
+        self._memory_use = MemoryUse(training.device, alone=training.context.migration is None)
         self._update_done: Any = None  # device event: the last step's update is done
         self._last_whole_step = 0  # step that was complete on the device at the disconnect
         self._cores = 0  # CPU threads from the next step on; 0: no change
-        needs_watch = training.device.type == "cuda" and dist.is_initialized()
+        self._gpu = accelerator.of(training.device)
+        needs_watch = self._gpu is not None and dist.is_initialized()
         self._hang_detector = peers.HangDetector(COLLECTIVE_TIMEOUT_S if needs_watch else None, self._on_peers_lost)
         control.on(PeersLost, lambda event: self._on_peers_lost(event.reason))
         control.on(UseCores, self._on_cores)
@@ -148,6 +150,8 @@ class TrainingLoop:
                 raise exits.Refused(
                     f"the batch of step {number} was not given to run.step(), which needs each batch once"
                 )
+            if self._migration.has_begun() and self._gpu is not None:
+                self._gpu.empty_cache()  # target ranks start on this GPU
             self._snapshots.begin()  # with what the script's own loop changed after the step
             pauses = bool(self._signals) or training.evaluations.is_due(training.step)
             self._obey(self._signals)
@@ -186,9 +190,8 @@ class TrainingLoop:
         self._hang_detector.begin()
         training.stepper.step(inputs, targets, self._reach_consensus)
         self._ended_at_s = time.time()
-        if training.device.type == "cuda":
-            self._update_done = torch.cuda.Event()
-            self._update_done.record()
+        if self._gpu is not None:
+            self._update_done = self._gpu.record_event()
         training.step += 1
         consensus = self._consensus
         assert consensus is not None
@@ -390,16 +393,15 @@ class TrainingLoop:
         return found | self.training.stepper.read_values(consensus.sums())
 
     def _details(self) -> dict[str, Any]:
-        """Phases and peak memory of the settled step, if it was timed."""
+        """Phases and memory of the settled step, if it was timed."""
         phases = self.training.stepper.phases.read()
         if not phases:
             return {}
-        device_bytes, host_bytes = peak_bytes(self.training.device)
-        return {"phases": phases, "device_bytes": device_bytes, "host_bytes": host_bytes}
+        return {"phases": phases, **self._memory_use.read()}
 
     def _end_of_step(self) -> None:
-        if self.training.device.type == "cuda":
-            torch.cuda.synchronize(self.training.device)
+        if self._gpu is not None:
+            self._gpu.synchronize()
             self._ended_at_s = time.time()
 
     # --- loss of peers -----------------------------------------------------------------------------------------------
@@ -432,7 +434,7 @@ class TrainingLoop:
         print(f"clusterd: {cause_text} after step {training.step}: {exits.first_line(error)}", flush=True)
         may_finish = training.stepper.complete and self._replicated and self._gradients_complete()
         self._disconnect()
-        is_whole = training.device.type != "cuda" or self._replicated or self._last_whole_step == training.step
+        is_whole = self._gpu is None or self._replicated or self._last_whole_step == training.step
         if self._pending is not None:
             # Done, though its loss may never have been summed; replicas wait for the sum within the step.
             step, time_s, consensus = self._pending
@@ -461,8 +463,7 @@ class TrainingLoop:
 
     def _gradients_complete(self) -> bool:
         """True if gradients are complete on the device too, and not just queued."""
-        device = self.training.device
-        return device.type != "cuda" or (not self._disconnected and bool(torch.cuda.current_stream(device).query()))
+        return self._gpu is None or (not self._disconnected and bool(self._gpu.current_stream().query()))
 
     def _on_cores(self, event: UseCores) -> None:
         self._cores = max(event.each, 1)

@@ -14,12 +14,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-import torch
-
 from clusterd.process_attributes import lower_priority
 from clusterd.protocol.control import MakeSegment, PublishSegment
 from clusterd.protocol.messages import Request
 from clusterd.train.migration.spec import sums_to_bytes
+from clusterd.train.process import accelerator
 from clusterd.train.process.control import AgentAbsent, AgentRefused, Control
 from clusterd.train.state import scalars
 from clusterd.train.state.copy_plan import segment_part
@@ -73,9 +72,8 @@ class StateSnapshots:
             return
         self._copied.clear()
         done = None  # the copy need not wait for the next step, queued after this event
-        if training.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
+        if (gpu := accelerator.of(training.device)) is not None:
+            done = gpu.record_event()
 
         def take() -> None:
             try:
@@ -154,8 +152,8 @@ class StateSnapshots:
                 return
             segment = Segment(made.path, size_bytes=size)
             segment.touch()
-            if self._training.device.type == "cuda":
-                segment.pin()
+            if (gpu := accelerator.of(self._training.device)) is not None:
+                segment.pin(gpu)
             self._segments.append(segment)
 
     def _ask_agent(self, request: Request[R]) -> R | None:

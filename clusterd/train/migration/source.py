@@ -11,11 +11,10 @@ import sys
 import threading
 import time
 
-import torch
-
 from clusterd.protocol.control import Abort, BeginMigration, MakeSegment, PublishSegment, Quiesce
 from clusterd.protocol.rank import Failed, Prepared, Quiesced, Resumed
 from clusterd.train.migration.spec import MigrationSpec, sums_to_bytes
+from clusterd.train.process import accelerator
 from clusterd.train.process.control import Control
 from clusterd.train.state import scalars
 from clusterd.train.state.copy_plan import (
@@ -49,6 +48,7 @@ class MigrationSource:
         self._aborted: set[str] = set()
         self._ready = False  # the preparing thread has ended, with or without success
         self._failed = ""
+        self._begun = False
         self._segment: Segment | None = None
         self._addresses: tuple[MemoryAddresses, int] = {}, 0  # at preparation, and the last step done then
         self._prepared: PreparedCopy | None = None
@@ -80,6 +80,11 @@ class MigrationSource:
             except Exception as error:  # the daemon decides about the migration; this rank is unchanged
                 self._fail(migration, "quiesce", error)
         return self._wait(migration)
+
+    def has_begun(self) -> bool:
+        """True once after a migration began: between two steps, the loop then frees what the target ranks may need."""
+        begun, self._begun = self._begun, False
+        return begun
 
     def wait_for_migration(self, timeout_s: float) -> MigrationSpec | None:
         """Wait for a migration to hand over to; None if none came in time, or the rank must stop."""
@@ -116,7 +121,7 @@ class MigrationSource:
         began_s = time.time()
         sums: list[int] = []
         if segment is not None:
-            if outbox.size_bytes > POPULATED_AHEAD_BYTES and training.device.type == "cpu":
+            if outbox.size_bytes > POPULATED_AHEAD_BYTES and accelerator.of(training.device) is None:
                 # The next step begins without gradients anyway; the segment needs their memory now.
                 training.optimizer.zero_grad()
                 trim_heap()
@@ -170,7 +175,7 @@ class MigrationSource:
             return  # this rank's state is older than that of the others
         with self._changed:
             self._reset()
-            self._migration = migration
+            self._migration, self._begun = migration, True
             self._changed.notify_all()
         # Not a daemon thread, as it may be inside torch: see `snapshots`.
         threading.Thread(target=self._prepare, args=[migration], name="clusterd-prepare").start()
@@ -226,9 +231,9 @@ class MigrationSource:
             if outbox.size_bytes:
                 made = self._control.ask(MakeSegment(migration.outbox_name(rank), outbox.size_bytes))
                 segment = Segment(made.path, size_bytes=outbox.size_bytes)
-                if self._training.device.type == "cuda":
+                if (gpu := accelerator.of(self._training.device)) is not None:
                     segment.touch()
-                    segment.pin()
+                    segment.pin(gpu)
                 else:
                     segment.touch(POPULATED_AHEAD_BYTES)
         except Exception as error:  # any failure ends the migration, never the training
@@ -269,7 +274,7 @@ def free_state(training: Training, live: LocalShards) -> None:
         for tensor in shard.tensors:
             if tensor is not None and tensor.untyped_storage().resizable():
                 tensor.untyped_storage().resize_(0)
-    if training.device.type == "cuda":
-        torch.cuda.empty_cache()
+    if (gpu := accelerator.of(training.device)) is not None:
+        gpu.empty_cache()
     else:
         trim_heap()

@@ -10,15 +10,18 @@ from __future__ import annotations
 import os
 import queue
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+import torch
 
 from clusterd.protocol import control as events
 from clusterd.protocol.messages import Event
 from clusterd.protocol.rank import Failed, Loaded, Prepared
 from clusterd.train.migration.spec import MigrationSpec, sums_from_bytes
-from clusterd.train.process import exits
+from clusterd.train.process import accelerator, exits
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
 from clusterd.train.state import scalars
@@ -27,6 +30,7 @@ from clusterd.train.state.copying import CopyBatch, copies_from_segment
 from clusterd.train.state.local_shards import check_shards
 from clusterd.train.state.segments import Segment, memory_headroom_bytes, trim_heap
 from clusterd.train.state.training import Training
+from plans.memory import OVERHEAD, estimate
 from plans.packing import Read
 
 POLL_S = 0.1
@@ -61,12 +65,12 @@ class MigrationTarget:
         self._mapped: dict[str, Segment] = {}  # by path
         self._copies: dict[tuple[str, int], CopyBatch] = {}  # out of mapped segments, by path and source
         self._map_budget_bytes = MAPPED_AHEAD_BYTES
-        self._pins = False
+        self._gpu: Any = None
         for kind in (events.SegmentPublished, events.SegmentMade, events.FetchFailed, events.Resume, events.Connected):
             control.on(kind, self._events.put)
         control.on(events.Stop, self._exit_unneeded)
 
-    def take_over(self, make: Callable[[], Target]) -> Target:
+    def take_over(self, make: Callable[[], Target], device: torch.device) -> Target:
         """Make the rank's training and return it once it may run the next step.
 
         Raises:
@@ -74,6 +78,7 @@ class MigrationTarget:
             SystemExit: code 0 after SIGTERM: this rank is not needed.
         """
         try:
+            self._gpu = accelerator.of(device)
             training = self._prepare_and_load(make)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
@@ -91,12 +96,14 @@ class MigrationTarget:
         assert self._context.migration is not None
         migration = MigrationSpec.of(self._context.migration)
         rank = self._context.rank
+        self._leave_memory_to_source(migration)
         training = make()
         training.rehearse()
+        if self._gpu is not None:
+            self._gpu.empty_cache()  # the source ranks train beside this one
         trim_heap()
-        self._pins = training.device.type == "cuda"
         self._map_budget_bytes = (
-            sys.maxsize if self._pins else max(MAPPED_AHEAD_BYTES, memory_headroom_bytes(PEAK_SHARE))
+            sys.maxsize if self._gpu is not None else max(MAPPED_AHEAD_BYTES, memory_headroom_bytes(PEAK_SHARE))
         )
         live = check_shards(training, migration.shape, migration.new_layout, rank)
         reads = migration.packing.reads(rank)
@@ -123,12 +130,28 @@ class MigrationTarget:
                 copied=copied,
             )
         )
-        self._unmap()
+        if self._gpu is None:
+            self._unmap()
         training.read_ahead()
         self._phase = "resume"
         while not isinstance(self._next(), events.Resume):
             pass
+        if self._gpu is not None:
+            self._gpu.limit_memory(None)
+            # Unpinning takes the driver long: beside the first steps, not within the downtime.
+            threading.Thread(target=self._unmap, name="clusterd-unpin").start()
         return training
+
+    def _leave_memory_to_source(self, migration: MigrationSpec) -> None:
+        """Leave a source rank on the same GPU its memory until the resume: this rank can fail harmlessly."""
+        shared = migration.new.devices[self._context.rank] in migration.old.devices
+        if self._gpu is None or not shared or migration.snapshot is not None or migration.frees_source_memory:
+            return
+        _, total_bytes = self._gpu.memory_bytes()
+        source_bytes = estimate(migration.old.plan, migration.shape, kind="cuda").device_bytes
+        left_bytes = total_bytes - source_bytes - OVERHEAD.of(migration.new.plan)
+        if left_bytes > 0:  # else the estimate is of no use
+            self._gpu.limit_memory(left_bytes)
 
     def _fetch(self, migration: MigrationSpec) -> None:
         """Have the agent fetch the boxes that this host lacks; the lowest rank of the host asks."""
@@ -204,8 +227,10 @@ class MigrationTarget:
         except FileNotFoundError:
             return  # dropped meanwhile; the reason arrives as a message
         segment.populate_for_reading((read.offset, read.bytes) for read in own_reads)
-        if self._pins:
-            segment.pin(min(read.offset for read in own_reads), max(read.offset + read.bytes for read in own_reads))
+        if self._gpu is not None:
+            segment.pin(
+                self._gpu, min(read.offset for read in own_reads), max(read.offset + read.bytes for read in own_reads)
+            )
         self._mapped[path] = segment
         self._map_budget_bytes -= size_bytes
         for source in {read.source for read in own_reads}:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from clusterd.train.process import exits
+from clusterd.train.process import accelerator, exits
 from clusterd.train.process.context import Context
 from clusterd.train.process.exits import NoTorch
 
@@ -23,35 +23,39 @@ def device_of(context: Context) -> torch.device:
 
     Raises:
         NoTorch: a CUDA device was assigned, but torch sees none or cannot compute on it.
+        DeviceFault: other processes hold all of its memory.
     """
-    kind = context.device_kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = context.device_kind or ("cuda" if accelerator.is_there() else "cpu")
     if context.threads:
         torch.set_num_threads(context.threads)
     if kind != "cuda":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if not accelerator.is_there():
         built = torch.version.cuda or "none"
         raise NoTorch(
             f"{context} has a CUDA device, but torch {torch.__version__} (CUDA {built}) cannot use it; "
             "the job's Python needs a torch built for this driver"
         )
-    # The agent makes exactly one device visible; torchrun makes all.
-    device = torch.device("cuda", context.local_rank % torch.cuda.device_count())
     try:
-        torch.cuda.set_device(device)
-        torch.zeros(1, device=device).add_(1).item()  # a driver may list a device that cannot run kernels
+        # The agent makes exactly one device visible; torchrun makes all.
+        return accelerator.select(context.local_rank)
     except RuntimeError as error:
-        if exits.classify_error(error, where="") is not None:
+        refusal = exits.classify_error(error, where="")
+        if isinstance(refusal, exits.DeviceOutOfMemory) and context.migration is None:
+            # Nothing of this job is on the device yet: no other plan would fit either.
+            full = "the GPU has no memory for a CUDA context: other processes hold it"
+            raise exits.DeviceFault(f"{full}, {context}: {exits.first_line(error)}") from error
+        if refusal is not None:
             raise
         raise NoTorch(f"{context} cannot compute on its CUDA device: {exits.first_line(error)}") from error
-    return device
 
 
 @contextmanager
 def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
-    """Mesh (pp, dp, tp) of the context's plan; None for a single process that needs none.
+    """Mesh of those of (pp, dp, tp) along which the context's plan has several ranks; None without any.
 
-    All groups are destroyed at the end: they hold threads and sockets.
+    A group of one rank would cost the device the buffers of a communicator, and one of all ranks exists already. FSDP2
+    alone needs a mesh for one rank as well. All groups are destroyed at the end: they hold threads and sockets.
 
     Raises:
         PortTaken: rank 0 cannot listen on the rendezvous port.
@@ -81,10 +85,11 @@ def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
     try:
-        mesh = init_device_mesh(device.type, (plan.pp, plan.dp, plan.tp), mesh_dim_names=("pp", "dp", "tp"))
+        sizes = {"pp": plan.pp, "dp": plan.dp, "tp": plan.tp}
+        used = {name: size for name, size in sizes.items() if size > 1 or (name == "dp" and plan.zero >= 2)}
+        mesh = init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
         if device.type == "cuda":
-            used = [mesh[name] for name in mesh.mesh_dim_names if mesh[name].size() > 1]
-            _connect([None, *(part.get_group() for part in used)], device)
+            _connect([None, *(mesh[name].get_group() for name in used if len(used) > 1 and used[name] > 1)], device)
         yield mesh
     except BaseException:
         # NCCL waits for ranks that may be gone; the process is about to end anyway.
@@ -101,10 +106,12 @@ def _connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -
     Otherwise a pipeline's communicator would be created by a send between two stages, in which not all of its ranks
     take part.
     """
+    if dist.get_world_size() == 1:
+        return
     one = torch.ones(1, device=device)
     for group in groups:
         dist.all_reduce(one, group=group)
-    torch.cuda.synchronize(device)
+    accelerator.of(device).synchronize()
 
 
 def _store(context: Context) -> Any:

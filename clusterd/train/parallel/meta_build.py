@@ -15,13 +15,14 @@ from clusterd.train.process.exits import Refused
 from clusterd.train.process.run_in_fork import run_in_fork
 
 
-def build_uninitialized(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build the whole model on the meta device, or with values if the factory requires it.
+def can_build_on_meta(factory: Callable[[], nn.Module], seed: int) -> bool:
+    """True if the model can be built on the meta device and filled later.
 
     A factory that computes with its initial values fails on the meta device, and a tensor that is neither parameter nor
-    buffer would never be filled. Such models are built normally, at the cost of time and memory.
+    buffer would never be filled. Such models are built normally, at the cost of time and memory. Forks: call it before
+    this process has a CUDA context or process groups.
     """
-    return build.build_model(factory, seed, meta=run_in_fork(lambda: _all_on_meta(factory, seed)))
+    return run_in_fork(lambda: _all_on_meta(factory, seed))
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:

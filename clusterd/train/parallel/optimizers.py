@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.gradient_sync import local_gradient, local_tensor
 from clusterd.train.parallel.optimizer_slots import make_optimizer
+from clusterd.train.process import accelerator
 from clusterd.train.process.exits import PlanRefused
 from clusterd.train.process.job import OptimizerFactory
 
@@ -68,8 +69,8 @@ class RankOptimizer:
                 # FSDP2 may reallocate a shard at its first forward pass.
                 plain.data = local_tensor(parameter.detach())
                 plain.grad = gradient
-        if self.in_host_memory and self._parallel.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        if self.in_host_memory and (gpu := accelerator.of(self._parallel.device)) is not None:
+            gpu.current_stream().synchronize()
         self.optimizer.step()
         if self.in_host_memory:
             with torch.no_grad():
@@ -153,7 +154,8 @@ def attribute_with_tensors(optimizer: torch.optim.Optimizer) -> str:
 
 def _host_like(tensor: torch.Tensor) -> torch.Tensor:
     """Host memory for `tensor`; pinned if a GPU copies from it."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    gpu = accelerator.of(tensor.device)
+    return torch.empty(tensor.shape, dtype=tensor.dtype) if gpu is None else gpu.pinned(tensor.shape, tensor.dtype)
 
 
 def _sharded(

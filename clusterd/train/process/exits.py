@@ -16,6 +16,9 @@ _DEVICE_FAULTS = (
 )
 """CUDA's texts for failed hardware; errors of the script's kernels have others."""
 
+_DEVICE_BUSY = "busy or unavailable"
+"""CUDA's text where it can create no context: another process has an exclusive GPU, or the GPU is in a bad state."""
+
 _OUT_OF_MEMORY = (
     "CUDA out of memory",
     "CUDA error: out of memory",  # of a context, or of pinned memory
@@ -78,7 +81,7 @@ class DeviceOutOfMemory(TrainError):
 
 
 class DeviceFault(TrainError):
-    """The GPU failed; the job may go on on another."""
+    """The GPU failed or cannot be used; the job may go on on another."""
 
     reason = Reason.DEVICE_FAULT
 
@@ -118,6 +121,8 @@ def classify_error(error: BaseException, *, where: str) -> TrainError | None:
             )
         if any(sign in text for sign in _DEVICE_FAULTS):
             return DeviceFault(f"the GPU failed, {where}: {first_line(text)}")
+        if _DEVICE_BUSY in text:
+            return DeviceFault(f"the GPU takes no further process, {where}: {first_line(text)}")
         if type(cause).__name__ == "OutOfMemoryError" or any(sign in text for sign in _OUT_OF_MEMORY):
             return DeviceOutOfMemory(f"out of device memory, {where}: {first_line(text)}")
         # torch's store raises a RuntimeError; an OSError comes from a socket of the script.

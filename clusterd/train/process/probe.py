@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from clusterd.train.process import accelerator
+
 TIME_S = 0.04
 SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 22
 
@@ -36,10 +38,10 @@ def probe(device: torch.device, hosts: int, dtype: torch.dtype = torch.float32) 
         rate, delay_s = _ring_rate(device)
         figures[f"{link}_rate"] = rate
         figures[f"{link}_latency_s"] = delay_s
-    if device.type == "cuda":
+    if (gpu := accelerator.of(device)) is not None:
         # The probe's memory must not count as the job's.
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+        gpu.empty_cache()
+        gpu.reset_peak()
     return {name: value for name, value in figures.items() if value > 0}
 
 
@@ -116,5 +118,5 @@ def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 0)
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if (gpu := accelerator.of(device)) is not None:
+        gpu.synchronize()

@@ -9,6 +9,7 @@ and several threads take longer than one, as they contend for the GIL between ca
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from clusterd.train.process import accelerator
 from clusterd.train.state.segments import Segment
 
 BATCH_BYTES = 1 << 20
@@ -52,8 +54,13 @@ class _Copy(NamedTuple):
 class CopyBatch:
     """Copies between live tensors and a segment."""
 
-    def __init__(self, parts: int, copies: Sequence[_Copy], zeroed: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, parts: int, copies: Sequence[_Copy], segment: Segment, zeroed: Sequence[torch.Tensor] = ()
+    ) -> None:
         self._count, self._copies, self._zeroed = parts, copies, zeroed
+        devices = (t.device for copy in copies for t in (copy.target, copy.source))
+        self._gpu = next((gpu for device in devices if (gpu := accelerator.of(device)) is not None), None)
+        self._cuts = list(_cut_at_borders(copies, segment)) if self._gpu is not None else []
 
     def run(self, threads: int = 1, after: Any = None) -> list[int]:
         """Run the copies and return the checksum of each part.
@@ -64,10 +71,9 @@ class CopyBatch:
         for tensor in self._zeroed:
             tensor.zero_()
         copies = self._copies
-        device = next((t.device for copy in copies for t in (copy.target, copy.source) if t.is_cuda), None)
-        if device is not None:
-            with _on_stream(device, after):
-                _copy(copies)
+        if self._gpu is not None:
+            with _on_stream(self._gpu, after):
+                _copy(self._cuts)
                 return self._totals(list(map(_word_sum, copies)))
         if threads == 1:
             return self._totals(_copy_and_sum(copies))
@@ -109,7 +115,7 @@ def copies_to_segment(segment: Segment, parts: Sequence[SegmentPart]) -> CopyBat
             for live, stored in _chunks(tensor, segment.view(tensor.dtype, tensor.shape, offset)):
                 copies.append(_Copy(number, stored, live, live, width))
             offset += tensor.nbytes
-    return CopyBatch(len(parts), copies, zeroed)
+    return CopyBatch(len(parts), copies, segment, zeroed)
 
 
 def copies_from_segment(segment: Segment, parts: Sequence[SegmentPart]) -> CopyBatch:
@@ -131,7 +137,7 @@ def copies_from_segment(segment: Segment, parts: Sequence[SegmentPart]) -> CopyB
             for live, stored in _chunks(tensor, segment.view(tensor.dtype, tensor.shape, offset)):
                 copies.append(_Copy(number, live, stored, live, width))
             offset += tensor.nbytes
-    return CopyBatch(len(parts), copies)
+    return CopyBatch(len(parts), copies, segment)
 
 
 def narrow_to_box(tensor: torch.Tensor, low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> torch.Tensor:
@@ -145,45 +151,68 @@ def narrow_to_box(tensor: torch.Tensor, low: Sequence[int], high: Sequence[int],
 def _copy_and_sum(copies: Sequence[_Copy]) -> list[torch.Tensor]:
     sums: list[torch.Tensor] = []
     for batch in _batches(copies, BATCH_BYTES):
-        _copy(batch)
+        _copy([(copy.target, copy.source) for copy in batch])
         sums += map(_word_sum, batch)
     return sums
 
 
 @contextmanager
-def _on_stream(device: torch.device, after: Any) -> Iterator[None]:
+def _on_stream(gpu: Any, after: Any) -> Iterator[None]:
     """Run on a side stream and always wait for it at the end: copied memory may be unpinned afterwards.
 
     Checksums are read there too: on the main stream they would queue behind the next step.
     """
-    stream = _side_stream(device)
+    stream = gpu.side_stream("copies")
     if after is not None:
         stream.wait_event(after)
     else:
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream.wait_stream(gpu.current_stream())
     try:
-        with torch.cuda.stream(stream), torch.no_grad():
+        with gpu.on_stream(stream), torch.no_grad():
             yield
     finally:
         stream.synchronize()
 
 
-_side_streams: dict[torch.device, Any] = {}
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs], non_blocking=True)
 
 
-def _side_stream(device: torch.device) -> Any:
-    """The one stream for all copies of a device.
+def _cut_at_borders(copies: Sequence[_Copy], segment: Segment) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Target and source of each copy, cut where one registration of pinned memory ends and the next begins."""
+    borders = segment.borders
+    first = segment.address
+    for copy in copies:
+        into = first <= copy.target.data_ptr() < first + segment.size_bytes
+        stored, live = (copy.target, copy.source) if into else (copy.source, copy.target)
+        for stored_part, live_part in _cut(stored, live, borders):
+            yield (stored_part, live_part) if into else (live_part, stored_part)
 
-    torch cycles through 32 streams, so a new one may already be in use, and caches memory for each separately.
+
+def _cut(
+    stored: torch.Tensor, live: torch.Tensor, borders: Sequence[int]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parts of `stored` without a border inside, each with its part of `live`, which has the same shape.
+
+    Torch copies a tensor whose rows are not contiguous through a buffer of its own; such a one needs no cut.
     """
-    if device not in _side_streams:
-        _side_streams[device] = torch.cuda.Stream(device)
-    return _side_streams[device]
-
-
-def _copy(copies: Sequence[_Copy]) -> None:
-    targets, sources = [copy.target for copy in copies], [copy.source for copy in copies]
-    torch._foreach_copy_(targets, sources, non_blocking=True)
+    start = stored.data_ptr()
+    index = bisect.bisect_right(borders, start)
+    if not stored.is_contiguous() or index == len(borders) or borders[index] >= start + stored.nbytes:
+        yield stored, live
+        return
+    if stored.dim() == 0:  # the border lies within a number
+        yield from _cut(stored.reshape(1).view(torch.uint8), live.reshape(1).view(torch.uint8), borders)
+        return
+    row_bytes = stored.nbytes // stored.shape[0]
+    whole, cut = divmod(borders[index] - start, row_bytes)
+    if whole:
+        yield stored[:whole], live[:whole]
+    if cut:
+        yield from _cut(stored[whole], live[whole], borders)
+        whole += 1
+    if whole < stored.shape[0]:
+        yield from _cut(stored[whole:], live[whole:], borders)
 
 
 def _batches(copies: Sequence[_Copy], size_bytes: int) -> Iterator[Sequence[_Copy]]:
@@ -198,7 +227,7 @@ def _batches(copies: Sequence[_Copy], size_bytes: int) -> Iterator[Sequence[_Cop
 
 
 def _chunks(live: torch.Tensor, stored: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if live.nbytes <= 2 * BATCH_BYTES or live.dim() == 0 or live.is_cuda:
+    if live.nbytes <= 2 * BATCH_BYTES or live.dim() == 0 or accelerator.of(live.device) is not None:
         yield live, stored
         return
     rows = max(1, BATCH_BYTES * live.shape[0] // live.nbytes)

@@ -7,10 +7,14 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 TOUCH_BYTES = 64 << 20
+PIN_BYTES = 256 << 20
+"""Size of one registration: the driver holds a lock for as long as it takes, in which no kernel starts."""
+
 PAGE_BYTES = mmap.PAGESIZE
 
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
@@ -27,7 +31,7 @@ class Segment:
             self._map = mmap.mmap(descriptor, self.size_bytes)
         finally:
             os.close(descriptor)
-        self._registered = 0
+        self._pinned: dict[int, tuple[int, Any]] = {}  # size and accelerator by address of each registered chunk
         self._populated = 0
 
     def view(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> torch.Tensor:
@@ -71,22 +75,36 @@ class Segment:
         except FileNotFoundError:
             return False
 
-    def pin(self, start: int = 0, stop: int | None = None) -> None:
-        """Pin the memory so that a GPU copies at full speed; if the driver refuses, copies are just slower."""
+    def pin(self, gpu: Any, start: int = 0, stop: int | None = None) -> None:
+        """Pin the memory so that a GPU copies at full speed; if the driver refuses, copies are just slower.
+
+        In chunks, each of which is a registration of its own; no copy may cross a border of two (`borders`).
+        """
         start = start // PAGE_BYTES * PAGE_BYTES
-        length = (self.size_bytes if stop is None else stop) - start
-        address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() + start
-        if int(torch.cuda.cudart().cudaHostRegister(address, length, 0)) == 0:
-            self._registered = address
-            return
-        with contextlib.suppress(RuntimeError):
-            torch.ones(1, device="cuda")  # CUDA raises the refusal again at the next kernel: make it this one
+        stop = self.size_bytes if stop is None else stop
+        for low in range(start, stop, PIN_BYTES):
+            size_bytes = min(PIN_BYTES, stop - low)
+            if not gpu.register(self.address + low, size_bytes):
+                return
+            self._pinned[self.address + low] = size_bytes, gpu
+
+    @property
+    def address(self) -> int:
+        """Address at which the memory is mapped."""
+        return int(torch.frombuffer(self._map, dtype=torch.uint8).data_ptr())
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Addresses at which a pinned chunk begins or ends, in order."""
+        return tuple(
+            sorted({edge for low, (size_bytes, _) in self._pinned.items() for edge in (low, low + size_bytes)})
+        )
 
     def close(self) -> None:
-        """Unmap the memory; views do not keep it alive, and using one afterwards crashes the process."""
-        if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered)
-            self._registered = 0
+        """Unpin and unmap the memory; views do not keep it alive, and using one afterwards crashes the process."""
+        for address, (_, gpu) in self._pinned.items():
+            gpu.unregister(address)
+        self._pinned.clear()
         self._map.close()
 
 

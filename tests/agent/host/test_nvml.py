@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterd.agent.host.nvml import Probe, parse_query
+from clusterd.agent.host.gpu_probe import Probe, parse_query
 from tests.agent.client import AgentClient, rank
 
 OUTSIDE = 1 << 30
@@ -40,20 +40,30 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **h) { *h = (void *)(unsigned
 int nvmlDeviceGetMigMode(void *h, unsigned *now, unsigned *next) {
     if ((unsigned long)h == 1) return 3;
     *now = *next = MIG; return 0; }
+/* Slices 0 and 2 of the second GPU. */
+#define SLICE(h) ((unsigned long)h >= 100 ? (int)((unsigned long)h - 100) : -1)
+int nvmlDeviceGetMaxMigDeviceCount(void *h, unsigned *n) { (void)h; *n = 7; return 0; }
+int nvmlDeviceGetMigDeviceHandleByIndex(void *h, unsigned i, void **slice) {
+    (void)h; if (SLICES == 0 || (i != 0 && i != 2)) return 6;
+    *slice = (void *)(unsigned long)(100 + i); return 0; }
 int nvmlDeviceGetComputeMode(void *h, unsigned *m) { *m = (unsigned long)h == 2 ? COMPUTE : 0; return 0; }
 int nvmlDeviceGetMemoryInfo(void *h, memory *m) {
     if ((unsigned long)h == 2 && SECOND) return SECOND;
+    if (SLICE(h) >= 0) { m->total = (SLICE(h) ? 40ULL : 20ULL) << 30; m->used = 1ULL << 30; return 0; }
     if ((int)(unsigned long)h > seen) return 15;
     m->total = 80ULL << 30; m->used = (unsigned long long)USED_GIB << 30; return 0; }
 int nvmlDeviceGetNumaNodeId(void *h, unsigned *n) { (void)h; *n = 1; return NUMA; }
-int nvmlDeviceGetUtilizationRates(void *h, utilisation *u) { u->gpu = 50; return (unsigned long)h == 2 ? 3 : 0; }
-int nvmlDeviceGetUUID(void *h, char *b, unsigned n) { snprintf(b, n, "GPU-%lu", (unsigned long)h); return 0; }
+int nvmlDeviceGetUtilizationRates(void *h, utilisation *u) { u->gpu = 50; return (unsigned long)h >= 2 ? 3 : 0; }
+int nvmlDeviceGetUUID(void *h, char *b, unsigned n) {
+    if (SLICE(h) >= 0) { snprintf(b, n, "MIG-%d", SLICE(h)); return 0; }
+    snprintf(b, n, "GPU-%lu", (unsigned long)h); return 0; }
 int nvmlDeviceGetCudaComputeCapability(void *h, int *a, int *b) {
     *a = 9; *b = 0; return (unsigned long)h == 2 ? 3 : 0; }
-int nvmlDeviceGetName(void *h, char *b, unsigned n) { (void)h; snprintf(b, n, "Fake H100"); return 0; }
+int nvmlDeviceGetName(void *h, char *b, unsigned n) { /* drivers differ in whether slices have names of their own */
+    snprintf(b, n, SLICE(h) == 2 ? "Fake H100 MIG 3g.40gb" : "Fake H100"); return 0; }
 #define PROCESSES(version) \
 int nvmlDeviceGetComputeRunningProcesses_##version(void *h, unsigned *n, process_##version *p) { \
-    if ((unsigned long)h == 2) { *n = 0; return 0; } \
+    if ((unsigned long)h == 2 || (unsigned long)h == 100) { *n = 0; return 0; } \
     p[0].pid = PID; p[0].used = 1ULL << 30; p[1].pid = 7; p[1].used = ~0ULL; *n = 2; return 0; } \
 int nvmlDeviceGetGraphicsRunningProcesses_##version(void *h, unsigned *n, process_##version *p) { \
     (void)h; (void)p; *n = 0; return 0; }
@@ -70,8 +80,8 @@ def fake_driver(tmp_path: Path, name: str = "libfake.so", **answers: object) -> 
     source, library = tmp_path / "fake.c", tmp_path / name
     source.write_text(FAKE)
     usual = {
-        "init": 0, "second": 0, "more": "", "there": 2, "mig": 0, "pid": 1, "used_gib": 1, "numa": 3, "compute": 0,
-        "hang": json.dumps("/nonexistent"),
+        "init": 0, "second": 0, "more": "", "there": 2, "mig": 0, "slices": 1, "pid": 1, "used_gib": 1, "numa": 3,
+        "compute": 0, "hang": json.dumps("/nonexistent"),
     }  # fmt: skip
     defined = [f"-D{key.upper()}={value}" for key, value in {**usual, **answers}.items()]
     subprocess.run(["gcc", "-shared", "-fPIC", *defined, "-o", library, source], check=True)
@@ -111,12 +121,62 @@ def test_a_gpu_that_fell_off_the_bus_leaves_the_others(tmp_path: Path) -> None:
     assert error == "GPU 1: the NVIDIA driver reports: Unknown Error"
 
 
-@pytest.mark.parametrize("memory", [0, 4])  # 4: it may not be told to everybody then
-def test_a_gpu_with_mig_on_is_not_offered_and_that_is_said(tmp_path: Path, memory: int) -> None:
+@pytest.mark.parametrize("memory", [0, 4])  # 4: that of the whole GPU may be hidden then
+def test_slices_of_a_gpu_with_mig_on_are_its_devices(tmp_path: Path, memory: int) -> None:
     gpus, error = Probe(fake_driver(tmp_path, second=memory, mig=1)).gpus()
+    assert error is None
+    assert [(gpu["uuid"], gpu["index"], gpu.get("slice")) for gpu in gpus] == [
+        ("GPU-1", 0, None),
+        ("MIG-0", 1, 0),
+        ("MIG-2", 1, 2),
+    ]
+    assert [gpu["name"] for gpu in gpus[1:]] == ["Fake H100 MIG 20gb", "Fake H100 MIG 3g.40gb"]
+    assert [gpu["memory_bytes"] >> 30 for gpu in gpus[1:]] == [20, 40]
+    assert [len(gpu["processes"]) for gpu in gpus[1:]] == [0, 2]
+
+
+def test_a_gpu_with_mig_on_and_no_slice_is_not_offered_and_that_is_reported(tmp_path: Path) -> None:
+    gpus, error = Probe(fake_driver(tmp_path, mig=1, slices=0)).gpus()
     assert [gpu["uuid"] for gpu in gpus] == ["GPU-1"]
     assert error is not None
-    assert error.startswith("GPU 1: MIG is on")
+    assert error.startswith("GPU 1: MIG is on, and there is no slice")
+
+
+@pytest.mark.parametrize("kind", ["command", "checkpointable", "elastic"])
+def test_ranks_on_slices_of_one_gpu_see_one_slice_each_as_if_on_hosts_of_their_own(
+    connect: Callable[..., AgentClient], tmp_path: Path, kind: str
+) -> None:
+    fake_driver(tmp_path, "libnvidia-ml.so.1", mig=1)
+    agent = connect(env={"LD_LIBRARY_PATH": str(tmp_path)})
+    shown = "echo $CUDA_VISIBLE_DEVICES $LOCAL_RANK $LOCAL_WORLD_SIZE $NCCL_HOSTID"
+    ranks = [
+        rank(n, world_size=2, local_rank=n, local_world_size=2, device=_cuda(uuid))
+        for n, uuid in enumerate(["MIG-0", "MIG-2"])
+    ]
+    agent.launch(["sh", "-c", shown], kind=kind, ranks=ranks)
+    for _ in ranks:
+        agent.event("rank_exited")
+    assert [agent.log(rank=n) for n in range(2)] == ["MIG-0 0 1 rank0\n", "MIG-2 0 1 rank1\n"]
+
+
+def test_a_whole_gpu_beside_slices_is_named_by_uuid(connect: Callable[..., AgentClient], tmp_path: Path) -> None:
+    """CUDA numbers GPUs with MIG on in a way of its own."""
+    fake_driver(tmp_path, "libnvidia-ml.so.1", mig=1)
+    agent = connect(env={"LD_LIBRARY_PATH": str(tmp_path)})
+    agent.launch(["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"], kind="command", ranks=[rank(device=_cuda("GPU-1"))])
+    agent.event("rank_exited")
+    assert agent.log() == "GPU-1\n"
+
+
+def test_a_process_for_several_slices_is_refused(connect: Callable[..., AgentClient], tmp_path: Path) -> None:
+    fake_driver(tmp_path, "libnvidia-ml.so.1", mig=1)
+    agent = connect(env={"LD_LIBRARY_PATH": str(tmp_path)})
+    with pytest.raises(Exception, match="one process cannot use 2 MIG slices"):
+        agent.launch(["true"], kind="command", ranks=[rank(device=_cuda("MIG-0,MIG-2"))])
+
+
+def _cuda(uuid: str) -> dict[str, object]:
+    return {"kind": "cuda", "uuid": uuid, "cores": [], "threads": 1}
 
 
 def test_a_gpu_that_lets_in_one_process_is_told_and_one_that_lets_in_none_is_not_offered(tmp_path: Path) -> None:
@@ -128,7 +188,7 @@ def test_a_gpu_that_lets_in_one_process_is_told_and_one_that_lets_in_none_is_not
     assert error.startswith("GPU 1: its compute mode prohibits all processes")
 
 
-@pytest.mark.parametrize(("answers", "opened"), [({"mig": 1}, 1), ({"second": 4}, 1), ({"second": 15}, 3)])
+@pytest.mark.parametrize(("answers", "opened"), [({"mig": 1, "slices": 0}, 1), ({"second": 4}, 1), ({"second": 15}, 3)])
 def test_the_driver_is_loaded_anew_only_where_that_may_mend_something(
     tmp_path: Path, answers: dict[str, int], opened: int
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from clusterd.cli.common.output import compact_devices
 from clusterd.config import HostOptions, host_options
 from clusterd.daemon.hosts.facts import host_facts
 from clusterd.errors import ConfigError
@@ -76,3 +77,16 @@ def test_devices_have_the_compute_capability_and_hosts_the_labels() -> None:
 def test_what_is_no_label_is_refused(labels: object) -> None:
     with pytest.raises(ConfigError, match=r"labels is .* it must be a list of words"):
         host_options({"labels": labels}, "[hosts.a]")
+
+
+def test_slices_of_a_gpu_are_devices_with_names_of_their_own() -> None:
+    slices = [
+        {"uuid": f"MIG-{n}", "index": 1, "slice": n, "name": "A100 MIG 3g.20gb", "memory_bytes": 20 * GIB}
+        for n in (0, 2)
+    ]
+    whole = {"uuid": "GPU-0", "index": 0, "name": "A100", "memory_bytes": 40 * GIB}
+    answer = {"boot_id": "b", "cpu_cores": 4, "cpu_ids": [0], "memory_bytes": GIB, "gpus": [whole, *slices]}
+    devices = host_facts(HostId("a"), answer, HostOptions(exclude_devices=(1,)), "10.0.0.1").devices
+    assert [device.id for device in devices] == ["a:gpu0", "a:gpu1.0", "a:gpu1.2"]
+    assert [device.excluded for device in devices] == [False, True, True]
+    assert compact_devices([device.id for device in devices]) == "a:gpu0 a:gpu1.0,2"

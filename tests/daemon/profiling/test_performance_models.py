@@ -13,7 +13,7 @@ import pytest
 from clusterd.core.state import State
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.profiling.performance_models import PerformanceModels, _enough_cores
-from plans.memory import MemoryEstimate
+from plans.memory import OVERHEAD, MemoryEstimate
 from plans.plan import Plan
 from profiling.coefficients import INDEX
 from profiling.fleet import DeviceType
@@ -52,6 +52,31 @@ def test_what_is_imported_while_the_store_is_read_is_not_missed(
         return len((await learned._on("net", gpt(), DEVICES)).online.observations)
 
     assert anyio.run(ask) == 1
+
+
+def test_a_measured_overhead_outlives_the_daemon_and_changes_which_plans_fit(tmp_path: Path) -> None:
+    facts: dict[str, str] = {}
+
+    async def keep_fact(name: str, value: str) -> None:
+        facts[name] = value
+
+    def models() -> PerformanceModels:
+        journal = SimpleNamespace(fact=lambda name, default: facts.get(name, default), keep_fact=keep_fact)
+        engine = SimpleNamespace(journal=journal, scheduler=SimpleNamespace(state=State()))
+        return PerformanceModels(cast(Engine, engine), tmp_path / "measurements.db")
+
+    async def overheads() -> list[int]:
+        learned = models()
+        known = await learned._on("net", gpt(), DEVICES)
+        found = [known.memory(Plan(dp=2)).overhead_bytes]
+        await learned.measured_overhead("a100", Plan(dp=2), 3 << 30)
+        await learned.measured_overhead("a100", Plan(dp=2), 2 << 30)
+        found.append(known.memory(Plan(dp=2)).overhead_bytes)
+        return [*found, (await models()._on("net", gpt(), DEVICES)).memory(Plan(dp=2)).overhead_bytes]
+
+    before, after, restarted = anyio.run(overheads)
+    assert before == OVERHEAD.of(Plan(dp=2))
+    assert after == restarted == pytest.approx(3 << 30, rel=0.01)
 
 
 def test_a_promise_is_kept_with_a_fair_share_of_the_cores_at_most() -> None:

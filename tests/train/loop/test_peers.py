@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from scenarios import Recorded, Steps, job
+from stand_in import StandIn
 
 from clusterd.protocol.rank import Orphaned
 from clusterd.train.loop import peers
@@ -68,7 +69,7 @@ def test_parameters_that_a_gpu_was_about_to_change_are_of_no_step(
     loop = TrainingLoop(training, control, Steps())
     loop._replicated = replicated
     monkeypatch.setattr(loop, "_gradients_complete", lambda: False)
-    training.device = torch.device("cuda")
+    loop._gpu = StandIn()
     loop._update_done = SimpleNamespace(query=lambda: is_done)
     loop._wait_as_orphan(ConnectionError("gone"), out_of_memory=False)
     assert [report.step for report in reported] == [step]

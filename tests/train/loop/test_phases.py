@@ -43,7 +43,7 @@ def test_a_gpu_that_is_behind_its_host_is_timed_and_never_idle(monkeypatch: pyte
     """Large models queue work ahead: their phases matter most."""
     device = Device()
     monkeypatch.setattr(torch.cuda, "Event", device.event)
-    clock = PhaseClock(torch.device("cuda"))
+    clock = PhaseClock(torch.device("cuda", 0))
     clock.begin(1)
     read = []
     for step in range(1, 4 * EVERY + 1):

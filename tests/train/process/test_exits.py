@@ -136,7 +136,8 @@ def test_a_gpu_that_failed_is_told_from_a_script_that_did() -> None:
     [
         ("CUDA error: no kernel image is available for execution on the device\nCompile with ...", exits.NoTorch),
         ("CUDA error: uncorrectable ECC error encountered", RuntimeError),
-        ("CUDA error: out of memory", RuntimeError),
+        ("CUDA error: out of memory", exits.DeviceFault),
+        ("CUDA error: all CUDA-capable devices are busy or unavailable", RuntimeError),
         ("", exits.NoTorch),
     ],
 )
@@ -156,3 +157,12 @@ def test_a_gpu_that_torch_cannot_use_is_the_hosts_fault(
     if expected is exits.NoTorch:
         assert raised.value.exit_code == 97
         assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_gpu_that_takes_no_further_process_is_no_missing_torch() -> None:
+    """In exclusive mode, say: the device is left out for a time, and the job starts on another."""
+    found = exits.classify_error(
+        RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA ..."), where="rank 0"
+    )
+    assert isinstance(found, exits.DeviceFault)
+    assert found.exit_code == 93

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from stand_in import StandIn
 
-from clusterd.train.state import copying
+from clusterd.train.process import accelerator
+from clusterd.train.state import copying, segments
 from clusterd.train.state.copying import BATCH_BYTES, SegmentPart, copies_from_segment, copies_to_segment
 from clusterd.train.state.segments import Segment
 
@@ -90,34 +92,72 @@ def test_a_part_of_what_was_written_has_the_sum_of_all_of_it(segment: Segment) -
     assert torch.equal(corner, whole[5:9, 2:5])
 
 
-def test_every_copy_of_a_gpu_takes_the_same_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_copy_of_a_gpu_takes_the_same_stream(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new stream each time would eventually be one that training waits for."""
+    gpu = StandIn()
+    monkeypatch.setitem(accelerator.KINDS, "cpu", lambda device: gpu)
+    tensor = torch.ones(4)
+    batch = copies_to_segment(segment, [SegmentPart(0, (tensor,), tensor.nbytes)])
+    batch.run()
+    batch.run(after=gpu.record_event())
+    assert list(gpu._streams) == ["copies"]
 
-    class Stream:
-        def __init__(self, device: torch.device) -> None:
-            made.append(self)
 
-        def wait_stream(self, other: Any) -> None:
-            """Do nothing: no work is queued."""
+@pytest.mark.parametrize("offset", [0, 1, 4093])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(40, 33),
+        lambda: torch.randn(3, 5, 700),
+        lambda: torch.randn(9000).bfloat16(),
+        lambda: torch.randn(70, 90).t(),  # rows of the live tensor are not contiguous
+        lambda: torch.tensor(3.5, dtype=torch.float64),
+    ],
+)
+def test_copies_of_pinned_memory_are_cut_at_its_borders(
+    offset: int, make: Callable[[], torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA refuses a copy whose host memory lies in two registrations; a border may lie within a number."""
+    path = tmp_path / "segment"
+    path.write_bytes(bytes(1 << 16))
+    large = Segment(str(path))
+    gpu, live = StandIn(), make()
+    plain = copies_to_segment(large, [SegmentPart(offset, (live,), live.nbytes)]).run()
+    stored = bytes(large.view(torch.uint8, (live.nbytes,), offset).tolist())
+    large.view(torch.uint8, (1 << 16,), 0).zero_()
+    monkeypatch.setitem(accelerator.KINDS, "cpu", lambda device: gpu)
+    monkeypatch.setattr(segments, "PIN_BYTES", 4096)
+    large.pin(gpu)
+    assert len(gpu.registered) == 16
+    copy = copying._copy
 
-        def wait_event(self, event: Any) -> None:
-            awaited.append(event)
+    def checked(pairs: Any) -> None:
+        for pair in pairs:
+            for tensor in pair:
+                gpu.check_copy(tensor)
+        copy(pairs)
 
-        def synchronize(self) -> None:
-            """Do nothing: no work is queued."""
+    monkeypatch.setattr(copying, "_copy", checked)
+    assert copies_to_segment(large, [SegmentPart(offset, (live,), live.nbytes)]).run() == plain
+    assert bytes(large.view(torch.uint8, (live.nbytes,), offset).tolist()) == stored
+    back = torch.zeros_like(live)
+    assert copies_from_segment(large, [SegmentPart(offset, (back,), live.nbytes)]).run() == plain
+    assert torch.equal(back, live)
+    large.close()
+    assert gpu.registered == {}
 
-    made: list[Stream] = []
-    used: list[Stream] = []
-    awaited: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: used.append(stream) or nullcontext())
-    monkeypatch.setattr(copying, "_side_streams", {})
-    for after in (None, "the step", None):
-        with copying._on_stream(torch.device("cuda", 0), after):
-            pass
-    with copying._on_stream(torch.device("cuda", 1), None):
-        pass
-    assert awaited == ["the step"]
-    assert len(made) == 2
-    assert used == [made[0]] * 3 + [made[1]]
+
+def test_memory_that_the_driver_pins_in_part_only_is_copied_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "segment"
+    path.write_bytes(bytes(1 << 16))
+    part, gpu, live = Segment(str(path)), StandIn(pins=3), torch.randn(1 << 14)
+    monkeypatch.setitem(accelerator.KINDS, "cpu", lambda device: gpu)
+    monkeypatch.setattr(segments, "PIN_BYTES", 4096)
+    part.pin(gpu, 5000, 60000)
+    assert list(gpu.registered.values()) == [4096] * 3
+    copies_to_segment(part, [SegmentPart(0, (live,), live.nbytes)]).run()
+    assert torch.equal(part.view(torch.float32, (1 << 14,), 0), live)
+    part.close()
+    assert gpu.registered == {}
