@@ -18,6 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from clusterd.client import Client
+from clusterd.protocol.codec import from_map, to_map
+from clusterd.protocol.launch import LaunchRequest, RankSpec
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
 from clusterd.ssh.host import HostLink
@@ -74,7 +76,7 @@ def measure_submits(report: Report, cluster: RunningCluster, count: int) -> None
 
 async def _rank_starts(directory: Path, repeats: int) -> list[float]:
     """Seconds from the request to the first line of a script that has imported torch."""
-    host = EmbeddedHost("bench", directory / "local" / "0")
+    host = EmbeddedHost("bench", directory / "bench")
     await host.start()
     up = asyncio.Event()
 
@@ -82,7 +84,7 @@ async def _rank_starts(directory: Path, repeats: int) -> list[float]:
         return host.route
 
     link = HostLink(
-        "bench", route, Dialer(HostKeys(directory / "known_hosts")), daemon_id="bench", epoch=1,
+        "bench", route, Dialer(HostKeys(directory / "known_hosts")), daemon_id="bench", epoch=1, key="bench",
         on_state=lambda _: None, on_up=lambda _: up.set(), on_event=lambda _: None,
     )  # fmt: skip
     running = asyncio.create_task(link.run())
@@ -93,17 +95,17 @@ async def _rank_starts(directory: Path, repeats: int) -> list[float]:
         seconds = []
         for number in range(repeats + 1):
             answer = directory / f"started-{number}"
-            rank = {
+            place = {
                 "rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_addr": "127.0.0.1",
                 "master_port": 0, "interface": "", "plan": {}, "hosts": 1,
                 "device": {"kind": "cpu", "uuid": "", "cores": [], "threads": 1},
             }  # fmt: skip
-            asked_s = time.time()
-            await link.request(
-                "launch", job=f"b{number}", attempt=1, generation=1, ranks=[rank], kind="elastic",
-                argv=["python", str(script), str(answer)], env={}, secrets={}, snapshot=None, workdir=str(directory),
-                python=sys.executable, grace_s=1.0, timeout_s=120.0,
+            launch = LaunchRequest(
+                job=f"b{number}", attempt=1, generation=1, kind="elastic", grace_s=1.0, workdir=str(directory),
+                ranks=(from_map(RankSpec, place),), argv=("python", str(script), str(answer)), python=sys.executable,
             )  # fmt: skip
+            asked_s = time.time()
+            await link.request("launch", timeout_s=120.0, **to_map(launch))
             await asyncio.to_thread(until, lambda answer=answer: answer.exists() and bool(answer.read_text()))
             if number:  # the first one starts the fork server
                 seconds.append(float(answer.read_text()) - asked_s)
