@@ -187,11 +187,10 @@ class Machine:
 
     def receive(self, connection: Connection, message: Message) -> None:
         """A request came."""
-        if connection not in self._connections:
-            return
-        if any(other.daemon for other in self._connections[self._connections.index(connection) + 1 :]):
-            self._chance(f"{message.get('verb')} arrives after the hello of a newer connection", 1.0)
-        self._start(self._serve(connection, message))
+        if connection in self._connections:
+            self._start(self._serve(connection, message))
+        else:
+            self._chance("request over a connection that was given up", 1.0)
 
     async def _serve(self, connection: Connection, message: Message) -> None:
         if connection.daemon is not None:
@@ -248,6 +247,9 @@ class Machine:
             for other in self._connections:
                 if other.daemon is not None:
                     other.send(Superseded(hello.epoch).to_message())
+        for other in list(self._connections):
+            if other is not connection and other.daemon == (hello.daemon, hello.epoch):
+                other.reset()
         connection.daemon = (hello.daemon, hello.epoch)
         if hello.newest is not None:
             self._events[hello.daemon] = list(hello.newest)
