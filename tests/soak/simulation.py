@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import logging
 import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +91,7 @@ class Simulation:
             )
         self.life = self._new_life(directory / "1")
         self._is_concluded = False
+        self._daemons_task: asyncio.Task[None] | None = None
         self._trace = hashlib.sha256()
 
     def wrong(self, what: str) -> None:
@@ -136,7 +136,7 @@ class Simulation:
             await asyncio.sleep(RESTART_S)
             self.life = self._new_life(self.life.image or self.life.directory)
 
-    async def _serving(self) -> None:
+    async def serving(self) -> None:
         """Wait until a daemon serves, but not for ever."""
         for _ in range(int(START_WITHIN_S)):
             if self.life.verbs is not None:
@@ -144,12 +144,23 @@ class Simulation:
             await asyncio.sleep(1.0)
         raise Stuck(f"no daemon served for {START_WITHIN_S:.0f} s")
 
-    async def run(self) -> None:
-        """Run with faults, then without until every job is over, and check what has come of it."""
-        daemons = asyncio.create_task(self._daemons())
-        await self._serving()
+    async def begin(self) -> None:
+        """Start the daemon, and add the hosts."""
+        self._daemons_task = asyncio.create_task(self._daemons())
+        await self.serving()
         for name in self.network.machines:
             await self.call("host_add", address=name, accept=[])
+
+    async def end(self) -> None:
+        """End the daemon."""
+        self._is_concluded = True
+        if self._daemons_task is not None:
+            self.life.kill()
+            await self._daemons_task
+
+    async def run(self) -> None:
+        """Run with faults, then without until every job is over, and check what has come of it."""
+        await self.begin()
         busy = [asyncio.create_task(work) for work in (self.users.run(), self._faults.run())]
         await asyncio.sleep(self._faults_s)
         for task in busy:
@@ -161,15 +172,12 @@ class Simulation:
             await asyncio.sleep(LOOK_S)
             waited_s += LOOK_S
         await asyncio.sleep(60.0)
-        await self._serving()
+        await self.serving()
         self._conclude()
-        self._is_concluded = True
-        self.life.kill()
-        await daemons
 
     async def _set_right(self) -> None:
         while True:
-            await self._serving()
+            await self.serving()
             try:
                 return await self.users.set_right()
             except (ClusterError, Killed):
@@ -203,8 +211,22 @@ class Simulation:
 
 def simulate(seed: int, faults_s: float = FAULTS_S) -> Outcome:
     """Run the simulation of one seed."""
+    return in_simulation(seed, Simulation.run, faults_s)
+
+
+def in_simulation(seed: int, work: Callable[[Simulation], Awaitable[None]], faults_s: float = FAULTS_S) -> Outcome:
+    """Run `work` in a simulation of its own."""
     place = tempfile.mkdtemp(prefix="clusterd-soak-", dir=MEMORY if MEMORY.is_dir() else None)
     logger = logging.getLogger("clusterd")
+
+    async def whole(simulation: Simulation) -> None:
+        try:
+            await work(simulation)
+        except Stuck as stuck:
+            simulation.wrong(str(stuck))
+        finally:
+            await simulation.end()
+
     try:
         with virtual_time() as (loop, clock):
             simulation = Simulation(seed, Path(place), clock, faults_s)
@@ -212,14 +234,15 @@ def simulate(seed: int, faults_s: float = FAULTS_S) -> Outcome:
             logger.addHandler(bugs)
             try:
                 with simulated_surroundings(lambda: simulation.life, simulation.network, seed):
-                    loop.run_until_complete(simulation.run())
+                    loop.run_until_complete(whole(simulation))
+                    left = asyncio.all_tasks(loop)
+                    for task in left:
+                        task.cancel()
+                    loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             except Stuck as stuck:
                 simulation.wrong(str(stuck))
             finally:
                 logger.removeHandler(bugs)
-            for task in asyncio.all_tasks(loop):
-                task.cancel()
-            gc.collect()
             return simulation.outcome
     finally:
         shutil.rmtree(place, ignore_errors=True)

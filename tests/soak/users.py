@@ -61,12 +61,13 @@ class Users:
         draw = self._random
         nodes = draw.choice((1, 1, 1, 2))
         devices = nodes * draw.choice((0, 1, 1, 2)) if nodes == 1 else nodes
+        kind = draw.choice(("command", "command", "checkpointable")) if nodes == 1 and devices else "command"
         outcome = draw.choice(("ok", "ok", "ok", "fail", "oom"))
         manner = draw.choice(("obeys", "obeys", "ignores"))
         spec = {
             "name": f"job-{self.requests}",
-            "kind": "command",
-            "command": ["sim", f"{draw.expovariate(1 / 40.0):.3f}", outcome, manner],
+            "kind": kind,
+            "command": ["sim", f"{draw.expovariate(1 / 40.0):.3f}", outcome, manner, "{ranks}"],
             "workdir": "/work",
             "resources": {"devices": devices, "nodes": nodes, "cpus": draw.choice((0, 4))},
             "priority": draw.choice((0, 0, 1, 5)),
