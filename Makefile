@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 BENCHMARKS := cli model migration placement scheduler simulate prediction tui
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-gpu test-slow test-all bench check binary clean
+.PHONY: setup demo test test-gpu test-slow test-all soak bench check binary clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -33,6 +33,12 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu'
 
 test-all: test test-slow
+
+# The whole head node in virtual time, under faults drawn from seeds; a failing seed is printed with its replay.
+SECONDS ?= 60
+SEEDS ?= 1-
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --seconds $(SECONDS) --seeds $(SEEDS)
 
 bench: $(STAMP)
 	for b in $(BENCHMARKS); do $(BIN)/python tests/benchmarks/$$b.py || exit 1; done

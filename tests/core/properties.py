@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from clusterd.core import decisions as d
 from clusterd.core.events import Event
 from clusterd.core.performance_table import evenly
+from clusterd.core.queueing.dependencies import is_satisfied, split
 from clusterd.core.scheduler import Batch, Scheduler
 from clusterd.core.state import Attempt, Job, State
 from clusterd.core.view import Policy
@@ -26,7 +27,8 @@ def broken(state: State) -> list[str]:
             wrong.append(f"job {job.id} is {job.state.value}, and still holds something")
         if job.state is JobState.QUEUED and not job.reason:
             wrong.append(f"job {job.id} waits without a reason")
-        early = [other for other in job.spec.after if state.jobs[other].state is not JobState.FINISHED]
+        awaited = [(state.jobs[other], condition) for other, condition in map(split, job.spec.after)]
+        early = [other.id for other, condition in awaited if not is_satisfied(other, condition)]
         if early and job.attempts:
             wrong.append(f"job {job.id} was started before {', '.join(early)} had finished")
         if attempt is not None:

@@ -214,6 +214,7 @@ class Attempts:
                         self._background.start(self._abandon(attempt))
                     raise
         self._exit_reports.flush(attempt)
+        self._exit_reports.repeat(attempt)
         return Launched(tuple(StartedRank(r.rank, r.pid, r.start_time) for r in attempt.ranks.values()))
 
     async def _abandon(self, attempt: Attempt) -> None:

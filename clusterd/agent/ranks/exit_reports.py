@@ -94,6 +94,18 @@ class ExitReports:
         self._before_end(attempt)
         rank.take(attempt.judged(rank.end))
         rank.end = None
+        self._send(attempt, rank)
+
+    def repeat(self, attempt: Attempt) -> None:
+        """Send the exits of ranks that ended before their launch was asked for again, as after a broken connection.
+
+        The daemon waits for that launch alone: it would take these ranks for running, and hold their devices for ever.
+        """
+        for rank in attempt.ranks.values():
+            if rank.state != "running" and rank.pid:  # without a pid it was never started
+                self._send(attempt, rank)
+
+    def _send(self, attempt: Attempt, rank: Rank) -> None:
         named = (attempt.job, attempt.attempt, attempt.generation, rank.rank)
         reason, message = rank.reason or Reason.LOST, rank.message or ""
         self._emit(RankExited(*named, reason, rank.exit_code, rank.signal, rank.at_s, message))

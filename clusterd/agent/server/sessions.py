@@ -100,7 +100,11 @@ class Sessions:
             log_line(f"agent: cannot write the newest event of its daemon: {error}")
 
     def lead(self, connection: Connection, name: str, epoch: int) -> None:
-        """Make a connection's daemon the leader of its cluster.
+        """Make a connection's daemon the leader of its cluster, and this its only connection.
+
+        An earlier connection of the same daemon is one that it gave up. What it still brings, as TCP does after a
+        partition, must not be carried out after the hello: the daemon may have started the job elsewhere meanwhile, and
+        given the devices to another one.
 
         Raises:
             Refused: ``stale`` (a newer daemon leads), ``epoch`` (implausible).
@@ -122,6 +126,10 @@ class Sessions:
                 write_json(self._file, self._epochs)
             except OSError as error:  # the leader must still be able to stop the job that filled the disk
                 log_line(f"agent: cannot write the epoch of its daemon: {error}")
+        for other in self._connections:
+            if other is not connection and other.daemon == (name, epoch):
+                other.daemon = None  # for requests that are read already
+                other.cut()
         connection.daemon = (name, epoch)
 
     def check(self, connection: Connection, verb: str, message: Message) -> None:

@@ -83,11 +83,13 @@ class Verbs:
 
     async def _launch(self, request: LaunchRequest) -> Launched:
         snapshot = self._workdirs.need(request.snapshot) if request.snapshot else None
-        if request.datasets:
-            await in_thread(lambda: evict_cached_files(self._home.root / "data"), "data")
         if request.move is not None:
             self._moves.admit(request.move)
-        return await self._attempts.launch(request, self._home.rank_socket, snapshot)
+        # No await before this: a hello on a newer connection either reports this attempt, or prevents it.
+        launched = await self._attempts.launch(request, self._home.rank_socket, snapshot)
+        if request.datasets:
+            await in_thread(lambda: evict_cached_files(self._home.root / "data"), "data")
+        return launched
 
     async def _stop(self, request: r.StopRanks) -> r.Stopped:
         report = await self._attempts.stop(

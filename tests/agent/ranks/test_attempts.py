@@ -175,6 +175,19 @@ def test_a_repeated_launch_returns_what_runs(agent: AgentClient) -> None:
     assert agent.launch(["sleep", "100"]) == first
 
 
+@pytest.mark.parametrize("is_new_agent", [False, True])
+def test_a_repeated_launch_reports_again_what_has_ended(connect: Connect, is_new_agent: bool) -> None:
+    """The connection broke before the daemon heard of the launch and of the end: it asks for the launch again."""
+    agent = connect()
+    agent.launch(["sh", "-c", "exit 3"])
+    agent.event("rank_exited")
+    if is_new_agent:
+        agent.kill_agent()
+    again = connect()
+    again.launch(["sh", "-c", "exit 3"])
+    assert again.event("rank_exited")["exit_code"] == 3
+
+
 def test_a_launch_that_arrives_late_is_refused(agent: AgentClient) -> None:
     agent.launch(["true"], generation=2)
     agent.event("rank_exited")

@@ -182,6 +182,17 @@ def test_a_superseded_daemon_is_told_at_once(connect: Connect) -> None:
     assert old.event("superseded")["by"] == 2
 
 
+def test_a_newer_connection_of_a_daemon_ends_the_one_before(connect: Connect) -> None:
+    """After a partition TCP may bring a launch over a connection that its daemon gave up: it must start nothing."""
+    old, other = connect(), connect(hello=False)
+    other.hello(daemon="of another cluster")
+    new = connect()
+    with pytest.raises((AssertionError, BrokenPipeError)):
+        old.launch(["sleep", "100"])
+    assert new.hello()["attempts"] == []
+    other.ok("facts")
+
+
 def test_a_rank_of_an_agent_before_sockets_apart_reaches_its_successor(agent: AgentClient) -> None:
     """Such a rank knows only the path of the single socket that agents used to have."""
     agent.launch(["sleep", "100"])

@@ -1,0 +1,74 @@
+"""Promises that a simulation checks after each batch of events, and at its end."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from clusterd.core.invariants import violations
+from clusterd.core.scheduler import Scheduler
+from clusterd.core.state import State
+from clusterd.daemon.journal import codec
+from clusterd.daemon.journal.journal import Journal
+from clusterd.types import DeviceId, HostId, HostState, JobId, JobState
+from tests.core.properties import broken
+from tests.soak.host import Machine
+
+
+def after_batch(state: State, machines: Iterable[Machine]) -> Iterator[str]:
+    """Promises about the state, and about what runs on the machines, that are broken."""
+    yield from violations(state)
+    yield from broken(state)
+    for machine in machines:
+        host = state.hosts.get(HostId(machine.name))
+        if host is None or host.state is not HostState.UP:
+            continue
+        for key, process in machine.live():
+            job, attempt, generation = key
+            asked = (JobId(job), attempt, generation)
+            if asked in host.orphans or asked in host.unknown_attempts:
+                continue
+            for device in machine.device_names(process):
+                lease = state.leases.get(DeviceId(device))
+                if lease is None:
+                    yield f"{device} counts as free, and {key} runs on it"
+                elif (lease.job, lease.attempt) != (job, attempt):
+                    yield f"{device} is leased to {lease.job}.{lease.attempt}, and {key} runs on it"
+
+
+def accepted_jobs(state: State, accepted: Iterable[str]) -> Iterator[str]:
+    """Jobs whose submission was acknowledged and that the state does not have."""
+    for job in accepted:
+        if JobId(job) not in state.jobs:
+            yield f"job {job} was accepted, and is lost"
+
+
+def at_end(state: State, machines: Iterable[Machine], cancelled: Iterable[str]) -> Iterator[str]:
+    """Promises that are broken after all faults are over."""
+    for job in state.jobs.values():
+        if not job.state.is_final:
+            yield f"job {job.id} is {job.state.value} ({job.reason}) long after the last fault"
+    for job_id in cancelled:
+        ended = state.jobs[JobId(job_id)]
+        if ended.state not in (JobState.CANCELLED, JobState.FINISHED, JobState.FAILED):
+            yield f"job {job_id} was cancelled, and is {ended.state.value}"
+    yield from (f"{device} is still leased to {lease.job}" for device, lease in state.leases.items())
+    for machine in machines:
+        yield from (f"{machine.name}: a process of {key} is left" for key, _ in machine.live())
+    for host in state.hosts.values():
+        if host.unusable is not None:
+            yield f"{host.id} is not usable: {host.unusable}"
+
+
+def replay_equals(state: State, directory: Path) -> Iterator[str]:
+    """Compare the state with a replay of the whole journal in a copy of the state directory."""
+    copy = directory.with_name(f"{directory.name}-replayed")
+    shutil.copytree(directory, copy)
+    journal = Journal(copy / "journal.db")
+    scheduler = Scheduler()
+    for batch in journal.replay_after(0):
+        scheduler.replay(batch)
+    journal.close()
+    if codec.encode(scheduler.state) != codec.encode(state):
+        yield "a replay of the journal leads to another state"

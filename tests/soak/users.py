@@ -1,0 +1,117 @@
+"""Users and operators of one simulation, who submit jobs and change their minds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING, Any
+
+from clusterd.errors import ClusterError
+from tests.soak.daemon import Killed
+
+if TYPE_CHECKING:
+    from tests.soak.simulation import Simulation
+
+MEAN_PAUSE_S = 10.0
+
+
+class Users:
+    """Requests of clients, drawn from the seed.
+
+    Attributes:
+        accepted: jobs whose submission was acknowledged.
+        cancelled: jobs whose cancellation was acknowledged.
+    """
+
+    def __init__(self, simulation: Simulation, randomness: random.Random) -> None:
+        self.accepted: dict[str, None] = {}
+        self.cancelled: dict[str, None] = {}
+        self.requests = 0
+        self._simulation, self._random = simulation, randomness
+
+    async def run(self) -> None:
+        """Make requests until cancelled."""
+        kinds = (self._submit,) * 6 + (
+            self._cancel, self._requeue, self._hold, self._release, self._prioritise, self._drain, self._undrain,
+            self._claim,
+        )  # fmt: skip
+        while True:
+            await asyncio.sleep(self._random.expovariate(1.0 / MEAN_PAUSE_S))
+            asyncio.ensure_future(self._try(self._random.choice(kinds)))  # noqa: RUF006 - a client waits for itself alone
+
+    async def _try(self, request: Any) -> None:
+        self.requests += 1
+        try:
+            await request()
+        except (ClusterError, Killed):
+            return
+
+    async def set_right(self) -> None:
+        """Undo what keeps jobs waiting for a person: drained hosts, held jobs, claims."""
+        call, state = self._simulation.call, self._simulation.state
+        for host in list(state.hosts):
+            await call("host_undrain", host=host)
+        for job in list(state.jobs.values()):
+            if job.held_by is not None and not job.state.is_final:
+                await call("release", job=job.id)
+        for claim in list(state.device_claims):
+            await call("claim_remove", claim=claim)
+
+    async def _submit(self) -> None:
+        draw = self._random
+        nodes = draw.choice((1, 1, 1, 2))
+        devices = nodes * draw.choice((0, 1, 1, 2)) if nodes == 1 else nodes
+        kind = draw.choice(("command", "command", "checkpointable")) if nodes == 1 and devices else "command"
+        outcome = draw.choice(("ok", "ok", "ok", "fail", "oom"))
+        manner = draw.choice(("obeys", "obeys", "ignores"))
+        spec = {
+            "name": f"job-{self.requests}",
+            "kind": kind,
+            "command": ["sim", f"{draw.expovariate(1 / 40.0):.3f}", outcome, manner, "{ranks}"],
+            "workdir": "/work",
+            "resources": {"devices": devices, "nodes": nodes, "cpus": draw.choice((0, 4))},
+            "priority": draw.choice((0, 0, 1, 5)),
+            "guaranteed": draw.random() < 0.2,
+            "retries": draw.choice((0, 0, 2)),
+            "grace_s": draw.choice((0.0, 5.0, 30.0)),
+            "time_limit_s": draw.choice((None, None, 60.0)),
+            "after": [f"{draw.choice(list(self.accepted))}:any"] if self.accepted and draw.random() < 0.2 else [],
+            "waits_for_hosts": True,
+        }
+        answer = await self._simulation.call("submit", spec=spec)
+        self.accepted[answer["id"]] = None
+
+    def _job(self) -> str:
+        if not self.accepted:
+            raise ClusterError("there is no job yet")
+        return self._random.choice(list(self.accepted)[-8:])
+
+    async def _cancel(self) -> None:
+        job, now = self._job(), self._random.random() < 0.3
+        await self._simulation.call("cancel", job=job, now=now)
+        self.cancelled[job] = None
+
+    async def _requeue(self) -> None:
+        await self._simulation.call("requeue", job=self._job(), hold=self._random.random() < 0.2)
+
+    async def _hold(self) -> None:
+        await self._simulation.call("hold", job=self._job())
+
+    async def _release(self) -> None:
+        await self._simulation.call("release", job=self._job())
+
+    async def _prioritise(self) -> None:
+        await self._simulation.call("priority", job=self._job(), priority=self._random.randint(0, 5))
+
+    def _host(self) -> str:
+        return self._random.choice(list(self._simulation.network.machines))
+
+    async def _drain(self) -> None:
+        await self._simulation.call("host_drain", host=self._host(), why="a check")
+
+    async def _undrain(self) -> None:
+        await self._simulation.call("host_undrain", host=self._host())
+
+    async def _claim(self) -> None:
+        length_s, drains = self._random.uniform(5.0, 60.0), self._random.random() < 0.5
+        await self._simulation.call("claim_add", devices=[self._host()], reason="a check", for_s=length_s, drain=drains)
