@@ -105,6 +105,7 @@ def test_leaving_a_window_asks_nothing() -> None:
 def test_the_cursor_stays_with_its_job_when_others_come_and_go() -> None:
     async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
         board: Any = app.board
+        await pilot.press("a")  # also jobs that are over
         board.table.move_to("5")
         new = [{"id": str(n), "name": f"new{n}", "state": "running", "submitted_s": NOW_S} for n in range(100, 160)]
         change = {"number": 9, "at_s": NOW_S, "jobs": new}
