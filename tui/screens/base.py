@@ -178,6 +178,7 @@ class TableBoard(Board, Generic[R]):
         except FilterTooSlow as error:
             self.filter = Filter("")
             self.listing.configure(self.filter, self._order, self.descending)
+            self._rows = self.all_rows()  # without a filter some are folded
             self._list(None)
             self.app.notify(str(error), severity="error")
         if not self.listing.keys:
