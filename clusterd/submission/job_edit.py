@@ -38,12 +38,19 @@ def parse_changes(given: Iterable[str]) -> dict[str, Any]:
 
 
 def with_changes(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
-    """The specification with these fields changed."""
+    """The specification with these fields changed; `resources` names only the fields that change.
+
+    Raises:
+        UsageError: a value of the wrong type.
+    """
     import msgspec
 
-    described = msgspec.to_builtins(spec)
-    resources = {**described["resources"], **changes.get("resources", {})}
-    return msgspec.convert({**described, **changes, "resources": resources}, JobSpec)
+    before = msgspec.to_builtins(spec)
+    resources = {**before["resources"], **changes.get("resources", {})}
+    try:
+        return msgspec.convert({**before, **changes, "resources": resources}, JobSpec)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"the change is not well-formed: {error}") from None
 
 
 Fields = dict[str, Any]

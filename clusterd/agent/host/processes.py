@@ -30,6 +30,8 @@ class Stat(NamedTuple):
     session: int
     start_time: int  # clock ticks since boot
     memory_bytes: int  # size of the address space; 0 while the process is exiting
+    cpu_ticks: int  # processor time since its start, in clock ticks
+    resident_pages: int
 
 
 @lru_cache(maxsize=1)
@@ -58,7 +60,10 @@ def stat(pid: int) -> Stat | None:
         return None
     # The command's name is in parentheses and may contain spaces and parentheses itself.
     fields = text[text.rindex(b")") + 2 :].split()
-    return Stat(fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]), int(fields[20]))
+    parent, group, session = map(int, fields[1:4])
+    user, system = map(int, fields[11:13])
+    start_time, memory_bytes, resident_pages = map(int, fields[19:22])
+    return Stat(fields[0].decode(), parent, group, session, start_time, memory_bytes, user + system, resident_pages)
 
 
 def lives(pid: int, start_time: int, boot: str | None = None) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 from clusterd.agent.host import processes
 from clusterd.agent.host.attempt_records import Attempt
@@ -14,12 +12,6 @@ from clusterd.protocol.agent import AttemptUse, DeviceUse
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
-@dataclass(frozen=True)
-class _Process:
-    ticks: int  # of processor time since its start
-    memory_bytes: int  # resident
 
 
 class CpuUse:
@@ -45,29 +37,19 @@ class CpuUse:
         for pid in processes.everyone():
             found = processes.stat(pid)
             attempt = sessions.get(found.session) if found is not None else None
-            used = _read(pid) if attempt is not None else None
-            if attempt is None or used is None:
+            if found is None or attempt is None:
                 continue
-            ticks[pid] = used.ticks
+            ticks[pid] = found.cpu_ticks
             name = attempt.name
             known[name] = attempt
             # One that was not there at the previous sample has used all of its time since.
-            delta = max(used.ticks - before.get(pid, 0), 0) if before is not None else 0
+            delta = max(found.cpu_ticks - before.get(pid, 0), 0) if before is not None else 0
             cores[name] = cores.get(name, 0.0) + delta / _TICKS_PER_S / elapsed_s
-            memory[name] = memory.get(name, 0) + used.memory_bytes
+            memory[name] = memory.get(name, 0) + found.resident_pages * _PAGE_BYTES
         self._ticks = ticks
         return tuple(
             AttemptUse(each.job, each.attempt, round(cores[name], 3), memory[name]) for name, each in known.items()
         )
-
-
-def _read(pid: int) -> _Process | None:
-    """Processor time and memory of a process; None: it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return _Process(int(fields[11]) + int(fields[12]), int(fields[21]) * _PAGE_BYTES)
 
 
 def device_uses(gpus: Iterable[Mapping[str, object]]) -> tuple[DeviceUse, ...]:

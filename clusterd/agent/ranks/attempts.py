@@ -28,7 +28,7 @@ FAILURE_CHARACTERS_MAX = 1 << 14
 """Of a rank's failure message, which goes into the journal."""
 
 StopFlags = Mapping[str, Any]
-"""What ranks that support it do before they exit, by field of the stop message."""
+"""Fields of the stop message for ranks that do something before they exit."""
 
 Ask = Callable[[Attempt, str, float, StopFlags], set[int]]
 

@@ -134,11 +134,6 @@ def drop_output(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def readable_kind(kind: str) -> str:
-    """``launch attempt`` for ``LaunchAttempt``."""
-    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind).strip()
-
-
 def compact_devices(devices: list[str]) -> str:
     """Device ranges by host, as in ``gpu01:gpu0-3 gpu02:gpu1``."""
     by_kind: dict[tuple[str, str], list[int]] = {}

@@ -22,6 +22,7 @@ from clusterd.daemon.api.server import Verb
 from clusterd.daemon.api.validation import refuse_malformed, refuse_unsatisfiable
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError, UsageError
+from clusterd.submission.job_edit import with_changes
 from clusterd.types import JobSpec, JobState
 from clusterd.units import duration
 
@@ -195,16 +196,11 @@ class QueueVerbs:
 
 
 def _with_changes(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
-    """Apply changes by field; `resources` names only the fields that change.
+    """Apply changes that may come after the submission.
 
     Raises:
         UsageError: what is wrong with them.
     """
     if unknown := sorted({*changes} - EDITABLE):
         raise UsageError(f"{unknown[0]} of a job cannot be changed")
-    before = msgspec.to_builtins(spec)
-    resources = {**before["resources"], **changes.get("resources", {})}
-    try:
-        return msgspec.convert({**before, **changes, "resources": resources}, JobSpec)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"the change is not well-formed: {error}") from None
+    return with_changes(spec, changes)
