@@ -27,8 +27,8 @@ def record(directory: Path) -> None:
             _write(directory, f"{self._migration.id}-old", self._training, self._migration.shape)
         return depart(self, at_s)
 
-    def recorded_arrive(self: Any, make: Any) -> Any:
-        training = arrive(self, make)
+    def recorded_arrive(self: Any, make: Any, device: torch.device) -> Any:
+        training = arrive(self, make, device)
         _write(directory, f"{self.migration_id}-new", training, ModelShape.from_dict(training.context.migration.shape))
         return training
 
