@@ -17,7 +17,7 @@ from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.output import ago, note, output_option, print_line, raise_all, show_json, show_table
 from clusterd.client import Client
 from clusterd.errors import ClusterError, TryLater, UsageError
-from clusterd.units import size
+from clusterd.units import counted, size
 
 
 @click.command()
@@ -150,7 +150,7 @@ def forget(jobs: tuple[str, ...], older: str | None, dry_run: bool, yes: bool) -
     count = len(chosen) - len(failures)
     if not dry_run and (count or not failures):
         again = f"; run it again when {', '.join(sorted(left))} can be reached" if left else ""
-        note(f"{count} job{'s' * (count != 1)} forgotten, {size(freed)} freed{again}")
+        note(f"{counted(count, 'job')} forgotten, {size(freed)} freed{again}")
     raise_all(failures)
 
 

@@ -29,7 +29,7 @@ from clusterd.cli.common.output import (
 from clusterd.client import Client, refusal
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.calls import Failure
-from clusterd.units import duration
+from clusterd.units import counted, duration
 
 SILENT_S, SILENT_STEPS = 60.0, 20
 """A job counts as silent after this long and this many step times without a step."""
@@ -160,7 +160,7 @@ def show(job: str, output: str) -> None:
         "command": " ".join(spec["command"]),
         "user": f"{row['user']} (tenant {row['tenant']})",
         "priority": f"{row['priority']}{', guaranteed' if row['guaranteed'] else ''}",
-        "asked": f"{row['asked']} devices" if row["asked"] else "CPU cores",
+        "asked": counted(row["asked"], "device") if row["asked"] else "CPU cores",
         "env": " ".join(f"{name}={value}" for name, value in spec["env"].items()),
         "after": ", ".join(spec["after"]),
         "ports": ", ".join(map(str, spec.get("ports", ()))),
@@ -394,7 +394,7 @@ def why(job: str, output: str) -> None:
         for name, count in sorted(answer["holders"].items(), key=lambda item: -item[1])[:8]:
             left_s = answer.get("holders_left_s", {}).get(name)
             until = f", for about {duration(left_s)} more" if left_s is not None else ""
-            print_line(f"  {name} holds {count} device{'s' if count > 1 else ''}{until}")
+            print_line(f"  {name} holds {counted(count, 'device')}{until}")
         misfits = answer.get("misfits", [])  # absent from the reply of an older daemon
         for reason in misfits[:HOSTS_MAX]:
             print_line(f"  {reason}")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from clusterd.core.state import Attempt, Job, State
 from clusterd.types import Tenant
+from clusterd.units import counted
 
 ALL = 1 << 30
 """A number of devices larger than any cluster."""
@@ -48,12 +49,10 @@ class Quotas:
         """Reason why a job of this tenant must not get this many more devices; None: it may."""
         if devices <= self.left(tenant):
             return None
-        quota = self._tenants[tenant].quota
-        if quota is not None and devices > quota:
-            return f"needs {devices} devices at once, and tenant {tenant} may hold {quota} in all"
-        return (
-            f"tenant {tenant} may hold {quota} devices, and holds {self.held.get(tenant, 0)}: {devices} more are wanted"
-        )
+        quota, held = self.most(tenant), self.held.get(tenant, 0)
+        if devices > quota:
+            return f"needs {counted(devices, 'device')} at once, and tenant {tenant} may hold {quota} in all"
+        return f"tenant {tenant} may hold {counted(quota, 'device')}, and holds {held}: {devices} more are wanted"
 
     def over_share(self, waiting: Iterable[Job]) -> dict[str, bool]:
         """True by tenant that holds more than its share of all held devices; empty where only one tenant wants any."""

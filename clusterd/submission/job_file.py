@@ -12,7 +12,7 @@ from typing import Any
 from clusterd.errors import ConfigError, UsageError
 from clusterd.toml import check_keys, data_folders, read_toml, text_table
 from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
-from clusterd.units import parse_capability, parse_duration_s, parse_gpus, parse_size
+from clusterd.units import counted, parse_capability, parse_duration_s, parse_gpus, parse_size
 from plans.plan import Plan, PlanError
 
 _TOP = {
@@ -258,7 +258,9 @@ def _resources(table: Mapping[str, Any], where: str) -> Resources:
     if not get("grow", bool, True):
         most = max(count, 1) if not most else min(most, max(count, 1))
     if most and (count > most or least > most):
-        raise ConfigError(f"{where}: at most {most} devices are allowed, but {max(count, least)} are asked for")
+        raise ConfigError(
+            f"{where}: at most {counted(most, 'device')} may be used, but {max(count, least)} are asked for"
+        )
     return Resources(
         devices=count,
         nodes=nodes,

@@ -12,7 +12,7 @@ from clusterd.submission.ignore_rules import IGNORE_FILE
 from clusterd.submission.job_file import Request
 from clusterd.submission.workdir import Snapshot, pack
 from clusterd.types import JobKind, JobSpec
-from clusterd.units import size
+from clusterd.units import counted, size
 
 CHUNK_BYTES = 1 << 20
 
@@ -61,7 +61,7 @@ def with_workdir(cluster: Client, spec: JobSpec, say: Callable[[str], None] = la
         say(f"not sent, being secrets by their names: {named} (!NAME in {IGNORE_FILE} sends one)")
     with packed.archive:
         if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
-            say(f"sending {packed.files} files of {spec.workdir} ({size(packed.size_bytes)})")
+            say(f"sending {counted(packed.files, 'file')} of {spec.workdir} ({size(packed.size_bytes)})")
             offset = 0
             while True:
                 data = packed.archive.read(CHUNK_BYTES)

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from clusterd.errors import ClusterError
-from clusterd.units import duration
+from clusterd.units import counted, duration
 from tui.commands.parsing import absolute_path, existing_file, job_files, something, whole_number
 from tui.commands.port import AppPort
 from tui.model import rows
@@ -235,7 +235,7 @@ class ClusterCommands:
             return
         request = read_job_file(file)
         spec = request.spec
-        want = f"{spec.resources.devices} devices" if spec.resources.devices else "CPU cores"
+        want = counted(spec.resources.devices, "device") if spec.resources.devices else "CPU cores"
         about = [
             line((spec.name, "bold"), f", {spec.kind.value}, {want}, priority {spec.priority}"),
             line((" ".join(spec.command), "dim")),
@@ -282,7 +282,9 @@ class ClusterCommands:
 
         job = self._job
         if previous and job.attempt < 2:
-            raise ClusterError(f"{job.name} has had {job.attempt} attempts: there is no log of an earlier one")
+            raise ClusterError(
+                f"{job.name} has had {counted(job.attempt, 'attempt')}: there is no log of an earlier one"
+            )
         screen = LogScreen(self._app.shared, job, job.attempt - 1 if previous else None)
         if await self._app.show_dialog(screen) == "pager":
             await self._page(job, screen.attempt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from clusterd.units import duration, size
+from clusterd.units import counted, duration, size
 from tui.model import rows
 from tui.model.columns import compact_devices, promise_text, ran_s, time_left_s, waited_s
 from tui.model.fleet import fleet_totals
@@ -200,8 +200,8 @@ def _loan(job: rows.Job) -> str:
 
 
 def _requested(job: rows.Job) -> str:
-    kind = f" {job.asked_kind}" if job.asked_kind else ""
-    devices = f"{job.asked}{kind} device{'' if job.asked == 1 else 's'}" if job.asked else "CPU cores"
+    kind = f"{job.asked_kind} " if job.asked_kind else ""
+    devices = counted(job.asked, f"{kind}device") if job.asked else "CPU cores"
     extra = [f"priority {job.priority}", job.kind, "guaranteed" if job.guaranteed else "", job.user]
     return ", ".join(filter(None, (devices, *extra)))
 
@@ -232,7 +232,7 @@ def next_plan(job: rows.Job, look: Look) -> list[Line]:
         return []
     gain = f", gains {after.gain:+.0%}" if after.gain is not None else ""
     cost = f", the move costs {duration(after.move_cost_s)}" if after.move_cost_s is not None else ""
-    return [_fact("next", (f"{after.plan} on {after.devices} devices", "bold"), gain, cost)]
+    return [_fact("next", (f"{after.plan} on {counted(after.devices, 'device')}", "bold"), gain, cost)]
 
 
 def restart_note(migration: rows.Migration) -> str:

@@ -9,6 +9,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
+from clusterd.units import counted
 from tui.model import rows
 from tui.model.filters import BadFilter, pattern
 from tui.source.context import Context
@@ -64,7 +65,7 @@ class LogScreen(ModalScreen[str]):
             self.attempt = wanted
             self._follow()
         else:
-            self.notify(f"{self.job.name} has had {newest} attempt{'' if newest == 1 else 's'}")
+            self.notify(f"{self.job.name} has had {counted(newest, 'attempt')}")
 
     def action_search(self) -> None:
         """Open the input for a search."""

@@ -20,7 +20,7 @@ from clusterd.core.reservations import Handover
 from clusterd.core.state import Job
 from clusterd.core.view import Preempt, View
 from clusterd.types import AttemptState, Device, DeviceId, JobId
-from clusterd.units import duration
+from clusterd.units import counted, duration
 
 
 def devices_being_freed(view: View) -> list[Device]:
@@ -124,7 +124,7 @@ def _apply(
             continue
         ctx.ledger.take(change.devices, {}, {})
         given = len(v.devices) - len(change.devices)
-        gives = f"gives {given} device{'s' * (given > 1)} to" if given else "moves for"
+        gives = f"gives {counted(given, 'device')} to" if given else "moves for"
         ctx.migrate(v, change.offer, change.devices, f"{gives} {reason}", may_restart)
     ctx.ledger.take(eviction.now, {}, {})
     if suspended := eviction.suspended:

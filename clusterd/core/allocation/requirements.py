@@ -11,7 +11,7 @@ from clusterd.core.placement.place import candidates, fitting, holds, kinds_for,
 from clusterd.core.state import Job
 from clusterd.core.view import Refusal, View
 from clusterd.types import Device, JobKind, Resources
-from clusterd.units import size
+from clusterd.units import counted, size
 
 
 def unsatisfiable(job: Job, view: View) -> str | None:
@@ -151,7 +151,7 @@ def beyond_every_host(job: Job, view: View) -> str | None:
     if fits or not empty:
         return None
     cores, memory_bytes = per_device(job)
-    needs = f"needs {max(cores, 1)} CPU core{'s' * (cores > 1)}"
+    needs = f"needs {counted(max(cores, 1), 'CPU core')}"
     needs += f" and {size(memory_bytes)} of memory" if memory_bytes else ""
     needs += f" beside each of {least} {_KINDS[wanted.kind]}" if least else ""
     has = _none(wanted) if least == 0 or job.spec.kind is JobKind.COMMAND else "the hosts have not"
@@ -199,7 +199,7 @@ def _short_of(job: Job) -> str:
     count = least_devices(job)
     if count == 0:
         memory = f" and {size(wanted.memory_bytes)} of memory" if wanted.memory_bytes else ""
-        return f"waits for {max(wanted.cpus, 1)} free CPU cores{memory} on one host"
+        return f"waits for {counted(max(wanted.cpus, 1), 'free CPU core')}{memory} on one host"
     where = "on one host " if job.spec.kind is JobKind.COMMAND else ""
     where = f"on each of {wanted.nodes} hosts " if wanted.nodes > 1 else where
     count = wanted.per_node if wanted.nodes > 1 else count

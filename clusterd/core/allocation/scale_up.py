@@ -15,7 +15,7 @@ from clusterd.core.performance_table import Estimate, evenly
 from clusterd.core.placement.heterogeneous_search import Found, as_if_free, shared_by
 from clusterd.core.view import Move, View
 from clusterd.types import JobId
-from clusterd.units import duration
+from clusterd.units import counted, duration
 
 # --- those who must leave -----------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ def restore_requested_sizes(view: View, waiting: Iterable[int], skip: Container[
         if not free:
             continue
         requested = job.spec.resources.plan if len(own) + len(free) >= asked else None
-        reason = f"{len(free)} devices are free, and it asked for {asked}"
+        reason = f"{counted(len(free), 'device')} free, and it asked for {asked}"
         move = first_that_works(
             job, [*own, *free], own, min(len(own) + len(free), asked), requested, reason, view.hosts
         )

@@ -28,7 +28,7 @@ from clusterd.core.reservations import Reservation
 from clusterd.core.state import Job
 from clusterd.core.view import Refusal, Start, View
 from clusterd.types import Device, HostId, JobId, JobKind
-from clusterd.units import duration
+from clusterd.units import counted, duration
 
 AT_ONCE_S = 1.0
 """A promised start is not recorded anew for less than this."""
@@ -332,7 +332,7 @@ def _refuse(ctx: PassContext, p: JobForecast, earliest_start: EarliestStart | No
             backfill = Backfill(earliest_start.at_s, spare)
             reserve(ctx, p, earliest_start.at_s, backfill, earliest_start.hosts, [offer.device_type])
         ctx.forecast.take(offer.device_type, earliest_start.hosts)
-    reason = f"waits for {offer.devices} free device{'s' * (offer.devices > 1)}, on which {offer.plan} is worth it"
+    reason = f"waits for {counted(offer.devices, 'free device')}, on which {offer.plan} is worth it"
     ctx.proposal.refusals.append(Refusal(p.job.id, reason, devices=offer.devices, is_shortage=True))
 
 

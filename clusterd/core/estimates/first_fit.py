@@ -10,6 +10,7 @@ from clusterd.core.host import Host
 from clusterd.core.ledger import of_ranks
 from clusterd.core.state import NO_BOUNDS, Attempt, Bounds, Job
 from clusterd.types import DeviceId, HostId
+from clusterd.units import counted
 from plans.enumerate import legal_plans
 from plans.legality import check
 from plans.memory import MemoryEstimate, estimate
@@ -56,9 +57,10 @@ def choose(
         return _check_requested(shape, kind, memory_bytes, usable_bytes, requested)
     legal = legal_plans(shape, devices, kind=kind)
     plans = [plan for plan in legal if bounds.why_not(plan) is None]
+    none = f"no plan on {counted(devices, 'device')}"
     if not plans:
         why = bounds.why_not(legal[0]) if legal else None
-        return Impossible(_why_none(shape, devices, kind) if why is None else f"no plan on {devices} devices: {why}")
+        return Impossible(_why_none(shape, devices, kind) if why is None else f"{none}: {why}")
     least: tuple[int, Plan] | None = None
     for plan in plans:
         memory = estimate(plan, shape, kind=kind)
@@ -69,7 +71,7 @@ def choose(
             least = (memory.device_bytes, plan)
     assert least is not None
     return Impossible(
-        f"no plan on {devices} devices fits: the least memory is {_gib(least[0])} per device with {least[1]}, "
+        f"{none} fits: the least memory is {_gib(least[0])} per device with {least[1]}, "
         f"they have {_gib(memory_bytes)}{_but(usable_bytes, memory_bytes)}: ask for more devices"
     )
 
@@ -133,7 +135,7 @@ def _check_requested(
 
 def _why_none(shape: ModelShape, devices: int, kind: str) -> str:
     reasons = check(Plan(dp=devices), shape, kinds=[kind])
-    return f"no plan uses exactly {devices} devices: {'; '.join(reasons) or 'none is legal'}"
+    return f"no plan uses exactly {counted(devices, 'device')}: {'; '.join(reasons) or 'none is legal'}"
 
 
 def _but(usable_bytes: float, memory_bytes: int) -> str:

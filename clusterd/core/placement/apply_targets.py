@@ -15,6 +15,7 @@ from clusterd.core.performance_table import Estimate
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move, Preempt, Proposal, Refusal, Start, View
 from clusterd.types import Device, HostId, JobId
+from clusterd.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,8 @@ class _Pass:
         for rank, target, old in changing:
             if not self._place(target, old) and not self._make_place(rank, target, old) and old is None:
                 sizes = sorted({x.devices for x in target.options})
-                sizes_text = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-                reason = f"waits for {sizes_text} devices on hosts where it is known to run"
+                least = f"{sizes[0]} to " if len(sizes) > 1 else ""
+                reason = f"waits for {least}{counted(sizes[-1], 'device')} on hosts where it is known to run"
                 self.proposal.refusals.append(Refusal(target.job.id, reason))
         return self.proposal
 

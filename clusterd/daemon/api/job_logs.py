@@ -23,7 +23,7 @@ from clusterd.errors import AgentLost, ClusterError, UsageError
 from clusterd.protocol.requests import ReadLog, ReadSteps
 from clusterd.ssh.host import AgentRefused
 from clusterd.types import AttemptState, HostId, HostState, JobState
-from clusterd.units import size
+from clusterd.units import counted, size
 
 CHUNK_BYTES = 1 << 18
 POLL_S = 0.2
@@ -304,7 +304,9 @@ class JobLogs:
         if number is None:
             return job.attempts[-1]
         if not 1 <= number <= len(job.attempts):
-            raise UsageError(f"job {job.id} has had {len(job.attempts)} attempts; there is no attempt {number}")
+            raise UsageError(
+                f"job {job.id} has had {counted(len(job.attempts), 'attempt')}; there is no attempt {number}"
+            )
         return job.attempts[number - 1]
 
 

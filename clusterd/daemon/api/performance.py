@@ -20,6 +20,7 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.errors import ClusterError, UsageError
 from clusterd.types import JobSpec
+from clusterd.units import counted
 from plans.model_shape import ModelShape
 from profiling import report
 from profiling.curves import Curve
@@ -260,4 +261,4 @@ def _known_in_words(known: Knowledge) -> str:
     plans = len({o.row.plan for o in known.online.observations})
     if not plans:
         return "nothing is measured yet: times are what the hardware suggests, within the stated bounds"
-    return f"{plans} plan{'s' if plans > 1 else ''} measured on {known.devices.name}"
+    return f"{counted(plans, 'plan')} measured on {known.devices.name}"

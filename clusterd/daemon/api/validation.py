@@ -14,7 +14,7 @@ from clusterd.core.view import View
 from clusterd.errors import UsageError
 from clusterd.submission.job_file import checked_name
 from clusterd.types import JobId, JobKind, JobSpec
-from clusterd.units import parse_capability
+from clusterd.units import counted, parse_capability
 
 RETRIES_MAX = 1000
 
@@ -46,7 +46,7 @@ def refuse_malformed(spec: JobSpec) -> None:
         raise UsageError(f"nodes applies to commands: where {spec.kind.value} jobs run is chosen for them")
     if wanted.max_devices and max(wanted.devices, wanted.min_devices) > wanted.max_devices:
         asked = max(wanted.devices, wanted.min_devices)
-        raise UsageError(f"at most {wanted.max_devices} devices are allowed, but {asked} are asked for")
+        raise UsageError(f"at most {counted(wanted.max_devices, 'device')} may be used, but {asked} are asked for")
     try:
         parse_capability(wanted.compute_capability)
     except ValueError as error:
