@@ -5,24 +5,17 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
 
 from plans.layout import layout
 from plans.packing import Packing
 from plans.plan import Plan
 from plans.reshard import plan_transfers
-from tests.plans.test_reshard import PLANS, gpt, hosts
+from tests.plans.test_reshard import a_move, gpt, hosts
 
 
 @settings(deadline=None, max_examples=80)
-@given(
-    old=st.sampled_from(PLANS),
-    new=st.sampled_from(PLANS),
-    old_per_host=st.integers(1, 4),
-    new_per_host=st.integers(1, 4),
-    shift=st.integers(0, 2),
-)
+@a_move
 def test_every_new_rank_reads_its_boxes_out_of_the_segments(
     old: Plan, new: Plan, old_per_host: int, new_per_host: int, shift: int
 ) -> None:

@@ -101,14 +101,18 @@ def bound(moves: Transfers) -> int:
     return total
 
 
-@settings(deadline=None, max_examples=120)
-@given(
+a_move = given(
     old=st.sampled_from(PLANS),
     new=st.sampled_from(PLANS),
     old_per_host=st.integers(1, 4),
     new_per_host=st.integers(1, 4),
     shift=st.integers(0, 2),
 )
+"""Any plan to any plan, on hosts that hold one to four ranks each and overlap or not."""
+
+
+@settings(deadline=None, max_examples=120)
+@a_move
 def test_every_byte_once_from_a_holder_at_the_lower_bound(
     old: Plan, new: Plan, old_per_host: int, new_per_host: int, shift: int
 ) -> None:

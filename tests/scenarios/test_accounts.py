@@ -154,6 +154,15 @@ def command(name: str, script: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "kind": "command", "command": ["sh", "-c", script], "workdir": "/", **more}
 
 
+def start_and_let_in(site: Site, person: Person) -> None:
+    """Start a daemon that runs jobs as their owners, with one host, and let it into the person's account there."""
+    site.settings('accounts = "own"\n')
+    site.cluster.start()
+    site.cluster.run("host", "add", "--yes", "--cpu-devices", "2", "node")
+    person.lets_in(person.calls(site.socket, "login")["key"])
+    assert person.calls(site.socket, "login")["hosts"] == {"node": ""}
+
+
 def log_of(site: Site, job: str) -> str:
     return site.cluster.run("logs", job).stdout
 
@@ -223,11 +232,7 @@ def test_each_job_runs_as_its_owner_who_alone_reaches_it(site: Site, people: tup
 
 def test_a_person_whose_agent_is_killed_loses_nothing(site: Site, people: tuple[Person, Person]) -> None:
     ann, _ = people
-    site.settings('accounts = "own"\n')
-    site.cluster.start()
-    site.cluster.run("host", "add", "--yes", "--cpu-devices", "2", "node")
-    ann.lets_in(ann.calls(site.socket, "login")["key"])
-    assert ann.calls(site.socket, "login")["hosts"] == {"node": ""}
+    start_and_let_in(site, ann)
     job = ann.calls(site.socket, "submit", spec=command("mine", "for i in 1 2 3 4 5 6; do sleep 1; echo $i; done"))[
         "id"
     ]
@@ -282,11 +287,7 @@ def test_people_see_of_others_what_the_lab_allows(site: Site, people: tuple[Pers
 def test_a_restored_daemon_leads_people_s_later_jobs(site: Site, people: tuple[Person, Person]) -> None:
     """Ann's job came after the backup, under an account that the backup knows from an earlier one."""
     ann, _ = people
-    site.settings('accounts = "own"\n')
-    site.cluster.start()
-    site.cluster.run("host", "add", "--yes", "--cpu-devices", "2", "node")
-    ann.lets_in(ann.calls(site.socket, "login")["key"])
-    assert ann.calls(site.socket, "login")["hosts"] == {"node": ""}
+    start_and_let_in(site, ann)
     first = ann.calls(site.socket, "submit", spec=command("first", "true"))["id"]
     site.cluster.wait_for(first, lambda row: row["state"] == "finished")
     backup = site.cluster.directory.parent / "backup"

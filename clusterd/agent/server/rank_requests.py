@@ -58,14 +58,12 @@ class RankRequests:
         self._attempts, self._sessions, self._moves, self._datasets = attempts, sessions, moves, datasets
         self._mark_needed = mark_needed
         self._frames, self._data_budget = ByteBudget(*FRAMES), ByteBudget(*DATA)
-        self._requests: set[asyncio.Task[None]] = set()
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection until it ends."""
         connection = Connection(reader, writer, self._frames)
-        self._sessions.opened(connection)
         pace = _Pace()
-        try:
+        async with self._sessions.serving(connection, "a rank"):
             while True:
                 # What ranks send goes to the daemon: while that takes nothing, nothing more is read from them.
                 await self._sessions.wait_daemons_writable()
@@ -78,15 +76,7 @@ class RankRequests:
                 elif connection.rank is None:  # in order: an event may follow a hello directly
                     await self._serve(connection, message, finish)
                 else:
-                    request = asyncio.create_task(self._serve(connection, message, finish))
-                    self._requests.add(request)
-                    request.add_done_callback(self._requests.discard)
-        except (asyncio.IncompleteReadError, OSError):
-            pass
-        except protocol.ProtocolError as error:
-            log_line(f"agent: a rank was cut off: {error}")
-        finally:
-            await self._sessions.closed(connection)
+                    self._sessions.start(self._serve(connection, message, finish))
 
     async def _serve(self, connection: Connection, message: Message, finish: Callable[[], None]) -> None:
         verb = str(message.get("verb"))

@@ -79,7 +79,6 @@ class Agent:
         self._ports = Ports(home.root / "ports.json")
         self._hardware = Hardware(self._attempts, home.root)
         self._done = asyncio.Event()
-        self._requests: set[asyncio.Task[None]] = set()
         self._terminals = Terminals()
         self._housekeeping = Housekeeping(
             self._attempts, self._sessions, self._terminals, self._ports, self._workdirs, self._done.set
@@ -163,23 +162,14 @@ class Agent:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(reader, writer, self._frames)
-        self._sessions.opened(connection)
-        try:
+        async with self._sessions.serving(connection, "a caller"):
             while True:
                 message, finish = await connection.receive()
                 self._housekeeping.mark_needed()
                 if connection.daemon is None:
                     await self._serve(connection, message, finish)  # in order: what may follow depends on the hello
                 else:
-                    request = asyncio.create_task(self._serve(connection, message, finish))
-                    self._requests.add(request)
-                    request.add_done_callback(self._requests.discard)
-        except (asyncio.IncompleteReadError, OSError):
-            pass
-        except protocol.ProtocolError as error:
-            log_line(f"agent: a caller was cut off: {error}")
-        finally:
-            await self._sessions.closed(connection)
+                    self._sessions.start(self._serve(connection, message, finish))
 
     async def _serve(self, connection: Connection, message: Message, finish: Callable[[], None]) -> None:
         verb = str(message.get("verb"))

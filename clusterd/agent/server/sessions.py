@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from clusterd.agent.host.home import read_json, write_json
 from clusterd.agent.log import log_line
 from clusterd.agent.ranks.attempts import StopFlags
 from clusterd.agent.server.connection import Connection, Message
+from clusterd.protocol import ProtocolError
 from clusterd.protocol.agent import Superseded
 from clusterd.protocol.control import Stop
 from clusterd.protocol.messages import Event
@@ -48,9 +51,29 @@ class Sessions:
         self._epochs = {name: epoch for name, epoch in stored.items() if epoch <= _newest_plausible(0)}
         self._connections: dict[Connection, None] = {}  # the oldest first
         self._tasks: set[asyncio.Task[object]] = set()
+        self._requests: set[asyncio.Task[None]] = set()
 
-    def opened(self, connection: Connection) -> None:
-        """Register a connection, served by the current task."""
+    @contextlib.asynccontextmanager
+    async def serving(self, connection: Connection, who: str) -> AsyncIterator[None]:
+        """Register a connection while the current task serves it; its end, or a frame that is none, ends the block."""
+        self._opened(connection)
+        try:
+            yield
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        except ProtocolError as error:
+            log_line(f"agent: {who} was cut off: {error}")
+        finally:
+            self._connections.pop(connection, None)
+            await connection.close()  # after its queued frames
+
+    def start(self, request: Coroutine[Any, Any, None]) -> None:
+        """Serve a request beside the next ones of its connection."""
+        task = asyncio.create_task(request)
+        self._requests.add(task)  # the loop alone would not keep it
+        task.add_done_callback(self._requests.discard)
+
+    def _opened(self, connection: Connection) -> None:
         unadmitted = [known for known in self._connections if not known.is_admitted]
         if len(unadmitted) >= UNADMITTED_MAX:
             unadmitted[0].cut()
@@ -58,11 +81,6 @@ class Sessions:
         if (task := asyncio.current_task()) is not None:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-
-    async def closed(self, connection: Connection) -> None:
-        """Unregister a connection and close it after its queued frames."""
-        self._connections.pop(connection, None)
-        await connection.close()
 
     async def close(self) -> None:
         """Close all connections."""

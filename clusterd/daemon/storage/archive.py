@@ -85,7 +85,7 @@ class Archive:
             if found != digest:
                 partial.unlink()
                 raise UsageError("the workdir arrived damaged: submit again")
-            await anyio.to_thread.run_sync(_make_durable, partial, self._snapshot(digest))
+            await anyio.to_thread.run_sync(make_durable, partial, self._snapshot(digest))
 
     def drop_partial(self, sender: int) -> None:
         """Remove the incomplete uploads of a sender that has disconnected."""
@@ -289,7 +289,8 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _make_durable(partial: Path, target: Path) -> None:
+def make_durable(partial: Path, target: Path) -> None:
+    """Rename a complete file to `target`, so that both the file and its name survive a power failure."""
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(target)

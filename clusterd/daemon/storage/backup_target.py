@@ -15,6 +15,7 @@ from typing import Protocol
 import anyio
 import asyncssh
 
+from clusterd.daemon.storage.archive import make_durable
 from clusterd.errors import ClusterError
 
 CHUNK_BYTES = 1 << 20
@@ -61,14 +62,7 @@ class LocalTarget:
         with source.open("rb") as data, open(file, "wb") as copy:
             while chunk := data.read(CHUNK_BYTES):
                 copy.write(chunk)
-            copy.flush()
-            os.fsync(copy.fileno())
-        partial.replace(target)
-        directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        make_durable(partial, target)
 
     async def remove(self, name: str) -> None:
         """See `Target`."""
