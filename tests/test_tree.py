@@ -93,7 +93,7 @@ def _importers() -> dict[Path, set[Path]]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_first_lines_say_what_a_thing_is_or_does(package: str) -> None:
+def test_first_lines_of_docstrings_obey_the_style(package: str) -> None:
     wrong = []
     for file, tree in trees().items():
         if file.parts[0] != package:
@@ -115,7 +115,7 @@ def test_first_lines_say_what_a_thing_is_or_does(package: str) -> None:
     assert wrong == []
 
 
-def test_tests_say_what_they_test() -> None:
+def test_test_modules_have_a_first_line() -> None:
     wrong = []
     for file in sorted((ROOT / "tests").rglob("*.py")):
         tree = ast.parse(file.read_text())

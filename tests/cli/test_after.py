@@ -25,7 +25,7 @@ def test_one_after_the_other(local_cluster: RunningCluster, tmp_path: Path) -> N
     assert ended == sorted(ended)
 
 
-def test_what_nothing_can_come_after(local_cluster: RunningCluster, tmp_path: Path) -> None:
+def test_events_that_end_a_history(local_cluster: RunningCluster, tmp_path: Path) -> None:
     answer = local_cluster.run("run", "--after", "nosuch", "--", "true", check=False)
     assert answer.returncode == 2
     assert "there is no job 'nosuch'" in answer.stderr

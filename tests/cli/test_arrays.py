@@ -104,6 +104,6 @@ def test_indices_are_read_as_slurm_reads_them(text: str, indices: list[int], mos
 
 
 @pytest.mark.parametrize("text", ["", "3-1", "a", "1-", "1-3%", "1-3%0", "1,1", "0-5:0", "0-1000", "-1"])
-def test_what_is_no_array_is_refused(text: str) -> None:
+def test_an_invalid_array_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="array"):
         parse_array(text)

@@ -199,7 +199,7 @@ def test_a_state_directory_with_a_file_in_the_place_of_a_folder(cluster: Running
     )
 
 
-def test_what_is_meant_for_several_hosts_is_done_for_those_that_there_are(local_cluster: RunningCluster) -> None:
+def test_an_action_for_several_hosts_skips_unknown_ones(local_cluster: RunningCluster) -> None:
     message = local_cluster.run("host", "drain", "nosuch", "local0", check=False)
     assert message.returncode == 2
     assert "local0 is drained; no jobs" in message.stderr
@@ -228,7 +228,7 @@ def test_a_standard_input_that_is_closed(cluster: RunningCluster) -> None:
     assert "bug" not in message.stderr
 
 
-def test_a_workdir_that_is_too_large_names_what_is_large(cluster: RunningCluster) -> None:
+def test_a_workdir_that_is_too_large_names_its_largest_files(cluster: RunningCluster) -> None:
     """A checkpoint lies beside the script."""
     config = cluster.directory / "clusterd.toml"
     config.write_text("[daemon]\nworkdir_max = '1MiB'\n")
@@ -285,7 +285,7 @@ def test_options_after_the_command_are_its_own(cluster: RunningCluster) -> None:
         assert cluster.job(job)["spec"]["command"] == list(terms[terms[0] == "--" :])
 
 
-def test_what_is_over_is_not_changed(local_cluster: RunningCluster) -> None:
+def test_ended_jobs_are_not_changed(local_cluster: RunningCluster) -> None:
     """A job that ended has no priority and no pin; a host is added once, and one inside this machine has no key."""
     job = local_cluster.run("run", "-d", "--", "true").stdout.strip()
     local_cluster.run("wait", job)

@@ -203,7 +203,7 @@ def test_standard_input_and_output_as_for_ssh(cluster: RunningCluster) -> None:
 
 
 @pytest.mark.parametrize("port", ["0", "x", "70000", "80:x", "80:70000", "-1"])
-def test_what_is_no_port(cluster: RunningCluster, port: str) -> None:
+def test_invalid_ports_are_refused(cluster: RunningCluster, port: str) -> None:
     refused(cluster, "forward", "serves", "--", port, code=2)
 
 

@@ -28,7 +28,7 @@ def written_(local_cluster: RunningCluster, tmp_path: Path) -> str:
     return job
 
 
-def test_what_a_job_wrote_is_listed_and_copied(local_cluster: RunningCluster, written: str, tmp_path: Path) -> None:
+def test_files_of_a_job_are_listed_and_copied(local_cluster: RunningCluster, written: str, tmp_path: Path) -> None:
     listed = json.loads(local_cluster.run("get", written, "-o", "json").stdout)
     assert [f["path"] for f in listed] == ["out.bin", "results/a.txt", "results/last/b.txt", "touched.txt"]
     assert "results/last/b.txt" in local_cluster.run("get", "writes").stdout
@@ -58,7 +58,7 @@ def test_nothing_is_written_over_unless_that_is_said(
     assert (here / "results/a.txt").read_text() == "a\n"
 
 
-def test_what_is_not_there_is_said_so(local_cluster: RunningCluster, written: str, tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(local_cluster: RunningCluster, written: str, tmp_path: Path) -> None:
     for wanted in ("kept.txt", "none.pt", "../../agent.log", "results/link"):
         refused = local_cluster.run("get", written, wanted, "--to", str(tmp_path), check=False)
         assert refused.returncode == 1
@@ -71,7 +71,7 @@ def test_what_is_not_there_is_said_so(local_cluster: RunningCluster, written: st
     assert "has written no files" in local_cluster.run("get", written).stderr
 
 
-def test_what_a_silent_host_has_is_not_known(local_cluster: RunningCluster, written: str) -> None:
+def test_files_of_an_unreachable_host_are_unknown(local_cluster: RunningCluster, written: str) -> None:
     """Regression: files on an unreachable host were reported as absent."""
     (host,) = local_cluster.job(written)["hosts"]
     cut_power(local_cluster.directory, int(host.removeprefix("local")))

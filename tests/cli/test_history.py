@@ -7,7 +7,7 @@ import json
 from tests.conftest import RunningCluster
 
 
-def test_what_happened_is_told_in_order_with_its_reasons(local_cluster: RunningCluster) -> None:
+def test_history_is_in_order_with_reasons(local_cluster: RunningCluster) -> None:
     local_cluster.run("run", "--no-snapshot", "--name", "bad", "--", "sh", "-c", "exit 3", check=False)
     local_cluster.run("host", "drain", "local1", "--why", "new fan")
     lines = [line[16:] for line in local_cluster.run("history").stdout.splitlines()]

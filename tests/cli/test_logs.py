@@ -74,7 +74,7 @@ def test_run_waits_on_when_nobody_reads_its_output(local_cluster: RunningCluster
         assert run.wait(30) == 3
 
 
-def test_wait_returns_the_jobs_code_when_nobody_reads_what_it_says(local_cluster: RunningCluster) -> None:
+def test_wait_returns_the_exit_code_when_nobody_reads_its_output(local_cluster: RunningCluster) -> None:
     """Regression: `wait` exited with 0 on a closed pipe, as `ls` does, and a script went on after a failed job."""
     job = local_cluster.run("run", "-d", "--no-snapshot", "--", "sh", "-c", "exit 3").stdout.strip()
     reading, writing = os.pipe()

@@ -37,7 +37,7 @@ def read(text: str) -> dict[str, float]:
     return found
 
 
-def test_they_say_what_the_cluster_does(local_cluster: RunningCluster, tmp_path: Path) -> None:
+def test_metrics_describe_the_cluster(local_cluster: RunningCluster, tmp_path: Path) -> None:
     command = ("run", "-d", "--devices", "1", "--host", "local1", "--", "sleep", "1000")
     job = local_cluster.run(*command, cwd=tmp_path).stdout.strip()
     local_cluster.wait_for(job, lambda row: row["state"] == "running")

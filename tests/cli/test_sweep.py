@@ -97,7 +97,7 @@ def test_the_jobs_of_a_sweep_are_named_by_one_word(local_cluster: RunningCluster
         ([f"A={','.join(map(str, range(101)))}", f"B={','.join(map(str, range(10)))}"], "1010 jobs"),
     ],
 )
-def test_what_is_no_sweep(given: list[str], report: str) -> None:
+def test_invalid_sweeps_are_refused(given: list[str], report: str) -> None:
     with pytest.raises(UsageError, match=report):
         parse_sweep(given)
 

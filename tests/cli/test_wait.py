@@ -48,7 +48,7 @@ def test_a_daemon_that_is_restarted_is_waited_for(local_cluster: RunningCluster,
     assert printed == {"run": "over\n", "logs": "0: over\n", "wait": ""}[command]
 
 
-def test_what_is_over_is_told_when_the_time_is(local_cluster: RunningCluster) -> None:
+def test_overdue_times_are_shown_as_over(local_cluster: RunningCluster) -> None:
     done = local_cluster.run("run", "-d", "--no-snapshot", "--", "true").stdout.strip()
     local_cluster.run("wait", done)
     runs = local_cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "1000").stdout.strip()
@@ -76,7 +76,7 @@ def test_a_cancel_that_waits_for_a_silent_host_says_so(cluster: RunningCluster) 
     assert message[-1] == "1 (long) is cancelled"
 
 
-def test_a_job_that_is_over_is_not_said_to_be_none(local_cluster: RunningCluster) -> None:
+def test_an_ended_job_is_not_reported_as_unknown(local_cluster: RunningCluster) -> None:
     """`ls` of its name said that there were no such jobs."""
     local_cluster.run("run", "--no-snapshot", "--name", "done", "--", "true")
     message = local_cluster.run("ls", "done").stderr

@@ -16,7 +16,7 @@ from clusterd.types import HostId
 
 
 @pytest.mark.parametrize("by_s", [3600.0, -3600.0, 0.0])
-def test_that_the_clock_was_set_comes_before_what_is_dated_by_it(
+def test_a_clock_change_precedes_events_dated_by_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_s: float
 ) -> None:
     handled: list[e.Event] = []

@@ -116,7 +116,7 @@ def test_settings_that_cannot_be_are_refused(text: str, why: str, tmp_path: Path
         config.load(file)
 
 
-def test_a_slow_command_holds_up_neither_stop_nor_what_it_left_behind(cluster: RunningCluster, tmp_path: Path) -> None:
+def test_a_slow_notification_delays_neither_stop_nor_its_own_children(cluster: RunningCluster, tmp_path: Path) -> None:
     """The first ends and leaves a child with its streams open; the second would take an hour."""
     inbox, child = tmp_path / "inbox", tmp_path / "child"
     teller = tmp_path / "teller"

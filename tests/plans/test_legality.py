@@ -48,7 +48,7 @@ def test_refusals_say_why(plan: str, says: str) -> None:
         "pp=6,accumulation=8",
     ],
 )
-def test_what_can_run_is_not_refused(plan: str) -> None:
+def test_a_request_that_can_be_met_is_not_refused(plan: str) -> None:
     assert_legal(Plan.parse(plan))
 
 
@@ -64,7 +64,7 @@ def test_what_can_run_is_not_refused(plan: str) -> None:
         ("dp=1", gpt(samples=10), "has 10 samples, fewer than the global batch of 16"),
     ],
 )
-def test_what_the_model_does_not_allow_is_refused(plan: str, shape: ModelShape, says: str) -> None:
+def test_a_plan_that_the_model_does_not_allow_is_refused(plan: str, shape: ModelShape, says: str) -> None:
     with pytest.raises(AssertionError, match=says):
         assert_legal(Plan.parse(plan), shape)
 

@@ -29,7 +29,7 @@ def test_one_process_holds_everything_once() -> None:
     assert alone.host_bytes == alone.buffers_bytes == alone.gathered_bytes == 0
 
 
-def test_each_zero_stage_shards_one_thing_more() -> None:
+def test_each_zero_stage_shards_one_more_kind_of_state() -> None:
     stages = [of(f"dp=4,zero={zero}") for zero in range(4)]
     weights = SHAPE.parameter_bytes
     assert [e.optimizer_bytes < weights for e in stages] == [False, True, True, True]
@@ -63,7 +63,7 @@ def test_a_larger_batch_never_needs_less(plan: Plan) -> None:
 
 
 @given(st.sampled_from([p for p in PLANS if p.offload != "none"]))
-def test_what_leaves_the_device_is_on_the_host(plan: Plan) -> None:
+def test_offloaded_state_is_counted_on_the_host(plan: Plan) -> None:
     for stage in range(plan.pp):
         offloaded = estimate(plan, SHAPE, stage=stage)
         kept = estimate(replace(plan, offload="none"), SHAPE, stage=stage)
@@ -89,7 +89,7 @@ def test_copies_of_weights_in_another_precision_do_not_grow_with_the_batch() -> 
 
 
 @pytest.mark.parametrize("plan", ["dp=1,accumulation=16", "dp=1,checkpointing,accumulation=16", "dp=4,zero=3"])
-def test_what_an_update_makes_must_fit_beside_parameters_gradients_and_state(plan: str) -> None:
+def test_temporaries_of_an_update_must_fit_beside_parameters_gradients_and_state(plan: str) -> None:
     """On CUDA; activations are freed by then, and with offload the update runs in host memory."""
     hungry, chosen = replace(SHAPE, optimizer_temporaries_ratio=1.0), Plan.parse(plan)
     without, need = estimate(chosen, SHAPE), estimate(chosen, hungry)

@@ -62,7 +62,7 @@ def test_tensor_shards_are_neighbours() -> None:
         ("checkpointing=maybe", "must be true or false"),
     ],
 )
-def test_what_is_no_plan_is_refused_with_what_would_be(text: str, says: str) -> None:
+def test_an_invalid_plan_is_refused_with_a_valid_one(text: str, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         Plan.parse(text)
 

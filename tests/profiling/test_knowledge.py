@@ -72,7 +72,7 @@ def test_step_times_by_cores_are_told_where_cores_matter() -> None:
     assert own.core_times == (), "devices with cores of their own have no more to get"
 
 
-def test_what_ran_out_of_memory_is_not_listed_again() -> None:
+def test_a_plan_that_ran_out_of_memory_is_not_listed_again() -> None:
     some = known(lab(4))
     some.refused.add(Plan(dp=2))
     assert Plan(dp=2) not in [one.plan for one in some.ranked([(2,)], keep=50)]

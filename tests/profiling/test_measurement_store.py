@@ -24,7 +24,7 @@ def measurement(step_time_s: float, key: Key = KEY, **more: object) -> Measureme
     return Measurement(key, ROW, step_time_s, steps=20, phases=(("forward", 0.1),), device_peak_bytes=7, **more)
 
 
-def test_what_was_measured_is_there_for_the_next_job(tmp_path):
+def test_measurements_serve_the_next_job(tmp_path):
     with Store(tmp_path / "m.sqlite") as store:
         store.add(measurement(0.5, at_s=1.0), Measurement(KEY, ROW, 0.0, kind="out-of-memory", at_s=2.0))
         store.add(measurement(0.7, key=Key("other", "A800")))
@@ -37,7 +37,7 @@ def test_what_was_measured_is_there_for_the_next_job(tmp_path):
         assert {k.signature for k in store.known()} == {"gpt-1234", "other"}
 
 
-def test_what_was_measured_on_one_host_holds_over_every_link():
+def test_measurements_on_one_host_hold_over_every_link():
     with Store() as store:
         store.add(measurement(0.5, key=Key("gpt-1234", "A800", "torch 2.7")), measurement(0.6))
         assert [m.step_time_s for m in store.find(KEY)] == [0.5, 0.6]
@@ -89,7 +89,7 @@ def test_a_spoilt_line_is_named_and_nothing_is_imported():
         ("at_s", "inf"),
     ],
 )
-def test_what_cannot_have_been_measured_is_not_imported(column, value):
+def test_impossible_measurements_are_not_imported(column, value):
     """Regression: imported impossible values spoilt every later prediction for that model."""
     with Store() as here, Store() as there:
         here.add(measurement(0.5))

@@ -29,7 +29,7 @@ def test_the_curve_says_on_which_hosts_and_agrees_with_the_rows_of_these() -> No
         assert (rows[0]["plan"], rows[0]["step_time_s"]) == (str(point.plan), point.step_time_s)
 
 
-def test_what_cannot_run_is_listed_last_and_says_why() -> None:
+def test_plans_that_cannot_run_come_last_with_the_reason() -> None:
     rows = plan_rows(known(lab(4)), 2, None, Plan(tp=2))
     can = [row for row in rows if row["fits"]]
     assert rows[: len(can)] == can

@@ -125,7 +125,7 @@ def test_a_plan_on_the_wrong_number_of_devices_is_refused():
         Rows.of([Row(TRANSFORMER, Plan(dp=4), Allocation.of((3,)))])
 
 
-def test_what_goes_through_the_network():
+def test_bytes_that_cross_the_network():
     inside = traffic(4, 2, 2, (8, 8))  # a stage on each host
     assert inside.dp_flows == 0 and inside.pp_far_hops == 1 and not inside.tp_crosses
     across = traffic(4, 4, 1, (8, 8))  # each host has two replicas of four shards

@@ -259,7 +259,7 @@ def test_sudo_is_the_other_way_to_people_s_accounts(site: Site, people: tuple[Pe
     assert "unknown user" in refused["hosts"]["node"]
 
 
-def test_people_see_of_others_what_the_lab_allows(site: Site, people: tuple[Person, Person]) -> None:
+def test_visibility_decides_how_much_of_other_users_is_shown(site: Site, people: tuple[Person, Person]) -> None:
     """Over the real socket, where the kernel says who asks."""
     ann, bob = people
     for visibility in ("own", "names"):

@@ -109,7 +109,7 @@ def test_ssh_reaches_the_host_of_a_job_through_the_head(
         ("ssh://head/nothing.sock", 69, "the daemon at ssh://head/nothing.sock"),
     ],
 )
-def test_what_is_no_daemon_is_one_line(laptop: RunningCluster, host: str, code: int, message: str) -> None:
+def test_a_foreign_socket_is_reported_in_one_line(laptop: RunningCluster, host: str, code: int, message: str) -> None:
     laptop.environment["CLUSTERD_HOST"] = host
     done = laptop.run("ls", check=False)
     assert done.returncode == code

@@ -23,7 +23,7 @@ def test_a_move_within_a_host_is_copied_by_all_its_ranks_at_once() -> None:
     assert downtime_s(old, new, 0) == LIVE_FIXED_S
 
 
-def test_what_a_host_has_not_comes_over_the_network() -> None:
+def test_state_missing_on_a_host_crosses_the_network() -> None:
     here, there = Side(Plan(zero=3, dp=4), [A] * 4), Side(Plan(zero=3, dp=4), [B] * 4)
     both = Side(Plan(zero=3, dp=4), [A, A, B, B])
     stays, goes, half = (downtime_s(here, new) for new in (here, there, both))

@@ -86,7 +86,7 @@ def test_a_journal_needs_nothing_else_and_has_to_be_one(past: tuple[Path, list[f
         report("--from-journal", str(empty))
 
 
-def test_what_came_after_another_job_does_so_again(tmp_path: Path) -> None:
+def test_dependencies_between_jobs_are_kept(tmp_path: Path) -> None:
     lab = Lab()
     lab.host("a", gpus=2)
     first, _ = lab.submit("first")

@@ -177,7 +177,7 @@ def test_a_wrong_line_is_told_with_its_number(files: tuple[Path, Path], tmp_path
         a800.read(wrong, truth)
 
 
-def test_what_is_over_at_the_horizon_is_counted_to_it(files: tuple[Path, Path]) -> None:
+def test_jobs_unfinished_at_the_horizon_count_to_it(files: tuple[Path, Path]) -> None:
     """Eight devices for as long as it is looked at, and jobs that wait all that time."""
     cut = run.simulate(setting(files, horizon_s=500.0), "fifo")
     report = figures(cut)

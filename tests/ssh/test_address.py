@@ -51,7 +51,7 @@ def test_an_address_is_read_and_written(text: str, address: Address) -> None:
         ("a" * 300, "is no name"),
     ],
 )
-def test_what_is_no_address_is_refused_in_one_line(text: str, message: str | None) -> None:
+def test_an_invalid_address_is_refused_in_one_line(text: str, message: str | None) -> None:
     if message is None:
         assert parse(text) == Address("gpu01")
         return

@@ -243,7 +243,7 @@ async def test_a_host_that_does_not_answer_is_not_waited_for_forever(
     await silent.wait_closed()
 
 
-async def test_what_is_no_ssh_server_is_said(dialer: Dialer, serve: Serve) -> None:
+async def test_a_port_without_an_ssh_server_is_reported(dialer: Dialer, serve: Serve) -> None:
     async def http(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()

@@ -103,7 +103,7 @@ async def test_a_login_that_prints_is_read_over(
     assert (await greet(dialer, host))["version"] == bundle().version
 
 
-async def test_what_start_up_files_set_for_python_is_not_for_us(
+async def test_python_variables_of_start_up_files_do_not_reach_the_agent(
     dialer: Dialer, host: EmbeddedHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A module of the site's, or an environment of modules, had another msgpack, or another Python's library."""
@@ -123,7 +123,7 @@ async def test_a_host_without_python_is_told_so(
 
 
 @pytest.mark.parametrize("noise", ["clusterd-", "clusterd-1.2 clusterd-need ", "a clusterd-failed {"])
-async def test_a_login_that_prints_almost_what_we_do_is_read_over(
+async def test_login_output_similar_to_our_marker_is_skipped(
     dialer: Dialer, host: EmbeddedHost, monkeypatch: pytest.MonkeyPatch, noise: str
 ) -> None:
     monkeypatch.setattr("clusterd.ssh.bootstrap.COMMAND", f"printf '{noise}'; {COMMAND}")
@@ -154,7 +154,7 @@ async def test_a_login_that_prints_almost_what_we_do_is_read_over(
         ("echo 'nvm: command not found' >&2; exit 3", "Python ended with exit code 3 .*it said: nvm: command not fo"),
     ],
 )
-async def test_what_is_in_the_way_of_python_is_told(
+async def test_the_reason_why_python_cannot_start_is_reported(
     dialer: Dialer, host: EmbeddedHost, monkeypatch: pytest.MonkeyPatch, login: str, why: str
 ) -> None:
     monkeypatch.setattr("clusterd.ssh.bootstrap.COMMAND", login)

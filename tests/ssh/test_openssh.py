@@ -72,7 +72,7 @@ async def test_hosts_are_met_one_after_the_other_and_known_then(lab: Lab, dialer
     assert keys.entries(await lab.route("gpu01"))[0].fingerprint in shown
 
 
-async def test_what_ssh_itself_learned_is_known(lab: Lab, dialer: Dialer) -> None:
+async def test_host_keys_that_openssh_learned_are_trusted(lab: Lab, dialer: Dialer) -> None:
     """The user said yes to ssh once, with hashed names; nobody asks again."""
     for name in ("bastion", "gpu01"):  # the bastion first: its own ssh, for the jump, gets no options
         options = ("-o", "StrictHostKeyChecking=accept-new", "-o", "HashKnownHosts=yes")

@@ -89,7 +89,7 @@ async def test_every_setting_of_a_host_is_kept(config: Path, monkeypatch: pytest
     assert (await resolve(parse("direct"), config=config)).identity_agent == "/run/agent"
 
 
-async def test_what_the_user_writes_wins_over_the_configuration(config: Path) -> None:
+async def test_a_given_option_overrides_the_configuration(config: Path) -> None:
     route = await resolve(parse("me@gpu02:99"), config=config)
     assert (route.user, route.port) == ("me", 99)
 

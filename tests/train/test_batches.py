@@ -44,7 +44,7 @@ def test_plans_that_cut_them_are_refused_before_the_first_step(ranks: RankPool, 
     assert run.steps == []
 
 
-def test_another_batch_is_refused_with_what_is_possible(ranks: RankPool, tmp_path: Path) -> None:
+def test_an_impossible_batch_is_refused_with_the_possible_ones(ranks: RankPool, tmp_path: Path) -> None:
     run = ranks.run(tmp_path, "dp=1", **OPTIONS, model="triple")
     assert run.ranks[0].exit_code == 92
     assert "a batch must be (input, target), either of them nested, or a mapping" in run.ranks[0].output

@@ -30,7 +30,7 @@ ALONE = "dp=1"
         ("compiled whole", "dp=1,checkpointing", 96, "compile each block instead"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(
+def test_invalid_arguments_are_refused_in_one_line(
     ranks: RankPool, tmp_path: Path, model: str, plan: str, code: int, says: str
 ) -> None:
     """There were tracebacks of torch, or a wrong reason; and late trainable parameters never trained."""
@@ -45,7 +45,7 @@ def test_stages_do_not_send_maps() -> None:
 
 
 @pytest.mark.parametrize("plan", [ALONE, "dp=2"])
-def test_what_trains_no_more_does_not_after_a_restart(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+def test_late_frozen_parameters_stay_frozen_after_a_restart(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """The frozen parameter trained again."""
     options = {"model": "freezing", "optimizer": "momentum"}
     whole = ranks.run(tmp_path / "whole", ALONE, **options, steps=2 * STEPS).checked()
@@ -74,7 +74,7 @@ def test_a_buffer_that_is_made_later_is_saved_but_not_carried(
 
 
 @pytest.mark.parametrize(("plan", "said"), [("dp=1,accumulation=2", 1), ("dp=2", 0)])
-def test_what_each_pass_counts_is_told_of_where_a_step_has_several(
+def test_counters_of_forward_passes_are_reported_under_accumulation(
     ranks: RankPool, tmp_path: Path, plan: str, said: int
 ) -> None:
     run = ranks.run(tmp_path, plan, model="cooling", steps=2).checked()

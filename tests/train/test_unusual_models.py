@@ -49,7 +49,7 @@ def test_replicas_may_use_different_experts(ranks: RankPool, tmp_path: Path, pla
         ("tied", "tp=2,checkpointing"),
     ],
 )
-def test_what_tensor_parallel_shards_hold_whole_learns_from_all_of_them(
+def test_replicated_parameters_of_tensor_parallel_shards_learn_from_all(
     ranks: RankPool, tmp_path: Path, model: str, plan: str
 ) -> None:
     """A norm that all heads share has partial gradients on each shard.
@@ -103,7 +103,7 @@ def test_a_schedule_reaches_all_of_a_sharded_optimizer(
     ],
 )
 @pytest.mark.parametrize("plan", [ALONE, "dp=2,zero=1"])
-def test_what_no_plan_can_train_is_refused_in_one_line(
+def test_a_model_that_no_plan_can_train_is_refused_in_one_line(
     ranks: RankPool, tmp_path: Path, plan: str, options: dict[str, str], says: str
 ) -> None:
     for rank in ranks.run(tmp_path, plan, steps=STEPS, **options).ranks:
@@ -159,7 +159,7 @@ def losses_through(mover: Mover, *plans: str) -> list[float]:
 @pytest.mark.parametrize(
     "options", [slow({"model": "counting"}), slow({"model": "cooling"}), slow({"optimizer": "own count"})], ids=str
 )
-def test_what_modules_and_optimizers_count_goes_on(
+def test_counters_of_modules_and_optimizers_continue(
     moving: Callable[..., Mover],
     undisturbed: Callable[..., list[float]],
     ranks: RankPool,
@@ -180,7 +180,7 @@ def test_what_modules_and_optimizers_count_goes_on(
 
 
 @pytest.mark.parametrize("model", ["cached", slow("held")])
-def test_what_a_model_keeps_for_itself_is_real(
+def test_tensors_that_a_model_keeps_are_real(
     moving: Callable[..., Mover], undisturbed: Callable[..., list[float]], model: str
 ) -> None:
     """A cached table was created without values while the model was described, and all losses were 0."""
@@ -198,7 +198,7 @@ def test_what_a_model_keeps_for_itself_is_real(
     ],
     ids=str,
 )
-def test_what_hangs_on_parameters_goes_where_they_go(
+def test_attributes_of_parameters_move_with_them(
     moving: Callable[..., Mover], undisturbed: Callable[..., list[float]], options: dict[str, Any]
 ) -> None:
     """Attributes and names by which an optimizer forms groups, and gradient hooks."""
@@ -227,7 +227,7 @@ def test_a_hook_is_given_no_part_of_a_gradient(ranks: RankPool, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("model", ["fainting", "settling", "drawing"])
-def test_what_is_computed_again_is_what_was_computed(ranks: RankPool, tmp_path: Path, model: str) -> None:
+def test_recomputed_activations_equal_the_first_ones(ranks: RankPool, tmp_path: Path, model: str) -> None:
     """A recomputation sees buffers, counters and the random numbers of Python and NumPy as the first pass did."""
     alone = ranks.run(tmp_path / "alone", ALONE, model=model, steps=STEPS).checked()
     again = ranks.run(tmp_path / "again", "dp=1,checkpointing", model=model, steps=STEPS).checked()
@@ -250,7 +250,7 @@ def test_one_that_does_so_is_no_pipeline(ranks: RankPool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=3,checkpointing", slow("dp=2,pp=2,zero=2,accumulation=2")])
-def test_compiled_blocks_are_sharded_around_what_is_compiled(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+def test_compiled_blocks_are_sharded_from_outside(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """Inside, the compiler met the shards."""
     alone = ranks.run(tmp_path / "alone", ALONE, model="compiled", steps=STEPS, depth=2).checked()
     run = ranks.run(tmp_path / "plan", plan, model="compiled", steps=STEPS, depth=2).checked()
@@ -258,7 +258,7 @@ def test_compiled_blocks_are_sharded_around_what_is_compiled(ranks: RankPool, tm
 
 
 @pytest.mark.parametrize("plan", ["pp=2,accumulation=1,schedule=gpipe", slow("dp=2,pp=2,zero=3,accumulation=2")])
-def test_stages_send_what_does_not_lie_row_by_row(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+def test_stages_send_non_contiguous_tensors(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """A transposed activation, and its gradient: process groups send neither."""
     alone = ranks.run(tmp_path / "alone", ALONE, model="transposed", steps=STEPS).checked()
     run = ranks.run(tmp_path / "plan", plan, model="transposed", steps=STEPS).checked()

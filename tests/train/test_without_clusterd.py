@@ -53,7 +53,7 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=False).returncode == 0
 
 
-def test_what_the_fork_server_preloads_starts_nothing() -> None:
+def test_preloaded_modules_start_no_threads_or_drivers() -> None:
     """Threads and CUDA contexts do not survive a fork, nor does a driver's library that was initialised."""
     program = (
         "import os, clusterd.train.process.preload, torch\n"

@@ -45,7 +45,7 @@ def top(socket: Path, columns: int = 100, rows: int = 30) -> Terminal:
 
 
 @pytest.mark.parametrize("garbage", ["text", "length", "msgpack", "rows", "item", "error"])
-def test_garbage_is_said_and_the_rows_stay(socket: Path, garbage: str) -> None:
+def test_garbage_is_reported_and_the_rows_stay(socket: Path, garbage: str) -> None:
     daemon = pretend(socket, "--garbage", garbage)
 
     async def run() -> None:
@@ -90,7 +90,7 @@ def test_a_flood_of_log_lines_and_a_tiny_terminal_leave_it_usable(socket: Path) 
         daemon.wait()
 
 
-def test_what_came_while_the_terminal_was_given_away_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_during_another_program_in_the_terminal_are_shown_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pager for a quarter of an hour is no silence of the daemon's."""
     monkeypatch.setattr(sources, "SILENCE_S", 0.1)
 

@@ -38,7 +38,7 @@ from tui.widgets.dialogs import TextDialog
         7,
     ],
 )
-def test_saved_views_of_wrong_types_are_said_to_be_none(row: Any) -> None:
+def test_saved_views_of_wrong_types_are_ignored_with_a_message(row: Any) -> None:
     """The screen stays unchanged."""
     saved_views.path().write_text(json.dumps([row]))
 
@@ -71,7 +71,7 @@ def test_a_recording_with_a_time_that_is_none_is_refused(at_s: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [{"at_s": NOW_S + 2}, {"number": 2, "jobs": [{"id": 7}], "at_s": NOW_S + 2}])
-def test_a_recording_plays_up_to_what_cannot_be_read(bad: dict[str, Any]) -> None:
+def test_a_recording_plays_up_to_its_first_damaged_frame(bad: dict[str, Any]) -> None:
     """The interface says so and stays at that point; going back works."""
     good = {"number": 1, "at_s": NOW_S + 1, "jobs": [job(1, "first", "running")]}
 

@@ -324,7 +324,7 @@ def test_two_clients_see_the_same(shared: RunningCluster) -> None:
     asyncio.run(run())
 
 
-def test_what_happened_before_is_there(shared: RunningCluster) -> None:
+def test_earlier_events_are_listed(shared: RunningCluster) -> None:
     """Decisions and events from before it was opened, and a filter by job."""
 
     async def script(app: Top, pilot: Pilot[Any]) -> None:

@@ -124,7 +124,7 @@ def test_a_loss_that_is_no_number_is_sorted_last() -> None:
 
 
 @pytest.mark.parametrize("text", ["(", "nofield:x", "step:>many"])
-def test_what_is_no_filter_is_refused(text: str) -> None:
+def test_an_invalid_filter_is_refused(text: str) -> None:
     with pytest.raises(BadFilter):
         parse(text, columns.JOB_FIELDS)
 

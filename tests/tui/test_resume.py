@@ -52,7 +52,7 @@ async def take(path: Path, after: int | None, until_priority: int) -> list[dict[
     raise AssertionError("the stream ended")
 
 
-def test_what_was_missed_comes_exactly_once(running: RunningCluster) -> None:
+def test_missed_changes_arrive_exactly_once(running: RunningCluster) -> None:
     """Three changes while it was away, one after it is back: four items, numbered without a gap."""
 
     async def run() -> None:
@@ -79,7 +79,7 @@ def test_what_was_missed_comes_exactly_once(running: RunningCluster) -> None:
     asyncio.run(run())
 
 
-def test_what_the_daemon_no_longer_has_is_told_by_a_snapshot(running: RunningCluster) -> None:
+def test_changes_that_the_daemon_dropped_are_replaced_by_a_full_copy(running: RunningCluster) -> None:
     """A new daemon on the old journal: it keeps none of the changes that the last one sent."""
     for priority in (1, 2):
         running.call("priority", job="1", priority=priority)

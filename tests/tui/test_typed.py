@@ -33,7 +33,7 @@ from tui.app import Top
     ],
     ids=lambda text: text[:12],
 )
-def test_a_slip_is_said_under_what_was_typed(key: str, typed: str, message: str) -> None:
+def test_an_input_error_is_shown_under_the_input(key: str, typed: str, message: str) -> None:
     async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
         before = list(source.calls)
         await pilot.press(key)
@@ -81,7 +81,7 @@ MARKUP = "a[/b]["
 """A name that is no markup, and would be bad markup."""
 
 
-def test_what_is_typed_is_no_markup() -> None:
+def test_typed_text_is_not_markup() -> None:
     """Of a checkpoint's path, of a view's name, of a search in a log: shown to the letter."""
 
     async def noticed(pilot: Pilot[Any], terms: str) -> None:

@@ -79,7 +79,7 @@ def test_a_job_with_a_loop_of_its_own_is_started_again() -> None:
     drive(script)
 
 
-def test_a_refused_verb_is_said_in_the_daemons_words() -> None:
+def test_a_refused_verb_shows_the_daemons_message() -> None:
     async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
         await pilot.press("w")
         output = await window(pilot)

@@ -266,7 +266,7 @@ def test_a_rank_that_is_none_of_ours_is_not_let_in(
 
 
 @pytest.mark.parametrize("how", [{"id": 2, "verb": "failed"}, {"event": "failed"}], ids=["now", "formerly"])
-def test_what_a_rank_says_about_its_failure_comes_with_its_end(
+def test_the_end_of_a_rank_carries_its_failure_report(
     standin_agent: AgentClient, tmp_path: Path, how: dict[str, Any]
 ) -> None:
     failed = {**how, "reason": "plan", "message": "tp=3 does not divide 4 heads"}
@@ -388,7 +388,7 @@ def test_an_environment_that_takes_too_long_is_given_up_with_a_reason(
     ("number", "lasts"),
     [(errno.EAGAIN, False), (errno.ENOMEM, False), (errno.EMFILE, False), (errno.ENFILE, False), (errno.EACCES, True)],
 )
-def test_what_is_lacking_for_a_moment_fails_no_job_for_good(
+def test_a_temporary_shortage_fails_no_job_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, lasts: bool
 ) -> None:
     """Another job of the same user had all the processes that they may have."""
@@ -403,7 +403,7 @@ def test_what_is_lacking_for_a_moment_fails_no_job_for_good(
 
 
 @pytest.mark.parametrize(("number", "lasts"), [(errno.EAGAIN, False), (errno.EACCES, True)])
-def test_nor_does_what_is_lacking_while_an_environment_is_loaded(tmp_path: Path, number: int, lasts: bool) -> None:
+def test_a_shortage_while_an_environment_loads_fails_no_job(tmp_path: Path, number: int, lasts: bool) -> None:
     early = f"import os\nos.write(2, b'cannot start a thread: ' + os.strerror({number}).encode())\nos._exit(1)\n"
     (tmp_path / "lacking.py").write_text(early)
     refused = refusal(tmp_path, "lacking")
@@ -425,7 +425,7 @@ def refusal(tmp_path: Path, preload: str) -> AgentRefused:
     return asyncio.run(asyncio.wait_for(start(), 20.0))
 
 
-def test_what_a_launch_waits_for_is_not_dropped_by_the_end_of_older_ranks(connect: Any, tmp_path: Path) -> None:
+def test_the_end_of_older_ranks_keeps_files_of_a_waiting_launch(connect: Any, tmp_path: Path) -> None:
     """A host that came back ends what it still had of the job, while the job is moved to it: the move went wrong."""
     go = tmp_path / "go"
     (tmp_path / "slow.py").write_text(

@@ -27,7 +27,7 @@ def test_the_bundle_is_the_same_in_every_process(tmp_path: Path) -> None:
     assert made.stdout.strip() == bundle().sha256
 
 
-def test_the_bundle_holds_what_hosts_run_and_nothing_of_the_head() -> None:
+def test_the_bundle_holds_modules_of_hosts_and_none_of_the_daemon() -> None:
     names = zipfile.ZipFile(io.BytesIO(bundle().data)).namelist()
     assert {"__main__.py", "clusterd/agent/server/server.py", "clusterd/protocol/frames.py"} <= set(names)
     assert "plans/plan.py" in names

@@ -107,7 +107,7 @@ def test_an_agent_of_a_user_that_lingers_asks_for_a_scope(tmp_path: Path, linger
     assert any(line == f"0::/{Path(found).name}/{cgroups.OWN}" for line in lines)
 
 
-def test_the_check_says_what_is_enforced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_check_lists_the_enforced_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTERD_CGROUPS", "0")
     assert checks.check({}, None).enforced is None
 

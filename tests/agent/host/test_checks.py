@@ -47,7 +47,7 @@ def test_an_interpreter_without_a_torch_that_will_do(tmp_path: Path, torch: str 
     ("script", "message"),
     [("exit 3", "exited with 3: no output"), ("echo no such thing >&2; exit 1", "exited with 1: no such thing")],
 )
-def test_what_is_no_interpreter(tmp_path: Path, script: str, message: str) -> None:
+def test_an_invalid_interpreter_is_refused(tmp_path: Path, script: str, message: str) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
@@ -74,7 +74,7 @@ esac
         ("true", '2 "bob" "ann"', "0", True),
     ],
 )
-def test_whether_the_end_of_a_login_ends_jobs(
+def test_hosts_that_end_processes_at_logout_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: str, only: str, spared: str, ends: bool
 ) -> None:
     """Read from logind over D-Bus, which can spare or select users by name."""

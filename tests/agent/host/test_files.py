@@ -26,7 +26,7 @@ def test_a_file_is_read_in_pieces(agent: AgentClient) -> None:
     assert {piece["size"] for piece in chunks} == {5}
 
 
-def test_where_somebody_made_room_by_hand_there_are_no_files(agent: AgentClient) -> None:
+def test_files_that_were_deleted_by_hand_are_gone(agent: AgentClient) -> None:
     """The host could not say what it had, for ever."""
     agent.launch(["true"])
     agent.event("rank_exited")
@@ -34,7 +34,7 @@ def test_where_somebody_made_room_by_hand_there_are_no_files(agent: AgentClient)
     assert agent.ok("files", job="j", attempt=1) == {"files": [], "more": 0}
 
 
-def test_what_earlier_generations_wrote_is_listed_and_read(agent: AgentClient) -> None:
+def test_logs_of_earlier_generations_are_listed_and_read(agent: AgentClient) -> None:
     """A job that was moved since, or was to be moved and was not, seemed to have written nothing."""
     agent.launch(["sh", "-c", "echo 2 > own"], generation=2)  # the first one was on another host
     agent.event("rank_exited")
@@ -55,7 +55,7 @@ def test_a_link_to_a_file_of_the_job_is_that_file(agent: AgentClient) -> None:
 
 
 @pytest.mark.parametrize(("path", "make"), [("pipe", "mkfifo pipe"), ("socket", LISTENS)])
-def test_what_is_no_regular_file_is_neither_listed_nor_read(agent: AgentClient, path: str, make: str) -> None:
+def test_special_files_are_neither_listed_nor_read(agent: AgentClient, path: str, make: str) -> None:
     """Nor waited for: the agent answers whatever else is asked."""
     agent.launch(["sh", "-c", make])
     assert agent.event("rank_exited")["exit_code"] == 0

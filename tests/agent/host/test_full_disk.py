@@ -86,7 +86,7 @@ def test_a_job_is_stopped_though_its_stop_cannot_be_written(agent: AgentClient) 
     assert agent.event("rank_exited")["reason"] == "stopped"
 
 
-def test_what_ended_before_a_stop_that_cannot_be_written_keeps_its_reason(agent: AgentClient) -> None:
+def test_a_rank_that_ended_before_an_unwritable_stop_keeps_its_reason(agent: AgentClient) -> None:
     """One of two ranks failed: that is why the other one is stopped."""
     agent.launch(["sh", "-c", "[ $RANK = 1 ] && exit 3; exec sleep 100"], ranks=[rank(0, 2), rank(1, 2)])
     agent.event("rank_exited", rank=1)

@@ -347,7 +347,7 @@ def test_a_process_that_the_program_does_not_name_leaves_the_others() -> None:
     assert gpu["processes"] == [{"pid": 42, "memory_bytes": 500 << 20}]
 
 
-def test_mig_is_said_by_the_program_too() -> None:
+def test_mig_is_reported_by_the_program_too() -> None:
     devices = "GPU-a, 0, A100, 81920, 1, [N/A], Enabled, Default\nGPU-b, 1, A100, 81920, 1, 0, Disabled, Default\n"
     gpus, error = parse_query(devices, "")
     assert [gpu["uuid"] for gpu in gpus] == ["GPU-b"]

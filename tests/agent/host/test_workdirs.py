@@ -94,7 +94,7 @@ def test_files_modes_and_links_arrive(store: Workdirs) -> None:
     assert place.stat().st_mode & 0o777 == 0o555
 
 
-def test_a_folder_that_somebody_removed_is_made_again(store: Workdirs, tmp_path: Path) -> None:
+def test_a_removed_folder_is_made_again(store: Workdirs, tmp_path: Path) -> None:
     """No job with files of its own started on that host any more."""
     (tmp_path / "snapshots").rmdir()
     assert (put(store, {"a": b"x"}) / "a").read_bytes() == b"x"
@@ -123,7 +123,7 @@ def test_a_digest_cannot_name_another_directory(store: Workdirs) -> None:
 
 
 @pytest.mark.parametrize("what_fails", ["_write", "_unpack"])
-def test_a_full_disk_is_said_and_nothing_is_kept(
+def test_a_full_disk_is_reported_and_nothing_is_kept(
     store: Workdirs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what_fails: str
 ) -> None:
     def full(*_: Any) -> None:

@@ -260,7 +260,7 @@ def test_an_attempt_that_was_being_stopped_when_the_agent_died_is_stopped_by_the
     wait_until(lambda: agent.hello()["attempts"][0]["ranks"][0]["reason"] == "stopped", "its end to be known")
 
 
-def test_what_outlived_its_rank_and_the_agent_is_swept_by_the_next(connect: Connect) -> None:
+def test_processes_that_outlive_rank_and_agent_are_swept_by_the_next_agent(connect: Connect) -> None:
     """The agent dies after the last rank has ended and before the sweep: the device is not free yet."""
     agent = connect()
     script = "trap '' TERM; (trap '' TERM; exec setsid sleep 100) & echo $!; while [ ! -e go ]; do sleep 0.02; done"
@@ -291,7 +291,7 @@ def test_a_rank_whose_fork_server_died_with_it_is_lost(agent: AgentClient) -> No
     assert agent.event("rank_exited", job="next")["exit_code"] == 0
 
 
-def test_cancel_finds_what_left_the_session(agent: AgentClient) -> None:
+def test_cancel_finds_processes_that_left_the_session(agent: AgentClient) -> None:
     """Such as a data-loader worker that was re-parented to init, in its own session, and still held the device."""
     leader = agent.launch(["python3", "-c", ESCAPE])["ranks"][0]["pid"]
     escaped = int(wait_until(agent.log, "the escaped process to say its pid"))
@@ -302,7 +302,7 @@ def test_cancel_finds_what_left_the_session(agent: AgentClient) -> None:
     assert [r["reason"] for r in answer["ranks"]] == ["stopped"]
 
 
-def test_cancel_kills_what_does_not_listen_after_the_grace(agent: AgentClient) -> None:
+def test_cancel_kills_processes_that_ignore_sigterm_after_the_grace(agent: AgentClient) -> None:
     agent.launch(["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done"])
     wait_until(agent.log, "the trap to be set")
     report = agent.stop(grace_s=0.3)["ranks"][0]
@@ -327,14 +327,14 @@ def test_cancel_lets_a_command_finish_within_the_grace(agent: AgentClient) -> No
     assert agent.log().endswith("saved\n")
 
 
-def test_the_last_rank_to_end_takes_what_it_left_behind_with_it(agent: AgentClient) -> None:
+def test_the_end_of_the_last_rank_ends_its_leftover_processes(agent: AgentClient) -> None:
     """A rank's end frees its devices, so the end is reported only after they are free."""
     agent.launch(["sh", "-c", "setsid sleep 100 & echo $!"])
     agent.event("rank_exited")
     assert not alive(int(agent.log()))
 
 
-def test_an_end_is_not_told_while_what_is_on_its_way_out_holds_a_device(agent: AgentClient, tmp_path: Path) -> None:
+def test_an_end_is_reported_after_its_processes_released_the_device(agent: AgentClient, tmp_path: Path) -> None:
     """The last rank's, of whose child the kernel still closes the files."""
     (tmp_path / "holder.py").write_text(HALF_GONE)
     agent.launch(["sh", "-c", f"{sys.executable} {tmp_path}/holder.py {tmp_path}/device & while :; do sleep 0.1; done"])
@@ -344,7 +344,7 @@ def test_an_end_is_not_told_while_what_is_on_its_way_out_holds_a_device(agent: A
     assert not held(tmp_path / "device")
 
 
-def test_the_end_of_one_of_several_is_not_told_while_its_loaders_hold_a_device(
+def test_the_end_of_one_rank_is_reported_after_its_loaders_released_the_device(
     agent: AgentClient, tmp_path: Path
 ) -> None:
     """A rank that takes over from it would find no memory there."""
@@ -359,7 +359,7 @@ def test_the_end_of_one_of_several_is_not_told_while_its_loaders_hold_a_device(
     assert alive(ranks[1]["pid"])
 
 
-def test_stopping_what_was_never_here_is_fine(agent: AgentClient) -> None:
+def test_stopping_an_unknown_attempt_succeeds(agent: AgentClient) -> None:
     assert agent.stop(job="unheard-of") == {"ranks": [], "swept": []}
 
 
@@ -376,7 +376,7 @@ def test_a_suspended_job_may_still_save_when_it_is_stopped(agent: AgentClient) -
     "variable",
     ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "TORCHELASTIC_RUN_ID", "CONDA_PREFIX", "VIRTUAL_ENV"],
 )
-def test_a_job_does_not_take_itself_for_a_part_of_what_started_the_agent(connect: Connect, variable: str) -> None:
+def test_a_job_does_not_inherit_the_scheduler_of_the_agents_shell(connect: Connect, variable: str) -> None:
     agent = connect(env={variable: "leftover"})
     agent.launch(["sh", "-c", f"echo ${{{variable}:-none}}"])
     agent.event("rank_exited")
@@ -404,7 +404,7 @@ def test_two_agents_on_one_machine_do_not_sweep_each_others_ranks(agent: AgentCl
         other.close()
 
 
-def test_forget_removes_what_ended_and_refuses_what_runs(agent: AgentClient) -> None:
+def test_forget_removes_ended_attempts_and_refuses_running_ones(agent: AgentClient) -> None:
     agent.launch(["sleep", "100"])
     assert agent.refused("forget", job="j", attempt=1)["kind"] == "busy"
     agent.stop()
@@ -439,7 +439,7 @@ def test_shutdown_waits_for_nobody_but_is_refused_while_ranks_run(agent: AgentCl
     wait_until(lambda: not alive(pid), "the agent to end")
 
 
-def test_the_agent_samples_what_a_job_uses(agent: AgentClient, tmp_path: Path) -> None:
+def test_the_agent_samples_the_use_of_a_job(agent: AgentClient, tmp_path: Path) -> None:
     from clusterd.agent.host.attempt_records import load
     from clusterd.agent.host.usage import CpuUse
 

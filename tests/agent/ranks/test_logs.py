@@ -40,7 +40,7 @@ def test_the_old_part_of_a_long_log_gives_its_disk_back(long_log: Path) -> None:
     assert end == Chunk(b"the end\n", offset=16 * MIB + 8, size=16 * MIB + 8, done=True)
 
 
-def test_who_reads_what_was_dropped_is_told_and_goes_on_behind_it(long_log: Path) -> None:
+def test_a_reader_of_dropped_output_is_told_and_continues_after_it(long_log: Path) -> None:
     if not append_only_files.trim(long_log, 4 * MIB):
         pytest.skip("this file system knows no holes in files")
     first = append_only_files.pull(long_log, 0, 32, False)

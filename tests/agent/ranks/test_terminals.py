@@ -39,7 +39,7 @@ def job(agent: AgentClient) -> AgentClient:
     return agent
 
 
-def test_a_command_has_what_the_rank_has(job: AgentClient, tmp_path: Path) -> None:
+def test_a_command_has_the_environment_of_its_rank(job: AgentClient, tmp_path: Path) -> None:
     script = 'echo $COLOUR $PIN "rank:$RANK"; pwd; exit 3'
     out, code = message(job, opened(job, "sh", "-c", script, secrets={"PIN": "1234"}))
     assert out.decode().split() == ["blue", "1234", "rank:", str(tmp_path / "agent/attempts/j.1/work")]
@@ -92,7 +92,7 @@ def test_pipes_carry_much_both_ways(job: AgentClient) -> None:
     assert message(job, terminal) == (b"", 0)
 
 
-def test_what_nobody_reads_waits(job: AgentClient) -> None:
+def test_output_that_nobody_reads_waits(job: AgentClient) -> None:
     """A command that writes without end is held up, not kept."""
     terminal = opened(job, "sh", "-c", "yes; true")
     for _ in range(3):

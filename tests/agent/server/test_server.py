@@ -67,7 +67,7 @@ def test_a_short_place_for_sockets_goes_with_the_agent(tmp_path: Path, length: i
         agent.close()
 
 
-def test_sockets_that_somebody_removed_are_made_again(connect: Connect, tmp_path: Path) -> None:
+def test_removed_sockets_are_made_again(connect: Connect, tmp_path: Path) -> None:
     """Regression: after a broken connection the agent was unreachable, and a new one did not find its fork servers."""
     agent = connect()
     agent.launch(["sleep", "100"])
@@ -186,7 +186,7 @@ def test_leases_are_kept_over_the_agents_death(ports: Ports, tmp_path: Path) -> 
     again.close()
 
 
-def test_a_port_that_somebody_listens_on_is_not_leased(ports: Ports) -> None:
+def test_a_port_in_use_is_not_leased(ports: Ports) -> None:
     free = ports.lease("j.1", 1)
     ports.release(lambda *_: True)
     with socket.socket() as taken:

@@ -12,7 +12,7 @@ import pytest
 from clusterd.agent.tensors.datasets import Datasets, evict_cached_files
 
 
-def test_what_was_fetched_longest_ago_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_fetched_entry_is_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for age in range(4):
         (tmp_path / f"{age:02}" / f"file{age}").mkdir(parents=True)
         os.utime(tmp_path / f"{age:02}" / f"file{age}", (100 - age, 100 - age))

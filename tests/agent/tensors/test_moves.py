@@ -82,7 +82,7 @@ def test_a_snapshot_segment_is_not_used_again_between_two_snapshots(moves: Moves
 @pytest.mark.parametrize(
     ("move", "name", "more"), [("j.1.2", "j.1.2.out0", {}), ("j.1.g1.snaps", "j.1.g1.snap0.0", {"wait": False})]
 )
-def test_what_a_rank_is_done_with_is_used_again(
+def test_released_segments_are_reused(
     moves: Moves, attempt: Attempt, move: str, name: str, more: dict[str, Any]
 ) -> None:
     """The next move finds its memory ready."""

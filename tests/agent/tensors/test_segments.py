@@ -76,7 +76,7 @@ def test_a_segment_that_is_made_again_larger_leaves_the_dropped_one_whole(store:
     assert not any(again.path.read_bytes())
 
 
-def test_what_does_not_fit_memory_goes_to_a_file_and_what_fits_nowhere_is_refused(
+def test_segments_beyond_memory_go_to_files_and_beyond_both_are_refused(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the move begins, with the numbers."""
@@ -102,7 +102,7 @@ def test_the_little_shared_memory_of_a_container_is_left_alone(store: Store, mon
     assert store.make("first", 1 << 20, "m").path.parent.name == "files"
 
 
-def test_what_killed_agents_left_is_removed_whatever_their_directories_are_called(tmp_path: Path) -> None:
+def test_stores_of_killed_agents_are_removed_under_any_directory_name(tmp_path: Path) -> None:
     """Also where the directory is still there; one that is not UTF-8 kept every agent of its user from starting."""
     homes = [tmp_path / os.fsdecode(b"caf\xe9"), tmp_path / "gone", tmp_path / "lives", tmp_path / "mine"]
     left, gone, lives, mine = (tmp_path / "shm" / f"clusterd-0-{number}" for number in range(4))

@@ -53,7 +53,7 @@ def test_a_description_does_not_outlive_its_daemon(local_cluster: RunningCluster
     assert local_cluster.job(job)["state"] == "cancelled"
 
 
-def test_forget_asks_every_host_for_what_told_the_model() -> None:
+def test_forget_asks_every_host_for_measurements_of_the_model() -> None:
     """The host that inspected the model is not recorded, and it may have failed to remove the files."""
     asked: list[tuple[str, str, int]] = []
 

@@ -23,7 +23,7 @@ def foreign(total_gib: int = 80, **gpu: Any) -> str:
     return device.foreign
 
 
-def test_a_process_of_somebody_else_keeps_the_gpu_from_being_offered() -> None:
+def test_a_foreign_process_keeps_the_gpu_from_being_offered() -> None:
     theirs = {"pid": 42, "user": "bob", "memory_bytes": 3 * GIB, "ours": False}
     assert foreign(processes=[theirs]) == "in use by bob (pid 42)"
     assert foreign(processes=[{**theirs, "ours": True}]) == ""
@@ -33,7 +33,7 @@ def test_a_process_of_somebody_else_keeps_the_gpu_from_being_offered() -> None:
 @pytest.mark.parametrize(("total_gib", "unlisted_gib", "is_foreign"), [
     (80, 60, True), (80, 6, False), (24, 6, True), (24, 3, False),
 ])  # fmt: skip
-def test_use_by_somebody_who_is_not_listed_is_foreign(total_gib: int, unlisted_gib: int, is_foreign: bool) -> None:
+def test_use_by_an_unlisted_process_is_foreign(total_gib: int, unlisted_gib: int, is_foreign: bool) -> None:
     """In another container, say; a little is the driver's own."""
     message = foreign(total_gib, unlisted_bytes=unlisted_gib * GIB)
     assert message == ("in use, the driver does not say by whom" if is_foreign else "")
@@ -74,7 +74,7 @@ def test_devices_have_the_compute_capability_and_hosts_the_labels() -> None:
 
 
 @pytest.mark.parametrize("labels", ["nvlink", ["a b"], [1], [""], ["a,b"]])
-def test_what_is_no_label_is_refused(labels: object) -> None:
+def test_an_invalid_label_is_refused(labels: object) -> None:
     with pytest.raises(ConfigError, match=r"labels is .* it must be a list of words"):
         host_options({"labels": labels}, "[hosts.a]")
 

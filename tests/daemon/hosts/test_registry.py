@@ -119,7 +119,7 @@ def test_a_host_that_is_given_work_while_it_is_removed_stays(journal: Journal, m
     anyio.run(run)
 
 
-def test_what_may_still_run_on_a_lost_host_is_told_when_it_is_removed(journal: Journal) -> None:
+def test_removing_a_lost_host_lists_what_may_still_run_there(journal: Journal) -> None:
     async def run() -> None:
         async with lab(journal) as made:
             await with_one_host(made)
@@ -183,7 +183,7 @@ def test_a_rank_ends_by_the_daemons_clock(journal: Journal, monkeypatch: pytest.
     anyio.run(run)
 
 
-def test_a_bug_in_what_a_lost_link_brings_about_leaves_the_daemon(
+def test_an_exception_after_a_lost_link_leaves_the_daemon_running(
     journal: Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:

@@ -22,7 +22,7 @@ from clusterd.types import HostId, HostState, JobId
 from tests.core.conftest import facts
 
 
-def test_what_happened_is_told_when_there_is_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_reported_once_the_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host goes and a timer is due while nothing can be written; requests are refused, facts are not lost."""
     monkeypatch.setattr(module, "REPORT_AGAIN_S", 0.01)
     journal = Journal(tmp_path / "journal.db")
@@ -73,7 +73,7 @@ def test_a_number_of_another_journal_gets_a_snapshot() -> None:
     assert feed.after(6) is None
 
 
-def test_what_happened_is_told_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_reported_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host went while nothing could be written, and came back just when there was room: it is up."""
     monkeypatch.setattr(module, "REPORT_AGAIN_S", 0.2)
     journal = Journal(tmp_path / "journal.db")
@@ -106,7 +106,7 @@ def test_what_happened_is_told_in_its_order(tmp_path: Path, monkeypatch: pytest.
     assert engine.scheduler.state.hosts[host].state is HostState.UP
 
 
-def test_what_cannot_be_written_at_all_fails_its_sender_alone(tmp_path: Path) -> None:
+def test_an_event_that_cannot_be_encoded_fails_its_sender_alone(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.db")
     engine = Engine(journal, Scheduler(), lambda *_: None)
     host = HostId("a")

@@ -106,9 +106,7 @@ def lab_of_events() -> list[e.Event]:
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_what_was_decided_stays_whatever_the_policy_of_the_next_daemon_would_want(
-    journal: Journal, snapshot: bool
-) -> None:
+def test_a_replay_keeps_decisions_that_the_next_policy_would_not_take(journal: Journal, snapshot: bool) -> None:
     """Killed, and started again with another policy or version: jobs run where they run."""
     engine, _ = engine_of(journal)
 
@@ -127,7 +125,7 @@ def test_what_was_decided_stays_whatever_the_policy_of_the_next_daemon_would_wan
         assert again.scheduler.state == engine.scheduler.state
 
 
-def test_what_the_last_batch_proposed_is_asked_again_and_then_kept(journal: Journal) -> None:
+def test_the_last_batch_without_a_proposal_asks_the_policy_once(journal: Journal) -> None:
     """The daemon died between the event's commit and the next one."""
     engine, _ = engine_of(journal)
 
@@ -281,7 +279,7 @@ def test_a_journal_that_is_damaged_or_of_another_program(tmp_path: Path) -> None
         Journal(foreign)
 
 
-def test_what_is_over_is_not_written_down_at_each_return_of_its_host(local_cluster: RunningCluster) -> None:
+def test_a_host_that_returns_does_not_record_ended_attempts_again(local_cluster: RunningCluster) -> None:
     """A thousand finished jobs made a long event of every start of the daemon."""
     job = local_cluster.run("run", "-d", "--no-snapshot", "--", "true").stdout.strip()
     local_cluster.wait_for(job, lambda row: row["state"] == "finished")

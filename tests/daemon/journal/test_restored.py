@@ -130,7 +130,7 @@ def test_a_queued_job_of_the_backup_that_ran_since_is_not_run_again(cluster: Run
     assert mark.read_text() == "ran\n"
 
 
-def test_what_cannot_be_adopted_is_left_alone_until_somebody_says_so(restored: RunningCluster) -> None:
+def test_attempts_that_cannot_be_adopted_are_left_alone_until_told(restored: RunningCluster) -> None:
     """Regression: the job was ended silently, and the next job with its number showed its log and never ran."""
     cluster = restored
     (cluster.directory / "secrets_key").unlink()

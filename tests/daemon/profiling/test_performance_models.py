@@ -26,7 +26,7 @@ from tests.plans.shapes import gpt
 DEVICES = DeviceType("a100", "cuda", (4,), 80 << 30, cores_per_device=12)
 
 
-def test_what_is_imported_while_the_store_is_read_is_not_missed(
+def test_measurements_imported_while_the_store_is_read_are_not_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The read began before: its answer is old, and was kept until the daemon's end."""
@@ -97,7 +97,7 @@ def known(core_times: tuple[tuple[int, float], ...]) -> Ranked:
 
 
 @pytest.mark.parametrize(("kind", "shared"), [("cuda", True), ("cpu", False)])
-def test_what_one_model_shows_of_the_links_is_believed_of_the_next(tmp_path: Path, kind: str, shared: bool) -> None:
+def test_links_learned_from_one_model_serve_the_next(tmp_path: Path, kind: str, shared: bool) -> None:
     store = tmp_path / "measurements.db"
     devices = DeviceType("x", kind, (4, 4), 80 << 30, cores_per_device=12)
     engine = SimpleNamespace(

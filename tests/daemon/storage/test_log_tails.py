@@ -76,7 +76,7 @@ def read(job_logs: JobLogs, rank: int | None = None) -> bytes:
     return anyio.run(collect)
 
 
-def test_what_a_rank_said_last_is_read_while_its_host_is_silent(
+def test_the_last_log_lines_are_readable_while_their_host_is_away(
     parts: tuple[LogTails, JobLogs], agents: Agents
 ) -> None:
     mirror, job_logs = parts

@@ -92,7 +92,7 @@ def test_secrets_of_jobs_that_are_over_go_at_the_start(local_cluster: RunningClu
     db.close()
 
 
-def test_what_looks_like_a_password_is_shown_to_nobody_and_a_secret_reaches_the_job(
+def test_passwords_are_masked_and_a_secret_reaches_the_job(
     local_cluster: RunningCluster,
 ) -> None:
     """The history of events gave the values away that `show` does not."""

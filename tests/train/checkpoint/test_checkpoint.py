@@ -84,7 +84,7 @@ def plainly(directory: Path) -> Any:
     return json.loads(done.stdout)
 
 
-def test_what_is_no_checkpoint_of_this_job_is_refused(pools: tuple[RankPool, RankPool], tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_job_is_refused(pools: tuple[RankPool, RankPool], tmp_path: Path) -> None:
     run = pools[0].run_each(tmp_path, "dp=1", [{"steps": 1}], more=lambda _: {"restore": str(tmp_path / "none")})[0]
     assert run.ranks[0].exit_code == 92
     assert "no checkpoint in" in run.ranks[0].output
@@ -165,7 +165,7 @@ def test_state_that_only_a_pickle_could_hold_costs_the_checkpoint_and_not_the_tr
         slow("dp=2,offload=optimizer", "dp=2,zero=1"),
     ],
 )
-def test_what_an_optimizer_begins_to_keep_after_some_updates_is_in_the_last_checkpoint(
+def test_optimizer_state_that_begins_late_is_in_the_last_checkpoint(
     ranks: RankPool, tmp_path: Path, plan: str, other: str
 ) -> None:
     """The failure came after the last step, and the training was lost."""
@@ -191,7 +191,7 @@ def test_a_model_is_saved_though_the_last_checkpoint_cannot_be(ranks: RankPool, 
         assert "the final checkpoint could not be written: " in rank.output
 
 
-def test_what_comes_late_costs_a_move_and_not_the_training(moving: Callable[..., Mover]) -> None:
+def test_state_that_begins_late_fails_a_move_and_not_the_training(moving: Callable[..., Mover]) -> None:
     mover = moving(optimizer="late average")
     mover.start("dp=1")
     mover.train(6)

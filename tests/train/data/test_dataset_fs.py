@@ -78,7 +78,7 @@ def test_a_folder_of_this_host_by_name(corpus: Path, monkeypatch: pytest.MonkeyP
         ("clusterd://corpus/../secret", "outside the data set 'corpus'"),
     ],
 )
-def test_what_is_not_there(path: str, says: str, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_are_reported(path: str, says: str, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (corpus.parent / "secret").write_text("not part of it")
     monkeypatch.setenv("CLUSTERD_DATASETS", f"corpus={corpus}")
     with pytest.raises(OSError, match=says), fsspec.open(path, "rb") as file:
@@ -140,7 +140,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused_not_mixed(corpus: Path,
     assert files.cat_file("corpus/readme.txt") == b"a CORPUS\n"
 
 
-def test_an_open_file_stays_what_it_was_and_a_new_one_is_seen(
+def test_an_open_file_keeps_its_version_and_a_new_one_is_seen(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lookups were cached for the life of the process, and a replaced file was not noticed."""
@@ -305,7 +305,7 @@ class Records(torch.utils.data.Dataset[torch.Tensor]):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_torch_data_set_reads_what_another_host_has(
+def test_a_torch_data_set_reads_files_of_another_host(
     workers: int, remote: tuple[Agent, Counting], corpus: Path
 ) -> None:
     agent, there = remote
@@ -348,6 +348,6 @@ def test_a_host_that_does_not_answer_is_no_fault_of_the_job(
     assert "gpu03:7000: timed out" in str(refusal)
 
 
-def test_what_no_host_has_is_refused(remote: tuple[Agent, Counting]) -> None:
+def test_a_request_that_no_host_can_meet_is_refused(remote: tuple[Agent, Counting]) -> None:
     with pytest.raises(OSError, match="no data set 'images'"):
         fsspec.open("clusterd://images/a.png", "rb").open()

@@ -76,7 +76,7 @@ def test_stages_of_a_replica_draw_alike_and_replicas_do_not(workers: int) -> Non
     assert len(noise.unique(dim=0)) == len(noise)
 
 
-def test_a_run_that_goes_on_draws_what_it_would_have_drawn() -> None:
+def test_a_resumed_run_draws_the_same_numbers() -> None:
     whole, rest = batches(1, 0), batches(1, 0, first_step=2)
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(whole[2:], rest, strict=True))
 

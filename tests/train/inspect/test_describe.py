@@ -86,7 +86,7 @@ def test_activations_are_those_that_autograd_keeps() -> None:
         ("rows", 0.0, False),
     ],
 )
-def test_optimizers_are_known_by_what_they_do(optimizer: str, ratio: float, elementwise: bool) -> None:
+def test_optimizers_are_classified_by_behaviour(optimizer: str, ratio: float, elementwise: bool) -> None:
     shape = described(optimizer=optimizer)
     assert (shape.optimizer_state_ratio, shape.optimizer_elementwise) == (ratio, elementwise)
 
@@ -101,7 +101,7 @@ def test_optimizers_are_known_by_what_they_do(optimizer: str, ratio: float, elem
         (torch.optim.Adagrad, 2.0),
     ],
 )
-def test_what_an_update_makes_is_counted_as_torch_updates_on_cuda(factory: Any, ratio: float) -> None:
+def test_temporaries_of_an_update_are_counted_as_on_cuda(factory: Any, ratio: float) -> None:
     assert describe(replace(job(Recorded(64)), optimizer=factory)).optimizer_temporaries_ratio == ratio
 
 
@@ -234,7 +234,7 @@ class Gated(nn.Module):
         ("end", "gradients would differ between shards: each computes the loss from a part of the features"),
     ],
 )
-def test_what_each_shard_would_learn_by_itself_is_no_tensor_parallelism(what: str, why: str) -> None:
+def test_layers_whose_shards_would_diverge_are_not_tensor_parallel(what: str, why: str) -> None:
     """Each shard had the gradient of its own heads, and the weights of shards diverged."""
     tp_plan = {"up": "colwise"} if what == "end" else {"up": "colwise", "down": "rowwise"}
     for precision in ("fp32", "bf16"):
@@ -313,7 +313,7 @@ def test_a_table_with_sparse_gradients_is_not_cut() -> None:
     assert check(Plan.parse("dp=2,zero=1"), shape) == []
 
 
-def test_what_a_model_draws_or_does_once_is_no_reason_against_a_pipeline() -> None:
+def test_random_draws_do_not_prevent_a_pipeline() -> None:
     mask = functools.lru_cache(lambda n: torch.ones(n).cumsum(0))
 
     class Block(nn.Module):
@@ -378,7 +378,7 @@ def test_samples_that_a_pipeline_cannot_send() -> None:
         describe(replace(of_maps, data=[(torch.zeros(4),) * 3] * 8))
 
 
-def test_what_fsdp2_cannot_carry_is_known_before() -> None:
+def test_parameters_that_fsdp2_cannot_shard_are_known_before() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -439,7 +439,7 @@ def test_containers_that_are_never_called_are_no_blocks() -> None:
     assert build.block_paths(compiled) == ["0.0", "0.1"]
 
 
-def test_torch_says_nothing_of_what_fake_tensors_cannot_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_warns_of_nothing_that_fake_tensors_cannot_run(caplog: pytest.LogCaptureFixture) -> None:
     """A mixture of experts began its log with pages of tracebacks, one per trial."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
 

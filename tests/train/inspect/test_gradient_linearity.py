@@ -116,7 +116,7 @@ def decayed_on_the_way(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_is_done_on_the_way_is_told_from_what_autograd_does(
+def test_side_effects_are_distinguished_from_autograd(
     compute: Callable[[torch.Tensor, nn.Module], torch.Tensor], added: bool, bent: bool, precision: str
 ) -> None:
     class Computing(nn.Module):

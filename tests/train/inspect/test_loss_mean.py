@@ -35,7 +35,7 @@ STEPS = 3
     ],
     ids=["mean", "sum", "words that count", "pairs", "probabilities", "drawn", "mistaken"],
 )
-def test_losses_are_told_apart_by_what_they_make_of_parts(loss: Callable[..., Any], kind: str) -> None:
+def test_losses_are_classified_by_their_value_on_parts(loss: Callable[..., Any], kind: str) -> None:
     assert describe(replace(job(Recorded(64), depth=1), loss=loss), trace=False).loss == kind
 
 
@@ -99,7 +99,7 @@ def test_where_the_batch_is_whole_a_sum_is_trained(ranks: RankPool, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("plan", "said"), [("dp=1", 0), ("dp=2", 1), ("accumulation=2", 1), ("tp=2", 0)])
-def test_a_mean_over_what_counts_is_told_of_where_the_batch_is_cut(
+def test_a_mean_over_counted_elements_is_reported_under_accumulation(
     ranks: RankPool, tmp_path: Path, plan: str, said: int
 ) -> None:
     run = ranks.run(tmp_path, plan, steps=STEPS, loss="some words").checked()

@@ -34,7 +34,7 @@ def test_an_optimizer_that_begins_at_rate_zero_is_still_found_out() -> None:
         ("lookahead", (True, True)),
     ],
 )
-def test_an_optimizer_shows_what_it_does_to_large_gradients_large_matrices_and_later(
+def test_an_optimizer_is_probed_with_large_gradients_large_matrices_and_later_steps(
     optimizer: str, traits: tuple[bool, bool]
 ) -> None:
     """Two updates of a small matrix look elementwise with each of them."""

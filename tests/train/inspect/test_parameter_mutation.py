@@ -65,7 +65,7 @@ def test_plans_are_ruled_out_that_would_repeat_or_lose_it(model: str, trains: tu
         slow("following", "offload=optimizer"),
     ],
 )
-def test_what_is_left_trains_as_one_process(ranks: RankPool, tmp_path: Path, model: str, plan: str) -> None:
+def test_the_remaining_plans_train_as_one_process(ranks: RankPool, tmp_path: Path, model: str, plan: str) -> None:
     weights, losses = [], []
     for name, under in (("alone", "dp=1"), ("plan", plan)):
         file = tmp_path / f"{name}.pt"
@@ -78,7 +78,7 @@ def test_what_is_left_trains_as_one_process(ranks: RankPool, tmp_path: Path, mod
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
-def test_replicas_do_not_drift_apart_by_what_they_write(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+def test_writes_to_buffers_do_not_make_replicas_diverge(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """Each replica shortened other rows of the embedding, and losses did not show it for a while."""
     for rank in ranks.run(tmp_path, plan, model="renormed", steps=STEPS).ranks:
         assert (rank.exit_code, "Traceback" in rank.output) == (96, False)
@@ -87,7 +87,7 @@ def test_replicas_do_not_drift_apart_by_what_they_write(ranks: RankPool, tmp_pat
 
 @pytest.mark.parametrize("model", ["centred", "late following"])
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2", "dp=2,zero=3", "accumulation=2", "offload=optimizer"])
-def test_what_no_fake_pass_shows_a_real_one_does(ranks: RankPool, tmp_path: Path, model: str, plan: str) -> None:
+def test_a_real_pass_finds_what_a_fake_one_misses(ranks: RankPool, tmp_path: Path, model: str, plan: str) -> None:
     """The write depends on a value, which fake tensors lack, or begins later."""
     run = ranks.run(tmp_path, plan, model=model, steps=STEPS)
     assert 96 in {rank.exit_code for rank in run.ranks}
@@ -135,7 +135,7 @@ class Writing(nn.Module):
         ("shape", ("table",), False, True),
     ],
 )
-def test_what_is_written_is_told_apart(how: str, written: tuple[str, ...], by_samples: bool, anew: bool) -> None:
+def test_writes_to_parameters_are_classified(how: str, written: tuple[str, ...], by_samples: bool, anew: bool) -> None:
     shape = describe(small(lambda: Writing(how), None))
     assert shape.written == written
     assert (bool(shape.written_by_samples), bool(shape.written_anew)) == (by_samples, anew)
@@ -154,7 +154,7 @@ def test_a_renormed_table_that_is_the_output_layer_too_sees_rows_that_were_not_l
     assert shape.written_anew == "table.weight"
 
 
-def test_shards_write_no_part_of_features_into_what_is_whole() -> None:
+def test_shards_write_no_partial_features_into_replicated_tensors() -> None:
     class Measuring(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -47,7 +47,7 @@ def test_a_weighted_loss_and_metrics_are_those_of_one_process(
     assert set(run.steps[0]["metrics"]) == {"right", "mean"}
 
 
-def test_a_weighted_loss_is_the_mean_of_what_counts(alone: Run, ranks: RankPool, tmp_path: Path) -> None:
+def test_a_weighted_loss_is_the_mean_over_counted_elements(alone: Run, ranks: RankPool, tmp_path: Path) -> None:
     mean = ranks.run(tmp_path / "mean", "dp=1", **OPTIONS, loss="some words").checked()
     pair = ranks.run(tmp_path / "pair", "dp=1", **OPTIONS, loss="pair").checked()
     assert pair.losses == pytest.approx(mean.losses, rel=1e-5)

@@ -33,7 +33,7 @@ def test_a_group_that_does_not_end_is_not_waited_for_for_ever(monkeypatch: pytes
     over.set()
 
 
-def test_what_nccl_says_ends_a_step_that_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nccl_error_ends_a_step_that_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks live, but a link between them failed: nothing else would notice for half an hour."""
     monkeypatch.setattr(peers, "POLL_S", 0.01)
     said = iter(["SUCCESS", "SUCCESS", "REMOTE_ERROR"])

@@ -103,7 +103,7 @@ def test_memory_is_let_go_of_once_and_never_under_a_copy(
 
 @pytest.mark.parametrize("before", ["in place", "elsewhere"])
 @pytest.mark.parametrize("after", ["in place", "elsewhere"])
-def test_what_is_handed_over_is_of_the_last_step(
+def test_handed_over_state_is_of_the_last_step(
     before: str, after: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Copies are prepared during a step; some optimizers reallocate what they update, in that step or in any."""

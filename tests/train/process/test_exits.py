@@ -47,7 +47,7 @@ def test_a_plan_that_cannot_run_ends_every_rank_with_96(
     assert_ends(ranks.run(tmp_path, plan, **options), 96, says)
 
 
-def test_what_no_plan_can_have_ends_with_92(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_script_without_a_legal_plan_exits_with_92(ranks: RankPool, tmp_path: Path) -> None:
     run = ranks.run(tmp_path, "dp=1", precision="fp8")
     assert_ends(run, 92, "precision is 'fp8'; it must be fp32 or bf16")
 

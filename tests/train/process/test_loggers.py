@@ -63,7 +63,7 @@ def test_an_object_of_the_script_gets_steps_and_evaluations_until_it_fails(tmp_p
     assert not any(line.startswith("mine 3") for line in lines)
 
 
-def test_what_is_not_installed_or_unknown_is_refused_before_training(tmp_path: Path) -> None:
+def test_missing_or_unknown_packages_are_refused_before_training(tmp_path: Path) -> None:
     for loggers, why in (
         ('["wandbx"]', "loggers names 'wandbx'; there are tensorboard, wandb"),
         ("[3]", "loggers has a int, which has no write(step, values)"),

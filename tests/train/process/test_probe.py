@@ -32,7 +32,7 @@ def test_a_link_on_which_more_takes_no_longer_has_no_rate(monkeypatch: pytest.Mo
     assert figures["local_latency_s"] == pytest.approx(1e-5)
 
 
-def test_links_between_gpus_are_measured_with_what_takes_them_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_between_gpus_are_measured_with_large_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     ones, reduced = torch.ones, []
 
     def on_the_host(count: int, device: torch.device) -> Any:

@@ -19,7 +19,7 @@ def keep() -> int:
     return len(KEPT)
 
 
-def test_what_is_kept_there_is_not_kept_here() -> None:
+def test_state_kept_in_one_place_is_not_kept_in_another() -> None:
     assert run_in_fork(keep) == 1
     assert KEPT == []
 
@@ -32,7 +32,7 @@ def test_a_refusal_comes_back() -> None:
         run_in_fork(refuse)
 
 
-def test_what_the_script_raises_is_raised_here_with_its_traceback() -> None:
+def test_an_exception_of_the_script_is_raised_with_its_traceback() -> None:
     here = os.getpid()
     with pytest.raises(ZeroDivisionError) as raised:
         run_in_fork(lambda: 1 // 0)

@@ -84,7 +84,7 @@ def test_slots_that_are_not_there_are_zeros(segment: Segment) -> None:
     assert segment.view(torch.uint8, (16,), 48).tolist() == [7] * 16
 
 
-def test_a_part_of_what_was_written_has_the_sum_of_all_of_it(segment: Segment) -> None:
+def test_partial_writes_are_summed_over_ranks(segment: Segment) -> None:
     whole = torch.randn(10, 6)
     sums = copies_to_segment(segment, [SegmentPart(0, (whole,), whole.nbytes)]).run()
     corner = torch.zeros(4, 3)
