@@ -54,7 +54,7 @@ class Sessions:
         self._requests: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
-    async def serving(self, connection: Connection, who: str) -> AsyncIterator[None]:
+    async def serving(self, connection: Connection, peer: str) -> AsyncIterator[None]:
         """Register a connection while the current task serves it; its end, or a frame that is none, ends the block."""
         self._opened(connection)
         try:
@@ -62,7 +62,7 @@ class Sessions:
         except (asyncio.IncompleteReadError, OSError):
             pass
         except ProtocolError as error:
-            log_line(f"agent: {who} was cut off: {error}")
+            log_line(f"agent: {peer} was cut off: {error}")
         finally:
             self._connections.pop(connection, None)
             await connection.close()  # after its queued frames
