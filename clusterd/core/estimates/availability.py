@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from clusterd.core.claim_calendar import ClaimCalendar
 from clusterd.core.estimates.job_forecast import JobForecast
@@ -15,6 +19,10 @@ from clusterd.types import Device, DeviceId, HostId
 
 NEVER = float("inf")
 Seen = TypeVar("Seen")
+Counts = NDArray[np.int64]
+"""A number for each host, by its index."""
+AT_ONCE_S = 1e-6
+"""Ends that are no further apart than this are one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +87,32 @@ class Backfill:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Returns:
+    """What hosts get back as running jobs end, in order of time: one row for each end and host."""
+
+    at_s: NDArray[np.float64]
+    hosts: Counts
+    counts: Counts  # rows by number of kinds of resource
+
+    @staticmethod
+    def of(rows: Sequence[tuple[float, int, tuple[int, ...]]], kinds: int) -> _Returns:
+        return _Returns(
+            np.array([row[0] for row in rows]),
+            np.array([row[1] for row in rows], dtype=np.int64),
+            np.array([row[2] for row in rows], dtype=np.int64).reshape(len(rows), kinds),
+        )
+
+    def by(self, at_s: float, hosts: int, kind: int = 0) -> Counts:
+        """Sum by host of what is back by then."""
+        rows = int(np.searchsorted(self.at_s, at_s + AT_ONCE_S, side="right"))
+        return np.bincount(self.hosts[:rows], weights=self.counts[:rows, kind], minlength=hosts).astype(np.int64)
+
+
 class AvailabilityForecast:
     """Free devices of each host and type over time, and the cores and memory beside them.
+
+    Every job that waits asks for many times: hosts are indices of arrays, in the order of their names.
 
     Attributes:
         run_s: how long the job of which it is asked runs: a claim on a device must not begin before its end.
@@ -91,24 +123,48 @@ class AvailabilityForecast:
         self._calendar = calendar
         self.run_s = 0.0
         self._granted: set[DeviceId] = set()
-        self._now: dict[str, dict[HostId, int]] = {}
+        self._running = sorted(running, key=lambda p: (p.now_s, p.job.id))
+        self._names = sorted(ledger.hosts)
+        self._index = {name: index for index, name in enumerate(self._names)}
+        self._now: dict[str, Counts] = {}
         for host, types in ledger.devices.items():
             for name, free in types.items():
-                self._now.setdefault(name, {})[host] = len(free)
-        ends: list[tuple[float, str, dict[HostId, int]]] = []
-        for p in running:
-            usable = [device for device in p.devices if device.host in ledger.devices and not device.foreign]
-            ends += [(p.now_s, name, per_host(some)) for name, some in by_type(usable).items()]
-        ends.sort(key=lambda e: e[0])
-        self._ends = ends
-        self._running = sorted(running, key=lambda p: (p.now_s, p.job.id))
-        self._given_back: dict[float, tuple[dict[HostId, int], dict[HostId, int]]] = {}
+                self._free_now(name)[self._index[host]] = len(free)
+
+    @cached_property
+    def _devices_back(self) -> dict[str, _Returns]:
+        rows: dict[str, list[tuple[float, int, tuple[int, ...]]]] = {}
+        for p in self._running:
+            usable = [device for device in p.devices if device.host in self._index and not device.foreign]
+            for name, some in by_type(usable).items():
+                rows.setdefault(name, []).extend(
+                    (p.now_s, self._index[host], (count,)) for host, count in per_host(some).items()
+                )
+        return {name: _Returns.of(some, 1) for name, some in rows.items()}
+
+    @cached_property
+    def _cores_back(self) -> _Returns:
+        """CPU cores and bytes of memory."""
+        return _Returns.of(
+            [
+                (p.now_s, self._index[host], (attempt.cores.get(host, 0), attempt.memory_bytes.get(host, 0)))
+                for p in self._running
+                if (attempt := p.job.attempt) is not None
+                for host in dict.fromkeys([*attempt.cores, *attempt.memory_bytes])
+                if host in self._index
+            ],
+            2,
+        )
+
+    def _free_now(self, device_type: str) -> Counts:
+        return self._now.setdefault(device_type, np.zeros(len(self._names), dtype=np.int64))
 
     def take(self, device_type: str, taken: Mapping[HostId, int]) -> None:
         """Record devices granted in this pass, for longer than the forecast looks ahead."""
-        free = self._now.setdefault(device_type, {})
+        free = self._free_now(device_type)
         for host, count in taken.items():
-            free[host] = free.get(host, 0) - count
+            if host in self._index:
+                free[self._index[host]] -= count
 
     def occupy(self, devices: Sequence[Device]) -> None:
         """Record these devices as granted in this pass."""
@@ -118,23 +174,21 @@ class AvailabilityForecast:
 
     def free_at(self, device_type: str, at_s: float) -> dict[HostId, int]:
         """Number of free devices at that time, by host."""
+        return dict(zip(self._names, self._free_at(device_type, at_s).tolist(), strict=True))
+
+    def _free_at(self, device_type: str, at_s: float) -> Counts:
         if self._calendar:
             there = self.ledger_at(at_s).devices
-            return {host: len(types[device_type]) for host, types in there.items() if types.get(device_type)}
-        free = dict(self._now.get(device_type, {}))
-        for end_s, name, held in self._ends:
-            if end_s > at_s + 1e-6:
-                break
-            if name == device_type:
-                for host, count in held.items():
-                    free[host] = free.get(host, 0) + count
-        return free
+            return np.array([len(there[host].get(device_type, ())) for host in self._names], dtype=np.int64)
+        back = self._devices_back.get(device_type)
+        free = self._free_now(device_type)
+        return free + back.by(at_s, len(self._names)) if back is not None else free.copy()
 
     def ledger_at(self, at_s: float) -> Ledger:
         """Free resources once the running jobs that end by then have ended."""
         found = self._ledger.copy()
         for p in self._running:
-            if p.now_s > at_s + 1e-6:
+            if p.now_s > at_s + AT_ONCE_S:
                 break
             attempt = p.job.attempt
             if attempt is not None:
@@ -145,7 +199,7 @@ class AvailabilityForecast:
 
     def _apply_claims(self, ledger: Ledger, at_s: float) -> None:
         """Take out what is claimed while the job would run, and give back what claims have left by then."""
-        given_back = {d.id for p in self._running if p.now_s <= at_s + 1e-6 for d in p.devices}
+        given_back = {d.id for p in self._running if p.now_s <= at_s + AT_ONCE_S for d in p.devices}
         held = (self._calendar.leased - given_back) | self._granted
         for device in self._calendar.devices:
             ledger.take([device], {}, {})
@@ -180,7 +234,7 @@ class AvailabilityForecast:
         return [
             p.job
             for p in self._running
-            if p.now_s <= at_s + 1e-6
+            if p.now_s <= at_s + AT_ONCE_S
             and p.job.attempt is not None
             and places.intersection(p.job.attempt.hosts)
             and (not names or any(d.host in places and d.name in names for d in p.devices))
@@ -207,69 +261,49 @@ class AvailabilityForecast:
 
     def _first(self, job: Job, offer: Estimate, within_s: float) -> EarliestStart | None:
         """First end of a running job after which the offer fits, by binary search: free devices only increase."""
-        mine = [i for i, end in enumerate(self._ends) if end[1] == offer.device_type and end[0] < within_s]
-        hosts = _fit(offer.shape, self._fit_for(job, offer, 0.0))
-        if hosts is not None:
-            return EarliestStart(offer, 0.0, hosts)
+        ledger = self._ledger
+        admits = np.array([job.admits(ledger.hosts[host]) for host in self._names], dtype=bool)
+        cores = np.array([ledger.cores[host] for host in self._names], dtype=np.int64)
+        memory_bytes = np.array([ledger.memory_bytes[host] for host in self._names], dtype=np.int64)
+        each_cores, each_bytes = needs(job, offer)
+
+        def look(at_s: float) -> EarliestStart | None:
+            there, hosts = self._free_at(offer.device_type, at_s), len(self._names)
+            there = np.minimum(there, (cores + self._cores_back.by(at_s, hosts)) // max(each_cores, 1))
+            there = np.minimum(there, (memory_bytes + self._cores_back.by(at_s, hosts, 1)) // max(each_bytes, 1))
+            fitting = _fit(offer.shape, np.where(admits, there, 0))
+            return EarliestStart(offer, at_s, {self._names[i]: n for i, n in fitting}) if fitting else None
+
+        if (found := look(0.0)) is not None:
+            return found
+        back = self._devices_back.get(offer.device_type)
+        ends_s = back.at_s[: int(np.searchsorted(back.at_s, within_s, side="left"))] if back is not None else ()
+        times = sorted({float(x) for x in ends_s})
         if self._calendar:
-            for at_s in sorted({*(self._ends[i][0] for i in mine), *self._calendar.ends_s}):
-                hosts = _fit(offer.shape, self._fit_for(job, offer, at_s)) if at_s < within_s else None
-                if hosts is not None:
-                    return EarliestStart(offer, at_s, hosts)
-            return None
-        low, high = 0, len(mine)
-        answer: EarliestStart | None = None
+            later = (x for x in sorted({*times, *self._calendar.ends_s}) if x < within_s)
+            return next((found for at_s in later if (found := look(at_s)) is not None), None)
+        low, high = 0, len(times)
         while low < high:
             middle = (low + high) // 2
-            at_s = self._ends[mine[middle]][0]
-            hosts = _fit(offer.shape, self._fit_for(job, offer, at_s))
-            if hosts is not None:
-                answer, high = EarliestStart(offer, at_s, hosts), middle
+            if (earlier := look(times[middle])) is not None:
+                found, high = earlier, middle
             else:
                 low = middle + 1
-        return answer
-
-    def _fit_for(self, job: Job, offer: Estimate, at_s: float) -> dict[HostId, int]:
-        """Devices free at that time with the cores and memory that the job needs per device, by host."""
-        ledger, (cores, memory_bytes) = self._ledger, self._back_at(at_s)
-        each_cores, each_bytes = needs(job, offer)
-        each_cores, each_bytes = max(each_cores, 1), max(each_bytes, 1)
-        return {
-            host: min(
-                count,
-                (ledger.cores.get(host, 0) + cores.get(host, 0)) // each_cores,
-                (ledger.memory_bytes.get(host, 0) + memory_bytes.get(host, 0)) // each_bytes,
-            )
-            for host, count in self.free_at(offer.device_type, at_s).items()
-            if host in ledger.hosts and job.admits(ledger.hosts[host])
-        }
-
-    def _back_at(self, at_s: float) -> tuple[dict[HostId, int], dict[HostId, int]]:
-        """Cores and memory freed by jobs that will have ended, by host; cached by time."""
-        known = self._given_back.get(at_s)
-        if known is None:
-            known = self._given_back[at_s] = {}, {}
-            cores, memory_bytes = known
-            for p in self._running:
-                if p.now_s > at_s + 1e-6:
-                    break
-                if (attempt := p.job.attempt) is not None:
-                    for host, count in attempt.cores.items():
-                        cores[host] = cores.get(host, 0) + count
-                    for host, count in attempt.memory_bytes.items():
-                        memory_bytes[host] = memory_bytes.get(host, 0) + count
-        return known
+        return found
 
 
-def _fit(shape: Sequence[int], free: Mapping[HostId, int]) -> dict[HostId, int] | None:
-    """Best-fitting hosts for a shape, with the devices taken of each; None: it does not fit."""
-    left = sorted(((count, host) for host, count in free.items() if count >= shape[-1]), key=lambda x: (x[0], x[1]))
-    if len(left) < len(shape):
-        return None
-    chosen: dict[HostId, int] = {}
+def _fit(shape: Sequence[int], free: Counts) -> list[tuple[int, int]]:
+    """Best-fitting hosts for a shape, by index, with the devices taken of each; empty: it does not fit."""
+    chosen: list[tuple[int, int]] = []
+    left = free.copy()
     for wanted in shape:
-        index = next((i for i, (count, _) in enumerate(left) if count >= wanted), None)
-        if index is None:
-            return None
-        chosen[left.pop(index)[1]] = wanted
+        enough = np.where(left >= wanted, left, _FULL)
+        index = int(enough.argmin())  # of equals the first by name
+        if enough[index] == _FULL:
+            return []
+        chosen.append((index, wanted))
+        left[index] = -1
     return chosen
+
+
+_FULL = np.iinfo(np.int64).max
