@@ -159,9 +159,10 @@ def restore_requested_sizes(view: View, waiting: Iterable[int], skip: Container[
     moves: list[Move] = []
     total = sum(len(h.devices) for h in view.hosts.values() if h.unusable is None)
     needs = [count for count in waiting if count > 0]
-    for job in sorted(view.running, key=lambda j: (-j.priority, j.submitted_s)):
+    others = [job for job in view.running if job.id not in skip]
+    for job in sorted(others, key=lambda j: (-j.priority, j.submitted_s)):
         table = view.performance_tables.get(job.model)
-        if job.id in skip or (table is not None and table.is_whole):
+        if table is not None and table.is_whole:
             continue
         attempt = can_migrate(job, view)
         asked = max(job.spec.resources.devices, 1)

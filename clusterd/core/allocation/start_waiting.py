@@ -58,15 +58,16 @@ def start_waiting(
     if (suspended := awaits_start_of_other(ctx.view, job.id)) is not None:
         ctx.proposal.refusals.append(Refusal(job.id, suspended))
         return
+    p = forecasts[job.id] if job.model else None
+    if p is not None and not p.curve.is_request:
+        _start_modelled(ctx, p)
+        return
     longest_s = longest_left_s(job, ctx.view.run_times, ctx.view.now_s)
     alike = _alike(job, ctx.view, longest_s)
     if alike is not None and (same := ctx.refused.get(alike)) is not None:
         ctx.proposal.refusals.append(Refusal(job.id, same.reason, same.is_permanent, same.devices, same.is_shortage))
         return
-    p = forecasts[job.id]
-    if not p.curve.is_request:
-        _start_modelled(ctx, p)
-    elif (refusal := _start_request(ctx, p, longest_s)) is not None:
+    if (refusal := _start_request(ctx, p or forecasts[job.id], longest_s)) is not None:
         if alike is not None:
             ctx.refused[alike] = refusal
         ctx.proposal.refusals.append(refusal)

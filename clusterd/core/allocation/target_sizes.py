@@ -10,7 +10,7 @@ alone, which predictions get right more often than sizes.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.types import JobId
@@ -36,7 +36,9 @@ def shares(ordered: Sequence[JobForecast], devices: int) -> dict[JobId, int]:
     heap: list[tuple[float, JobId, int]] = []
 
     def push(job: JobId) -> None:
-        step = _best_step(by_id[job], size[job], left)
+        curve = by_id[job].curve
+        first = curve.first_step if not size[job] else None
+        step = first if first is not None and first[1] <= left else curve.best_step(size[job], left)
         if step is not None:
             heapq.heappush(heap, (-step[0] * weight[job], job, step[1]))
 
@@ -51,16 +53,3 @@ def shares(ordered: Sequence[JobForecast], devices: int) -> dict[JobId, int]:
         size[job] = to
         push(job)
     return size
-
-
-def _best_step(p: JobForecast, size: int, left: int) -> tuple[float, int] | None:
-    """Next size with the most progress per further device, with that progress; None: no size is faster."""
-    points: Mapping[int, object] = p.curve.points
-    speed = p.curve.effort_s / p.curve.points[size].step_time_s if size else 0.0
-    best: tuple[float, int] | None = None
-    for count in points:
-        if size < count <= size + left:
-            gain = (p.curve.effort_s / p.curve.points[count].step_time_s - speed) / (count - size)
-            if gain > 0 and (best is None or gain > best[0]):
-                best = (gain, count)
-    return best
