@@ -15,11 +15,6 @@ def short_plan(plan: str) -> str:
     return plan.replace("accumulation", "acc").replace("checkpointing", "ckpt").replace("micro_batch", "mb")
 
 
-def _is_set(value: Any) -> bool:
-    """The value is neither empty nor False; zero counts as set."""
-    return value is not False and value not in (None, "", (), [], {})
-
-
 def full_value(value: Any) -> str:
     """A field's value with all nested fields that are set."""
     if isinstance(value, dict):
