@@ -18,12 +18,14 @@ from clusterd.errors import ClusterError
 
 _COMMANDS = {
     # name: (module, attribute, first line of help)
-    "start": ("daemon", "start", "Start the daemon."),
-    "stop": ("daemon", "stop", "Stop the daemon; jobs keep running."),
-    "status": ("daemon", "status", "Show the state of the daemon."),
-    "login": ("daemon", "login", "Let the cluster run your jobs under your own account."),
+    "start": ("head_node.daemon", "start", "Start the daemon."),
+    "stop": ("head_node.daemon", "stop", "Stop the daemon; jobs keep running."),
+    "status": ("head_node.daemon", "status", "Show the state of the daemon."),
+    "doctor": ("head_node.doctor", "doctor", "Check this machine, the daemon and its hosts."),
+    "service": ("head_node.service", "service", "Run the daemon as a service of systemd."),
+    "login": ("head_node.daemon", "login", "Let the cluster run your jobs under your own account."),
     "host": ("hosts", "host", "Add, list, drain and remove hosts."),
-    "backup": ("daemon", "backup", "Copy what another daemon needs to lead the hosts."),
+    "backup": ("head_node.daemon", "backup", "Copy what another daemon needs to lead the hosts."),
     "claim": ("queue.claims", "claim", "Keep devices from the scheduler for some time."),
     "submit": ("submit", "submit", "Submit a job file; prints the job's id."),
     "run": ("submit", "run", "Run a command on the cluster: streams its log, returns its exit code."),
@@ -62,7 +64,7 @@ _COMMANDS = {
     "simulate": ("simulate", "simulate", "Simulate a workload under several policies and compare them."),
     "advise": ("advise", "advise", "Answer scheduling situations, one JSON object per line."),
     "completion": ("completion", "completion", "Print the shell's completion script."),
-    "config": ("settings", "config", "Check a configuration or job file."),
+    "config": ("head_node.settings", "config", "Check a configuration or job file."),
 }
 
 

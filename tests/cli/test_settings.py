@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterd.cli.settings import config
+from clusterd.cli.head_node.settings import config
 from clusterd.config import load
 from clusterd.errors import ConfigError, UsageError
 from clusterd.submission.job_file import read_job_file

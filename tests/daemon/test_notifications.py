@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from clusterd import config
-from clusterd.cli.daemon import _has_ended
+from clusterd.cli.head_node.daemon import _has_ended
 from clusterd.core.host import Host
 from clusterd.core.state import State
 from clusterd.daemon import notifications

@@ -1,0 +1,1 @@
+"""Commands about the daemon and its machine."""

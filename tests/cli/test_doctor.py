@@ -1,0 +1,68 @@
+"""``clusterd doctor``: what it finds about the machine, the daemon and its hosts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clusterd.cli.head_node import doctor
+from tests.conftest import RunningCluster
+
+
+def findings(cluster: RunningCluster) -> tuple[int, dict[str, tuple[str, str]]]:
+    done = cluster.run("doctor", "-o", "json", check=False)
+    rows = json.loads(done.stdout)
+    return done.returncode, {row["check"]: (row["result"], row["detail"]) for row in rows}
+
+
+def test_a_cluster_that_works_has_no_failure(cluster: RunningCluster) -> None:
+    cluster.start(1, 2)
+    cluster.wait_until_up(1)
+    code, found = findings(cluster)
+    assert code == 0
+    assert found["daemon"][0] == "ok"
+    assert found["host local0"] == ("ok", "up, 2 devices")
+    assert found["state"][1].startswith(str(cluster.directory))
+
+
+def test_an_absent_daemon_is_a_failure_with_the_command_that_starts_it(cluster: RunningCluster) -> None:
+    code, found = findings(cluster)
+    assert code == 1
+    assert found["daemon"][0] == "failed"
+    assert "clusterd start" in found["daemon"][1]
+
+
+def test_a_host_that_is_not_up_is_a_failure_with_its_reason(cluster: RunningCluster) -> None:
+    cluster.start()
+    cluster.run("host", "add", "--yes", "nobody@127.0.0.1:1", check=False)
+    code, found = findings(cluster)
+    hosts = {name: row for name, row in found.items() if name.startswith("host ")}
+    if hosts:  # a host that never answered may be refused at once
+        assert code == 1
+        assert all(result == "failed" and detail for result, detail in hosts.values())
+    else:
+        assert found["hosts"][0] == "warning"
+
+
+def test_a_mistake_in_the_settings_is_one_finding_among_the_others(cluster: RunningCluster, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text("[daemon]\npolicy = 3\n")
+    cluster.environment["CLUSTERD_CONFIG"] = str(wrong)
+    code, found = findings(cluster)
+    assert code == 1
+    assert found["settings"][0] == "failed"
+    assert "policy" in found["settings"][1]
+    assert "installation" in found
+    assert "daemon" in found
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "ext4"])
+def test_a_state_on_a_network_file_system_is_a_warning(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLUSTERD_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(doctor, "file_system", lambda _: kind)
+    warned = [found for found in doctor.CHECKS[2]() if "locks" in found.detail]
+    assert bool(warned) == (kind == "nfs4")
