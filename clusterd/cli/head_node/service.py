@@ -103,7 +103,7 @@ def unit(system: bool, file: Path | None) -> str:
         "Type=notify",
         *(f"Environment={_quoted(f'{name}={value}')}" for name, value in variables.items()),
         f"Environment={_quoted(f'PYTHONPATH={python_path()}')}",
-        f"ExecStart={' '.join(_quoted(word).replace('$', '$$') for word in arguments)}",
+        f"ExecStart={' '.join(_quoted(argument).replace('$', '$$') for argument in arguments)}",
         "# Hosts inside this machine, and their jobs, outlive the daemon.",
         "KillMode=process",
         "Restart=on-failure",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from clusterd.core.estimates.job_forecast import JobForecast
+from clusterd.core.estimates.job_forecast import Curve, JobForecast
 from clusterd.types import JobId
 
 
@@ -34,11 +34,18 @@ def shares(ordered: Sequence[JobForecast], devices: int) -> dict[JobId, int]:
     size = dict.fromkeys((p.job.id for p in ordered), 0)
     left = devices
     heap: list[tuple[float, JobId, int]] = []
+    first: dict[int, tuple[float, int] | None] = {}  # steps from nothing by curve: many jobs share one
 
     def push(job: JobId) -> None:
         curve = by_id[job].curve
-        first = curve.first_step if not size[job] else None
-        step = first if first is not None and first[1] <= left else curve.best_step(size[job], left)
+        if size[job]:
+            step = _best_step(curve, size[job], left)
+        else:
+            if id(curve) not in first:
+                first[id(curve)] = _best_step(curve, 0, devices)
+            step = first[id(curve)]
+            if step is not None and step[1] > left:
+                step = _best_step(curve, 0, left)
         if step is not None:
             heapq.heappush(heap, (-step[0] * weight[job], job, step[1]))
 
@@ -53,3 +60,15 @@ def shares(ordered: Sequence[JobForecast], devices: int) -> dict[JobId, int]:
         size[job] = to
         push(job)
     return size
+
+
+def _best_step(curve: Curve, size: int, left: int) -> tuple[float, int] | None:
+    """Next size with the most progress per further device, with that progress; None: no size is faster."""
+    speed = curve.effort_s / curve.points[size].step_time_s if size else 0.0
+    best: tuple[float, int] | None = None
+    for count, offer in curve.points.items():
+        if size < count <= size + left:
+            gain = (curve.effort_s / offer.step_time_s - speed) / (count - size)
+            if gain > 0 and (best is None or gain > best[0]):
+                best = (gain, count)
+    return best

@@ -89,7 +89,7 @@ class Backfill:
 
 @dataclass(frozen=True, slots=True)
 class _Returns:
-    """What hosts get back as running jobs end, in order of time: one row for each end and host."""
+    """Resources that hosts get back as running jobs end, in order of time: one row for each end and host."""
 
     at_s: NDArray[np.float64]
     hosts: Counts

@@ -101,33 +101,12 @@ class Curve:
     promised: Estimate | None = None  # what a guaranteed job asks for
     is_pinned: bool = False  # to a plan, of which there are no smaller ones
     is_request: bool = False  # no speed is known: one step stands for the whole remaining time
-    first_step: tuple[float, int] | None = field(init=False)  # from nothing: see `best_step`
     _upto: dict[int, tuple[Estimate, ...]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "first_step", self.best_step(0, sys.maxsize))
 
     @property
     def least(self) -> int:
         """Fewest devices on which the job may run."""
         return min(self.points)
-
-    def best_step(self, size: int, left: int) -> tuple[float, int] | None:
-        """Gain per further device of the next size with the most, and that size; None: no size is faster.
-
-        Gain counts in work done per second, in device-seconds of the most efficient size.
-
-        Args:
-            left: number of further devices that there are.
-        """
-        speed = self.effort_s / self.points[size].step_time_s if size else 0.0
-        best: tuple[float, int] | None = None
-        for count, offer in self.points.items():
-            if size < count <= size + left:
-                gain = (self.effort_s / offer.step_time_s - speed) / (count - size)
-                if gain > 0 and (best is None or gain > best[0]):
-                    best = (gain, count)
-        return best
 
     def upto(self, devices: int) -> tuple[Estimate, ...]:
         """Offers on at most so many devices, fastest first, without any that takes more devices than a faster one."""
