@@ -8,15 +8,17 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from clusterd.errors import ConfigError, UsageError
 from clusterd.toml import check_keys, data_folders, read_toml
 from clusterd.types import Tenant
 from clusterd.units import parse_duration_s, parse_size
+
+Number = TypeVar("Number", int, float)
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -171,8 +173,16 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
         ConfigError: unreadable, unknown keys or invalid values; names file and key.
     """
     chosen = file or usual_file(system)
-    values = read_toml(chosen) if chosen else {}
-    where = str(chosen)
+    return of_values(read_toml(chosen) if chosen else {}, chosen, system=system)
+
+
+def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = False) -> Config:
+    """Settings of the values of a file.
+
+    Raises:
+        ConfigError: unknown keys or invalid values; names file and key.
+    """
+    where = str(file)
     daemon = _table(values, "daemon", where)
     known = {SPELLED.get(f.name, f.name) for f in fields(Config)} - set(TABLES)
     check_keys(daemon, known, f"{where}: [daemon]")
@@ -189,8 +199,8 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
     }
     try:
         made = Config(
-            state_dir=_directory(daemon, "state_dir", chosen) or state_dir(system),
-            socket=_directory(daemon, "socket", chosen) or socket_path(system),
+            state_dir=_directory(daemon, "state_dir", file) or state_dir(system),
+            socket=_directory(daemon, "socket", file) or socket_path(system),
             socket_group=_text(daemon, "socket_group"),
             operators=_names(daemon.get("operators", []), "operators"),
             readers=_names(daemon.get("readers", []), "readers"),
@@ -198,8 +208,8 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
             accounts=_one_of(daemon["accounts"], ACCOUNTS, "accounts") if "accounts" in daemon else None,
             become=_one_of(daemon.get("become", "ssh"), BECOME, "become"),
             policy=str(daemon.get("policy", "default")),
-            host_lost_after_s=parse_duration_s(daemon.get("host_lost_after", 120.0)),
-            workdir_bytes_max=parse_size(daemon.get("workdir_max", 256 << 20)),
+            host_lost_after_s=_parsed(daemon, "host_lost_after", 120.0, parse_duration_s),
+            workdir_bytes_max=_parsed(daemon, "workdir_max", 256 << 20, parse_size),
             ssh_config=_path(daemon, "ssh_config"),
             trials=_yes_or_no(daemon.get("trials", True), "trials"),
             log_level=_one_of(daemon.get("log_level", "info"), LOG_LEVELS, "log_level"),
@@ -312,6 +322,13 @@ def _path(table: Mapping[str, Any], name: str) -> str | None:
     if value is not None and not value.isprintable():
         raise ValueError(f"{name} is {value!r}; it must be a path")
     return value
+
+
+def _parsed(table: Mapping[str, Any], name: str, default: Any, parse: Callable[[Any], Number]) -> Number:
+    try:
+        return parse(table.get(name, default))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _one_of(value: Any, known: tuple[str, ...], name: str) -> str:

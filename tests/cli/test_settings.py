@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -53,7 +54,8 @@ def test_a_job_file_that_is_right_is_taken(
             cluster.call("submit", spec=msgspec.to_builtins(read_job_file(file).spec))
         with pytest.raises(ConfigError) as answer:
             config.main(["check", "--job", str(file)], standalone_mode=False)
-        assert str(answer.value) == f"{file}: {refused.value}"
+        place, _, message = str(answer.value).partition(": ")
+        assert (re.sub(r":\d+$", "", place), message) == (str(file), str(refused.value))
     file.write_text("command = ['true']\n[limits]\ntime = 3")
     config.main(["check", "--job", str(file)], standalone_mode=False)
     assert f"{file}: job job, command: valid" in capsys.readouterr().err
@@ -117,3 +119,54 @@ def test_an_agents_home_that_is_changed_leaves_what_runs_under_the_old_one(clust
     work = cluster.directory / "work"
     work.mkdir()
     assert cluster.run("run", "--", "pwd", cwd=work).stdout.startswith(str(scratch))
+
+
+MISTAKEN_JOB = """\
+name = "night"
+command = ["python", "train.py"]
+prioritty = 3
+kind = "elastc"
+
+[resources]
+gpus = "many"
+cpus = 4
+
+[limits]
+time = "soon"
+"""
+
+MISTAKEN_SETTINGS = """\
+[daemon]
+policy = "best"
+trials = "yes"
+host_lost_after = "never"
+
+[hosts.gpu01]
+cpu_devices = -1
+labels = ["nv link"]
+
+[tenants.vision]
+quota = "all"
+"""
+
+
+@pytest.mark.parametrize(
+    "text, lines", [(MISTAKEN_JOB, [3, 4, 7, 11]), (MISTAKEN_SETTINGS, [2, 3, 4, 7, 8, 11])], ids=["job", "settings"]
+)
+def test_all_mistakes_are_reported_with_their_lines(text: str, lines: list[int], tmp_path: Path) -> None:
+    file = tmp_path / "file.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        config.main(["check", str(file)], standalone_mode=False)
+    reported = str(error.value).splitlines()
+    assert [line.split(": ")[0] for line in reported] == [f"{file}:{number}" for number in lines]
+
+
+def test_a_missing_command_is_reported_without_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "file.toml"
+    file.write_text('name = "night"\nresources = { gpus = "many" }\n')
+    with pytest.raises(ConfigError) as error:
+        config.main(["check", str(file)], standalone_mode=False)
+    first, second = str(error.value).splitlines()
+    assert first.startswith(f"{file}: command is missing")
+    assert second.startswith(f"{file}:2: ")

@@ -1,0 +1,111 @@
+"""All mistakes of a TOML file, each with its line, by a validation that raises at the first.
+
+Every message names a key. The entry to blame is the one of that name without which the message disappears; it is taken
+out, and the rest is validated again.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from clusterd.errors import UsageError
+
+Path = tuple[str, ...]
+"""Keys from the top of the file to an entry."""
+
+_HEADER = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]")
+_KEY = re.compile(r"\s*((?:[\w-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[\w-]+|\"[^\"]*\"|'[^']*'))*)\s*=")
+_PART = re.compile(r"[\w-]+|\"[^\"]*\"|'[^']*'")
+
+
+def mistakes(text: str, values: dict[str, Any], validate: Callable[[dict[str, Any]], object]) -> list[tuple[int, str]]:
+    """Line and message of each mistake, in order of lines; line 0: of no single entry.
+
+    Args:
+        values: content of the file.
+        validate: raises UsageError for the first mistake of such content.
+    """
+    lines = entry_lines(text)
+    values = copy.deepcopy(values)
+    found: list[tuple[int, str]] = []
+    removed: list[Path] = []
+    while (message := _first(values, validate)) is not None:
+        blamed = next((path for path in _named(values, message) if _is_to_blame(values, path, message, validate)), None)
+        if blamed is None:
+            if not any(_names(message, path) for path in removed):  # else that one is required
+                found.append((0, message))
+            break
+        found.append((_line(lines, blamed), message))
+        removed.append(blamed)
+        _remove(values, blamed)
+    return sorted(found)
+
+
+def entry_lines(text: str) -> dict[Path, int]:
+    """Line of each table and key, counted from 1."""
+    found: dict[Path, int] = {}
+    table: Path = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            table = _parts(header[1])
+            found.setdefault(table, number)
+        elif key := _KEY.match(line):
+            found.setdefault((*table, *_parts(key[1])), number)
+    return found
+
+
+def _parts(dotted: str) -> Path:
+    return tuple(part.strip("\"'") for part in _PART.findall(dotted))
+
+
+def _line(lines: dict[Path, int], path: Path) -> int:
+    """Line of an entry, or of the inline table that it is in."""
+    return next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), 0)
+
+
+def _first(values: dict[str, Any], validate: Callable[[dict[str, Any]], object]) -> str | None:
+    try:
+        validate(values)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def _named(values: dict[str, Any], message: str) -> Iterator[Path]:
+    """Entries whose key is a word of the message, in the order of these words; tables, which come before keys, last."""
+    named = [
+        (isinstance(value, dict), place, path)
+        for path, value in _entries(values, ())
+        if (place := _names(message, path))
+    ]
+    return (path for _, _, path in sorted(named))
+
+
+def _names(message: str, path: Path) -> int:
+    """Place of the entry's key in the message, from 1; 0: it is not there."""
+    found = re.search(rf"(?<![\w-]){re.escape(path[-1])}(?![\w-])", message)
+    return found.start() + 1 if found else 0
+
+
+def _entries(table: dict[str, Any], at: Path) -> Iterator[tuple[Path, Any]]:
+    for key, value in table.items():
+        yield (*at, key), value
+        if isinstance(value, dict):
+            yield from _entries(value, (*at, key))
+
+
+def _is_to_blame(
+    values: dict[str, Any], path: Path, message: str, validate: Callable[[dict[str, Any]], object]
+) -> bool:
+    without = copy.deepcopy(values)
+    _remove(without, path)
+    return _first(without, validate) != message
+
+
+def _remove(values: dict[str, Any], path: Path) -> None:
+    for key in path[:-1]:
+        values = values[key]
+    del values[path[-1]]
