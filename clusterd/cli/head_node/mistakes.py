@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from clusterd.errors import UsageError
@@ -28,12 +28,15 @@ def mistakes(text: str, values: dict[str, Any], validate: Callable[[dict[str, An
         values: content of the file.
         validate: raises UsageError for the first mistake of such content.
     """
-    lines = entry_lines(text)
+    tables, keys = _outline(text)
+    lines = {**tables, **keys}
     values = copy.deepcopy(values)
     found: list[tuple[int, str]] = []
     removed: list[Path] = []
     while (message := _first(values, validate)) is not None:
-        blamed = next((path for path in _named(values, message) if _is_to_blame(values, path, message, validate)), None)
+        blamed = next(
+            (path for path in _named(values, message, tables) if _is_to_blame(values, path, message, validate)), None
+        )
         if blamed is None:
             if not any(_names(message, path) for path in removed):  # else that one is required
                 found.append((0, message))
@@ -44,17 +47,19 @@ def mistakes(text: str, values: dict[str, Any], validate: Callable[[dict[str, An
     return sorted(found)
 
 
-def entry_lines(text: str) -> dict[Path, int]:
-    """Line of each table and key, counted from 1."""
-    found: dict[Path, int] = {}
+def _outline(text: str) -> tuple[dict[Path, int], dict[Path, int]]:
+    """Lines, from 1, of the tables with a header and of the keys."""
+    tables: dict[Path, int] = {}
+    keys: dict[Path, int] = {}
     table: Path = ()
     for number, line in enumerate(text.splitlines(), 1):
         if header := _HEADER.match(line):
             table = _parts(header[1])
-            found.setdefault(table, number)
+            for depth in range(1, len(table) + 1):
+                tables.setdefault(table[:depth], number)
         elif key := _KEY.match(line):
-            found.setdefault((*table, *_parts(key[1])), number)
-    return found
+            keys.setdefault((*table, *_parts(key[1])), number)
+    return tables, keys
 
 
 def _parts(dotted: str) -> Path:
@@ -74,14 +79,10 @@ def _first(values: dict[str, Any], validate: Callable[[dict[str, Any]], object])
     return None
 
 
-def _named(values: dict[str, Any], message: str) -> Iterator[Path]:
+def _named(values: dict[str, Any], message: str, tables: Container[Path]) -> Iterator[Path]:
     """Entries whose key is a word of the message, in the order of these words; tables, which come before keys, last."""
-    named = [
-        (isinstance(value, dict), place, path)
-        for path, value in _entries(values, ())
-        if (place := _names(message, path))
-    ]
-    return (path for _, _, path in sorted(named))
+    entries = [(path in tables, _names(message, path), path) for path in _entries(values, ())]
+    return (path for _, place, path in sorted(entries) if place)
 
 
 def _names(message: str, path: Path) -> int:
@@ -90,9 +91,9 @@ def _names(message: str, path: Path) -> int:
     return found.start() + 1 if found else 0
 
 
-def _entries(table: dict[str, Any], at: Path) -> Iterator[tuple[Path, Any]]:
+def _entries(table: dict[str, Any], at: Path) -> Iterator[Path]:
     for key, value in table.items():
-        yield (*at, key), value
+        yield (*at, key)
         if isinstance(value, dict):
             yield from _entries(value, (*at, key))
 
