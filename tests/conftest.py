@@ -29,6 +29,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("clusterd", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("clusterd")
 
+# A shell ignores these signals in what it starts in the background, and so would every program under test.
+for _number in (signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+
 REPOSITORY = Path(__file__).parent.parent
 GPT = REPOSITORY / "examples" / "gpt"
 
