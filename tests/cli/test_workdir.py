@@ -176,7 +176,7 @@ def test_running_from_a_home_directory(cluster: RunningCluster) -> None:
     cluster.start()
     (cluster.directory / "home" / "train.py").touch()
     message = cluster.run("run", "--detach", "--", "true", cwd=cluster.directory / "home").stderr
-    assert "sending 1 files" in message
+    assert "sending 1 file" in message
 
 
 def test_an_ignore_file_that_is_none(tmp_path: Path) -> None:
