@@ -16,9 +16,9 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# Files are tested side by side, one more than there are cores, as many tests wait for something; more would be too many
-# daemons and ranks for their deadlines. In their order: sorted by how many tests they have, the longest would come last.
-TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 3 ? n + 1 : 4)))
+# Files are tested side by side, two more than there are cores, as many tests wait for something. In their order: sorted by
+# how many tests they have, the longest would come last.
+TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 2 : 6)))
 test: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow and not gpu' -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 

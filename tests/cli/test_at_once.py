@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from clusterd.client import Client
 from tests.conftest import RunningCluster, until
 from tests.hang import HANG_S
@@ -26,6 +28,7 @@ def test_hosts_that_are_drained_together_pass_no_job_on(local_cluster: RunningCl
     assert len(set(drains)) == 1
 
 
+@pytest.mark.slow
 def test_jobs_that_are_cancelled_together_do_not_start_where_one_of_them_ends(local_cluster: RunningCluster) -> None:
     """A sweep that was a mistake: what waited took the places of what was ended, one after the other."""
     over = local_cluster.run("run", "-d", "--no-snapshot", "--", "true").stdout.strip()

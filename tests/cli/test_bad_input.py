@@ -242,6 +242,7 @@ def test_a_workdir_that_is_too_large_names_its_largest_files(cluster: RunningClu
     assert ".clusterdignore" in message
 
 
+@pytest.mark.slow
 def test_a_plan_that_cannot_be_and_a_host_without_torch(local_cluster: RunningCluster, tmp_path: Path) -> None:
     """Both end the job with the reason, before any device is taken."""
     text = 'kind = "elastic"\ncommand = ["python", "train.py"]\nresources = {{ devices = {0}, plan = {{ {1} }} }}'

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import RunningCluster
 
 
+@pytest.mark.slow
 def test_a_job_asks_for_labels_of_hosts(cluster: RunningCluster, tmp_path: Path) -> None:
     configuration = tmp_path / "clusterd.toml"
     configuration.write_text('[hosts.local1]\ncpu_devices = 2\nlabels = ["nvlink", "rack=a"]\n')

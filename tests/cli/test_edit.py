@@ -35,6 +35,7 @@ def test_a_queued_job_is_edited(local_cluster: RunningCluster) -> None:
     assert "is finished already" in over.stderr
 
 
+@pytest.mark.slow
 def test_a_running_job_takes_a_new_time_limit(local_cluster: RunningCluster) -> None:
     cluster = local_cluster
     job = cluster.run(

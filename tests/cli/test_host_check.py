@@ -54,6 +54,7 @@ def test_limits_that_are_not_enforced_come_with_a_remedy(
     assert text in row["said"]
 
 
+@pytest.mark.slow
 def test_the_host_gets_the_memory_and_cores_of_a_job_to_enforce(local_cluster: RunningCluster) -> None:
     """Not the memory that a job did not ask for."""
     for memory, expected in ((["--memory", "96MB"], 96 * 1000**2), ([], 0)):

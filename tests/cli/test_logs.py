@@ -129,6 +129,7 @@ def test_a_log_on_a_host_that_has_fallen_silent_is_not_waited_for(cluster: Runni
     os.kill(agent, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_control_sequences_of_a_log_do_not_reach_a_terminal(local_cluster: RunningCluster) -> None:
     """Somebody else's job may rename the window, or have the terminal type an answer for the reader."""
     script = r"printf 'a\033]0;title\007b \033[31mred\033[0m caf\303\251\233\rdone\n'"

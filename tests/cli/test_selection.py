@@ -29,6 +29,7 @@ def test_ls_selects_by_user_age_and_number(local_cluster: RunningCluster) -> Non
     assert "is finished\n" in local_cluster.run("why", "a").stdout
 
 
+@pytest.mark.slow
 def test_logs_print_the_last_lines(local_cluster: RunningCluster) -> None:
     local_cluster.run("run", "--no-snapshot", "--name", "long", "--", "seq", "1", "20000")
     assert local_cluster.run("logs", "long", "-n", "2").stdout == "19999\n20000\n"
@@ -51,6 +52,7 @@ def test_submit_and_run_override_and_say_what_is_wrong(local_cluster: RunningClu
     assert local_cluster.job("k")["spec"]["guaranteed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("answer", "is_deleted"), [(b"n\n", False), (b"y\n", True)])
 def test_forget_asks_on_a_terminal(local_cluster: RunningCluster, answer: bytes, is_deleted: bool) -> None:
     local_cluster.run("run", "--no-snapshot", "--name", "over", "--", "echo", "kept")

@@ -96,6 +96,7 @@ def test_the_settings_shown_are_those_in_force(
     assert "host_lost_after = 120.0\nworkdir_max = 268435456\n" in shown.read_text()
 
 
+@pytest.mark.slow
 def test_an_agents_home_that_is_changed_leaves_what_runs_under_the_old_one(cluster: RunningCluster) -> None:
     """Regression: the agent under the new home did not know the running job, and a second copy of it was started."""
     cluster.start(hosts=1)

@@ -139,6 +139,7 @@ def test_a_reservation_is_entered_again_and_ends_by_itself(local_cluster: Runnin
     assert "time limit" in ended["reason"]
 
 
+@pytest.mark.slow
 def test_the_end_of_a_shell_by_its_time_limit_is_no_cancel(
     local_cluster: RunningCluster, at_terminal: Callable[..., Person], tmp_path: Path
 ) -> None:
@@ -154,6 +155,7 @@ def test_the_end_of_a_shell_by_its_time_limit_is_no_cancel(
     assert done.stderr.endswith("ends: its time limit of 1.0s is over\n")
 
 
+@pytest.mark.slow
 def test_a_command_inside_a_job_has_its_surroundings(local_cluster: RunningCluster, tmp_path: Path) -> None:
     script = "import os, time\nopen('there', 'w').close()\nprint('up', flush=True)\ntime.sleep(1000)"
     command = ("run", "-d", "--devices", "1", "--env", "COLOUR=blue", "--", "python3", "-c", script)
@@ -165,6 +167,7 @@ def test_a_command_inside_a_job_has_its_surroundings(local_cluster: RunningClust
     local_cluster.run("cancel", "--wait", job)
 
 
+@pytest.mark.slow
 def test_a_shell_ends_with_its_job(local_cluster: RunningCluster, at_terminal: Callable[..., Person]) -> None:
     job = local_cluster.run("run", "-d", "--devices", "1", "--", "sleep", "1000").stdout.strip()
     local_cluster.wait_for(job, lambda row: row["state"] == "running")
@@ -174,6 +177,7 @@ def test_a_shell_ends_with_its_job(local_cluster: RunningCluster, at_terminal: C
     assert person.leaves() > 128
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_said_in_a_line(local_cluster: RunningCluster, tmp_path: Path) -> None:
     local_cluster.run("run", "--name", "done", "--", "true", cwd=tmp_path)
     for arguments, code, why in (

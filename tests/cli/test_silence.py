@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import RunningCluster
 
 
@@ -25,6 +27,7 @@ def impatiently(cluster: RunningCluster, *arguments: str, still_there_s: float) 
     )
 
 
+@pytest.mark.slow
 def test_an_estimate_says_that_its_model_is_being_learned(local_cluster: RunningCluster, tmp_path: Path) -> None:
     """Regression: the message said that the daemon might be stopped, while a host inspected the job's script."""
     answer = tmp_path / "told"

@@ -43,6 +43,7 @@ def test_a_sweep_on_the_command_line(local_cluster: RunningCluster) -> None:
     assert "add --detach" in answer.stderr
 
 
+@pytest.mark.slow
 def test_a_sweep_is_whole_though_nobody_reads_on(local_cluster: RunningCluster, tmp_path: Path) -> None:
     """Regression: with ``| head -1``, two of eighty jobs were queued and no error was printed."""
     file = tmp_path / "job.toml"
@@ -59,6 +60,7 @@ def test_a_sweep_is_whole_though_nobody_reads_on(local_cluster: RunningCluster, 
     assert len(json.loads(local_cluster.run("ls", "-a", "-o", "json").stdout)) == 10
 
 
+@pytest.mark.slow
 def test_the_first_failure_is_the_exit_code(local_cluster: RunningCluster, tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text('command = ["sh", "-c", "exit {CODE}"]\n')
@@ -67,6 +69,7 @@ def test_the_first_failure_is_the_exit_code(local_cluster: RunningCluster, tmp_p
     assert [row["name"] for row in json.loads(answer.stdout)] == ["job_CODE0", "job_CODE4", "job_CODE3"]
 
 
+@pytest.mark.slow
 def test_the_jobs_of_a_sweep_are_named_by_one_word(local_cluster: RunningCluster) -> None:
     script = ("--name", "net", "--", "sleep", "1000")
     other = local_cluster.run("run", "-d", "--no-snapshot", "--name", "other", *script[2:]).stdout.strip()

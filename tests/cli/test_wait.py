@@ -13,6 +13,7 @@ from tests.conftest import RunningCluster, cut_power, until
 from tests.hang import HANG_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "wait", "logs"])
 def test_a_daemon_that_is_restarted_is_waited_for(local_cluster: RunningCluster, tmp_path: Path, command: str) -> None:
     """An upgrade is a stop and a start; a script that waits is none the wiser."""
@@ -48,6 +49,7 @@ def test_a_daemon_that_is_restarted_is_waited_for(local_cluster: RunningCluster,
     assert printed == {"run": "over\n", "logs": "0: over\n", "wait": ""}[command]
 
 
+@pytest.mark.slow
 def test_overdue_times_are_shown_as_over(local_cluster: RunningCluster) -> None:
     done = local_cluster.run("run", "-d", "--no-snapshot", "--", "true").stdout.strip()
     local_cluster.run("wait", done)

@@ -23,6 +23,7 @@ from clusterd.types import HostId, HostState
 from tests.conftest import RunningCluster, crash_host, until
 
 
+@pytest.mark.slow
 def test_ends_of_jobs_are_told_in_order(cluster: RunningCluster, tmp_path: Path) -> None:
     inbox = tmp_path / "inbox"
     teller = tmp_path / "teller"

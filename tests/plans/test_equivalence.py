@@ -20,10 +20,7 @@ DEPTH = 2  # with embedding and head, four layers: as many as the longest pipeli
 OPTIMIZERS = ("sgd", "adamw")
 
 PLANS = [
-    "dp=4",
-    "dp=4,zero=3",
     "dp=2,tp=2",
-    "dp=2,tp=2,zero=3",
     "dp=2,pp=2,accumulation=4",
     "accumulation=4",
     "checkpointing",
@@ -36,6 +33,9 @@ PLANS = [
 ]
 
 SLOW = [
+    "dp=4",
+    "dp=4,zero=3",
+    "dp=2,tp=2,zero=3",
     "dp=4,zero=1",
     "dp=4,zero=2",
     "tp=4",
@@ -104,6 +104,7 @@ def test_equivalence_with_clipping_groups_and_a_schedule(plan: str, ranks: RankP
     assert one[1].losses[-1] != pytest.approx(free.losses[-1], rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1,accumulation=2", "dp=2,tp=2"])
 def test_equivalence_where_the_model_leaves_parameters_out(plan: str, ranks: RankPool, tmp_path: Path) -> None:
     """A parameter without gradient is no failure, under replicas either, and is not decayed."""
@@ -114,6 +115,7 @@ def test_equivalence_where_the_model_leaves_parameters_out(plan: str, ranks: Ran
     assert_same_parameters(run, one)
 
 
+@pytest.mark.slow
 def test_equivalence_over_epochs_of_odd_length(ranks: RankPool, tmp_path: Path) -> None:
     """53 samples make three batches of 16 per epoch; five are left, different ones in each epoch."""
     one = ranks.run(tmp_path / "one", "dp=1", samples=53, depth=DEPTH).checked()

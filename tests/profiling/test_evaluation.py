@@ -124,6 +124,7 @@ def test_unknown_columns_and_spaces_do_no_harm(tmp_path):
     assert read_table(path)["m"][0].step_time_s == 0.5
 
 
+@pytest.mark.slow
 def test_models_of_other_kinds_are_evaluated_side_by_side():
     result = evaluate(
         {
@@ -156,6 +157,7 @@ def test_only_chosen_times_are_seen():
 needs_data = pytest.mark.skipif(not A800.exists(), reason=f"no measurements at {A800}; set CLUSTERD_DATA")
 
 
+@pytest.mark.slow
 @needs_data
 def test_the_figures_of_real_measurements(capsys):
     assert main(["evaluate", str(A800), "--seeds", "2", "--json", "--fast"]) == 0
@@ -174,6 +176,7 @@ def test_the_structure_is_not_shaped_to_one_model():
     assert figures["leave_one_model_out_error"] < 0.06
 
 
+@pytest.mark.slow
 @needs_data
 def test_a_name_changes_nothing(tmp_path):
     """Models are told apart by their sizes and times alone."""

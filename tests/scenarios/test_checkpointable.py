@@ -149,6 +149,7 @@ def logs(cluster: RunningCluster, job: str) -> str:
     return cluster.run("logs", job).stdout
 
 
+@pytest.mark.slow
 def test_checkpoint_fails_when_the_job_is_cancelled(local_cluster: RunningCluster) -> None:
     """The script gets the request and saves nothing, and then the job is cancelled."""
     work = local_cluster.directory / "deaf"

@@ -77,6 +77,7 @@ def last_move(cluster: RunningCluster, job: str) -> dict[str, Any]:
     return move
 
 
+@pytest.mark.slow
 def test_manual_migrations_to_other_plans_and_devices(local_cluster: RunningCluster) -> None:
     """To another plan, to fewer devices, and back; the output has plan, bytes and downtime, and each phase its time."""
     job = train(local_cluster)
@@ -167,6 +168,7 @@ def test_the_death_of_the_daemon_during_a_migration(local_cluster: RunningCluste
     assert row["plan"] in ("dp=2,tp=2", "dp=4,zero=3")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_replaced_from_its_replica(local_cluster: RunningCluster) -> None:
     """kill -9 of one rank of dp=2 x tp=2: its replica has the same state, and no step is repeated.
 

@@ -261,6 +261,7 @@ def test_after_the_switch(scene: Scene, victim: str) -> None:
     until(lambda: not ranks(scene.cluster, scene.job, 1))
 
 
+@pytest.mark.slow
 def test_a_corrupted_transfer_undoes_the_migration(scene: Scene) -> None:
     """One flipped byte of a source rank's segment fails verify, and the source ranks continue."""
     with scene.stopped_in_transfer(2, OLD_PLACES, "tp=2"):

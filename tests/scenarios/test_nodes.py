@@ -34,6 +34,7 @@ def test_each_node_has_the_variables_of_its_launcher(local_cluster: RunningClust
     assert nodes[0]["MASTER_PORT"]
 
 
+@pytest.mark.slow
 def test_a_node_that_fails_ends_the_others_and_gives_its_exit_code(local_cluster: RunningCluster) -> None:
     script = 'test "$NODE_RANK" = 0 || exit 7; sleep infinity'
     done = local_cluster.run("run", "--nodes", "2", "--devices-per-node", "1", "--", "sh", "-c", script, check=False)
@@ -41,6 +42,7 @@ def test_a_node_that_fails_ends_the_others_and_gives_its_exit_code(local_cluster
     assert "exit code 7" in done.stderr
 
 
+@pytest.mark.slow
 def test_more_nodes_than_there_are_is_refused_at_submit(local_cluster: RunningCluster) -> None:
     done = local_cluster.run("run", "--nodes", "3", "--devices-per-node", "1", "--", "true", check=False)
     assert done.returncode == 2

@@ -18,6 +18,7 @@ resources = { devices = 2 }
 """
 
 
+@pytest.mark.slow
 def test_a_job_is_profiled_while_it_trains(local_cluster: RunningCluster) -> None:
     """Trials are live migrations: no step is lost, and `profile`, `plans` and the store show the measurements."""
     job = local_cluster.submit(JOB, "gpt")
@@ -50,6 +51,7 @@ def test_a_job_is_profiled_while_it_trains(local_cluster: RunningCluster) -> Non
         assert {row["environment"].partition(" ")[0] for row in csv.DictReader(lines)} == {"torch"}
 
 
+@pytest.mark.slow
 def test_an_estimate_needs_no_submission(local_cluster: RunningCluster) -> None:
     """A job file gets an estimate before anything runs, with wide bounds."""
     file = local_cluster.directory / "wide.toml"

@@ -56,6 +56,7 @@ def runs_to_its_end(cluster: RunningCluster, job: str, place: Path) -> None:
     assert (row["state"], row["attempt"], (place / "runs").read_text()) == ("finished", 1, "ran\n")
 
 
+@pytest.mark.slow
 def test_a_machine_is_in_the_cluster_once(cluster: RunningCluster, server: OpenSshServer, tmp_path: Path) -> None:
     """Otherwise its devices would be offered twice, and each name would stop the jobs of the other."""
     knows(cluster, server, "alpha", "beta")
@@ -75,6 +76,7 @@ def test_a_machine_is_in_the_cluster_once(cluster: RunningCluster, server: OpenS
     cluster.run("host", "remove", "beta")
 
 
+@pytest.mark.slow
 def test_two_clusters_of_one_user_leave_each_other_alone(
     cluster: RunningCluster, server: OpenSshServer, tmp_path: Path
 ) -> None:
@@ -91,6 +93,7 @@ def test_two_clusters_of_one_user_leave_each_other_alone(
     runs_to_its_end(cluster, job, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_new_cluster_gets_nothing_of_the_one_before(server: OpenSshServer) -> None:
     """Regression: its jobs with the same ids got the output of the old ones, and never started."""
     for word in ("first", "second"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.conftest import RunningCluster
 
 JOB = """
@@ -14,6 +16,7 @@ resources = { devices = 1, plan = { dp = 1 } }
 """
 
 
+@pytest.mark.slow
 def test_the_newest_metrics_are_shown(local_cluster: RunningCluster) -> None:
     job = local_cluster.submit(JOB, "gpt")
     local_cluster.wait_for(job, lambda row: row["state"] == "finished")

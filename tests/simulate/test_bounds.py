@@ -63,6 +63,7 @@ def test_jobs_that_do_not_scale_run_side_by_side() -> None:
     assert found.average_completion_s == pytest.approx(800.0, rel=0.01)
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.floats(0.0, 2000.0), st.sampled_from(["wide", "narrow"]), st.integers(10, 400)),

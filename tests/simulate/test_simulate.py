@@ -283,6 +283,7 @@ def test_the_command_prints_the_figures_that_were_promised(files: tuple[Path, Pa
     assert any(row["state"] == "finished" for line in lines[1:] for row in line["jobs"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "a800").is_dir(), reason="the a800 data set is not there (CLUSTERD_DATA)")
 def test_on_the_published_trace_ours_is_ahead_of_those_that_restart() -> None:
     """Load 1, seven trial runs per model, 78 s per move for everybody."""

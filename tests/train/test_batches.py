@@ -23,6 +23,7 @@ def test_a_mapping_is_the_arguments_of_the_model(plan: str, ranks: RankPool, tmp
         assert mapping.evaluations[step]["metrics"] == line["metrics"]
 
 
+@pytest.mark.slow
 def test_a_loop_of_the_scripts_own_gets_the_mapping(ranks: RankPool, tmp_path: Path) -> None:
     options = {"depth": 2, "steps": 4, "global_batch": 8}
     pair = ranks.run(tmp_path / "pair", "dp=2", **options).checked()

@@ -44,6 +44,7 @@ def test_stages_do_not_send_maps() -> None:
     assert any("head returns something else" in why for why in check(Plan.parse("pp=2,accumulation=2"), shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [ALONE, "dp=2"])
 def test_late_frozen_parameters_stay_frozen_after_a_restart(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """The frozen parameter trained again."""

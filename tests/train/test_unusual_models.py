@@ -179,6 +179,7 @@ def test_counters_of_modules_and_optimizers_continue(
     assert run.checked().losses == pytest.approx(whole.losses[STEPS:], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["cached", slow("held")])
 def test_tensors_that_a_model_keeps_are_real(
     moving: Callable[..., Mover], undisturbed: Callable[..., list[float]], model: str
@@ -208,6 +209,7 @@ def test_attributes_of_parameters_move_with_them(
     assert losses == pytest.approx(undisturbed(**options)[: len(losses)], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_batch_is_cut_between_its_samples_or_not_at_all(ranks: RankPool, tmp_path: Path) -> None:
     """Of transposed texts, each rank read as many tokens as it had samples."""
     options = {"model": "turned", "steps": STEPS, "global_batch": 12}
@@ -296,6 +298,7 @@ def test_a_sparse_gradient_is_scaled_once_for_each_row() -> None:
     torch.testing.assert_close(clipped[1], clipped[0])
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_wanted_whole_where_it_is_in_parts_is_told_of(ranks: RankPool, tmp_path: Path) -> None:
     """Regression: the script ended with a traceback of torch."""
     for rank in ranks.run(tmp_path, "dp=2,zero=3", model="borrowing", steps=STEPS).ranks:
@@ -322,6 +325,7 @@ def test_a_parameter_without_dimensions_is_trained_whole(plan: str, ranks: RankP
     assert scale == pytest.approx(alone.ranks[0].result["sums"]["scale"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_parameter_without_dimensions_goes_on_under_another_plan(ranks: RankPool, tmp_path: Path) -> None:
     options = {"model": "stray", "layers": False, "optimizer": "momentum"}
     alone = ranks.run(tmp_path / "alone", ALONE, **options, steps=2 * STEPS).checked()

@@ -18,6 +18,7 @@ def losses(output: str) -> dict[int, float]:
     }
 
 
+@pytest.mark.slow
 def test_the_example_trains_in_one_process_and_learns() -> None:
     ended = subprocess.run(
         [sys.executable, SCRIPT, "--steps", "40", "--width", "32", "--depth", "2"],
@@ -53,6 +54,7 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_preloaded_modules_start_no_threads_or_drivers() -> None:
     """Threads and CUDA contexts do not survive a fork, nor does a driver's library that was initialised."""
     program = (
@@ -66,6 +68,7 @@ def test_preloaded_modules_start_no_threads_or_drivers() -> None:
     assert ended.stdout.split() == ["1", "False", "False", "[]"]
 
 
+@pytest.mark.slow
 def test_a_rank_imports_hardly_more() -> None:
     """Imports after the fork would cost seconds at every start and in every migration."""
     program = (

@@ -160,6 +160,7 @@ def test_a_job_is_moved_and_its_phases_are_seen(shared: RunningCluster, running:
     drive(shared, script)
 
 
+@pytest.mark.slow
 def test_checkpoint_logs_and_the_id(shared: RunningCluster, running: str, tmp_path: Path) -> None:
     """Its checkpoint, its log on the whole screen and in a pager, its id in the clipboard."""
 
@@ -190,6 +191,7 @@ def test_checkpoint_logs_and_the_id(shared: RunningCluster, running: str, tmp_pa
     drive(shared, script)
 
 
+@pytest.mark.slow
 def test_a_shell_is_refused_where_there_is_no_terminal(shared: RunningCluster, running: str) -> None:
     """For instance in a browser, or in this test."""
 

@@ -7,6 +7,8 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from clusterd import protocol
 from tests.agent.client import AgentClient
 from tests.agent.server.test_authentication import place
@@ -37,6 +39,7 @@ def send_until_blocked(connection: socket.socket, data: bytes, most: int, quiet_
     return sent
 
 
+@pytest.mark.slow
 def test_a_chatty_rank_and_a_daemon_that_does_not_read(agent: AgentClient) -> None:
     """Regression: the agent's memory grew to gigabytes and was never freed."""
     agent.launch(["sleep", "100"])
@@ -76,6 +79,7 @@ def test_ranks_that_send_half_of_large_frames(agent: AgentClient) -> None:
             connection.close()
 
 
+@pytest.mark.slow
 def test_a_daemon_that_asks_for_much_and_reads_late(agent: AgentClient) -> None:
     """All answers come in the end, and wait on the disk until then."""
     agent.launch(["sh", "-c", f"head -c {4 * MEBIBYTE} /dev/zero"])

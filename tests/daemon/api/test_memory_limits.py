@@ -38,6 +38,7 @@ def test_large_requests_that_are_sent_by_half(cluster: RunningCluster, length: i
         assert peak_bytes(cluster.pid) - before < 64 * MEBIBYTE
 
 
+@pytest.mark.slow
 def test_answers_that_nobody_reads(cluster: RunningCluster) -> None:
     """Three connections with 500 large answers each took 1.5 GB."""
     cluster.start()

@@ -170,6 +170,7 @@ def test_the_socket_is_removed_under_the_daemon(cluster: RunningCluster) -> None
         assert client.call("status")["pid"] == pid == cluster.pid
 
 
+@pytest.mark.slow
 def test_a_log_that_is_kept_in_part_is_read_whole(
     local_cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_log_that_is_kept_in_part_is_read_whole(
     assert log.count("b" * 1_000_000) == 16
 
 
+@pytest.mark.slow
 def test_the_end_of_a_log_is_read_wherever_it_is(local_cluster: RunningCluster) -> None:
     """On its host while the job runs, on the head node after that, where a long log is kept in part."""
 
@@ -235,6 +237,7 @@ def test_rows_beside_an_event_that_is_set_aside_go_at_the_next_start(tmp_path: A
     journal.close()
 
 
+@pytest.mark.slow
 def test_finished_jobs_come_in_pages(local_cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """A year of them would not fit into a frame; the client puts the pages together."""
     jobs = [local_cluster.run("run", "-d", "--", "true").stdout.strip() for _ in range(3)]

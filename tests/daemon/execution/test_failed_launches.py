@@ -168,6 +168,7 @@ def test_a_host_that_is_back_before_the_launch_was_given_up_is_heard() -> None:
     assert "nobody thought of this" in lab.why(job), "it is starting for ever"
 
 
+@pytest.mark.slow
 def test_a_device_that_is_gone_when_the_launch_is_asked_for_again(cluster: RunningCluster) -> None:
     """The daemon and a GPU died together: the job waits for another, and what is left serves others."""
     cluster.start(hosts=1)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import pytest
 
 from clusterd.core import events as e
 from clusterd.daemon.access import Peer
@@ -40,6 +41,7 @@ def test_a_job_that_is_cancelled_leaves_no_description(local_cluster: RunningClu
     until(lambda: not list(local_cluster.directory.rglob(f"attempts/{job}.*")), 10.0, local_cluster.log)
 
 
+@pytest.mark.slow
 def test_a_description_does_not_outlive_its_daemon(local_cluster: RunningCluster) -> None:
     """The next daemon does not know of it: it ends it, and asks anew."""
     job = local_cluster.submit(SLEEPS)

@@ -35,6 +35,7 @@ with open("../steps.jsonl", "w") as steps:
 """
 
 
+@pytest.mark.slow
 def test_a_job_of_many_steps_ends(local_cluster: RunningCluster) -> None:
     """Of 21 MB of steps the end is kept, from the middle of a line on; a crash cut the last one off."""
     job = local_cluster.run("run", "-d", "--", sys.executable, "-c", STEPS).stdout.strip()

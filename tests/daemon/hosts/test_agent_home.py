@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from clusterd.agent.host.home import Home, read_json
 from tests.conftest import RunningCluster, cut_power, processes_of, until
 
@@ -28,6 +30,7 @@ def _argv(pid: int) -> list[bytes]:
         return []
 
 
+@pytest.mark.slow
 def test_the_agent_at_the_old_place_ends_when_nothing_runs_there(cluster: RunningCluster) -> None:
     """Regression: the agent never ended, and stayed in the process list of a user who deleted its directory."""
     scratch = cluster.directory / "local" / "scratch"
@@ -49,6 +52,7 @@ def test_the_agent_at_the_old_place_ends_when_nothing_runs_there(cluster: Runnin
     assert "has ended; agent_home is not set" in cluster.log()
 
 
+@pytest.mark.slow
 def test_nothing_is_made_at_the_old_place_where_no_agent_lives(cluster: RunningCluster) -> None:
     """For instance because its disk was removed."""
     scratch = cluster.directory / "local" / "scratch"
@@ -65,6 +69,7 @@ def test_nothing_is_made_at_the_old_place_where_no_agent_lives(cluster: RunningC
     assert cluster.run("run", "--devices", "1", "--", "echo", "here").stdout == "here\n"
 
 
+@pytest.mark.slow
 def test_whoever_removes_a_host_that_is_away_is_told_of_its_agent(cluster: RunningCluster) -> None:
     """Regression: the host was reported as removed, and its agent ran on for ever."""
     cluster.start(hosts=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.conftest import RunningCluster
 
 
@@ -9,6 +11,7 @@ def offered(cluster: RunningCluster) -> dict[str, int]:
     return {row["name"]: len(row["devices"]) for row in cluster.call("hosts")}
 
 
+@pytest.mark.slow
 def test_hosts_of_an_earlier_start_get_the_devices_that_are_asked_for(cluster: RunningCluster) -> None:
     """They kept what they had, and nothing was said of it."""
     cluster.start(hosts=2, devices=1)
@@ -22,6 +25,7 @@ def test_hosts_of_an_earlier_start_get_the_devices_that_are_asked_for(cluster: R
     assert offered(cluster) == {"local0": 3, "local1": 1}
 
 
+@pytest.mark.slow
 def test_a_host_that_runs_something_keeps_its_devices_and_says_so(cluster: RunningCluster) -> None:
     cluster.start(hosts=1, devices=2)
     job = cluster.run("run", "-d", "--devices", "2", "--name", "busy", "--", "sleep", "1000").stdout.strip()

@@ -279,6 +279,7 @@ def test_a_journal_that_is_damaged_or_of_another_program(tmp_path: Path) -> None
         Journal(foreign)
 
 
+@pytest.mark.slow
 def test_a_host_that_returns_does_not_record_ended_attempts_again(local_cluster: RunningCluster) -> None:
     """A thousand finished jobs made a long event of every start of the daemon."""
     job = local_cluster.run("run", "-d", "--no-snapshot", "--", "true").stdout.strip()

@@ -130,6 +130,7 @@ def test_a_queued_job_of_the_backup_that_ran_since_is_not_run_again(cluster: Run
     assert mark.read_text() == "ran\n"
 
 
+@pytest.mark.slow
 def test_attempts_that_cannot_be_adopted_are_left_alone_until_told(restored: RunningCluster) -> None:
     """Regression: the job was ended silently, and the next job with its number showed its log and never ran."""
     cluster = restored
@@ -149,6 +150,7 @@ def test_attempts_that_cannot_be_adopted_are_left_alone_until_told(restored: Run
     assert sleeps(60012) == []
 
 
+@pytest.mark.slow
 def test_a_job_is_not_taken_for_another_of_its_number(restored: RunningCluster) -> None:
     """The job is submitted before any host has reported its records."""
     cluster = restored

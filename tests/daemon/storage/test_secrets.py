@@ -75,6 +75,7 @@ def test_without_its_key_a_secret_is_refused_in_one_line(tmp_path: Path) -> None
     journal.close()
 
 
+@pytest.mark.slow
 def test_secrets_of_jobs_that_are_over_go_at_the_start(local_cluster: RunningCluster) -> None:
     """The daemon died between a job's end and the end of its secret; those of jobs that wait stay."""
     ended = local_cluster.run("run", "-d", "--", "true").stdout.strip()

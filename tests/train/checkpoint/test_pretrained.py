@@ -50,6 +50,7 @@ def test_every_plan_starts_from_the_weights(
     assert losses["dp=1"][0] < fresh[0] - 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_all_formats_give_the_same_losses(trained: dict[str, Path], ranks: RankPool, tmp_path: Path) -> None:
     """Also those of a wrapped or compiled model, and of a script that saved more than the model."""

@@ -92,6 +92,7 @@ def test_a_migration_to_ranks_with_other_data_fails_and_training_goes_on(moving:
     mover.stop()
 
 
+@pytest.mark.slow
 def test_a_restart_from_a_checkpoint_of_other_data_is_refused(
     moving: Callable[..., Mover], ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ train.run(model=lambda: torch.nn.Linear(2, 2), loss=loss, data=Data(), num_worke
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "losses_fail", "said"),
     [

@@ -123,6 +123,7 @@ def test_an_optimizer_that_goes_tensor_by_tensor_makes_little_at_a_time(factory:
     assert 0 < describe(plain).optimizer_temporaries_ratio < 0.25
 
 
+@pytest.mark.slow
 def test_mixed_precision_keeps_less_of_a_sample_and_a_copy_of_the_weights() -> None:
     """The copy is not an activation: it does not grow with the batch."""
     whole, mixed = described(), described(precision="bf16")

@@ -93,6 +93,7 @@ def test_a_sum_is_not_trained_where_the_batch_is_cut(ranks: RankPool, tmp_path: 
         assert "the loss sums over samples: return their mean" in rank.output
 
 
+@pytest.mark.slow
 def test_where_the_batch_is_whole_a_sum_is_trained(ranks: RankPool, tmp_path: Path) -> None:
     alone, cut = (ranks.run(tmp_path / p, p, steps=STEPS, loss="sum").checked() for p in ("dp=1", "tp=2"))
     assert cut.losses == pytest.approx(alone.losses, rel=1e-5)

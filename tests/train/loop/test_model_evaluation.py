@@ -66,6 +66,7 @@ def test_replicas_without_any_sample_take_part(
         assert run.evaluations[step]["metrics"] == pytest.approx(line["metrics"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_evaluation_changes_nothing_of_training(alone: Callable[..., Run]) -> None:
     """Dropout, running statistics and counters, and the loss's own counters."""
     for changes in ({"loss": "counted"}, {"model": "tables"}):
@@ -96,6 +97,7 @@ def test_training_ends_when_the_metric_does_not_improve_and_the_best_model_is_sa
     assert not torch.equal(saved[0]["head.out.weight"], saved[1]["head.out.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plans", [("dp=1", "dp=2,zero=3", "dp=2"), slow(("dp=2", "tp=2", "pp=2,accumulation=2"))])
 def test_moves_in_the_middle_of_evaluations_lose_none(
     plans: tuple[str, ...], moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]

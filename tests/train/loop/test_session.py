@@ -49,6 +49,7 @@ def test_a_batch_that_is_left_out_is_refused(ranks: RankPool, tmp_path: Path) ->
     assert "the batch of step 3 was not given to run.step()" in run.ranks[0].output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plans", [("dp=2", "dp=1", "dp=2,zero=3"), slow(("dp=1", "tp=2", "pp=2,accumulation=2"))])
 def test_a_loop_moves_with_the_state_of_its_objects(
     plans: tuple[str, ...], moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
@@ -68,6 +69,7 @@ def test_a_loop_moves_with_the_state_of_its_objects(
         assert (rank.result["count"], rank.result["table"]) == (len(steps), table)
 
 
+@pytest.mark.slow
 def test_a_loop_goes_on_after_a_crash_and_from_a_checkpoint(
     moving: Callable[..., Mover], ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -161,6 +161,7 @@ def test_a_chain_of_random_moves_over_two_hosts(
     assert mover.network.sent_bytes == bound > 0
 
 
+@pytest.mark.slow
 def test_no_sample_of_an_epoch_is_skipped_or_seen_twice(
     moving: Callable[..., Mover], undisturbed: Callable[..., list[float]], tmp_path: Path
 ) -> None:

@@ -142,6 +142,7 @@ taken.begin()
 """
 
 
+@pytest.mark.slow
 def test_a_process_does_not_end_under_a_copy(tmp_path: Path) -> None:
     """Regression: the process died of SIGABRT after its last step, and the job failed with 134."""
     command = [sys.executable, "-c", ENDS_EARLY, str(tmp_path)]

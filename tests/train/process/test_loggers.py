@@ -52,6 +52,7 @@ def run(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_an_object_of_the_script_gets_steps_and_evaluations_until_it_fails(tmp_path: Path) -> None:
     done = run(SCRIPT.replace("LOGGERS", "[Mine()]"), tmp_path)
     lines = done.stdout.splitlines()
@@ -63,6 +64,7 @@ def test_an_object_of_the_script_gets_steps_and_evaluations_until_it_fails(tmp_p
     assert not any(line.startswith("mine 3") for line in lines)
 
 
+@pytest.mark.slow
 def test_missing_or_unknown_packages_are_refused_before_training(tmp_path: Path) -> None:
     for loggers, why in (
         ('["wandbx"]', "loggers names 'wandbx'; there are tensorboard, wandb"),
