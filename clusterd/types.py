@@ -134,6 +134,7 @@ class JobSpec:
     resources: Resources = field(default_factory=Resources)
     priority: int = 0
     guaranteed: bool = False
+    preemptible: bool = False  # a command that may be stopped for other jobs; it begins anew
     tenant: str = "default"
     user: str = ""
     account: str = ""  # on the hosts, under which it runs; "": the daemon's own

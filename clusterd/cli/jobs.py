@@ -118,6 +118,7 @@ def _array_line(row: dict[str, Any]) -> list[Any]:
     return [f"{row['id']}_*", row["name"], state, "", devices, "", "", "", ago(row["submitted_s"]), reason]
 
 
+_RIGHTS = ("guaranteed", "preemptible")
 _ORDER = ("queued", "starting", "running", "stopping", "finished", "failed", "cancelled")
 """States in which tasks of an array are counted."""
 
@@ -159,7 +160,7 @@ def show(job: str, output: str) -> None:
         "kind": row["kind"],
         "command": " ".join(spec["command"]),
         "user": f"{row['user']} (tenant {row['tenant']})",
-        "priority": f"{row['priority']}{', guaranteed' if row['guaranteed'] else ''}",
+        "priority": ", ".join([str(row["priority"]), *(key for key in _RIGHTS if row["spec"].get(key))]),
         "asked": counted(row["asked"], "device") if row["asked"] else "CPU cores",
         "env": " ".join(f"{name}={value}" for name, value in spec["env"].items()),
         "after": ", ".join(spec["after"]),

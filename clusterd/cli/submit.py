@@ -230,6 +230,7 @@ def _queue(cluster: Client, request: Request, expand: Expansion, output: str) ->
 @click.option("--name", help="Name of the job; default: from the script.")
 @click.option("--priority", type=int, default=0, help="Higher priorities start first; default 0.")
 @click.option("--guaranteed", is_flag=True, help="Never runs more slowly than on what it asks for.")
+@click.option("--preemptible", is_flag=True, help="May be stopped for other jobs, and begins anew after them.")
 @click.option("--time", "time_limit", help="Time limit, as in 12h.")
 @click.option("--python", help="Interpreter or virtual environment on the hosts, for `python` in ARGV.")
 @click.option("--secret", multiple=True, help="NAME of a variable to pass on without showing it; may be repeated.")
@@ -268,7 +269,12 @@ def run(argv: tuple[str, ...], **options: Any) -> int:
         interactive=not options["detach"],
         waits_for_hosts=options["wait_for_hosts"],
     )
-    spec = replace(request.spec, guaranteed=options["guaranteed"], python=options["python"])
+    spec = replace(
+        request.spec,
+        guaranteed=options["guaranteed"],
+        preemptible=options["preemptible"],
+        python=options["python"],
+    )
     request = replace(request, spec=spec)
     with Client() as cluster:
         if options["dry_run"]:

@@ -106,6 +106,7 @@ _KEYS: dict[str, Callable[[str], Fields]] = {
     "name": lambda text: {"name": checked_name(text, "name")},
     "priority": lambda text: {"priority": _number(text)},
     "guaranteed": lambda text: {"guaranteed": _boolean(text)},
+    "preemptible": lambda text: {"preemptible": _boolean(text)},
     "after": lambda text: {"after": _listed(text)},
     "time": _time("time_limit_s"),
     "stall": _time("stall_s"),

@@ -16,8 +16,8 @@ from clusterd.units import counted, parse_capability, parse_duration_s, parse_gp
 from plans.plan import Plan, PlanError
 
 _TOP = {
-    "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "tenant", "resources", "limits", "env",
-    "secrets", "trials", "datasets", "snapshots", "checkpoints", "target_loss",
+    "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "preemptible", "tenant", "resources",
+    "limits", "env", "secrets", "trials", "datasets", "snapshots", "checkpoints", "target_loss",
     "after", "wait_for_hosts", "array", "ports",
 }  # fmt: skip
 _RESOURCES = {
@@ -93,6 +93,7 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
         resources=resources,
         priority=get("priority", int, 0),
         guaranteed=get("guaranteed", bool, False),
+        preemptible=get("preemptible", bool, False),
         tenant=get("tenant", str, "default"),
         after=tuple(JobId(job) for job in _texts(get("after", list, []), f"{where}: after")),
         time_limit_s=limit.duration_s("time", None),

@@ -82,6 +82,7 @@ def specs(draw: st.DrawFn, kind: JobKind | None = None) -> JobSpec:
         priority=draw(st.integers(0, 2)),
         retries=draw(st.integers(0, 1)),
         guaranteed=draw(st.booleans()),
+        preemptible=kind is JobKind.COMMAND and draw(st.booleans()),
         account=draw(st.sampled_from(["", "", "ann"])),
         tenant=draw(st.sampled_from(["default", "small", "heavy"])),
         time_limit_s=draw(st.sampled_from([None, None, 500.0])),

@@ -33,7 +33,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     PLAIN, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(ODD_TEXTS, inner, max_size=2), max_leaves=3
 )
 FIELDS = one_of(
-    "name kind command workdir snapshot python env datasets secrets priority guaranteed tenant after "
+    "name kind command workdir snapshot python env datasets secrets priority guaranteed preemptible tenant after "
     "time_limit_s stall_s grace_s retries retry_on snapshot_every checkpoint_directory checkpoint_every_s "
     "target_loss interactive waits_for_hosts array trials account user"
 )

@@ -88,7 +88,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     max_leaves=5,
 )
 KEYS = one_of(
-    "name kind command workdir python env datasets secrets resources priority guaranteed tenant after "
+    "name kind command workdir python env datasets secrets resources priority guaranteed preemptible tenant after "
     "time_limit grace retries retry_on snapshot_every checkpoint target_loss array sweep trials gpus devices "
     "nodes memory cpus plan constraint hosts stall"
 )

@@ -22,7 +22,7 @@ HANDOVER_S = 900.0
 
 
 def suspendable(ctx: PassContext) -> dict[JobId, float]:
-    """Seconds that a restart costs each running job that may be suspended in this pass.
+    """Seconds that a restart costs each running job that may be suspended in this pass; commands begin anew.
 
     A job is not suspended twice within the pause between migrations, and within the budget of its life for them only.
     """
@@ -31,6 +31,8 @@ def suspendable(ctx: PassContext) -> dict[JobId, float]:
         costs = ctx.costs
         for v in ctx.holding:
             restart_s = costs.restart_s(v.job)
+            if v.job.spec.kind is JobKind.COMMAND and v.job.attempt is not None:
+                restart_s += ctx.view.now_s - v.job.attempt.started_s
             preempted = sum(a.outcome is Outcome.PREEMPTED for a in v.job.attempts)
             life_s = executed_s(v.job, ctx.view.now_s) + v.now_s
             if (preempted + 1) * restart_s <= costs.thresholds.budget * life_s and _can_stop(ctx, v):
@@ -63,11 +65,13 @@ def may_suspend_by_right(ctx: PassContext, v: JobForecast, p: JobForecast) -> bo
 
 
 def _can_stop(ctx: PassContext, v: JobForecast) -> bool:
-    """True where a running job can save its state and has run long enough since it started."""
+    """True where a running job can save its state, or has none to save, and has run long enough since it started."""
     job, attempt = v.job, v.job.attempt
     if attempt is None or not is_settled(job) or not (v.devices or attempt.cores):
         return False
-    if job.spec.kind is JobKind.COMMAND or (job.spec.kind is JobKind.ELASTIC and job.step < 1):
+    if job.spec.kind is JobKind.COMMAND and not job.spec.preemptible:
+        return False
+    if job.spec.kind is JobKind.ELASTIC and job.step < 1:
         return False
     if any(ctx.view.hosts[host].state is not HostState.UP for host in attempt.hosts):
         return False

@@ -44,6 +44,8 @@ def refuse_malformed(spec: JobSpec) -> None:
         raise UsageError(f"{wanted.devices} devices cannot be spread evenly over {wanted.nodes} nodes: give a multiple")
     if wanted.nodes > 1 and spec.kind is not JobKind.COMMAND:
         raise UsageError(f"nodes applies to commands: where {spec.kind.value} jobs run is chosen for them")
+    if spec.preemptible and spec.kind is not JobKind.COMMAND:
+        raise UsageError(f"preemptible applies to commands: {spec.kind.value} jobs can be suspended anyway")
     if wanted.max_devices and max(wanted.devices, wanted.min_devices) > wanted.max_devices:
         asked = max(wanted.devices, wanted.min_devices)
         raise UsageError(f"at most {counted(wanted.max_devices, 'device')} may be used, but {asked} are asked for")

@@ -195,6 +195,44 @@ def test_a_higher_priority_suspends_what_cannot_shrink(lab: Lab) -> None:
     assert lab.state(late) == "starting"
 
 
+@pytest.mark.parametrize("preemptible", [True, False])
+def test_a_higher_priority_stops_a_command_only_if_it_is_preemptible(lab: Lab, preemptible: bool) -> None:
+    lab.host("a", gpus=1)
+    filler, _ = lab.submit("filler", preemptible=preemptible)
+    lab.run(filler)
+    lab.now_s += 600.0
+    urgent, _ = lab.submit("urgent", priority=9)
+    assert lab.state(filler) == ("stopping" if preemptible else "running")
+    if not preemptible:
+        return
+    lab.stopped(filler)
+    assert (lab.state(urgent), lab.state(filler)) == ("starting", "queued")
+    lab.run(urgent)
+    lab.finish(urgent)
+    assert lab.state(filler) == "starting", "it begins anew"
+    assert lab.attempt(filler).number == 2
+
+
+def test_a_preemptible_command_is_not_stopped_where_its_work_is_worth_more(lab: Lab) -> None:
+    """Of two of one priority that end in an hour, one has just begun: it is stopped for a job of a minute."""
+    lab.host("a", gpus=1)
+    old, _ = lab.submit("old", preemptible=True, time_limit_s=7200.0)
+    lab.run(old)
+    lab.now_s += 3600.0
+    quick, _ = lab.submit("quick", time_limit_s=60.0)
+    pass_time(lab, 300.0)
+    assert (lab.state(old), lab.state(quick)) == ("running", "queued")
+    lab.finish(old)
+    lab.run(quick)
+    lab.finish(quick)
+    fresh, _ = lab.submit("fresh", preemptible=True, time_limit_s=7200.0)
+    lab.run(fresh)
+    lab.now_s += 130.0
+    again, _ = lab.submit("again", time_limit_s=60.0)
+    pass_time(lab, 300.0)
+    assert (lab.state(fresh), lab.state(again)) == ("stopping", "queued")
+
+
 def test_devices_that_come_free_serve_one_claim_only(lab: Lab) -> None:
     """Two claims on one host; the first two of four devices were counted for both, and one job got none of its plan."""
     lab.host("a", gpus=4)
