@@ -75,7 +75,8 @@ def _can_stop(ctx: PassContext, v: JobForecast) -> bool:
         return False
     if any(ctx.view.hosts[host].state is not HostState.UP for host in attempt.hosts):
         return False
-    settle_s = max(ctx.thresholds.settle * ctx.costs.restart_s(job), ctx.thresholds.settle_s)
+    restart_s = ctx.costs.restart_s(job) if job.spec.kind is not JobKind.COMMAND else 0.0  # it has no state to load
+    settle_s = max(ctx.thresholds.settle * restart_s, ctx.thresholds.settle_s)
     last = max(attempt.started_s, *(m.ended_s or m.started_s for m in job.migrations[-1:]), 0.0)
     return ctx.view.now_s - last >= settle_s
 
