@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 BENCHMARKS := cli model migration placement scheduler simulate prediction tui
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-gpu test-slow test-all soak bench check binary clean
+.PHONY: setup demo test test-gpu test-slow test-all soak bench check docs binary clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -50,6 +50,11 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python docs/state_machines.py --check
 	$(BIN)/python docs/verbs.py --check
+
+# The documentation as a site, in dist/site; fails on a page that no menu names and on a link that leads nowhere.
+docs: $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 
 binary: dist/clusterd
 dist/clusterd: $(STAMP) pyproject.toml $(shell find clusterd plans profiling tui -name '*.py' 2>/dev/null)

@@ -26,6 +26,11 @@ def test_tests_that_the_pages_name_exist() -> None:
     assert len(named) > 50
 
 
+def test_the_menu_of_the_site_has_every_page() -> None:
+    menu = re.findall(r"^ +- .*: ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(menu) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     links = [
         (page, target)
