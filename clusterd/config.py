@@ -60,10 +60,12 @@ NOTIFICATIONS = ("job finished", "job failed", "job cancelled", "job queued agai
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Command to run on notifications: ``[notify]``."""
+    """Receivers of notifications: ``[notify]``."""
 
-    command: tuple[str, ...]  # argv; reads each notification as a JSON object from standard input
-    on: tuple[str, ...]
+    command: tuple[str, ...] = ()  # argv; reads each notification as a JSON object from standard input; empty: none
+    on: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()  # services, as apprise spells them
+    users: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # further ones, for jobs of this user
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,16 +264,31 @@ def _notify(table: Any, where: str) -> Notify:
         raise ConfigError(f"{where} is {table!r}; it must be a table")
     check_keys(table, {f.name for f in fields(Notify)}, where)
     command, on = table.get("command"), table.get("on", [kind for kind in NOTIFICATIONS if kind != "job cancelled"])
-    if (
+    if command is not None and (
         not isinstance(command, list)
         or not command
         or not command[0]
         or not all(isinstance(part, str) and "\0" not in part for part in command)
     ):
         raise ConfigError(f'{where}: command is {command!r}; it must be a command, as in ["notify-lab", "--chat"]')
+    urls = _urls(table.get("urls", []), f"{where}: urls")
+    users = table.get("users", {})
+    if not isinstance(users, dict):
+        raise ConfigError(f'{where}: users is {users!r}; it must be a table, as in ann = ["mailto://..."]')
+    by_user = {user: _urls(some, f"{where}: users.{user}") for user, some in users.items()}
+    if command is None and not urls and not by_user:
+        raise ConfigError(f"{where} has nobody to tell: give a command, or urls")
     if not isinstance(on, list) or not set(map(str, on)) <= set(NOTIFICATIONS):
         raise ConfigError(f"{where}: on is {on!r}; it must be a list of some of {', '.join(NOTIFICATIONS)}")
-    return Notify((os.path.expanduser(command[0]), *command[1:]), tuple(on))
+    argv = (os.path.expanduser(command[0]), *command[1:]) if command else ()
+    return Notify(argv, tuple(on), urls, by_user)
+
+
+def _urls(given: Any, where: str) -> tuple[str, ...]:
+    """URLs of services; they hold passwords, so no message repeats them."""
+    if not isinstance(given, list) or not all(isinstance(url, str) and "://" in url for url in given):
+        raise ConfigError(f'{where} must be a list of URLs as apprise spells them, as in ["mailto://..."]')
+    return tuple(given)
 
 
 def host_options(table: Any, where: str) -> HostOptions:

@@ -1,4 +1,4 @@
-"""Notifications about jobs and hosts, passed to a command of the operator's."""
+"""Notifications about jobs and hosts, for a command of the operator's, and for services such as mail and chats."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import IO, Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from clusterd.config import Notify
@@ -20,11 +22,12 @@ from clusterd.core.decisions import Decision, EndJob, RequeueJob
 from clusterd.core.state import Job, Outcome, State
 from clusterd.process_attributes import inherited_umask
 from clusterd.types import HostId, HostState
+from clusterd.units import counted
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""Time limit of the command."""
+"""Time limit of the command, and of the services together."""
 WAITING_MAX = 1000
 """Notifications that may wait; with a slow command the oldest are dropped."""
 
@@ -35,7 +38,7 @@ Notification = dict[str, Any]
 
 
 class Notifier:
-    """Runs the operator's command for each notification, one after the other."""
+    """Passes notifications on, one after the other."""
 
     def __init__(self, notify: Notify, state: State) -> None:
         self._notify, self._state = notify, state
@@ -71,20 +74,24 @@ class Notifier:
             await self._bell.wait()
 
     async def deliver(self) -> None:
-        """Run the command for each waiting notification."""
+        """Pass on each waiting notification."""
         while self._waiting:
-            await self._hand_over(self._waiting.popleft())
+            notification = self._waiting.popleft()
+            if self._notify.command:
+                await self._run_command(notification)
+            if urls := (*self._notify.urls, *self._notify.users.get(notification.get("user", ""), ())):
+                await _send(urls, notification)
 
     def _queue(self, notification: Notification) -> None:
         if notification["kind"] not in self._notify.on:
             return
         if len(self._waiting) >= WAITING_MAX:
             dropped = self._waiting.popleft()
-            log.warning("notify: %s is too slow; nobody is told that %s", self._notify.command[0], dropped["text"])
+            log.warning("notify: too many wait; nobody is told that %s", dropped["text"])
         self._waiting.append({**notification, "at_s": time.time()})
         self._bell.set()
 
-    async def _hand_over(self, notification: Notification) -> None:
+    async def _run_command(self, notification: Notification) -> None:
         command = self._notify.command
         # Files, not pipes: what the command leaves in the background may hold these for ever.
         with _file("news") as text, _file("said") as errors:
@@ -99,6 +106,21 @@ class Notifier:
                 errors.seek(0)
                 output = errors.read().decode(errors="replace").strip().splitlines()
                 log.error("notify: %s ended with %d: %s", command[0], code, output[-1] if output else "it said nothing")
+
+
+async def _send(urls: Sequence[str], notification: Notification) -> None:
+    """Send to services, each in a thread of apprise's; failures are logged without the URLs, which hold passwords."""
+    import apprise
+
+    failed = 0
+    with anyio.move_on_after(PATIENCE_S) as limit:
+        for url in urls:
+            service = apprise.Apprise(url)
+            send = partial(service.notify, body=notification["text"], title="clusterd")
+            failed += not await anyio.to_thread.run_sync(send, abandon_on_cancel=True)
+    if failed or limit.cancelled_caught:
+        why = "services are too slow" if limit.cancelled_caught else f"{counted(failed, 'service')} refused"
+        log.error("notify: %s; it was to tell that %s", why, notification["text"])
 
 
 def _file(name: str) -> IO[bytes]:

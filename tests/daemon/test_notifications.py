@@ -6,6 +6,9 @@ import json
 import os
 import signal
 import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from clusterd.core.host import Host
 from clusterd.core.state import State
 from clusterd.daemon import notifications
 from clusterd.daemon.notifications import Notifier
+from clusterd.daemon.settings import refuse_unknown
 from clusterd.errors import ConfigError
 from clusterd.types import HostId, HostState
 from tests.conftest import RunningCluster, crash_host, until
@@ -104,7 +108,7 @@ def test_a_host_is_told_of_when_it_is_lost_and_when_it_is_back(tmp_path: Path) -
     ("text", "why"),
     [
         ("notify = 3", "must be a table"),
-        ("[notify]", "command is None"),
+        ("[notify]", "has nobody to tell"),
         ('[notify]\ncommand = "mail"', "must be a command"),
         ('[notify]\ncommand = ["mail"]\non = ["job done"]', "job finished"),
         ('[notify]\ncommand = ["mail"]\nonly = []', "unknown key 'only'"),
@@ -144,3 +148,63 @@ def test_stop_is_done_when_nobody_takes_the_exit_code() -> None:
         until(lambda: _has_ended(nobody_waits.pid))
         assert Path(f"/proc/{nobody_waits.pid}").exists()
     assert _has_ended(nobody_waits.pid) and not _has_ended(os.getpid())
+
+
+@pytest.fixture
+def service() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A web hook: its URL for apprise, and what it received."""
+    received: list[dict[str, Any]] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            received.append({"path": self.path, **body})
+            self.send_response(500 if self.path == "/fails" else 200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hook) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"json://user:secret@127.0.0.1:{server.server_port}", received
+        server.shutdown()
+
+
+def test_services_get_the_text_and_users_that_of_their_own_jobs(
+    service: tuple[str, list[dict[str, Any]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    url, received = service
+    to = config.Notify(urls=(f"{url}/all", f"{url}/fails"), users={"ann": (f"{url}/ann",)}, on=config.NOTIFICATIONS)
+    notifier = Notifier(to, State())
+    for user in ("ann", "bob"):
+        notifier._queue({"kind": "job failed", "text": f"{user}'s job failed", "user": user})
+    notifier._queue({"kind": "host lost", "text": "gpu01 is lost"})
+    anyio.run(notifier.deliver)
+    told = [(one["path"], one["message"]) for one in received if one["path"] != "/fails"]
+    assert told == [
+        ("/all", "ann's job failed"),
+        ("/ann", "ann's job failed"),
+        ("/all", "bob's job failed"),
+        ("/all", "gpu01 is lost"),
+    ]
+    assert "1 service refused; it was to tell that gpu01 is lost" in caplog.text
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("[notify]", "nobody to tell"),
+        ("[notify]\nurls = 'slack://x'", "must be a list of URLs"),
+        ("[notify]\nurls = ['nosuch://pass:word@x']", "does not understand one of nosuch://"),
+        ("[notify]\nusers = ['ann']", "it must be a table"),
+        ("[notify]\nusers = { ann = 'mailto://x' }", "users.ann must be a list of URLs"),
+    ],
+)
+def test_receivers_that_cannot_be_told_are_refused(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "clusterd.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said) as error:
+        refuse_unknown(config.load(file), str(file))
+    assert "pass:word" not in str(error.value)
