@@ -128,6 +128,8 @@ class JobSpec:
     workdir: str | None = None  # directory it was submitted from; the job runs in the packed copy
     snapshot: str | None = None  # sha256 of the workdir's content; None: run in `workdir` itself
     python: str | None = None  # interpreter or virtual environment, on the hosts
+    uv: str = ""  # uv.lock or pyproject.toml in the workdir, from which hosts build its environment
+    requirements: str = ""  # instead: requirements file for pip in the workdir
     env: dict[str, str] = field(default_factory=dict)
     datasets: dict[str, str] = field(default_factory=dict)  # by name: "HOST:/folder", or "/folder" on every host
     secrets: tuple[str, ...] = ()  # names only; values are not in the journal
@@ -157,6 +159,11 @@ class JobSpec:
     array: ArrayTask | None = None  # None: submitted alone
     ports: tuple[int, ...] = ()  # on which it serves something, for `clusterd forward` and for people
     trials: bool = True  # it may run a few steps under other plans, to measure their speed
+
+    @property
+    def is_built(self) -> bool:
+        """True where hosts build its Python environment."""
+        return bool(self.uv or self.requirements)
 
     def checkpoint_path(self, job: str, which: str) -> str:
         """Path of one of the job's checkpoints below its checkpoint directory."""

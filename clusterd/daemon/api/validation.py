@@ -51,6 +51,10 @@ def refuse_malformed(spec: JobSpec) -> None:
         parse_capability(wanted.compute_capability)
     except ValueError as error:
         raise UsageError(f"resources.compute_capability: {error}") from None
+    if spec.uv and spec.requirements:
+        raise UsageError("uv and requirements are both given: give one of them")
+    if spec.is_built and not (spec.snapshot or spec.workdir):
+        raise UsageError("uv and requirements name files of the workdir, but the job has none")
     for label in wanted.constraint:
         if not is_label(label):
             raise UsageError(
@@ -114,6 +118,7 @@ def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
     yield from (("env", name) for name in spec.env)
     yield from (("datasets", name) for name in spec.datasets)
     yield from (("secrets", name) for name in spec.secrets)
+    yield from (("uv", spec.uv), ("requirements", spec.requirements))
     for field, given in (("workdir", spec.workdir), ("python", spec.python), ("tenant", spec.tenant)):
         if given is not None:
             yield field, given

@@ -58,7 +58,7 @@ class Executor:
         self._launching: dict[tuple[str, int], tuple[anyio.CancelScope, anyio.Event]] = {}
         self._asked_again: dict[tuple[str, int], d.LaunchAttempt] = {}
         self._stops = Stops(engine, hosts, archive)
-        self._mover = Migrations(engine, hosts, self._launch_standby)
+        self._mover = Migrations(engine, hosts, self._prepare_hosts, self._launch_standby)
 
     def carry_out(self, decisions: Iterable[d.Decision]) -> None:
         """Start carrying out decisions; returns at once."""
@@ -160,7 +160,13 @@ class Executor:
 
         def failed(host: HostId, error: ClusterError, is_infrastructure: bool = True) -> None:
             failures.append(
-                _launch_failed(decision, host, without_host(host, error), is_infrastructure, error.is_permanent)
+                _launch_failed(
+                    decision,
+                    host,
+                    without_host(host, error),
+                    is_infrastructure and not error.is_of_job,
+                    error.is_permanent,
+                )
             )
 
         async def on(host: HostId, request: LaunchRequest) -> None:
@@ -175,9 +181,12 @@ class Executor:
             except ClusterError as error:
                 failed(host, error)
 
+        pythons: dict[HostId, str | None] = {}
+
         async def prepare(host: HostId) -> None:
+            key = (decision.job, decision.attempt, decision.generation)
             try:
-                await self._launches.send_snapshot(host, spec)
+                pythons[host] = await self._launches.prepare(host, spec, key, secrets)
             except AgentLost:
                 raise
             except ClusterError as error:
@@ -190,7 +199,7 @@ class Executor:
             requests: dict[HostId, LaunchRequest] = {}
             if not failures:
                 try:
-                    requests = await self._launches.requests(decision, spec, secrets)
+                    requests = await self._launches.requests(decision, spec, secrets, pythons)
                 except AgentLost:
                     raise
                 except NotStarted as error:
@@ -228,6 +237,26 @@ class Executor:
                 await self._hosts.request(host, StopRanks(*named, reason=why), timeout_s=None)
             raise
 
+    async def _prepare_hosts(self, decision: d.StartMigration) -> dict[HostId, str | None]:
+        """Bring workdir and environment to the hosts of target ranks; returns the interpreter on each."""
+        spec = self._engine.scheduler.state.jobs[decision.job].spec
+        secrets = await self._archive.secrets(decision.job)
+        key = (decision.job, decision.attempt, decision.new_generation)
+        pythons: dict[HostId, str | None] = {}
+
+        async def on(host: HostId) -> None:
+            try:
+                pythons[host] = await self._launches.prepare(host, spec, key, secrets)
+            except AgentLost:
+                raise
+            except ClusterError as error:
+                raise NotStarted(host, without_host(host, error)) from error
+
+        async with anyio.create_task_group() as group:
+            for host in dict.fromkeys(place.host for place in decision.new_ranks):
+                group.start_soon(on, host)
+        return pythons
+
     async def _launch_standby(self, decision: d.StartMigration, move: MigrationRequest) -> None:
         """Start the target ranks of a migration; they wait for the switch."""
         spec = self._engine.scheduler.state.jobs[decision.job].spec
@@ -240,10 +269,8 @@ class Executor:
             plan=decision.new_plan,
             ranks=decision.new_ranks,
         )
-        async with anyio.create_task_group() as group:
-            for host in target.hosts:
-                group.start_soon(self._launches.send_snapshot, host, spec)
-        requests = await self._launches.requests(target, spec, await self._archive.secrets(decision.job))
+        pythons = await self._prepare_hosts(decision)
+        requests = await self._launches.requests(target, spec, await self._archive.secrets(decision.job), pythons)
 
         async def on(host: HostId, request: LaunchRequest) -> None:
             standby = replace(request, standby=True, move=replace(move, host=host))
