@@ -203,6 +203,7 @@ def attempt_row(attempt: Attempt) -> Row:
         "plan": str(attempt.plan) if attempt.plan else None,
         "cores": dict(attempt.cores),
         "build_times_s": dict(attempt.build_times_s),
+        "versions": {host: dict(found) for host, found in attempt.versions.items()},
         "started_s": attempt.started_s,
         "ended_s": attempt.ended_s,
         "why": attempt.why,

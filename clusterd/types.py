@@ -127,6 +127,7 @@ class JobSpec:
     command: tuple[str, ...]
     workdir: str | None = None  # directory it was submitted from; the job runs in the packed copy
     snapshot: str | None = None  # sha256 of the workdir's content; None: run in `workdir` itself
+    commit: str = ""  # of git, of the workdir as submitted; "-dirty" at its end where files differ from it
     python: str | None = None  # interpreter or virtual environment, on the hosts
     uv: str = ""  # uv.lock or pyproject.toml in the workdir, from which hosts build its environment
     requirements: str = ""  # instead: requirements file for pip in the workdir

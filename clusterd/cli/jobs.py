@@ -167,6 +167,7 @@ def show(job: str, output: str) -> None:
         "kind": row["kind"],
         "command": " ".join(spec["command"]),
         "python": _environment(spec),
+        "commit": spec.get("commit"),
         "user": f"{row['user']} (tenant {row['tenant']})",
         "priority": f"{row['priority']}{', guaranteed' if row['guaranteed'] else ''}",
         "asked": counted(row["asked"], "device") if row["asked"] else "CPU cores",
@@ -202,6 +203,8 @@ def show(job: str, output: str) -> None:
         parts += [f"environment built on {host} in {duration(took_s)}" for host, took_s in built.items()]
         parts += [attempt["why"]] if attempt["why"] else []
         print_line(f"  attempt {attempt['number']}: {', '.join(parts)}")
+        for line in _version_lines(attempt.get("versions", {})):  # absent from the reply of an older daemon
+            print_line(f"    {line}")
         for rank in attempt["ranks"]:
             where = rank["device"] or f"{rank['host']} (CPU cores)"
             print_line(f"    rank {rank['rank']:<4} {where:<24} {rank['end'] or ''}".rstrip())
@@ -213,6 +216,19 @@ def _environment(spec: dict[str, Any]) -> str | None:
     parts = [f"built from {built}"] if built else []
     parts += [f"{'with ' if built else ''}{spec['python']}"] if spec["python"] else []
     return " ".join(parts) or None
+
+
+def _version_lines(versions: dict[str, dict[str, str]]) -> list[str]:
+    """Versions that an attempt ran with: one line for hosts that have the same."""
+    hosts_by_text: dict[str, list[str]] = {}
+    for host, found in versions.items():
+        cuda = f" for CUDA {found['cuda']}" if "cuda" in found else ""
+        parts = [f"{name} {found[name]}" for name in ("python", "torch", "driver") if name in found]
+        text = ", ".join(part + cuda if part.startswith("torch ") else part for part in parts)
+        at = f" ({found['interpreter']})" if "interpreter" in found else ""
+        hosts_by_text.setdefault(f"{text}{at}", []).append(host)
+    several = len(hosts_by_text) > 1
+    return [f"{text} on {', '.join(hosts)}" if several else text for text, hosts in hosts_by_text.items()]
 
 
 _METRICS_BYTES = 65536

@@ -23,6 +23,7 @@ from clusterd.submission.job_edit import parse_changes, with_changes
 from clusterd.submission.job_file import Request, check_environment, command_line_job, read_job_file, variables
 from clusterd.submission.submit import hand_over, pack_workdir, plain, with_workdir
 from clusterd.submission.sweep import array_tasks, in_array, parse_array, parse_sweep, swept
+from clusterd.submission.workdir import commit_of
 from clusterd.types import JobId, JobSpec
 
 _AFTER = click.option(
@@ -297,6 +298,8 @@ def run(argv: tuple[str, ...], **options: Any) -> int:
             return _dry_run(cluster, request.spec, expand, "table", snapshot=snapshot)
         if snapshot:
             request = replace(request, spec=with_workdir(cluster, request.spec, say=note))
+        elif request.spec.workdir is not None:
+            request = replace(request, spec=replace(request.spec, commit=commit_of(Path(request.spec.workdir))))
         if options["detach"]:
             _queue(cluster, request, expand, "table")
             return 0

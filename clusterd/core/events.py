@@ -304,6 +304,7 @@ class AttemptLaunched(Event):
     attempt: int
     generation: int
     restored_step: int | None = None  # step of the state snapshot in memory that it was restored from
+    versions: dict[HostId, dict[str, str]] = field(default_factory=dict)  # of Python, torch, ... on each host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

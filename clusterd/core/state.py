@@ -191,6 +191,7 @@ class Attempt:
     survivors: Survivors = field(default_factory=Survivors)
     hosts_by_generation: dict[int, dict[int, HostId]] = field(default_factory=dict)  # host by rank, of former ones
     plans_by_generation: dict[int, Plan] = field(default_factory=dict)  # of former ones
+    versions: dict[HostId, dict[str, str]] = field(default_factory=dict)  # of Python, torch, CUDA, driver
     build_times_s: dict[HostId, float] = field(default_factory=dict)  # of hosts that built it for this attempt
     announced_cores: int | None = None  # per device, last sent to its ranks; None: nothing was sent
     reserved_devices: dict[DeviceId, HostId] = field(default_factory=dict)  # leased, idle while a smaller plan is tried

@@ -62,6 +62,7 @@ class Launched:
     """All ranks of the generation on this host."""
 
     ranks: tuple[StartedRank, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)  # of Python, torch, ... as far as they are known
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -201,6 +201,7 @@ class Attempts:
             cause = "its id was given out again, as after a cluster's state was restored from a backup"
             raise Refused("environment", f"{directory.name} of another job is on this host: {cause}")
         attempt.launch = replace(attempt.launch, env=launch.env)
+        versions: dict[str, str] = {}
         async with attempt.lock:
             if attempt.stopped and not attempt.ranks:
                 raise Refused(
@@ -209,13 +210,16 @@ class Attempts:
             if not attempt.stopped:
                 try:
                     await self._launcher.start_missing(attempt, request.secrets, control_socket, snapshot)
+                    # Under the lock, which holds exit reports back: they must not arrive before this launch's reply.
+                    versions = await self._launcher.versions(attempt, request.secrets)
                 except Refused:
                     if attempt.running:
                         self._background.start(self._abandon(attempt))
                     raise
         self._exit_reports.flush(attempt)
         self._exit_reports.repeat(attempt)
-        return Launched(tuple(StartedRank(r.rank, r.pid, r.start_time) for r in attempt.ranks.values()))
+        started = tuple(StartedRank(r.rank, r.pid, r.start_time) for r in attempt.ranks.values())
+        return Launched(started, versions)
 
     async def _abandon(self, attempt: Attempt) -> None:
         """Stop the ranks that a failed launch had started."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from clusterd.agent.forkserver.client import ForkServers, SpawnFailed
 from clusterd.agent.host import cgroups, programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Rank, Refused
+from clusterd.agent.ranks.versions import Versions
 from clusterd.exit_reasons import EXIT_CODE_OF, Reason
 from clusterd.protocol.forkserver import Spawn
 from clusterd.protocol.launch import LaunchRequest, RankSpec
@@ -47,6 +48,7 @@ class Launcher:
         self._tag = tag
         self._group = group
         self._in_background = in_background
+        self._versions = Versions()
 
     async def start_missing(
         self, attempt: Attempt, secrets: dict[str, str], control_socket: Path, snapshot: Path | None
@@ -79,6 +81,18 @@ class Launcher:
         except OSError as error:
             kind = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "host"
             raise Refused(kind, f"cannot launch {attempt.name}: {error}") from error
+
+    async def versions(self, attempt: Attempt, secrets: dict[str, str]) -> dict[str, str]:
+        """Versions of what the ranks run with; none if a stop comes first, which must not wait for them."""
+        env = rank_environment.variables(attempt, attempt.launch.ranks[0], self._tag(attempt.name), secrets)
+        versions = asyncio.ensure_future(self._versions.of(attempt.launch, env))
+        stop = asyncio.ensure_future(attempt.stop_asked.wait())
+        await asyncio.wait({versions, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if versions.done():
+            return versions.result()
+        self._in_background(versions)
+        return {}
 
     async def _server_is_ready(self, attempt: Attempt, spec: RankSpec, secrets: dict[str, str]) -> bool:
         """Wait for the fork server; False if a stop came first, which must not wait for an import of torch."""

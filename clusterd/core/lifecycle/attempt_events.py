@@ -44,6 +44,7 @@ def on_attempt_launched(ctx: HandlerContext, event: e.AttemptLaunched) -> None:
     if attempt is None or attempt.state is not AttemptState.LAUNCHING:
         return
     attempt.go(AttemptState.RUNNING, ctx.now_s)
+    attempt.versions = dict(event.versions)
     job = ctx.state.jobs[event.job]
     job.go(JobState.RUNNING, ctx.now_s)
     job.building.clear()

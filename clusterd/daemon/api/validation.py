@@ -118,7 +118,7 @@ def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
     yield from (("env", name) for name in spec.env)
     yield from (("datasets", name) for name in spec.datasets)
     yield from (("secrets", name) for name in spec.secrets)
-    yield from (("uv", spec.uv), ("requirements", spec.requirements))
+    yield from (("uv", spec.uv), ("requirements", spec.requirements), ("commit", spec.commit))
     for field, given in (("workdir", spec.workdir), ("python", spec.python), ("tenant", spec.tenant)):
         if given is not None:
             yield field, given

@@ -57,6 +57,7 @@ class Executor:
         self._tasks = tasks
         self._launching: dict[tuple[str, int], tuple[anyio.CancelScope, anyio.Event]] = {}
         self._asked_again: dict[tuple[str, int], d.LaunchAttempt] = {}
+        self._versions: dict[str, dict[HostId, dict[str, str]]] = {}  # of the newest launches of a job on each host
         self._stops = Stops(engine, hosts, archive)
         self._mover = Migrations(engine, hosts, self._prepare_hosts, self._launch_standby)
 
@@ -101,6 +102,7 @@ class Executor:
 
     async def _forget(self, decision: d.EndJob) -> None:
         self._describer.job_is_over(decision.job)
+        self._versions.pop(decision.job, None)
         try:
             await self._archive.forget_secrets(decision.job)  # first: hosts that are silent take their time
         finally:
@@ -156,6 +158,7 @@ class Executor:
                 attempt=decision.attempt,
                 generation=decision.generation,
                 restored_step=restored,
+                versions=self._versions_on(decision),
             )
 
         def failed(host: HostId, error: ClusterError, is_infrastructure: bool = True) -> None:
@@ -175,7 +178,7 @@ class Executor:
                 # The host went and came back meanwhile, and its devices may be somebody else's by now.
                 raise AgentLost(f"{decision.job}.{decision.attempt} is not wanted any more")
             try:
-                await self._hosts.request(host, request, timeout_s=LAUNCH_TIMEOUT_S)
+                await self._request_launch(host, request)
             except AgentLost:
                 raise
             except ClusterError as error:
@@ -215,8 +218,20 @@ class Executor:
         if failures:
             return failures[0]
         return e.AttemptLaunched(
-            at_s=time.time(), job=decision.job, attempt=decision.attempt, generation=decision.generation
+            at_s=time.time(),
+            job=decision.job,
+            attempt=decision.attempt,
+            generation=decision.generation,
+            versions=self._versions_on(decision),
         )
+
+    async def _request_launch(self, host: HostId, request: LaunchRequest) -> None:
+        launched = await self._hosts.request(host, request, timeout_s=LAUNCH_TIMEOUT_S)
+        self._versions.setdefault(request.job, {})[host] = launched.versions
+
+    def _versions_on(self, decision: d.LaunchAttempt) -> dict[HostId, dict[str, str]]:
+        known = self._versions.get(decision.job, {})
+        return {host: known[host] for host in decision.hosts if known.get(host)}
 
     async def _restored(self, decision: d.LaunchAttempt) -> int | None:
         """Restore ranks from a state snapshot in memory; returns its step, or None without one or after a failure."""
@@ -275,7 +290,7 @@ class Executor:
         async def on(host: HostId, request: LaunchRequest) -> None:
             standby = replace(request, standby=True, move=replace(move, host=host))
             try:
-                await self._hosts.request(host, standby, timeout_s=LAUNCH_TIMEOUT_S)
+                await self._request_launch(host, standby)
             except AgentLost:
                 raise
             except ClusterError as error:
