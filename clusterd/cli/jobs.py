@@ -167,6 +167,7 @@ def show(job: str, output: str) -> None:
         "kind": row["kind"],
         "command": " ".join(spec["command"]),
         "python": _environment(spec),
+        "container": spec.get("container"),
         "commit": spec.get("commit"),
         "user": f"{row['user']} (tenant {row['tenant']})",
         "priority": f"{row['priority']}{', guaranteed' if row['guaranteed'] else ''}",
@@ -223,7 +224,7 @@ def _version_lines(versions: dict[str, dict[str, str]]) -> list[str]:
     hosts_by_text: dict[str, list[str]] = {}
     for host, found in versions.items():
         cuda = f" for CUDA {found['cuda']}" if "cuda" in found else ""
-        parts = [f"{name} {found[name]}" for name in ("python", "torch", "driver") if name in found]
+        parts = [f"{name} {found[name]}" for name in ("container", "python", "torch", "driver") if name in found]
         text = ", ".join(part + cuda if part.startswith("torch ") else part for part in parts)
         at = f" ({found['interpreter']})" if "interpreter" in found else ""
         hosts_by_text.setdefault(f"{text}{at}", []).append(host)

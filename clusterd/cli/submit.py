@@ -20,7 +20,14 @@ from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.submission.batch_script import is_script, read_batch_script
 from clusterd.submission.job_edit import parse_changes, with_changes
-from clusterd.submission.job_file import Request, check_environment, command_line_job, read_job_file, variables
+from clusterd.submission.job_file import (
+    Request,
+    check_environment,
+    command_line_job,
+    parse_container,
+    read_job_file,
+    variables,
+)
 from clusterd.submission.submit import hand_over, pack_workdir, plain, with_workdir
 from clusterd.submission.sweep import array_tasks, in_array, parse_array, parse_sweep, swept
 from clusterd.submission.workdir import commit_of
@@ -41,6 +48,10 @@ _WAIT_FOR_HOSTS = click.option(
 _UV = click.option("--uv", metavar="FILE", help="uv.lock or pyproject.toml, from which hosts build its environment.")
 _REQUIREMENTS = click.option(
     "--requirements", metavar="FILE", help="requirements.txt, from which hosts build its environment; else --uv."
+)
+_CONTAINER = click.option("--container", metavar="RUNTIME:IMAGE", help="Run it in docker:, podman: or apptainer:IMAGE.")
+_MOUNT = click.option(
+    "--mount", "mounts", metavar="PATH[:INSIDE[:ro]]", multiple=True, help="With a container; may be repeated."
 )
 _ENV = click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be repeated.")
 _SWEEP = click.option(
@@ -69,6 +80,8 @@ _ARRAY = click.option(
 )
 @_UV
 @_REQUIREMENTS
+@_CONTAINER
+@_MOUNT
 @_ENV
 @_SWEEP
 @_ARRAY
@@ -186,11 +199,14 @@ def _read(file: Path) -> Request:
 
 
 def _with_environment(spec: JobSpec, options: dict[str, Any]) -> JobSpec:
-    """The job with the environment of ``--uv`` or ``--requirements``.
+    """The job with the environment of ``--uv``, ``--requirements``, or ``--container`` and ``--mount``.
 
     Raises:
         ConfigError: the file is not in the workdir.
     """
+    if options["container"]:
+        spec = replace(spec, container=parse_container(options["container"], "--container"))
+    spec = replace(spec, mounts=(*spec.mounts, *options["mounts"]))
     if not (options["uv"] or options["requirements"]):
         return spec
     spec = replace(spec, uv=options["uv"] or "", requirements=options["requirements"] or "")
@@ -255,6 +271,8 @@ def _queue(cluster: Client, request: Request, expand: Expansion, output: str) ->
 @click.option("--python", help="Interpreter or virtual environment on the hosts, for `python` in ARGV.")
 @_UV
 @_REQUIREMENTS
+@_CONTAINER
+@_MOUNT
 @click.option("--secret", multiple=True, help="NAME of a variable to pass on without showing it; may be repeated.")
 @_ENV
 @_SWEEP

@@ -330,6 +330,8 @@ class Job:
         wanted = self.spec.resources
         named = not wanted.hosts or host.id in wanted.hosts
         labelled = not wanted.constraint or not host.missing_labels(wanted.constraint)
+        if self.spec.container and host.why_no_container(self.spec.runtime):
+            return False
         return named and labelled and host.id not in self.excluded_hosts
 
     @property

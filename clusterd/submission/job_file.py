@@ -11,14 +11,14 @@ from typing import Any
 
 from clusterd.errors import ConfigError, UsageError
 from clusterd.toml import check_keys, data_folders, read_toml, text_table
-from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
+from clusterd.types import CONTAINER_RUNTIMES, HostId, JobId, JobKind, JobSpec, Resources
 from clusterd.units import counted, parse_capability, parse_duration_s, parse_gpus, parse_size
 from plans.plan import Plan, PlanError
 
 _TOP = {
-    "name", "kind", "command", "workdir", "python", "uv", "requirements", "priority", "guaranteed",
-    "tenant", "resources", "limits", "env", "secrets", "trials", "datasets", "snapshots", "checkpoints", "target_loss",
-    "after", "wait_for_hosts", "array", "ports",
+    "name", "kind", "command", "workdir", "python", "uv", "requirements", "container", "mounts", "priority",
+    "guaranteed", "tenant", "resources", "limits", "env", "secrets", "trials", "datasets", "snapshots",
+    "checkpoints", "target_loss", "after", "wait_for_hosts", "array", "ports",
 }  # fmt: skip
 _RESOURCES = {
     "gpus", "devices", "cpus", "memory", "plan", "plans", "hosts", "gpu_type", "gpu_memory", "nodes", "gpus_per_node",
@@ -92,6 +92,8 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
         python=get("python", str, None),
         uv=get("uv", str, ""),
         requirements=get("requirements", str, ""),
+        container=parse_container(get("container", str, ""), where),
+        mounts=tuple(_texts(get("mounts", list, []), f"{where}: mounts")),
         env=dict(text_table(get.table("env"), f"{where}: [env]")),
         datasets=datasets,
         secrets=tuple(sorted(secrets)),
@@ -116,6 +118,21 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
     )
     check_environment(spec, where)
     return Request(spec, secrets, get("array", str, ""))
+
+
+def parse_container(given: str, where: str) -> str:
+    """Runtime and image of ``docker:IMAGE``; a path to a ``.sif`` file is one of Apptainer.
+
+    Raises:
+        ConfigError: no such runtime, or no image.
+    """
+    runtime, _, image = given.partition(":")
+    if given.endswith(".sif") and runtime not in CONTAINER_RUNTIMES:
+        return f"apptainer:{given}"
+    if given and (runtime not in CONTAINER_RUNTIMES or not image):
+        known = ", ".join(f"{name}:IMAGE" for name in CONTAINER_RUNTIMES)
+        raise ConfigError(f"{where}: container is {given!r}; it must be {known}, or a path to a .sif file")
+    return given
 
 
 def check_environment(spec: JobSpec, where: str) -> None:

@@ -17,7 +17,7 @@ from clusterd.agent.host import attempt_records, cgroups, files, processes, rank
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import Home, read_json, write_json
 from clusterd.agent.log import log_line
-from clusterd.agent.ranks import launching, stopping
+from clusterd.agent.ranks import containers, launching, stopping
 from clusterd.agent.ranks.exit_reports import STRAGGLER_GRACE_S, Emit, ExitReports
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.forkserver import RankRecord
@@ -136,6 +136,8 @@ class Attempts:
                 self._known[attempt.name] = attempt
         await self.fork_servers.adopt()
         tags, marks = processes.tags(self.tag("")), processes.marks()
+        for runtime in {containers.runtime_of(attempt.launch.container) for attempt in self} & {"docker", "podman"}:
+            tags |= await containers.tags(self.tag(""), runtime)
         for attempt in self:
             tag = self.tag(attempt.name)
             if not attempt.running:
@@ -287,6 +289,7 @@ class Attempts:
                 lambda: self._ask(attempt, reason, attempt.grace_s, flags or {}),
                 lambda pid, start_time, seconds: _show_threads(attempt, pid, start_time, seconds),
             )
+            await containers.remove(self.tag(attempt.name), containers.runtime_of(attempt.launch.container))
             for rank in attempt.ranks.values():
                 if rank.state == "running" and rank.end is None:
                     rank.end = await self._exit_reports.wait_for(attempt, rank)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from clusterd.agent.forkserver.client import ForkServers, SpawnFailed
 from clusterd.agent.host import cgroups, programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Rank, Refused
+from clusterd.agent.ranks import container_command
 from clusterd.agent.ranks.versions import Versions
 from clusterd.exit_reasons import EXIT_CODE_OF, Reason
 from clusterd.protocol.forkserver import Spawn
@@ -72,7 +73,7 @@ class Launcher:
                 for spec in missing:
                     if attempt.stopped:
                         return
-                    await self._start(attempt, spec, secrets, work)
+                    await self._start(attempt, spec, secrets, work, control_socket)
         except SpawnFailed as failed:
             if failed.kind != "no-torch":
                 raise Refused(failed.kind, str(failed)) from failed
@@ -85,6 +86,8 @@ class Launcher:
     async def versions(self, attempt: Attempt, secrets: dict[str, str]) -> dict[str, str]:
         """Versions of what the ranks run with; none if a stop comes first, which must not wait for them."""
         env = rank_environment.variables(attempt, attempt.launch.ranks[0], self._tag(attempt.name), secrets)
+        if attempt.launch.container:
+            return {"container": attempt.launch.container}
         versions = asyncio.ensure_future(self._versions.of(attempt.launch, env))
         stop = asyncio.ensure_future(attempt.stop_asked.wait())
         await asyncio.wait({versions, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,20 +114,27 @@ class Launcher:
         self._in_background(server)  # continues: the next job of this environment finds the server ready
         return False
 
-    async def _start(self, attempt: Attempt, spec: RankSpec, secrets: dict[str, str], work: Path) -> None:
+    async def _start(
+        self, attempt: Attempt, spec: RankSpec, secrets: dict[str, str], work: Path, control_socket: Path
+    ) -> None:
         launch = attempt.launch
         rank = attempt.ranks[spec.rank]
         forked = rank_environment.runs_in_fork(launch)
         env = rank_environment.variables(attempt, spec, self._tag(attempt.name), secrets)
+        argv = rank_environment.forked_argv(launch) if forked else rank_environment.exec_argv(launch)
+        if launch.container:
+            inside = inside_of(attempt, spec, self._tag(attempt.name), env, [*launch.env, *secrets], control_socket)
+            argv, env = container_command.command(inside, argv)
+        threads = env.get("OMP_NUM_THREADS", "")
         request = Spawn(
             generation=attempt.generation,
             kind=launch.kind,
             mode="python" if forked else "exec",
-            argv=tuple(rank_environment.forked_argv(launch) if forked else rank_environment.exec_argv(launch)),
+            argv=tuple(argv),
             env=env,
             cwd=str(work),
             cores=spec.device.cores,
-            threads=int(env["OMP_NUM_THREADS"]) if env["OMP_NUM_THREADS"].isdigit() else 0,
+            threads=int(threads) if threads.isdigit() else 0,
             log=str(attempt.log(rank.rank)),
             state=str(attempt.state_file(rank.rank)),
             stop_marker=str(attempt.stop_marker),
@@ -140,6 +150,29 @@ class Launcher:
             rank.take(record)
             if record.state == "exited":
                 rank.state, rank.end = "running", record
+
+
+def inside_of(
+    attempt: Attempt, spec: RankSpec, tag: str, env: dict[str, str], named: Iterable[str], control_socket: Path
+) -> container_command.Inside:
+    """Place of a rank in its container.
+
+    Args:
+        env: of the rank, on the host.
+        named: variables that the job sets.
+    """
+    agent, _, name = tag.partition("/")
+    sockets = (control_socket.parent,) if attempt.launch.kind != "command" else ()
+    return container_command.Inside(
+        launch=attempt.launch,
+        rank=spec,
+        name=f"clusterd-{agent[:12]}-{name}-{spec.rank}",
+        tag=tag,
+        env=env,
+        named=frozenset(named),
+        work=rank_environment.work_of(attempt),
+        directories=(attempt.directory, *sockets),
+    )
 
 
 def _never_started(attempt: Attempt, number: int) -> bool:

@@ -81,7 +81,7 @@ class Agent:
         self._hardware = Hardware(self._attempts, home.root)
         self._done = asyncio.Event()
         self._requests: set[asyncio.Task[None]] = set()
-        self._terminals = Terminals()
+        self._terminals = Terminals(home.rank_socket)
         self._environments = Environments(home.root / "environments", self._attempts.tag)
         self._housekeeping = Housekeeping(
             self._attempts, self._sessions, self._terminals, self._ports, self._workdirs, self._environments,

@@ -167,6 +167,8 @@ class LaunchRequests:
             snapshot=spec.snapshot,
             workdir=None if spec.snapshot else spec.workdir,
             python=spec.python,
+            container=spec.container,
+            mounts=spec.mounts,
             grace_s=spec.grace_s,
             final=spec.checkpoint_path(job, "final") if spec.checkpoint_directory is not None else None,
         )
