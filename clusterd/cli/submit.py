@@ -15,7 +15,7 @@ import click
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.following import exit_code, first_failure, show_logs, until_over
 from clusterd.cli.common.output import drop_output, note, output_option, show_json, state_and_reason
-from clusterd.cli.common.resources import requested_resources, resource_options
+from clusterd.cli.common.resources import container_options, requested_resources, resource_options, with_container
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.submission.batch_script import is_script, read_batch_script
@@ -24,7 +24,6 @@ from clusterd.submission.job_file import (
     Request,
     check_environment,
     command_line_job,
-    parse_container,
     read_job_file,
     variables,
 )
@@ -48,10 +47,6 @@ _WAIT_FOR_HOSTS = click.option(
 _UV = click.option("--uv", metavar="FILE", help="uv.lock or pyproject.toml, from which hosts build its environment.")
 _REQUIREMENTS = click.option(
     "--requirements", metavar="FILE", help="requirements.txt, from which hosts build its environment; else --uv."
-)
-_CONTAINER = click.option("--container", metavar="RUNTIME:IMAGE", help="Run it in docker:, podman: or apptainer:IMAGE.")
-_MOUNT = click.option(
-    "--mount", "mounts", metavar="PATH[:INSIDE[:ro]]", multiple=True, help="With a container; may be repeated."
 )
 _ENV = click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be repeated.")
 _SWEEP = click.option(
@@ -80,8 +75,7 @@ _ARRAY = click.option(
 )
 @_UV
 @_REQUIREMENTS
-@_CONTAINER
-@_MOUNT
+@container_options
 @_ENV
 @_SWEEP
 @_ARRAY
@@ -204,9 +198,7 @@ def _with_environment(spec: JobSpec, options: dict[str, Any]) -> JobSpec:
     Raises:
         ConfigError: the file is not in the workdir.
     """
-    if options["container"]:
-        spec = replace(spec, container=parse_container(options["container"], "--container"))
-    spec = replace(spec, mounts=(*spec.mounts, *options["mounts"]))
+    spec = with_container(spec, options)
     if not (options["uv"] or options["requirements"]):
         return spec
     spec = replace(spec, uv=options["uv"] or "", requirements=options["requirements"] or "")
@@ -271,8 +263,7 @@ def _queue(cluster: Client, request: Request, expand: Expansion, output: str) ->
 @click.option("--python", help="Interpreter or virtual environment on the hosts, for `python` in ARGV.")
 @_UV
 @_REQUIREMENTS
-@_CONTAINER
-@_MOUNT
+@container_options
 @click.option("--secret", multiple=True, help="NAME of a variable to pass on without showing it; may be repeated.")
 @_ENV
 @_SWEEP

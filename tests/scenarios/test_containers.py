@@ -159,6 +159,16 @@ def test_a_shell_joins_the_container_of_a_job(containers: RunningCluster, tmp_pa
     containers.wait_for(job, lambda row: row["state"] == "finished")
 
 
+def test_a_reservation_is_a_shell_in_a_container(containers: RunningCluster, tmp_path: Path) -> None:
+    (tmp_path / "given").write_text("mounted\n")
+    script = f"cat {tmp_path}/given; echo $CLUSTERD_JOB"
+    mount = ["--mount", f"{tmp_path}:{tmp_path}:ro"]
+    shell = containers.run("shell", "--devices", "1", *in_container(*mount), script, cwd=tmp_path / "bin")
+    assert shell.stdout.split() == ["mounted", "1"]
+    containers.wait_for("1", lambda row: row["state"] in ("finished", "cancelled", "failed"))
+    assert left(containers) == []
+
+
 def test_an_image_that_cannot_be_started_is_named(containers: RunningCluster, tmp_path: Path) -> None:
     image = f"{RUNTIME}:{'localhost/' if REAL else ''}absent"
     ran = containers.run("run", "--container", image, "--", "true", cwd=tmp_path, check=False)

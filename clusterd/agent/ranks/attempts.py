@@ -136,8 +136,6 @@ class Attempts:
                 self._known[attempt.name] = attempt
         await self.fork_servers.adopt()
         tags, marks = processes.tags(self.tag("")), processes.marks()
-        for runtime in {containers.runtime_of(attempt.launch.container) for attempt in self} & {"docker", "podman"}:
-            tags |= await containers.tags(self.tag(""), runtime)
         for attempt in self:
             tag = self.tag(attempt.name)
             if not attempt.running:
@@ -148,6 +146,18 @@ class Attempts:
                 attempt.stopping = asyncio.create_task(self._stop(attempt, "stopped"))
             else:
                 self._exit_reports.poll(attempt)
+
+        self._background.start(self._end_orphaned_containers())  # its runtime may hang
+
+    async def _end_orphaned_containers(self) -> None:
+        """End containers that an earlier agent left, of attempts that are over or of which nothing is known."""
+        for runtime in containers.OUTLIVE_CLIENTS:
+            for tag in await containers.tags(self.tag(""), runtime):
+                attempt = self._known.get(tag.removeprefix(self.tag("")))
+                if attempt is None:
+                    await containers.remove(tag, runtime)
+                elif not attempt.running and not attempt.lock.locked():
+                    self._finish_sweep(attempt)
 
     def _finish_sweep(self, attempt: Attempt) -> None:
         """Sweep an attempt whose agent died between the last rank's exit and the sweep."""

@@ -20,6 +20,9 @@ LABEL = "clusterd.tag"
 PROGRAMS = {"docker": ("docker",), "podman": ("podman",), "apptainer": ("apptainer", "singularity")}
 """Programs of each runtime, the first that is there is used."""
 
+OUTLIVE_CLIENTS = ("docker", "podman")
+"""Runtimes whose containers are no children of the program that started them."""
+
 _VERSION = {
     "docker": ("version", "--format", "{{.Server.Version}}"),
     "podman": ("--version",),
@@ -75,7 +78,7 @@ async def remove(tag: str, runtime: str) -> None:
 
     A container that is being created while its client is killed appears late, so that two looks must find nothing.
     """
-    if runtime not in ("docker", "podman"):
+    if runtime not in OUTLIVE_CLIENTS:
         return
     empty, failed = 0, 0
     while empty < 2 and failed < TRIES:
@@ -112,7 +115,7 @@ async def _call(runtime: str, *arguments: str) -> str | None:
 
 def start_failure(container: str, exit_code: int | None, log_lines: Sequence[str]) -> str:
     """Message of a runtime that could not start the container, by its own exit code; empty: the command ran."""
-    if runtime_of(container) not in ("docker", "podman") or exit_code != 125:
+    if runtime_of(container) not in OUTLIVE_CLIENTS or exit_code != 125:
         return ""
     said = next((line for line in reversed(log_lines) if line.strip() and not line.startswith("See '")), "no output")
     return f"{runtime_of(container)} could not start {container.partition(':')[2]}: {said.strip()}"
