@@ -221,9 +221,8 @@ class Attempts:
                 )
             if not attempt.stopped:
                 try:
-                    await self._launcher.start_missing(attempt, request.secrets, control_socket, snapshot)
                     # Under the lock, which holds exit reports back: they must not arrive before this launch's reply.
-                    versions = await self._launcher.versions(attempt, request.secrets)
+                    versions = await self._launcher.launch(attempt, request.secrets, control_socket, snapshot)
                 except Refused:
                     if attempt.running:
                         self._background.start(self._abandon(attempt))

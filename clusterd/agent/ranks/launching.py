@@ -51,14 +51,25 @@ class Launcher:
         self._in_background = in_background
         self._versions = Versions()
 
-    async def start_missing(
+    async def launch(
         self, attempt: Attempt, secrets: dict[str, str], control_socket: Path, snapshot: Path | None
-    ) -> None:
-        """Start the ranks that were never started, and wait until they run.
+    ) -> dict[str, str]:
+        """Start the ranks that were never started, and wait until they run; return the versions that they run with.
 
         Raises:
             Refused: the working directory, the fork server or the disk of this host prevents it.
         """
+        versions = asyncio.ensure_future(self._versions_of(attempt, secrets))  # while the ranks start
+        try:
+            await self._start_missing(attempt, secrets, control_socket, snapshot)
+        except BaseException:
+            versions.cancel()
+            raise
+        return await versions
+
+    async def _start_missing(
+        self, attempt: Attempt, secrets: dict[str, str], control_socket: Path, snapshot: Path | None
+    ) -> None:
         missing = [spec for spec in attempt.launch.ranks if _never_started(attempt, spec.rank)]
         if not missing:
             return
@@ -83,7 +94,7 @@ class Launcher:
             kind = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "host"
             raise Refused(kind, f"cannot launch {attempt.name}: {error}") from error
 
-    async def versions(self, attempt: Attempt, secrets: dict[str, str]) -> dict[str, str]:
+    async def _versions_of(self, attempt: Attempt, secrets: dict[str, str]) -> dict[str, str]:
         """Versions of what the ranks run with; none if a stop comes first, which must not wait for them."""
         env = rank_environment.variables(attempt, attempt.launch.ranks[0], self._tag(attempt.name), secrets)
         if attempt.launch.container:
