@@ -75,7 +75,9 @@ def test_a_failed_build_ends_the_job_with_the_end_of_its_output(local_cluster: R
     assert len(row["attempts"]) == 1
 
 
-def test_an_elastic_job_trains_in_a_built_environment(local_cluster: RunningCluster, tmp_path: Path) -> None:
+def test_an_elastic_job_trains_in_a_built_environment_and_moves_to_a_host_that_builds_it(
+    local_cluster: RunningCluster, tmp_path: Path
+) -> None:
     """Its ranks are forks of an interpreter of that environment, which reads torch from the one of these tests."""
     write_package(tmp_path / "pkg")
     packages = Path(torch.__file__).parent.parent
@@ -88,17 +90,26 @@ def test_an_elastic_job_trains_in_a_built_environment(local_cluster: RunningClus
     (tmp_path / "train.py").write_text(
         "import greeter, torch\nfrom clusterd import train\n"
         "print('says', greeter.GREETING)\n"
+        "import pathlib, time\n"
+        f"def wait(step, metrics): time.sleep(0 if pathlib.Path({str(tmp_path / 'gate')!r}).exists() else 0.1)\n"
         "train.run(model=lambda: torch.nn.Linear(4, 4), loss=lambda output, target: output.square().mean(),\n"
         "    data=[(torch.zeros(4), torch.zeros(4))] * 64, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),\n"
-        "    global_batch=4, steps=4)\n"
+        "    global_batch=4, steps=200, on_step=wait)\n"
     )
     (tmp_path / "job.toml").write_text(
         'kind = "elastic"\ntrials = false\ncommand = ["python", "train.py"]\nrequirements = "requirements.txt"\n'
         "resources = { devices = 1 }\n"
     )
     job = local_cluster.run("submit", "job.toml", cwd=tmp_path).stdout.strip()
-    row = local_cluster.wait_for(job, lambda row: row["state"] in ("finished", "failed"), HANG_S)
+    row = local_cluster.wait_for(job, lambda row: row["step"] > 0 or row["state"] == "failed")
+    other = "local1" if row["hosts"] == ["local0"] else "local0"
+    local_cluster.run("migrate", job, "--plan", "dp=1", "--devices", f"{other}:cpu0", "--pin")
+    local_cluster.wait_for(job, lambda row: row["hosts"] == [other] or row["state"] in ("finished", "failed"))
+    (tmp_path / "gate").touch()
+    row = local_cluster.wait_for(job, lambda row: row["state"] in ("finished", "failed"))
     assert row["state"] == "finished", local_cluster.story(job)
+    assert [migration["failure"] for migration in row["migrations"]] == [""]
+    assert f"builds its environment on {other}" in local_cluster.run("history", "--job", job).stdout
     assert "says hello" in local_cluster.run("logs", job).stdout
 
 
