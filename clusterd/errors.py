@@ -22,6 +22,7 @@ class ClusterError(Exception):
 
     exit_code = 1
     is_permanent = False  # a retry would fail alike
+    is_of_job = False  # any other host would fail alike, too
 
 
 class UsageError(ClusterError):

@@ -63,6 +63,7 @@ def job_row(job: Job, state: State) -> Row:
         "asked_kind": job.spec.resources.kind,
         "plan": str(last.plan) if last and last.plan else None,
         "attempt": last.number if last else 0,
+        "building": dict(job.building),
         "devices": list(last.devices) if last else [],
         "hosts": list(last.hosts) if last else [],
         "holds_devices": running is not None,
@@ -127,6 +128,9 @@ def _away(job: Job, state: State) -> list[Host]:
 def reason(job: Job, state: State) -> str:
     """Reason of the job's state; hosts of a running job that do not answer come first."""
     attempt, away = job.attempt, _away(job, state)
+    if job.building and not away:
+        builds = ", ".join(f"{host} since {_clock(since_s)}" for host, since_s in job.building.items())
+        return f"building its environment on {builds}"
     if attempt is None or not away:
         return job.reason
     account = attempt.account
@@ -198,6 +202,8 @@ def attempt_row(attempt: Attempt) -> Row:
         "state": attempt.state.value,
         "plan": str(attempt.plan) if attempt.plan else None,
         "cores": dict(attempt.cores),
+        "build_times_s": dict(attempt.build_times_s),
+        "versions": {host: dict(found) for host, found in attempt.versions.items()},
         "started_s": attempt.started_s,
         "ended_s": attempt.ended_s,
         "why": attempt.why,

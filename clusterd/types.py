@@ -23,6 +23,9 @@ TEMPLATE_NAMES = ("job", "dp", "tp", "pp", "zero", "accumulation", "devices", "h
 """Placeholders in braces in a checkpointable job's command, filled in at its start."""
 
 
+CONTAINER_RUNTIMES = ("docker", "podman", "apptainer")
+
+
 class JobKind(StrEnum):
     """Kind of a job; each allows more than the one above it."""
 
@@ -127,7 +130,12 @@ class JobSpec:
     command: tuple[str, ...]
     workdir: str | None = None  # directory it was submitted from; the job runs in the packed copy
     snapshot: str | None = None  # sha256 of the workdir's content; None: run in `workdir` itself
+    commit: str = ""  # of git, of the workdir as submitted; "-dirty" at its end where files differ from it
     python: str | None = None  # interpreter or virtual environment, on the hosts
+    uv: str = ""  # uv.lock or pyproject.toml in the workdir, from which hosts build its environment
+    requirements: str = ""  # instead: requirements file for pip in the workdir
+    container: str = ""  # in which its command runs: "docker:IMAGE", "podman:IMAGE", "apptainer:IMAGE"
+    mounts: tuple[str, ...] = ()  # into the container: "SOURCE", "SOURCE:TARGET", "SOURCE:TARGET:ro"
     env: dict[str, str] = field(default_factory=dict)
     datasets: dict[str, str] = field(default_factory=dict)  # by name: "HOST:/folder", or "/folder" on every host
     secrets: tuple[str, ...] = ()  # names only; values are not in the journal
@@ -158,6 +166,16 @@ class JobSpec:
     array: ArrayTask | None = None  # None: submitted alone
     ports: tuple[int, ...] = ()  # on which it serves something, for `clusterd forward` and for people
     trials: bool = True  # it may run a few steps under other plans, to measure their speed
+
+    @property
+    def is_built(self) -> bool:
+        """True where hosts build its Python environment."""
+        return bool(self.uv or self.requirements)
+
+    @property
+    def runtime(self) -> str:
+        """Runtime of its container; empty: it has none."""
+        return self.container.partition(":")[0]
 
     def checkpoint_path(self, job: str, which: str) -> str:
         """Path of one of the job's checkpoints below its checkpoint directory."""
@@ -281,3 +299,5 @@ class HostFacts:
     labels: tuple[str, ...] = ()  # set by operators, for constraints of jobs
     devices: tuple[Device, ...] = ()
     gpu_error: str = ""  # why GPUs that may be there are not offered
+    # container runtimes that are installed, each with why it cannot be used; empty: it can
+    runtimes: dict[str, str] = field(default_factory=dict)

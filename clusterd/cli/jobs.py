@@ -140,7 +140,15 @@ def _line(row: dict[str, Any]) -> list[Any]:
     left_s = row.get("left_s")  # absent from the reply of an older daemon
     left = duration(left_s) if left_s is not None and row["state"] == "running" else ""
     age = ago(row["submitted_s"])
-    return [row["id"], row["name"], row["state"], row["plan"], devices, step, left, loss, age, row["reason"]]
+    return [row["id"], row["name"], row["state"], row["plan"], devices, step, left, loss, age, reason_now(row)]
+
+
+def reason_now(row: dict[str, Any]) -> str:
+    """Reason of the job's state; of a build of its environment with the time that it has taken."""
+    building: dict[str, float] = row.get("building", {})  # absent from the reply of an older daemon
+    if not building or row.get("away"):
+        return str(row["reason"])
+    return f"building its environment on {', '.join(f'{host}, {ago(at_s)}' for host, at_s in building.items())}"
 
 
 @click.command()
@@ -155,10 +163,13 @@ def show(job: str, output: str) -> None:
         show_json(row, output)
         return
     spec = row["spec"]
-    print_line(f"{row['id']}  {row['name']}  {state_and_reason(row)}")
+    print_line(f"{row['id']}  {row['name']}  {state_and_reason(row | {'reason': reason_now(row)})}")
     facts = {
         "kind": row["kind"],
         "command": " ".join(spec["command"]),
+        "python": _environment(spec),
+        "container": spec.get("container"),
+        "commit": spec.get("commit"),
         "user": f"{row['user']} (tenant {row['tenant']})",
         "priority": ", ".join([str(row["priority"]), *(key for key in _RIGHTS if row["spec"].get(key))]),
         "asked": counted(row["asked"], "device") if row["asked"] else "CPU cores",
@@ -190,11 +201,36 @@ def show(job: str, output: str) -> None:
         parts = [attempt["state"]]
         parts += [f"plan {attempt['plan']}"] if attempt["plan"] else []
         parts += [f"{count} CPU cores on {host}" for host, count in attempt["cores"].items()]
+        built = attempt.get("build_times_s", {})  # absent from the reply of an older daemon
+        parts += [f"environment built on {host} in {duration(took_s)}" for host, took_s in built.items()]
         parts += [attempt["why"]] if attempt["why"] else []
         print_line(f"  attempt {attempt['number']}: {', '.join(parts)}")
+        for line in _version_lines(attempt.get("versions", {})):  # absent from the reply of an older daemon
+            print_line(f"    {line}")
         for rank in attempt["ranks"]:
             where = rank["device"] or f"{rank['host']} (CPU cores)"
             print_line(f"    rank {rank['rank']:<4} {where:<24} {rank['end'] or ''}".rstrip())
+
+
+def _environment(spec: dict[str, Any]) -> str | None:
+    """Python environment of the job, where it names one."""
+    built = spec.get("uv") or spec.get("requirements")  # absent from the reply of an older daemon
+    parts = [f"built from {built}"] if built else []
+    parts += [f"{'with ' if built else ''}{spec['python']}"] if spec["python"] else []
+    return " ".join(parts) or None
+
+
+def _version_lines(versions: dict[str, dict[str, str]]) -> list[str]:
+    """Versions that an attempt ran with: one line for hosts that have the same."""
+    hosts_by_text: dict[str, list[str]] = {}
+    for host, found in versions.items():
+        cuda = f" for CUDA {found['cuda']}" if "cuda" in found else ""
+        parts = [f"{name} {found[name]}" for name in ("container", "python", "torch", "driver") if name in found]
+        text = ", ".join(part + cuda if part.startswith("torch ") else part for part in parts)
+        at = f" ({found['interpreter']})" if "interpreter" in found else ""
+        hosts_by_text.setdefault(f"{text}{at}", []).append(host)
+    several = len(hosts_by_text) > 1
+    return [f"{text} on {', '.join(hosts)}" if several else text for text, hosts in hosts_by_text.items()]
 
 
 _METRICS_BYTES = 65536

@@ -15,14 +15,21 @@ import click
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.following import exit_code, first_failure, show_logs, until_over
 from clusterd.cli.common.output import drop_output, note, output_option, show_json, state_and_reason
-from clusterd.cli.common.resources import requested_resources, resource_options
+from clusterd.cli.common.resources import container_options, requested_resources, resource_options, with_container
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.submission.batch_script import is_script, read_batch_script
 from clusterd.submission.job_edit import parse_changes, with_changes
-from clusterd.submission.job_file import Request, command_line_job, read_job_file, variables
+from clusterd.submission.job_file import (
+    Request,
+    check_environment,
+    command_line_job,
+    read_job_file,
+    variables,
+)
 from clusterd.submission.submit import hand_over, pack_workdir, plain, with_workdir
 from clusterd.submission.sweep import array_tasks, in_array, parse_array, parse_sweep, swept
+from clusterd.submission.workdir import commit_of
 from clusterd.types import JobId, JobSpec
 
 _AFTER = click.option(
@@ -36,6 +43,10 @@ _AFTER = click.option(
 
 _WAIT_FOR_HOSTS = click.option(
     "--wait-for-hosts", is_flag=True, help="Queue it even if no host of the cluster can ever serve it."
+)
+_UV = click.option("--uv", metavar="FILE", help="uv.lock or pyproject.toml, from which hosts build its environment.")
+_REQUIREMENTS = click.option(
+    "--requirements", metavar="FILE", help="requirements.txt, from which hosts build its environment; else --uv."
 )
 _ENV = click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be repeated.")
 _SWEEP = click.option(
@@ -62,6 +73,9 @@ _ARRAY = click.option(
     multiple=True,
     help="Overrides a key of the file, as in gpus=4, time=2h, memory=64GB or guaranteed=true; may be repeated.",
 )
+@_UV
+@_REQUIREMENTS
+@container_options
 @_ENV
 @_SWEEP
 @_ARRAY
@@ -90,6 +104,7 @@ def submit(file: Path, output: str, **options: Any) -> int:
         spec = replace(spec, priority=options["priority"])
     if options["changes"]:
         spec = with_changes(spec, parse_changes(options["changes"]))
+    spec = _with_environment(spec, options)
     spec = replace(spec, env={**spec.env, **variables(options["env"])})
     spec = replace(spec, waits_for_hosts=spec.waits_for_hosts or options["wait_for_hosts"])
     spec = replace(spec, restore=options["restore"])
@@ -177,6 +192,20 @@ def _read(file: Path) -> Request:
     return request
 
 
+def _with_environment(spec: JobSpec, options: dict[str, Any]) -> JobSpec:
+    """The job with the environment of ``--uv``, ``--requirements``, or ``--container`` and ``--mount``.
+
+    Raises:
+        ConfigError: the file is not in the workdir.
+    """
+    spec = with_container(spec, options)
+    if not (options["uv"] or options["requirements"]):
+        return spec
+    spec = replace(spec, uv=options["uv"] or "", requirements=options["requirements"] or "")
+    check_environment(spec, "--uv" if options["uv"] else "--requirements")
+    return spec
+
+
 Expansion = Callable[[JobSpec], list[JobSpec]]
 """From a job to the jobs of its sweep or array; a list of one where there is none."""
 
@@ -233,6 +262,9 @@ def _queue(cluster: Client, request: Request, expand: Expansion, output: str) ->
 @click.option("--preemptible", is_flag=True, help="May be stopped for other jobs, and begins anew after them.")
 @click.option("--time", "time_limit", help="Time limit, as in 12h.")
 @click.option("--python", help="Interpreter or virtual environment on the hosts, for `python` in ARGV.")
+@_UV
+@_REQUIREMENTS
+@container_options
 @click.option("--secret", multiple=True, help="NAME of a variable to pass on without showing it; may be repeated.")
 @_ENV
 @_SWEEP
@@ -275,12 +307,14 @@ def run(argv: tuple[str, ...], **options: Any) -> int:
         preemptible=options["preemptible"],
         python=options["python"],
     )
-    request = replace(request, spec=spec)
+    request = replace(request, spec=_with_environment(spec, options))
     with Client() as cluster:
         if options["dry_run"]:
             return _dry_run(cluster, request.spec, expand, "table", snapshot=snapshot)
         if snapshot:
             request = replace(request, spec=with_workdir(cluster, request.spec, say=note))
+        elif request.spec.workdir is not None:
+            request = replace(request, spec=replace(request.spec, commit=commit_of(Path(request.spec.workdir))))
         if options["detach"]:
             _queue(cluster, request, expand, "table")
             return 0

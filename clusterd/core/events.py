@@ -304,6 +304,28 @@ class AttemptLaunched(Event):
     attempt: int
     generation: int
     restored_step: int | None = None  # step of the state snapshot in memory that it was restored from
+    versions: dict[HostId, dict[str, str]] = field(default_factory=dict)  # of Python, torch, ... on each host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentBuildStarted(Event):
+    """A host lacks the Python environment of a job, and builds it before the ranks start."""
+
+    job: JobId
+    attempt: int
+    generation: int
+    host: HostId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentBuilt(Event):
+    """A host has built the Python environment of a job."""
+
+    job: JobId
+    attempt: int
+    generation: int
+    host: HostId
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -450,46 +472,13 @@ class MigrationFailed(Event):
 EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
-        DaemonStarted,
-        ClockSet,
-        TimerFired,
-        HostAdded,
-        HostRemoved,
-        HostDrained,
-        HostUndrained,
-        HostConnected,
-        HostDisconnected,
-        HostChanged,
-        DevicesClaimed,
-        DeviceClaimRemoved,
-        AccountConnected,
-        AccountDisconnected,
-        JobSubmitted,
-        JobCancelled,
-        JobReprioritised,
-        JobEdited,
-        JobHeld,
-        JobReleased,
-        JobRequeued,
-        ModelDescribed,
-        ModelNotDescribed,
-        SpeedLearned,
-        CompletionPredicted,
-        TrialProposed,
-        TrialMeasured,
-        AttemptLaunched,
-        LaunchFailed,
-        RankExited,
-        RankOrphaned,
-        AttemptStopped,
-        AttemptProgressed,
-        CheckpointTaken,
-        MigrationRequested,
-        JobUnpinned,
-        MigrationAdvanced,
-        MigrationVerified,
-        MigrationFinished,
-        MigrationFailed,
+        DaemonStarted, ClockSet, TimerFired, HostAdded, HostRemoved, HostDrained, HostUndrained, HostConnected,
+        HostDisconnected, HostChanged, DevicesClaimed, DeviceClaimRemoved, AccountConnected,
+        AccountDisconnected, JobSubmitted, JobCancelled, JobReprioritised, JobEdited, JobHeld, JobReleased,
+        JobRequeued, ModelDescribed, ModelNotDescribed, SpeedLearned, CompletionPredicted, TrialProposed,
+        TrialMeasured, EnvironmentBuildStarted, EnvironmentBuilt, AttemptLaunched, LaunchFailed, RankExited,
+        RankOrphaned, AttemptStopped, AttemptProgressed, CheckpointTaken, MigrationRequested, JobUnpinned,
+        MigrationAdvanced, MigrationVerified, MigrationFinished, MigrationFailed,
     )
-}
+}  # fmt: skip
 """Event classes by the name that the journal stores."""

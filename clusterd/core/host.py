@@ -100,6 +100,13 @@ class Host:
         """Labels that the host does not have."""
         return [label for label in constraint if self.facts is None or label not in self.facts.labels]
 
+    def why_no_container(self, runtime: str) -> str:
+        """Reason why containers of a runtime cannot run here; empty: they can, or none is asked for."""
+        if not runtime or self.facts is None or self.facts.runtimes.get(runtime) == "":
+            return ""
+        fault = self.facts.runtimes.get(runtime)
+        return f"{self.id} has no {runtime}" if fault is None else f"{runtime} on {self.id} cannot be used: {fault}"
+
     def why_left_out(self, device: DeviceId) -> str:
         """Reason why a faulty or withheld device is not offered."""
         if (account := self.withheld.get(device)) is not None:

@@ -227,6 +227,8 @@ _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.CompletionPredicted: trials.on_completion_predicted,
     e.TrialProposed: trials.on_trial_proposed,
     e.TrialMeasured: trials.on_trial_measured,
+    e.EnvironmentBuildStarted: attempt_events.on_environment_build_started,
+    e.EnvironmentBuilt: attempt_events.on_environment_built,
     e.AttemptLaunched: attempt_events.on_attempt_launched,
     e.LaunchFailed: attempt_events.on_launch_failed,
     e.RankExited: attempt_events.on_rank_exited,

@@ -191,6 +191,8 @@ class Attempt:
     survivors: Survivors = field(default_factory=Survivors)
     hosts_by_generation: dict[int, dict[int, HostId]] = field(default_factory=dict)  # host by rank, of former ones
     plans_by_generation: dict[int, Plan] = field(default_factory=dict)  # of former ones
+    versions: dict[HostId, dict[str, str]] = field(default_factory=dict)  # of Python, torch, CUDA, driver
+    build_times_s: dict[HostId, float] = field(default_factory=dict)  # of hosts that built it for this attempt
     announced_cores: int | None = None  # per device, last sent to its ranks; None: nothing was sent
     reserved_devices: dict[DeviceId, HostId] = field(default_factory=dict)  # leased, idle while a smaller plan is tried
     history: History = field(default_factory=list)
@@ -293,6 +295,7 @@ class Job:
     pinned: Plan | None = None  # plan that its user fixed; of a checkpointable job: for its next start, too
     description: Description = Description.NOT_NEEDED
     described_on: HostId | None = None
+    building: dict[HostId, float] = field(default_factory=dict)  # hosts that build its environment, since when
     shape: dict[str, Any] | None = None  # plans.model_shape.ModelShape
     model: str = ""  # signature of its model: key of `State.performance_tables`
     predictable: bool | None = None  # by its loss curve; None: not judged
@@ -327,6 +330,8 @@ class Job:
         wanted = self.spec.resources
         named = not wanted.hosts or host.id in wanted.hosts
         labelled = not wanted.constraint or not host.missing_labels(wanted.constraint)
+        if self.spec.container and host.why_no_container(self.spec.runtime):
+            return False
         return named and labelled and host.id not in self.excluded_hosts
 
     @property

@@ -122,6 +122,10 @@ def _of_attempt(event: e.Event, state: State) -> Line:
             if step is not None:
                 return Line(f"continues after step {step:,}, whose state was in host memory")
             return Line(f"all ranks of attempt {number} run", is_routine=True)
+        case e.EnvironmentBuildStarted(host=host):
+            return Line(f"builds its environment on {host}")
+        case e.EnvironmentBuilt(host=host, seconds=seconds):
+            return Line(f"its environment on {host} was built in {duration(seconds)}")
         case e.LaunchFailed(host=host, why=why):
             return Line(f"did not start on {host}: {why}")
         case e.RankExited(rank=rank, end=end):

@@ -61,6 +61,7 @@ class Facts:
     gpus: tuple[GpuRow, ...] = ()
     addresses: tuple[AddressRow, ...] = ()
     gpu_error: str | None = None  # why GPUs that may be there are not among `gpus`
+    runtimes: dict[str, str] = field(default_factory=dict)  # of containers, each with why it cannot be used, or ""
 
 
 @dataclass(frozen=True)

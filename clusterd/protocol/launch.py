@@ -62,6 +62,7 @@ class Launched:
     """All ranks of the generation on this host."""
 
     ranks: tuple[StartedRank, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)  # of Python, torch, ... as far as they are known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,8 @@ class LaunchRequest(Request[Launched], verb="launch"):
     snapshot: str | None = None  # digest of the submitted workdir
     workdir: str | None = None  # directory on the host, instead
     python: str | None = None  # interpreter of the job's environment
+    container: str = ""  # "docker:IMAGE", "podman:IMAGE", "apptainer:IMAGE"; "": none
+    mounts: tuple[str, ...] = ()  # "SOURCE", "SOURCE:TARGET", "SOURCE:TARGET:ro"
     grace_s: float = 0.0
     restore: str | None = None  # directory of the checkpoint to restore
     final: str | None = None  # directory of the final checkpoint

@@ -49,6 +49,28 @@ class StopRanks(OfGeneration, Request[Stopped], verb="stop"):
 
 
 @dataclass(frozen=True)
+class BuiltEnvironment:
+    """Interpreter of a built environment, and the seconds that the build took; 0: it was there."""
+
+    python: str  # "": it is not built, and was not to be
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildEnvironment(OfGeneration, Request[BuiltEnvironment], verb="build_environment"):
+    """Build the Python environment of a job for an attempt, or find the one that is built; a stop cancels it."""
+
+    uv: str = ""  # uv.lock or pyproject.toml of a project with both, in the workdir
+    requirements: str = ""  # instead: a requirements file for pip, in the workdir
+    python: str | None = None  # interpreter to build it with
+    snapshot: str | None = None  # digest of the submitted workdir
+    workdir: str | None = None  # directory on the host, instead
+    env: dict[str, str] = field(default_factory=dict, repr=False)
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    only_look: bool = False  # do not build it
+
+
+@dataclass(frozen=True)
 class Forgotten:
     """Bytes that were freed."""
 
@@ -457,8 +479,8 @@ class Shutdown(Request[Done], verb="shutdown"):
 
 
 REQUESTS = by_verb(
-    LaunchRequest, StopRanks, ForgetAttempt, ReadLog, ReadSteps, ReadRecord, ListFiles, ReadFile, ReadModel,
-    HasWorkdir, PutWorkdir, LeasePort, ServeDataset, SetDatasets, CheckHost, ServeSegments, AdmitReaders, KeepReplica,
-    ReplicaIsDone, MoveRanks, QuiesceRanks, AbortRanks, ResumeRanks, SendToRanks, DropMigration, OpenTerminal, OpenPort,
-    ReadTerminal, WriteTerminal, HoldTerminal, CloseTerminal, Facts, Heartbeat, Shutdown,
+    LaunchRequest, BuildEnvironment, StopRanks, ForgetAttempt, ReadLog, ReadSteps, ReadRecord, ListFiles, ReadFile,
+    ReadModel, HasWorkdir, PutWorkdir, LeasePort, ServeDataset, SetDatasets, CheckHost, ServeSegments, AdmitReaders,
+    KeepReplica, ReplicaIsDone, MoveRanks, QuiesceRanks, AbortRanks, ResumeRanks, SendToRanks, DropMigration,
+    OpenTerminal, OpenPort, ReadTerminal, WriteTerminal, HoldTerminal, CloseTerminal, Facts, Heartbeat, Shutdown,
 )  # fmt: skip

@@ -46,8 +46,11 @@ RouteSource = Callable[[], Awaitable[Route]]
 Callback = Callable[[Message], Awaitable[None] | None]
 
 
-_PERMANENT = ("environment", "workdir", "launch")
+_PERMANENT = ("environment", "workdir", "launch", "build")
 """Kinds of refusals that only a user can resolve."""
+
+_OF_JOB = ("build",)
+"""Kinds of refusals of which the job is the cause, whatever the host."""
 
 
 class AgentRefused(HostError):
@@ -57,6 +60,7 @@ class AgentRefused(HostError):
         super().__init__(message)
         self.kind = kind
         self.is_permanent = kind in _PERMANENT
+        self.is_of_job = kind in _OF_JOB
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ from typing import Any
 
 from clusterd.errors import ConfigError, UsageError
 from clusterd.toml import check_keys, data_folders, read_toml, text_table
-from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
+from clusterd.types import CONTAINER_RUNTIMES, HostId, JobId, JobKind, JobSpec, Resources
 from clusterd.units import counted, parse_capability, parse_duration_s, parse_gpus, parse_size
 from plans.plan import Plan, PlanError
 
 _TOP = {
-    "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "preemptible", "tenant", "resources",
-    "limits", "env", "secrets", "trials", "datasets", "snapshots", "checkpoints", "target_loss",
-    "after", "wait_for_hosts", "array", "ports",
+    "name", "kind", "command", "workdir", "python", "uv", "requirements", "container", "mounts", "priority",
+    "guaranteed", "preemptible", "tenant", "resources", "limits", "env", "secrets", "trials", "datasets",
+    "snapshots", "checkpoints", "target_loss", "after", "wait_for_hosts", "array", "ports",
 }  # fmt: skip
 _RESOURCES = {
     "gpus", "devices", "cpus", "memory", "plan", "plans", "hosts", "gpu_type", "gpu_memory", "nodes", "gpus_per_node",
@@ -29,6 +29,9 @@ _LIMITS = {"time", "stall", "grace", "retries", "retry_on", "on_nan"}
 _CHECKPOINTS = {"directory", "every"}
 
 NAME_LENGTH_MAX = 63
+
+UV_FILES = ("pyproject.toml", "uv.lock")
+"""Files of a project that uv needs; a job names one of them."""
 
 _TYPES = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "a table", float: "a number"}
 
@@ -87,6 +90,10 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
         command=tuple(_texts(command, f"{where}: command")),
         workdir=_workdir(file, get("workdir", str, "."), where),
         python=get("python", str, None),
+        uv=get("uv", str, ""),
+        requirements=get("requirements", str, ""),
+        container=parse_container(get("container", str, ""), where),
+        mounts=tuple(_texts(get("mounts", list, []), f"{where}: mounts")),
         env=dict(text_table(get.table("env"), f"{where}: [env]")),
         datasets=datasets,
         secrets=tuple(sorted(secrets)),
@@ -110,7 +117,46 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
         checkpoint_directory=saved("directory", str, None),
         checkpoint_every_s=saved.duration_s("every", None),
     )
+    check_environment(spec, where)
     return Request(spec, secrets, get("array", str, ""))
+
+
+def parse_container(given: str, where: str) -> str:
+    """Runtime and image of ``docker:IMAGE``; a path to a ``.sif`` file is one of Apptainer.
+
+    Raises:
+        ConfigError: no such runtime, or no image.
+    """
+    runtime, _, image = given.partition(":")
+    if given.endswith(".sif") and runtime not in CONTAINER_RUNTIMES:
+        return f"apptainer:{given}"
+    if given and (runtime not in CONTAINER_RUNTIMES or not image):
+        known = ", ".join(f"{name}:IMAGE" for name in CONTAINER_RUNTIMES)
+        raise ConfigError(f"{where}: container is {given!r}; it must be {known}, or a path to a .sif file")
+    return given
+
+
+def check_environment(spec: JobSpec, where: str) -> None:
+    """Check that the files of which the hosts build the job's environment are in its workdir.
+
+    Raises:
+        ConfigError: names the key and the file.
+    """
+    if spec.uv and spec.requirements:
+        raise ConfigError(f"{where}: uv and requirements are both given: give one of them")
+    workdir = Path(spec.workdir or ".")
+    for key, given in (("uv", spec.uv), ("requirements", spec.requirements)):
+        needed = [given] if given else []
+        if key == "uv" and given:
+            if Path(given).name not in UV_FILES:
+                raise ConfigError(f"{where}: uv is {given!r}; it must be {' or '.join(UV_FILES)}, in the workdir")
+            needed = [str(Path(given).parent / name) for name in UV_FILES]
+        for name in needed:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ConfigError(f"{where}: {key} is {name!r}; it must be a path inside the workdir")
+            if not (workdir / name).is_file():
+                how = ": `uv lock` writes it" if name.endswith("uv.lock") else ""
+                raise ConfigError(f"{where}: {key}: there is no {name} in the workdir {workdir}{how}")
 
 
 def _on_nan(given: str, where: str) -> bool:

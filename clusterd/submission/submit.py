@@ -10,7 +10,7 @@ from typing import Any
 from clusterd.client import Client
 from clusterd.submission.ignore_rules import IGNORE_FILE
 from clusterd.submission.job_file import Request
-from clusterd.submission.workdir import Snapshot, pack
+from clusterd.submission.workdir import Snapshot, commit_of, pack
 from clusterd.types import JobKind, JobSpec
 from clusterd.units import counted, size
 
@@ -70,7 +70,7 @@ def with_workdir(cluster: Client, spec: JobSpec, say: Callable[[str], None] = la
                 offset += len(data)
                 if last:
                     break
-    return replace(spec, snapshot=packed.digest)
+    return replace(spec, snapshot=packed.digest, commit=commit_of(Path(spec.workdir)))
 
 
 def pack_workdir(cluster: Client, spec: JobSpec) -> Snapshot:

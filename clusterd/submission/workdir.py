@@ -80,6 +80,23 @@ def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imp
     return Snapshot(digest.hexdigest(), size_bytes, count, tuple(sorted(secrets)), spool)
 
 
+def commit_of(directory: Path) -> str:
+    """Commit of git that is checked out there, with ``-dirty`` where the files below differ; empty: none is known."""
+    env = {name: value for name, value in os.environ.items() if name not in _git_variables()}
+    answers = []
+    for command in (["rev-parse", "--verify", "HEAD"], ["status", "--porcelain", "--", "."]):
+        git = ["git", "--no-optional-locks", "-C", str(directory), *command]
+        try:
+            done = subprocess.run(git, env=env, capture_output=True, check=False, timeout=GIT_TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        if done.returncode:
+            return ""
+        answers.append(os.fsdecode(done.stdout).strip())
+    commit, differences = answers
+    return f"{commit}-dirty" if differences else commit
+
+
 def refuse_missing(directory: Path) -> None:
     """Refuse a path that is not an existing directory.
 

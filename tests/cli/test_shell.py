@@ -49,12 +49,12 @@ class Person:
         end = time.monotonic() + HANG_S
         while text.encode() not in self.message:
             ready, _, _ = select.select([self._screen], [], [], 0.1)
-            assert time.monotonic() < end, f"waited for {text!r} and saw {self.said!r}"
+            assert time.monotonic() < end, f"waited for {text!r} and saw {self.message!r}"
             if ready:
                 try:
                     self.message += os.read(self._screen, 1 << 16)
                 except OSError:
-                    raise AssertionError(f"{text!r} did not come; it ended with {self.said!r}") from None
+                    raise AssertionError(f"{text!r} did not come; it ended with {self.message!r}") from None
         self.message = self.message.partition(text.encode())[2]
 
     def leaves(self) -> int:
@@ -144,15 +144,15 @@ def test_the_end_of_a_shell_by_its_time_limit_is_no_cancel(
     local_cluster: RunningCluster, at_terminal: Callable[..., Person], tmp_path: Path
 ) -> None:
     """Regression: the shell exited as if killed, without a message, and its job was listed as cancelled."""
-    person = at_terminal("shell", "--devices", "1", "--time", "1s", "--name", "brief")
-    person.sees("ends: its time limit of 1.0s is over")
+    person = at_terminal("shell", "--devices", "1", "--time", "5s", "--name", "brief")
+    person.sees("ends: its time limit of 5.0s is over")
     assert person.leaves() == 124
     ended = local_cluster.wait_for("brief", lambda row: row["ended_s"])
     assert (ended["state"], ended["exit_code"]) == ("failed", 124)
-    piped = ("shell", "--devices", "1", "--time", "1s", "--", "sleep", "1000")
+    piped = ("shell", "--devices", "1", "--time", "5s", "--", "sleep", "1000")
     done = local_cluster.run(*piped, cwd=tmp_path, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == 124
-    assert done.stderr.endswith("ends: its time limit of 1.0s is over\n")
+    assert done.stderr.endswith("ends: its time limit of 5.0s is over\n")
 
 
 @pytest.mark.slow

@@ -140,6 +140,15 @@ class Chaos(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         self.world.tell(e.JobCancelled(**self.world.at(), job=self.some_job(data).id))
 
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), host=HOST, done=st.booleans())
+    def build_environment(self, data: st.DataObject, host: HostId, done: bool) -> None:
+        """A host builds the environment of a job, perhaps of an attempt that is over by now."""
+        job, at = self.some_job(data), self.world.at()
+        attempt = {"job": job.id, "attempt": len(job.attempts), "generation": 1, "host": host}
+        built = e.EnvironmentBuilt(**at, **attempt, seconds=1.0)
+        self.world.tell(built if done else e.EnvironmentBuildStarted(**at, **attempt))
+
     @rule(host=HOST, drained=st.booleans())
     def drain(self, host: HostId, drained: bool) -> None:
         kind = e.HostDrained if drained else e.HostUndrained

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import sys
 from collections.abc import Mapping
@@ -57,18 +58,44 @@ def interpreter(given: str | None) -> str:
     if not given:
         return sys.executable
     path = Path(given).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # Path.is_dir raises where a directory above is closed
         path = path / "bin" / "python"
     elif "/" not in given:
         import shutil
 
         found = shutil.which(given)
         path = Path(found) if found else path
-    if not os.access(path, os.X_OK) or path.is_dir():
-        raise FileNotFoundError(
-            f"no Python at {path}: the job's `python` must name an interpreter or a virtual environment there"
-        )
+    if fault := _why_not(path):
+        raise FileNotFoundError(f"{fault}; the job's `python` must name an interpreter or a virtual environment there")
     return str(path.absolute())
+
+
+def _why_not(path: Path) -> str:
+    """Reason for which this account cannot run an interpreter; empty where it can."""
+    if os.access(path, os.X_OK) and not os.path.isdir(path):
+        return ""
+    try:
+        os.stat(path)
+    except PermissionError:
+        closed = next((p for p in reversed(path.parents) if not os.access(p, os.X_OK)), path.parent)
+        return f"no Python at {path} for {_account()}: {closed} is closed to it (chmod o+x {closed})"
+    except OSError:
+        if path.is_symlink():
+            target = os.readlink(path)
+            return (
+                f"no Python at {path}: it links to {target}, which is not on this host: make the environment anew here"
+            )
+        return f"no Python at {path}"
+    if os.path.isdir(path):
+        return f"no Python at {path}: it is a directory"
+    return f"no Python at {path} for {_account()}: it may not execute the file (chmod a+rx {path})"
+
+
+def _account() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 _OF_OTHERS = (

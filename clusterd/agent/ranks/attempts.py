@@ -17,7 +17,7 @@ from clusterd.agent.host import attempt_records, cgroups, files, processes, rank
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import Home, read_json, write_json
 from clusterd.agent.log import log_line
-from clusterd.agent.ranks import launching, stopping
+from clusterd.agent.ranks import containers, launching, stopping
 from clusterd.agent.ranks.exit_reports import STRAGGLER_GRACE_S, Emit, ExitReports
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.forkserver import RankRecord
@@ -147,6 +147,18 @@ class Attempts:
             else:
                 self._exit_reports.poll(attempt)
 
+        self._background.start(self._end_orphaned_containers())  # its runtime may hang
+
+    async def _end_orphaned_containers(self) -> None:
+        """End containers that an earlier agent left, of attempts that are over or of which nothing is known."""
+        for runtime in containers.OUTLIVE_CLIENTS:
+            for tag in await containers.tags(self.tag(""), runtime):
+                attempt = self._known.get(tag.removeprefix(self.tag("")))
+                if attempt is None:
+                    await containers.remove(tag, runtime)
+                elif not attempt.running and not attempt.lock.locked():
+                    self._finish_sweep(attempt)
+
     def _finish_sweep(self, attempt: Attempt) -> None:
         """Sweep an attempt whose agent died between the last rank's exit and the sweep."""
         for rank in attempt.ranks.values():
@@ -201,6 +213,7 @@ class Attempts:
             cause = "its id was given out again, as after a cluster's state was restored from a backup"
             raise Refused("environment", f"{directory.name} of another job is on this host: {cause}")
         attempt.launch = replace(attempt.launch, env=launch.env)
+        versions: dict[str, str] = {}
         async with attempt.lock:
             if attempt.stopped and not attempt.ranks:
                 raise Refused(
@@ -208,14 +221,16 @@ class Attempts:
                 )
             if not attempt.stopped:
                 try:
-                    await self._launcher.start_missing(attempt, request.secrets, control_socket, snapshot)
+                    # Under the lock, which holds exit reports back: they must not arrive before this launch's reply.
+                    versions = await self._launcher.launch(attempt, request.secrets, control_socket, snapshot)
                 except Refused:
                     if attempt.running:
                         self._background.start(self._abandon(attempt))
                     raise
         self._exit_reports.flush(attempt)
         self._exit_reports.repeat(attempt)
-        return Launched(tuple(StartedRank(r.rank, r.pid, r.start_time) for r in attempt.ranks.values()))
+        started = tuple(StartedRank(r.rank, r.pid, r.start_time) for r in attempt.ranks.values())
+        return Launched(started, versions)
 
     async def _abandon(self, attempt: Attempt) -> None:
         """Stop the ranks that a failed launch had started."""
@@ -283,6 +298,7 @@ class Attempts:
                 lambda: self._ask(attempt, reason, attempt.grace_s, flags or {}),
                 lambda pid, start_time, seconds: _show_threads(attempt, pid, start_time, seconds),
             )
+            await containers.remove(self.tag(attempt.name), containers.runtime_of(attempt.launch.container))
             for rank in attempt.ranks.values():
                 if rank.state == "running" and rank.end is None:
                     rank.end = await self._exit_reports.wait_for(attempt, rank)

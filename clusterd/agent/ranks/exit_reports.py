@@ -10,7 +10,7 @@ from collections.abc import Callable
 from clusterd.agent.background_tasks import Background
 from clusterd.agent.host import processes
 from clusterd.agent.host.attempt_records import Attempt, Rank
-from clusterd.agent.ranks import stopping
+from clusterd.agent.ranks import containers, stopping
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.agent import RankExited
 from clusterd.protocol.forkserver import RankRecord
@@ -86,6 +86,7 @@ class ExitReports:
     async def _sweep_and_report(self, attempt: Attempt) -> None:
         async with attempt.lock:
             await stopping.sweep(self._tag(attempt.name), STRAGGLER_GRACE_S, attempt.sessions, attempt.cgroups)
+            await containers.remove(self._tag(attempt.name), containers.runtime_of(attempt.launch.container))
             self.report_all(attempt)
 
     def _report(self, attempt: Attempt, rank: Rank) -> None:
@@ -93,6 +94,10 @@ class ExitReports:
             return
         self._before_end(attempt)
         rank.take(attempt.judged(rank.end))
+        if attempt.launch.container and not rank.message:
+            rank.message = containers.start_failure(
+                attempt.launch.container, rank.exit_code, _last_lines(attempt, rank)
+            )
         rank.end = None
         self._send(attempt, rank)
 
@@ -109,6 +114,15 @@ class ExitReports:
         named = (attempt.job, attempt.attempt, attempt.generation, rank.rank)
         reason, message = rank.reason or Reason.LOST, rank.message or ""
         self._emit(RankExited(*named, reason, rank.exit_code, rank.signal, rank.at_s, message))
+
+
+def _last_lines(attempt: Attempt, rank: Rank) -> list[str]:
+    try:
+        with open(attempt.log(rank.rank), "rb") as log:
+            log.seek(max(log.seek(0, 2) - 4096, 0))
+            return log.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def _exit_record(attempt: Attempt, rank: Rank) -> RankRecord | None:

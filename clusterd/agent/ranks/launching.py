@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from clusterd.agent.forkserver.client import ForkServers, SpawnFailed
 from clusterd.agent.host import cgroups, programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Rank, Refused
+from clusterd.agent.ranks import container_command
+from clusterd.agent.ranks.versions import Versions
 from clusterd.exit_reasons import EXIT_CODE_OF, Reason
 from clusterd.protocol.forkserver import Spawn
 from clusterd.protocol.launch import LaunchRequest, RankSpec
@@ -47,15 +49,27 @@ class Launcher:
         self._tag = tag
         self._group = group
         self._in_background = in_background
+        self._versions = Versions()
 
-    async def start_missing(
+    async def launch(
         self, attempt: Attempt, secrets: dict[str, str], control_socket: Path, snapshot: Path | None
-    ) -> None:
-        """Start the ranks that were never started, and wait until they run.
+    ) -> dict[str, str]:
+        """Start the ranks that were never started, and wait until they run; return the versions that they run with.
 
         Raises:
             Refused: the working directory, the fork server or the disk of this host prevents it.
         """
+        versions = asyncio.ensure_future(self._versions_of(attempt, secrets))  # while the ranks start
+        try:
+            await self._start_missing(attempt, secrets, control_socket, snapshot)
+        except BaseException:
+            versions.cancel()
+            raise
+        return await versions
+
+    async def _start_missing(
+        self, attempt: Attempt, secrets: dict[str, str], control_socket: Path, snapshot: Path | None
+    ) -> None:
         missing = [spec for spec in attempt.launch.ranks if _never_started(attempt, spec.rank)]
         if not missing:
             return
@@ -70,7 +84,7 @@ class Launcher:
                 for spec in missing:
                     if attempt.stopped:
                         return
-                    await self._start(attempt, spec, secrets, work)
+                    await self._start(attempt, spec, secrets, work, control_socket)
         except SpawnFailed as failed:
             if failed.kind != "no-torch":
                 raise Refused(failed.kind, str(failed)) from failed
@@ -79,6 +93,20 @@ class Launcher:
         except OSError as error:
             kind = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "host"
             raise Refused(kind, f"cannot launch {attempt.name}: {error}") from error
+
+    async def _versions_of(self, attempt: Attempt, secrets: dict[str, str]) -> dict[str, str]:
+        """Versions of what the ranks run with; none if a stop comes first, which must not wait for them."""
+        env = rank_environment.variables(attempt, attempt.launch.ranks[0], self._tag(attempt.name), secrets)
+        if attempt.launch.container:
+            return {"container": attempt.launch.container}
+        versions = asyncio.ensure_future(self._versions.of(attempt.launch, env))
+        stop = asyncio.ensure_future(attempt.stop_asked.wait())
+        await asyncio.wait({versions, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if versions.done():
+            return versions.result()
+        self._in_background(versions)
+        return {}
 
     async def _server_is_ready(self, attempt: Attempt, spec: RankSpec, secrets: dict[str, str]) -> bool:
         """Wait for the fork server; False if a stop came first, which must not wait for an import of torch."""
@@ -97,20 +125,27 @@ class Launcher:
         self._in_background(server)  # continues: the next job of this environment finds the server ready
         return False
 
-    async def _start(self, attempt: Attempt, spec: RankSpec, secrets: dict[str, str], work: Path) -> None:
+    async def _start(
+        self, attempt: Attempt, spec: RankSpec, secrets: dict[str, str], work: Path, control_socket: Path
+    ) -> None:
         launch = attempt.launch
         rank = attempt.ranks[spec.rank]
         forked = rank_environment.runs_in_fork(launch)
         env = rank_environment.variables(attempt, spec, self._tag(attempt.name), secrets)
+        argv = rank_environment.forked_argv(launch) if forked else rank_environment.exec_argv(launch)
+        if launch.container:
+            inside = inside_of(attempt, spec, self._tag(attempt.name), env, [*launch.env, *secrets], control_socket)
+            argv, env = container_command.command(inside, argv)
+        threads = env.get("OMP_NUM_THREADS", "")
         request = Spawn(
             generation=attempt.generation,
             kind=launch.kind,
             mode="python" if forked else "exec",
-            argv=tuple(rank_environment.forked_argv(launch) if forked else rank_environment.exec_argv(launch)),
+            argv=tuple(argv),
             env=env,
             cwd=str(work),
             cores=spec.device.cores,
-            threads=int(env["OMP_NUM_THREADS"]) if env["OMP_NUM_THREADS"].isdigit() else 0,
+            threads=int(threads) if threads.isdigit() else 0,
             log=str(attempt.log(rank.rank)),
             state=str(attempt.state_file(rank.rank)),
             stop_marker=str(attempt.stop_marker),
@@ -126,6 +161,29 @@ class Launcher:
             rank.take(record)
             if record.state == "exited":
                 rank.state, rank.end = "running", record
+
+
+def inside_of(
+    attempt: Attempt, spec: RankSpec, tag: str, env: dict[str, str], named: Iterable[str], control_socket: Path
+) -> container_command.Inside:
+    """Place of a rank in its container.
+
+    Args:
+        env: of the rank, on the host.
+        named: variables that the job sets.
+    """
+    agent, _, name = tag.partition("/")
+    sockets = (control_socket.parent,) if attempt.launch.kind != "command" else ()
+    return container_command.Inside(
+        launch=attempt.launch,
+        rank=spec,
+        name=f"clusterd-{agent[:12]}-{name}-{spec.rank}",
+        tag=tag,
+        env=env,
+        named=frozenset(named),
+        work=rank_environment.work_of(attempt),
+        directories=(attempt.directory, *sockets),
+    )
 
 
 def _never_started(attempt: Attempt, number: int) -> bool:

@@ -18,9 +18,12 @@ import termios
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from clusterd.agent.host import programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Refused
+from clusterd.agent.ranks import container_command
+from clusterd.agent.ranks.launching import inside_of
 from clusterd.agent.ranks.port_connections import PortConnection
 from clusterd.process_attributes import inherited_umask
 from clusterd.protocol.launch import RankSpec
@@ -34,9 +37,14 @@ SILENT_S = 120.0
 
 
 class Terminals:
-    """Open terminals of this host, by unguessable name."""
+    """Open terminals of this host, by unguessable name.
 
-    def __init__(self) -> None:
+    Args:
+        rank_socket: on which this agent serves ranks.
+    """
+
+    def __init__(self, rank_socket: Path) -> None:
+        self._rank_socket = rank_socket
         self._open: dict[str, Terminal | PortConnection] = {}
 
     async def open(
@@ -64,6 +72,9 @@ class Terminals:
         rank_environment.forget_rank(env)
         if screen is not None:
             env["TERM"] = screen.term
+        if attempt.launch.container:
+            inside = inside_of(attempt, given, tag, env, variables, self._rank_socket)
+            argv, env = container_command.beside(inside, argv, on_screen=screen is not None)
         shell = pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
         group = attempt.ranks[rank].cgroup
         cores = ",".join(str(core) for core in given.device.cores)

@@ -8,9 +8,11 @@ from pathlib import Path
 from clusterd.agent.host import facts
 from clusterd.agent.host.gpu_probe import Probe
 from clusterd.agent.host.usage import CpuUse, device_uses
+from clusterd.agent.ranks import containers
 from clusterd.agent.ranks.attempts import Attempts
 from clusterd.agent.server.connection import Message
 from clusterd.agent.server.sessions import Sessions
+from clusterd.agent.threads import in_thread
 from clusterd.protocol.agent import FactsChanged, Usage
 
 PERIOD_S = 10.0
@@ -27,11 +29,20 @@ class Hardware:
         self._attempts = attempts
         self._disk = disk
         self._probe = Probe()
+        self._runtimes: dict[str, str] = {}
 
-    async def facts(self) -> Message:
-        """Return the protocol's Facts message."""
+    async def facts(self, *, anew: bool = True) -> Message:
+        """Return the protocol's Facts message.
+
+        Args:
+            anew: ask the container runtimes, too, which may start a process for each.
+        """
         held = {uuid for attempt in self._attempts for uuid in attempt.held}
-        found = await asyncio.get_running_loop().run_in_executor(None, facts.gather, self._probe, self._disk, held)
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(None, facts.gather, self._probe, self._disk, held)
+        if anew:
+            self._runtimes = await in_thread(containers.runtimes, "runtimes")
+        found["runtimes"] = dict(self._runtimes)
         # A GPU that does not answer may be numbered here and not by CUDA, as one with MIG on is.
         is_uncertain = found["gpu_error"] or any("slice" in gpu for gpu in found["gpus"])
         self._attempts.gpu_indices = {} if is_uncertain else {gpu["uuid"]: int(gpu["index"]) for gpu in found["gpus"]}
@@ -46,7 +57,7 @@ class Hardware:
             await asyncio.sleep(PERIOD_S)
             if not sessions.any_daemon:
                 continue
-            found = await self.facts()
+            found = await self.facts(anew=False)
             attempts = await loop.run_in_executor(None, cpu_use.sample, list(self._attempts))
             used_bytes = found["memory_bytes"] - found["memory_available_bytes"]
             devices = device_uses(found["gpus"])

@@ -1,4 +1,4 @@
-"""Periodic work of the agent: detect exited ranks, trim logs, release ports and workdirs, exit when idle."""
+"""Periodic work of the agent: detect exited ranks, trim logs, remove what is unused, exit when idle."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from clusterd.agent.host.ports import Ports
 from clusterd.agent.host.workdirs import Workdirs
 from clusterd.agent.log import log_line
 from clusterd.agent.ranks.attempts import Attempts
+from clusterd.agent.ranks.environments import Environments
 from clusterd.agent.ranks.terminals import Terminals
 from clusterd.agent.server.sessions import Sessions
 
@@ -34,10 +35,11 @@ class Housekeeping:
         terminals: Terminals,
         ports: Ports,
         workdirs: Workdirs,
+        environments: Environments,
         idle: Callable[[], object],
     ) -> None:
         self._attempts, self._sessions, self._terminals = attempts, sessions, terminals
-        self._ports, self._workdirs, self._idle = ports, workdirs, idle
+        self._ports, self._workdirs, self._environments, self._idle = ports, workdirs, environments, idle
         self._needed_at = time.monotonic()
 
     def mark_needed(self) -> None:
@@ -62,6 +64,8 @@ class Housekeeping:
             if ticks % 3600 == 0:
                 used = {attempt.launch.snapshot or "" for attempt in self._attempts}
                 await loop.run_in_executor(None, self._workdirs.clean, used)
+                pythons = [Path(a.launch.python) for a in self._attempts if a.running and a.launch.python]
+                await loop.run_in_executor(None, self._environments.clean, pythons)
             ticks += 1
             await asyncio.sleep(1.0)
 

@@ -20,6 +20,7 @@ from clusterd.agent.host.ports import Ports
 from clusterd.agent.host.workdirs import Workdirs
 from clusterd.agent.log import log_line
 from clusterd.agent.ranks.attempts import Attempts
+from clusterd.agent.ranks.environments import Environments
 from clusterd.agent.ranks.progress import Progress
 from clusterd.agent.ranks.terminals import Terminals
 from clusterd.agent.server.connection import Connection, Message, outcome
@@ -79,13 +80,15 @@ class Agent:
         self._ports = Ports(home.root / "ports.json")
         self._hardware = Hardware(self._attempts, home.root)
         self._done = asyncio.Event()
-        self._terminals = Terminals()
+        self._terminals = Terminals(home.rank_socket)
+        self._environments = Environments(home.root / "environments", self._attempts.tag)
         self._housekeeping = Housekeeping(
-            self._attempts, self._sessions, self._terminals, self._ports, self._workdirs, self._done.set
-        )
+            self._attempts, self._sessions, self._terminals, self._ports, self._workdirs, self._environments,
+            self._done.set,
+        )  # fmt: skip
         verbs = Verbs(
             home, self._attempts, self._progress, self._workdirs, self._datasets, self._moves, self._ports,
-            self._terminals,
+            self._terminals, self._environments,
         )  # fmt: skip
         self._frames = ByteBudget(protocol.FRAME_BYTES_MAX, protocol.FRAME_BYTES_MAX)
         self._ranks = RankRequests(
@@ -103,6 +106,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._done.set)
+        await self._environments.adopt()
         await self._attempts.adopt()
         found = processes.stat(os.getpid())
         write_json(
@@ -130,6 +134,7 @@ class Agent:
         await self._done.wait()
         for task in services:
             task.cancel()
+        await self._environments.close()
         self._sessions.save()
         await self._sessions.close()
         self._terminals.close_all()

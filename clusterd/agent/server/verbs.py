@@ -12,6 +12,7 @@ from clusterd.agent.host.home import Home, read_json
 from clusterd.agent.host.ports import Ports
 from clusterd.agent.host.workdirs import Workdirs
 from clusterd.agent.ranks.attempts import Attempts
+from clusterd.agent.ranks.environments import Environments
 from clusterd.agent.ranks.progress import Progress
 from clusterd.agent.ranks.terminals import READ_WAIT_S, Terminals
 from clusterd.agent.tensors.datasets import Datasets, evict_cached_files
@@ -39,16 +40,18 @@ class Verbs:
         moves: Moves,
         ports: Ports,
         terminals: Terminals,
+        environments: Environments,
     ) -> None:
         self._home, self._attempts, self._progress = home, attempts, progress
         self._workdirs, self._datasets, self._moves, self._ports = workdirs, datasets, moves, ports
-        self._terminals = terminals
+        self._terminals, self._environments = terminals, environments
 
     @property
     def table(self) -> Handlers:
         """Handlers by type of request."""
         return {
             LaunchRequest: self._launch,
+            r.BuildEnvironment: self._build_environment,
             r.StopRanks: self._stop,
             r.ForgetAttempt: self._forget,
             r.ReadLog: self._logs,
@@ -91,7 +94,13 @@ class Verbs:
             await in_thread(lambda: evict_cached_files(self._home.root / "data"), "data")
         return launched
 
+    async def _build_environment(self, request: r.BuildEnvironment) -> r.BuiltEnvironment:
+        # No await before this: a stop that came after the request must find it.
+        snapshot = self._workdirs.need(request.snapshot) if request.snapshot else None
+        return await self._environments.build(request, snapshot)
+
     async def _stop(self, request: r.StopRanks) -> r.Stopped:
+        await self._environments.cancel(request.job, request.attempt, request.generation)
         report = await self._attempts.stop(
             request.job,
             request.attempt,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import click
 
 from clusterd.errors import UsageError
-from clusterd.types import HostId, Resources
+from clusterd.submission.job_file import parse_container
+from clusterd.types import HostId, JobSpec, Resources
 from clusterd.units import parse_capability, parse_gpus, parse_size
 
 _OPTIONS = (
@@ -29,6 +31,32 @@ def resource_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
+
+
+_CONTAINER = (
+    click.option("--container", metavar="RUNTIME:IMAGE", help="Run it in docker:, podman: or apptainer:IMAGE."),
+    click.option(
+        "--mount", "mounts", metavar="PATH[:INSIDE[:ro]]", multiple=True, help="Into the container; may be repeated."
+    ),
+)
+
+
+def container_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a container to a command."""
+    for option in reversed(_CONTAINER):
+        command = option(command)
+    return command
+
+
+def with_container(spec: JobSpec, options: Mapping[str, Any]) -> JobSpec:
+    """The job in the container that the options of a command name.
+
+    Raises:
+        ConfigError: ``--container`` names no runtime.
+    """
+    if options["container"]:
+        spec = replace(spec, container=parse_container(options["container"], "--container"))
+    return replace(spec, mounts=(*spec.mounts, *options["mounts"]))
 
 
 def has_devices(options: Mapping[str, Any]) -> bool:

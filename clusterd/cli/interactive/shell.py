@@ -12,13 +12,20 @@ import termios
 import threading
 import tty
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import click
 
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.output import note
-from clusterd.cli.common.resources import has_devices, requested_resources, resource_options
+from clusterd.cli.common.resources import (
+    container_options,
+    has_devices,
+    requested_resources,
+    resource_options,
+    with_container,
+)
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.submission.job_file import command_line_job
@@ -37,6 +44,7 @@ RESERVATION_COMMAND = ("sleep", "infinity")
 @click.option("--time", "time_limit", default="12h", show_default=True, help="Release them after this time.")
 @click.option("--name", default="shell", show_default=True, help="Name of the reservation.")
 @click.option("--priority", type=int, default=0, help="Higher priorities start first; default 0.")
+@container_options
 @click.option("--no-snapshot", is_flag=True, help="Use this directory itself, not a copy; the hosts must share it.")
 @click.option("-d", "--detach", is_flag=True, help="Only reserve, and print the id; clusterd shell ID opens a shell.")
 @click.option("--rank", type=click.IntRange(0), default=0, help="Rank of the job to join; default 0.")
@@ -64,6 +72,7 @@ def shell(arguments: tuple[str, ...], rank: int, **options: Any) -> int:
         RESERVATION_COMMAND, name=options["name"], resources=requested_resources(options),
         priority=options["priority"], time_limit=options["time_limit"], interactive=True,
     )  # fmt: skip
+    request = replace(request, spec=with_container(request.spec, options))
     with Client() as cluster:
         answer = send(cluster, request, snapshot=not options["no_snapshot"], say=note)
     if options["detach"]:
@@ -76,7 +85,7 @@ def _refuse_reservation(options: dict[str, Any]) -> None:
     context = click.get_current_context()
     for name in options:
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-            option = {"hosts": "host", "time_limit": "time"}.get(name, name.replace("_", "-"))
+            option = {"hosts": "host", "time_limit": "time", "mounts": "mount"}.get(name, name.replace("_", "-"))
             raise click.UsageError(f"--{option} applies to a reservation: add --gpus N or --devices N")
 
 

@@ -47,6 +47,9 @@ def never(job: Job, view: View, known: list[Device]) -> Refusal | None:
         return Refusal(
             job.id, f"asks for host {missing[0]}, which is not in the cluster: clusterd host add {missing[0]}"
         )
+    if job.spec.container and all(h.why_no_container(job.spec.runtime) for h in view.hosts.values()):
+        why = "; ".join(h.why_no_container(job.spec.runtime) for h in list(view.hosts.values())[:HOSTS_NAMED])
+        return Refusal(job.id, f"asks for a container of {job.spec.runtime}, which no host can run ({why})")
     if wanted.constraint and not any(job.admits(h) for h in view.hosts.values()):
         return Refusal(job.id, f"asks for {_labelled(wanted)}; {_labels_there(view)}")
     there = Counter(d.kind for d in known)
@@ -97,6 +100,8 @@ def misfit(job: Job, host: Host) -> str | None:
     if missing := host.missing_labels(wanted.constraint):
         has = f"it has {', '.join(host.facts.labels)}" if host.facts.labels else "it has none"
         return f"{host.id} lacks the label{'s' * (len(missing) > 1)} {', '.join(missing)}: {has}"
+    if lacks := host.why_no_container(job.spec.runtime):
+        return lacks
     if wanted.devices == 0:
         return None
     serve = [d for d in host.devices if wanted.admits(d.kind, d.name, d.memory_bytes, d.compute_capability)]

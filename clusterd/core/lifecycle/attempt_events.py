@@ -24,13 +24,30 @@ STALL_STEPS = 20
 """A job never counts as stalled within this many of its step times."""
 
 
+def on_environment_build_started(ctx: HandlerContext, event: e.EnvironmentBuildStarted) -> None:
+    job = ctx.state.jobs.get(event.job)
+    attempt = ctx.state.attempt(event.job, event.attempt, event.generation)
+    is_described = job is not None and job.state is JobState.QUEUED and job.described_on == event.host
+    if job is not None and (is_described or (attempt is not None and attempt.state is AttemptState.LAUNCHING)):
+        job.building.setdefault(event.host, event.at_s)
+
+
+def on_environment_built(ctx: HandlerContext, event: e.EnvironmentBuilt) -> None:
+    if (job := ctx.state.jobs.get(event.job)) is not None:
+        job.building.pop(event.host, None)
+    if (attempt := ctx.state.attempt(event.job, event.attempt)) is not None:
+        attempt.build_times_s[event.host] = event.seconds
+
+
 def on_attempt_launched(ctx: HandlerContext, event: e.AttemptLaunched) -> None:
     attempt = ctx.state.attempt(event.job, event.attempt, event.generation)
     if attempt is None or attempt.state is not AttemptState.LAUNCHING:
         return
     attempt.go(AttemptState.RUNNING, ctx.now_s)
+    attempt.versions = dict(event.versions)
     job = ctx.state.jobs[event.job]
     job.go(JobState.RUNNING, ctx.now_s)
+    job.building.clear()
     migration = job.restarting
     if migration is not None:
         migration.step = event.restored_step if event.restored_step is not None else job.checkpoint_step

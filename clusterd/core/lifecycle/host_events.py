@@ -246,6 +246,7 @@ def reassign_descriptions(state: State, host: HostId) -> None:
         job = state.jobs[job_id]
         if job.described_on == host and job.description is Description.ASKED:
             job.description, job.described_on = Description.NEEDED, None
+            job.building.pop(host, None)
 
 
 def on_host_changed(ctx: HandlerContext, event: e.HostChanged) -> None:

@@ -108,6 +108,7 @@ def on_model_described(ctx: HandlerContext, event: e.ModelDescribed) -> None:
     job = ctx.state.jobs[event.job]
     if not job.state.is_final:
         job.shape, job.description, job.described_on = event.shape, Description.DONE, None
+        job.building.clear()
         job.model = event.model
         ctx.pass_due = True
 
@@ -117,6 +118,7 @@ def on_model_not_described(ctx: HandlerContext, event: e.ModelNotDescribed) -> N
     if job.state is not JobState.QUEUED:
         return
     host, job.description, job.described_on = job.described_on, Description.NEEDED, None
+    job.building.clear()
     if event.is_infrastructure and host is not None and jobs.exclude_host(ctx, job, host, event.why):
         job.reason = event.why
     elif event.is_infrastructure and not event.is_permanent:

@@ -98,6 +98,7 @@ def end(ctx: HandlerContext, job: Job, state: JobState, reason: str, exit_code: 
     """Bring a job to a final state."""
     job.go(state, ctx.now_s)
     job.reason, job.exit_code, job.ended_s = reason, exit_code, ctx.now_s
+    job.building.clear()
     ctx.state.queue.pop(job.id, None)
     ctx.state.active.pop(job.id, None)
     if ctx.state.reservation is not None and ctx.state.reservation.job == job.id:

@@ -67,6 +67,7 @@ def stop(ctx: HandlerContext, attempt: Attempt, outcome: Outcome | None, why: st
     attempt.pending = set(attempt.hosts)
     attempt.go(AttemptState.STOPPING, ctx.now_s)
     job.go(JobState.STOPPING, ctx.now_s)
+    job.building.clear()
     job.reason = why
     ctx.cancel_timer(TimerKind.LIMIT, job.id)
     ctx.cancel_timer(TimerKind.RECOVER, job.id)

@@ -119,6 +119,9 @@ def _facts(host: Host, facts: Mapping[str, Any]) -> Iterator[Row]:
         yield _row(host.id, "devices", "failed", f"{facts['gpu_error']}: offered are {there}")
     else:
         yield _row(host.id, "devices", "ok", there)
+    for runtime, fault in sorted(facts.get("runtimes", {}).items()):
+        text = f"{runtime} cannot be used: {fault}" if fault else f"{runtime} runs containers of jobs"
+        yield _row(host.id, "containers", "warning" if fault else "ok", text)
     for device in host.devices:
         if device.foreign:
             yield _row(host.id, "devices", "warning", f"{device.id} is not given to jobs: {device.foreign}")

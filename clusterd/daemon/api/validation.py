@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 
@@ -13,10 +14,12 @@ from clusterd.core.state import Job, State
 from clusterd.core.view import View
 from clusterd.errors import UsageError
 from clusterd.submission.job_file import checked_name
-from clusterd.types import JobId, JobKind, JobSpec
+from clusterd.types import CONTAINER_RUNTIMES, JobId, JobKind, JobSpec
 from clusterd.units import counted, parse_capability
 
 RETRIES_MAX = 1000
+
+_MOUNT = re.compile(r"[/~][^:]*(:/[^:]*(:ro)?)?")
 
 
 def refuse_malformed(spec: JobSpec) -> None:
@@ -53,6 +56,11 @@ def refuse_malformed(spec: JobSpec) -> None:
         parse_capability(wanted.compute_capability)
     except ValueError as error:
         raise UsageError(f"resources.compute_capability: {error}") from None
+    if spec.uv and spec.requirements:
+        raise UsageError("uv and requirements are both given: give one of them")
+    if spec.is_built and not (spec.snapshot or spec.workdir):
+        raise UsageError("uv and requirements name files of the workdir, but the job has none")
+    _refuse_container(spec)
     for label in wanted.constraint:
         if not is_label(label):
             raise UsageError(
@@ -74,6 +82,33 @@ def refuse_malformed(spec: JobSpec) -> None:
         if not text.isprintable():
             raise UsageError(f"{field} is {text!r}, which others could not be shown: take out what does not print")
     admission.may_submit(spec)
+
+
+def _refuse_container(spec: JobSpec) -> None:
+    """Refuse a container that cannot be started as it is described.
+
+    Raises:
+        UsageError: naming the field.
+    """
+    if not spec.container:
+        if spec.mounts:
+            raise UsageError("mounts is for a job in a container: give container, or leave it out")
+        return
+    _, _, image = spec.container.partition(":")
+    if spec.runtime not in CONTAINER_RUNTIMES or not image or image.startswith("-"):
+        raise UsageError(
+            f"container is {spec.container!r}; it must be {' or '.join(CONTAINER_RUNTIMES)}, as in docker:IMAGE"
+        )
+    if spec.kind is JobKind.ELASTIC:
+        raise UsageError(
+            "container is for commands and checkpointable jobs: ranks of an elastic job are forks of a process of the "
+            "host that has torch loaded; give it python, uv or requirements"
+        )
+    if spec.python or spec.is_built:
+        raise UsageError("container and python, uv or requirements are both given: Python is that of the image")
+    for mount in spec.mounts:
+        if not _MOUNT.fullmatch(mount):
+            raise UsageError(f"mounts: {mount!r}: write /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro")
 
 
 def refuse_unsatisfiable(spec: JobSpec, state: State, otherwise: str) -> None:
@@ -116,6 +151,13 @@ def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
     yield from (("env", name) for name in spec.env)
     yield from (("datasets", name) for name in spec.datasets)
     yield from (("secrets", name) for name in spec.secrets)
+    yield from (
+        ("uv", spec.uv),
+        ("requirements", spec.requirements),
+        ("commit", spec.commit),
+        ("container", spec.container),
+    )
+    yield from (("mounts", mount) for mount in spec.mounts)
     for field, given in (("workdir", spec.workdir), ("python", spec.python), ("tenant", spec.tenant)):
         if given is not None:
             yield field, given

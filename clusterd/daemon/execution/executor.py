@@ -57,8 +57,9 @@ class Executor:
         self._tasks = tasks
         self._launching: dict[tuple[str, int], tuple[anyio.CancelScope, anyio.Event]] = {}
         self._asked_again: dict[tuple[str, int], d.LaunchAttempt] = {}
+        self._versions: dict[str, dict[HostId, dict[str, str]]] = {}  # of the newest launches of a job on each host
         self._stops = Stops(engine, hosts, archive)
-        self._mover = Migrations(engine, hosts, self._launch_standby)
+        self._mover = Migrations(engine, hosts, self._prepare_hosts, self._launch_standby)
 
     def carry_out(self, decisions: Iterable[d.Decision]) -> None:
         """Start carrying out decisions; returns at once."""
@@ -101,6 +102,7 @@ class Executor:
 
     async def _forget(self, decision: d.EndJob) -> None:
         self._describer.job_is_over(decision.job)
+        self._versions.pop(decision.job, None)
         try:
             await self._archive.forget_secrets(decision.job)  # first: hosts that are silent take their time
         finally:
@@ -156,11 +158,18 @@ class Executor:
                 attempt=decision.attempt,
                 generation=decision.generation,
                 restored_step=restored,
+                versions=self._versions_on(decision),
             )
 
         def failed(host: HostId, error: ClusterError, is_infrastructure: bool = True) -> None:
             failures.append(
-                _launch_failed(decision, host, without_host(host, error), is_infrastructure, error.is_permanent)
+                _launch_failed(
+                    decision,
+                    host,
+                    without_host(host, error),
+                    is_infrastructure and not error.is_of_job,
+                    error.is_permanent,
+                )
             )
 
         async def on(host: HostId, request: LaunchRequest) -> None:
@@ -169,15 +178,18 @@ class Executor:
                 # The host went and came back meanwhile, and its devices may be somebody else's by now.
                 raise AgentLost(f"{decision.job}.{decision.attempt} is not wanted any more")
             try:
-                await self._hosts.request(host, request, timeout_s=LAUNCH_TIMEOUT_S)
+                await self._request_launch(host, request)
             except AgentLost:
                 raise
             except ClusterError as error:
                 failed(host, error)
 
+        pythons: dict[HostId, str | None] = {}
+
         async def prepare(host: HostId) -> None:
+            key = (decision.job, decision.attempt, decision.generation)
             try:
-                await self._launches.send_snapshot(host, spec)
+                pythons[host] = await self._launches.prepare(host, spec, key, secrets)
             except AgentLost:
                 raise
             except ClusterError as error:
@@ -190,7 +202,7 @@ class Executor:
             requests: dict[HostId, LaunchRequest] = {}
             if not failures:
                 try:
-                    requests = await self._launches.requests(decision, spec, secrets)
+                    requests = await self._launches.requests(decision, spec, secrets, pythons)
                 except AgentLost:
                     raise
                 except NotStarted as error:
@@ -206,8 +218,20 @@ class Executor:
         if failures:
             return failures[0]
         return e.AttemptLaunched(
-            at_s=time.time(), job=decision.job, attempt=decision.attempt, generation=decision.generation
+            at_s=time.time(),
+            job=decision.job,
+            attempt=decision.attempt,
+            generation=decision.generation,
+            versions=self._versions_on(decision),
         )
+
+    async def _request_launch(self, host: HostId, request: LaunchRequest) -> None:
+        launched = await self._hosts.request(host, request, timeout_s=LAUNCH_TIMEOUT_S)
+        self._versions.setdefault(request.job, {})[host] = launched.versions
+
+    def _versions_on(self, decision: d.LaunchAttempt) -> dict[HostId, dict[str, str]]:
+        known = self._versions.get(decision.job, {})
+        return {host: known[host] for host in decision.hosts if known.get(host)}
 
     async def _restored(self, decision: d.LaunchAttempt) -> int | None:
         """Restore ranks from a state snapshot in memory; returns its step, or None without one or after a failure."""
@@ -228,6 +252,26 @@ class Executor:
                 await self._hosts.request(host, StopRanks(*named, reason=why), timeout_s=None)
             raise
 
+    async def _prepare_hosts(self, decision: d.StartMigration) -> dict[HostId, str | None]:
+        """Bring workdir and environment to the hosts of target ranks; returns the interpreter on each."""
+        spec = self._engine.scheduler.state.jobs[decision.job].spec
+        secrets = await self._archive.secrets(decision.job)
+        key = (decision.job, decision.attempt, decision.new_generation)
+        pythons: dict[HostId, str | None] = {}
+
+        async def on(host: HostId) -> None:
+            try:
+                pythons[host] = await self._launches.prepare(host, spec, key, secrets)
+            except AgentLost:
+                raise
+            except ClusterError as error:
+                raise NotStarted(host, without_host(host, error)) from error
+
+        async with anyio.create_task_group() as group:
+            for host in dict.fromkeys(place.host for place in decision.new_ranks):
+                group.start_soon(on, host)
+        return pythons
+
     async def _launch_standby(self, decision: d.StartMigration, move: MigrationRequest) -> None:
         """Start the target ranks of a migration; they wait for the switch."""
         spec = self._engine.scheduler.state.jobs[decision.job].spec
@@ -240,15 +284,13 @@ class Executor:
             plan=decision.new_plan,
             ranks=decision.new_ranks,
         )
-        async with anyio.create_task_group() as group:
-            for host in target.hosts:
-                group.start_soon(self._launches.send_snapshot, host, spec)
-        requests = await self._launches.requests(target, spec, await self._archive.secrets(decision.job))
+        pythons = await self._prepare_hosts(decision)
+        requests = await self._launches.requests(target, spec, await self._archive.secrets(decision.job), pythons)
 
         async def on(host: HostId, request: LaunchRequest) -> None:
             standby = replace(request, standby=True, move=replace(move, host=host))
             try:
-                await self._hosts.request(host, standby, timeout_s=LAUNCH_TIMEOUT_S)
+                await self._request_launch(host, standby)
             except AgentLost:
                 raise
             except ClusterError as error:

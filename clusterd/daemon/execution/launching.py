@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import anyio
 
 from clusterd.core import decisions as d
+from clusterd.core import events as e
 from clusterd.core.data_locality import CHECKPOINT, split_step
 from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.hosts.registry import HostRegistry
@@ -17,7 +19,7 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import NotStarted
 from clusterd.protocol.launch import STEPS_VARIABLE, DatasetSpec, DeviceSpec, LaunchRequest, RankSpec
-from clusterd.protocol.requests import HasWorkdir, LeasePort, PutWorkdir
+from clusterd.protocol.requests import BuildEnvironment, HasWorkdir, LeasePort, PutWorkdir
 from clusterd.script_seed import SEED_VARIABLE
 from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
 from clusterd.types import TEMPLATE_NAMES, Device, HostId, JobId, JobKind, JobSpec, RankPlace
@@ -51,10 +53,12 @@ class LaunchRequests:
         """True where devices of these types, or links between so many hosts, have not been measured."""
 
     async def requests(
-        self, decision: d.LaunchAttempt, spec: JobSpec, secrets: dict[str, str]
+        self, decision: d.LaunchAttempt, spec: JobSpec, secrets: dict[str, str], pythons: Mapping[HostId, str | None]
     ) -> dict[HostId, LaunchRequest]:
         """Launch request for the agent of each host.
 
+        Args:
+            pythons: interpreter on each host, from `prepare`.
         Raises:
             NotStarted: a host does not have a device any more that its ranks were given.
             ClusterError: a host is silent or refuses, or data is not where it was said to be.
@@ -105,6 +109,7 @@ class LaunchRequests:
                 base,
                 argv=tuple(filled_in(spec.command, spec.continues or decision.job, decision.plan, len(decision.hosts))),
                 ranks=tuple(ranks),
+                python=pythons[host],
                 restore=_checkpoint_path(restored, datasets[host]),
                 snapshot_every=snapshot_every,
                 probe=probe,
@@ -162,11 +167,53 @@ class LaunchRequests:
             snapshot=spec.snapshot,
             workdir=None if spec.snapshot else spec.workdir,
             python=spec.python,
+            container=spec.container,
+            mounts=spec.mounts,
             grace_s=spec.grace_s,
             final=spec.checkpoint_path(job, "final") if spec.checkpoint_directory is not None else None,
         )
 
-    async def send_snapshot(self, host: HostId, spec: JobSpec) -> None:
+    async def prepare(
+        self, host: HostId, spec: JobSpec, key: tuple[str, int, int], secrets: dict[str, str]
+    ) -> str | None:
+        """Send the job's workdir to a host, and have it build the job's environment, where it lacks them.
+
+        Args:
+            key: job, number of the attempt, generation.
+        Returns:
+            The interpreter on that host, as `LaunchRequest.python` takes it.
+        Raises:
+            ClusterError: the host is silent or refuses, or the environment cannot be built.
+        """
+        await self._send_snapshot(host, spec)
+        if not spec.is_built:
+            return spec.python
+        job, attempt, generation = key
+        wanted = BuildEnvironment(
+            job,
+            attempt,
+            generation,
+            uv=spec.uv,
+            requirements=spec.requirements,
+            python=spec.python,
+            snapshot=spec.snapshot,
+            workdir=None if spec.snapshot else spec.workdir,
+            env=dict(spec.env),
+            secrets=secrets,
+        )
+        look = replace(wanted, only_look=True)
+        if found := (await self._hosts.request(host, look, timeout_s=None, account=spec.account)).python:
+            return found
+        is_known = job in self._engine.scheduler.state.jobs  # else it is estimated before its submission
+        named: dict[str, Any] = {"job": JobId(job), "attempt": attempt, "generation": generation, "host": host}
+        if is_known:
+            await self._engine.report(e.EnvironmentBuildStarted(at_s=time.time(), **named))
+        built = await self._hosts.request(host, wanted, timeout_s=None, account=spec.account)
+        if is_known:
+            await self._engine.report(e.EnvironmentBuilt(at_s=time.time(), seconds=built.seconds, **named))
+        return built.python
+
+    async def _send_snapshot(self, host: HostId, spec: JobSpec) -> None:
         """Send the job's workdir to a host that lacks it."""
         digest = spec.snapshot
         if digest is None:

@@ -50,6 +50,7 @@ STEPS_AWAITED = 4
 TRANSFER_TIMEOUT_S = 600.0
 
 Launch = Callable[[d.StartMigration, MigrationRequest], Coroutine[Any, Any, None]]
+Prepare = Callable[[d.StartMigration], Coroutine[Any, Any, object]]
 
 
 class MoveFailed(ClusterError):
@@ -59,7 +60,14 @@ class MoveFailed(ClusterError):
 class MigrationSaga:
     """Saga of one migration; its starter cancels `scope` to end it."""
 
-    def __init__(self, decision: d.StartMigration, engine: Engine, hosts: HostRegistry, launch_standby: Launch) -> None:
+    def __init__(
+        self,
+        decision: d.StartMigration,
+        engine: Engine,
+        hosts: HostRegistry,
+        prepare_hosts: Prepare,
+        launch_standby: Launch,
+    ) -> None:
         self.decision = decision
         self.id = move_id(decision.job, decision.attempt, decision.new_generation)
         self.scope = anyio.CancelScope()
@@ -68,6 +76,7 @@ class MigrationSaga:
         self.resume_asked_s = 0.0
         self._engine = engine
         self._hosts = hosts
+        self._prepare_hosts = prepare_hosts
         self._launch_standby = launch_standby
         self._reports: dict[type[RankMessage], dict[tuple[int, int], Any]] = {}
         self._changed = anyio.Event()
@@ -118,6 +127,7 @@ class MigrationSaga:
     async def run(self) -> None:
         """Run all phases up to the switch; a failure becomes an event."""
         try:
+            await self._prepare_hosts(self.decision)  # may build an environment: before source ranks wait for anything
             move = await self._describe()
             if self.decision.source_releases_memory:
                 await self._free_source(move)

@@ -7,7 +7,7 @@ import time
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.daemon.execution.migration import Launch, MigrationSaga, move_id
+from clusterd.daemon.execution.migration import Launch, MigrationSaga, Prepare, move_id
 from clusterd.daemon.hosts import facts
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostDown
@@ -26,9 +26,10 @@ log = logging.getLogger(__name__)
 class Migrations:
     """Migrations under way, by the generation of their target ranks."""
 
-    def __init__(self, engine: Engine, hosts: HostRegistry, launch_standby: Launch) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry, prepare_hosts: Prepare, launch_standby: Launch) -> None:
         self._engine = engine
         self._hosts = hosts
+        self._prepare_hosts = prepare_hosts
         self._launch_standby = launch_standby
         self._under_way: dict[tuple[str, int, int], MigrationSaga] = {}
         self._finishing: dict[tuple[str, int, int], MigrationSaga] = {}
@@ -38,7 +39,7 @@ class Migrations:
 
     async def run(self, decision: d.StartMigration) -> None:
         """Carry one migration out up to its switch."""
-        move = MigrationSaga(decision, self._engine, self._hosts, self._launch_standby)
+        move = MigrationSaga(decision, self._engine, self._hosts, self._prepare_hosts, self._launch_standby)
         key = (decision.job, decision.attempt, decision.new_generation)
         self._under_way[key] = self._finishing[key] = move
         try:
@@ -72,7 +73,7 @@ class Migrations:
             new_ranks=decision.ranks,
             lost=tuple(range(len(old))),
         )
-        move = MigrationSaga(start, self._engine, self._hosts, self._launch_standby)
+        move = MigrationSaga(start, self._engine, self._hosts, self._prepare_hosts, self._launch_standby)
         key = (decision.job, decision.attempt, decision.generation)
         self._under_way[key] = move
         try:

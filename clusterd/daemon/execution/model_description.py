@@ -62,7 +62,7 @@ class ModelInspector:
                     at_s=time.time(),
                     job=decision.job,
                     why=str(error),
-                    is_infrastructure=True,
+                    is_infrastructure=not error.is_of_job,
                     is_permanent=error.is_permanent,
                 )
             except Exception as error:
@@ -125,10 +125,16 @@ class ModelInspector:
 
     async def _inspect_locked(self, decision: d.DescribeModel, spec: JobSpec) -> e.Event:
         secrets = await self._archive.secrets(decision.job)
-        await self._launches.send_snapshot(decision.host, spec)
+        try:
+            python = await self._launches.prepare(decision.host, spec, (decision.job, DESCRIPTION, 1), secrets)
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await self._clean_up(decision.host, spec.account, decision.job)  # a build goes on there
+            raise
         base = self._launches.request_base(decision.job, DESCRIPTION, 1, spec, secrets)
         request = replace(
             base,
+            python=python,
             env={**base.env, "CLUSTERD_DESCRIBE": "1"},
             datasets=(await self._datasets.where(decision.job, spec, [decision.host]))[decision.host],
             ranks=(RankSpec(rank=0, plan={}, device=DeviceSpec("cpu", threads=1)),),

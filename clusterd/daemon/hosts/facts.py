@@ -62,6 +62,7 @@ def host_facts(
     return HostFacts(
         boot_id=facts.boot_id,
         gpu_error=facts.gpu_error or "",
+        runtimes=dict(facts.runtimes),
         cpu_cores=cores,
         memory_bytes=facts.memory_bytes,
         address=address,

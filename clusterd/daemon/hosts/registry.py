@@ -35,7 +35,7 @@ from clusterd.protocol.messages import Request
 from clusterd.protocol.migration import Address
 from clusterd.protocol.requests import AdmitReaders, ServeDataset, ServeSegments
 from clusterd.ssh.host import HostLink, LinkState
-from clusterd.types import AttemptReport, HostId, JobId
+from clusterd.types import AttemptReport, HostFacts, HostId, JobId
 
 R = TypeVar("R")
 
@@ -340,7 +340,7 @@ class HostRegistry:
         pids = self.accounts.gpu_pids(host)
         elsewhere = self._gpus_elsewhere(host, known.facts.boot_id)
         now = facts.host_facts(host, managed.facts, managed.options, self._address(host), pids, elsewhere)
-        if (now.devices, now.gpu_error) != (known.facts.devices, known.facts.gpu_error):
+        if _offered(now) != _offered(known.facts):
             await self._engine.report(e.HostChanged(at_s=time.time(), host=host, facts=now))
 
     def _gpus_elsewhere(self, host: HostId, boot_id: str) -> dict[str, HostId]:
@@ -448,6 +448,11 @@ class HostRegistry:
         """Close every link; agents and ranks go on."""
         for managed in self._managed.values():
             managed.stop.cancel()
+
+
+def _offered(known: HostFacts) -> object:
+    """Facts whose change the scheduler must hear of."""
+    return known.devices, known.gpu_error, known.runtimes
 
 
 def agent_identity(hello: agent.HelloReply) -> str:

@@ -30,7 +30,7 @@ from tests.scenarios.test_migration import agent_of
 class Broken:
     """Launches with a bug."""
 
-    async def send_snapshot(self, *_: Any) -> None:
+    async def prepare(self, *_: Any) -> None:
         raise KeyError("nobody thought of this")
 
 
@@ -40,9 +40,9 @@ class Away(Broken):
     def __init__(self) -> None:
         self._was_away = False
 
-    async def send_snapshot(self, *_: Any) -> None:
+    async def prepare(self, *_: Any) -> None:
         if self._was_away:
-            await super().send_snapshot()
+            await super().prepare()
         self._was_away = True
         await anyio.wait_all_tasks_blocked()
         raise AgentLost("a: the connection broke")
