@@ -185,7 +185,7 @@ class _Server:
         pass
 
 
-class _Enrolment:
+class Enrolment:
     """Stands in for the exchange of host keys."""
 
     def __init__(self, *_rest: Any) -> None:
@@ -218,7 +218,7 @@ def simulated_surroundings(current: Callable[[], Life], network: Network, seed: 
         "clusterd.daemon.main.Engine": lambda *rest: current().make_engine(*rest),
         "clusterd.daemon.main.Server": lambda _path, _group, _operators, verbs, *_rest: _Server(current(), verbs),
         "clusterd.daemon.main.Dialer": lambda *_rest: network,
-        "clusterd.daemon.main.HostKeyEnrolment": _Enrolment,
+        "clusterd.daemon.main.HostKeyEnrolment": Enrolment,
         "clusterd.daemon.main._signals": _no_signals,
         "clusterd.daemon.main.uuid": SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=token(16))),
         "clusterd.daemon.main.secrets": SimpleNamespace(token_hex=token),
