@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 from click.testing import CliRunner
 
@@ -25,6 +26,7 @@ from clusterd.replay import journal_batches
 from clusterd.types import HostId, JobId, JobSpec
 from tests.conftest import RunningCluster
 from tests.core.conftest import facts
+from tests.hang import HANG_S
 
 SPEC = JobSpec(name="job", command=("true",))
 
@@ -381,3 +383,24 @@ def test_bytes_flipped_anywhere_in_the_file_are_refused_or_do_no_harm(tmp_path: 
         finally:
             damaged.close()
         assert again.scheduler.state == engine.scheduler.state
+
+
+def test_requests_that_are_read_one_after_the_other_are_one_batch(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client pipelines its submits: each is read in another turn of the event loop."""
+    monkeypatch.setattr("clusterd.daemon.journal.engine.GATHER_S", HANG_S)
+    batches: list[int] = []
+    engine = Engine(journal, Scheduler(), lambda events, _: batches.append(len(events)))
+
+    async def read() -> None:
+        async with anyio.create_task_group() as outer:
+            outer.start_soon(engine.run)
+            async with anyio.create_task_group() as group:
+                for number in range(1, 101):
+                    group.start_soon(engine.post, submitted(number))
+                    await anyio.lowlevel.checkpoint()
+            outer.cancel_scope.cancel()
+
+    anyio.run(read)
+    assert batches == [100]
