@@ -94,10 +94,13 @@ class Load:
         self.daemon.wait()
 
     @contextlib.contextmanager
-    def clients(self, mode: str, number: int) -> Iterator[dict[str, Any]]:
-        """Run clients meanwhile; the yielded map has their answer afterwards."""
+    def clients(self, mode: str, number: int, waits: bool = False) -> Iterator[dict[str, Any]]:
+        """Run clients meanwhile; the yielded map has their answer afterwards. `waits`: until they are ready."""
         answer: dict[str, Any] = {}
         process = self.module("load_clients", mode, self.socket, number, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        if waits:
+            assert process.stdout is not None
+            process.stdout.readline()
         yield answer
         output, _ = process.communicate("")
         answer.update(json.loads(output))
@@ -189,8 +192,12 @@ def measure_load(report: Report, load: Load, args: Any) -> None:
     fill(report, load, args.hosts, args.devices, args.queued)
     report.details["jobs_mb"] = resident_mb(load.daemon.pid)
     windows = {}
-    with load.clients("watch", args.watchers) as watched, load.clients("follow", args.followers) as followed:
-        time.sleep(2.0)
+    started_s = time.perf_counter()
+    with (
+        load.clients("watch", args.watchers, waits=True) as watched,
+        load.clients("follow", args.followers) as followed,
+    ):
+        report.add("baselines_s", time.perf_counter() - started_s)
         begun_s = time.time()
         measure(report, load, "steady", args.seconds)
         windows["steady"] = (begun_s, time.time())

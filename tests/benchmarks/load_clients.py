@@ -3,6 +3,8 @@
 python -m tests.benchmarks.load_clients watch SOCKET COUNT
 python -m tests.benchmarks.load_clients follow SOCKET COUNT
 python -m tests.benchmarks.load_clients submit SOCKET RATE
+
+Watchers print a line first, when each of them has its baseline.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ class _Change(msgspec.Struct):
     """All of an item that is decoded: the clients must not take the processor from the daemon."""
 
     at_s: float | None = None
+    number: int = 0
 
 
 class _Reply(msgspec.Struct):
@@ -53,14 +56,19 @@ async def _until_input_ends() -> None:
 async def watch(socket: str, count: int) -> dict[str, Any]:
     """Seconds from each change to its arrival at each of `count` watchers, with when it arrived."""
     lags: list[tuple[float, float]] = []
-    received = 0
+    received = ready = 0
 
     async def one() -> None:
-        nonlocal received
+        nonlocal received, ready
+        is_ready = False
         async for frame in _frames(socket, "watch"):
             received += len(frame)
             item = _decoder.decode(frame).item
-            if item is not None and item.at_s is not None:
+            if item is not None and item.number and not is_ready:
+                is_ready, ready = True, ready + 1
+                if ready == count:
+                    print("ready", flush=True)
+            elif item is not None and item.at_s:
                 now_s = time.time()
                 lags.append((now_s, now_s - item.at_s))
 

@@ -28,6 +28,7 @@ REPORT_EVERY_S = 10.0
 """Interval of an agent's samples, and of the progress of its ranks."""
 
 LINES_PER_S = 5.0
+FIRST_STEP = b'{"step": 1, "loss": 3.0}\n'
 LINE = b"a line of output, as a training script prints one after a few steps\n"
 
 
@@ -58,7 +59,7 @@ class BusyHost(Machine):
     async def _read(self, request: r.ReadLog | r.ReadSteps) -> r.Chunk:
         """A log that grows evenly, so that a follower always has something to read."""
         if isinstance(request, r.ReadSteps):
-            return r.Chunk(b"", 0, 0)
+            return r.Chunk(FIRST_STEP[request.offset :], len(FIRST_STEP), len(FIRST_STEP))
         size = int((time.monotonic() - self._begun_s) * LINES_PER_S) * len(LINE)
         count = max(min(request.limit, size - request.offset), 0)
         data = (LINE * (count // len(LINE) + 2))[request.offset % len(LINE) :][:count]
