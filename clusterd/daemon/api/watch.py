@@ -21,7 +21,7 @@ WINDOW = 4096
 """Changes that a watcher may be behind."""
 
 
-ROWS_KEPT = 16
+ROWS_MAX = 16
 """Changes whose rows are kept for other watchers; few watchers are further behind, and rows are large."""
 
 
@@ -48,8 +48,8 @@ class Feed:
         """Publish the change of a handled batch."""
         self.number = events[-1].id
         self._window.append(Change(self.number, tuple(events), tuple(decisions)))
-        if len(self._window) > ROWS_KEPT:
-            self._window[-1 - ROWS_KEPT].row = None
+        if len(self._window) > ROWS_MAX:
+            self._window[-1 - ROWS_MAX].row = None
         self._bell.set()
         self._bell = anyio.Event()
 

@@ -21,13 +21,17 @@ from clusterd.core.events import ClockSet, Event, EventId
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import State
 from clusterd.daemon.journal import codec
-from clusterd.daemon.journal.journal import Journal, Statement, proposal_row, snapshot_row
+from clusterd.daemon.journal.journal import Journal, Statement, proposal_row
 from clusterd.errors import ClusterError, HostError
 
 log = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY = 2000
-"""Events between two journal snapshots: the most that a restart replays."""
+"""Least number of events between two journal snapshots."""
+
+REPLAY_S, SNAPSHOT_SHARE = 5.0, 20.0
+"""Longest time that the scheduler spends on events between two snapshots; the shortest is this multiple of what one
+snapshot takes: a state of 100,000 jobs is too long to be written every 2,000 events."""
 
 BATCH_MAX = 512
 
@@ -92,6 +96,8 @@ class Engine:
         self._snapshot_at = 0
         self._clock = _Clock()
         self._handling_s = 0.0  # by the scheduler, of the last batch
+        self._handled_s = 0.0  # the same, of all batches since the last journal snapshot
+        self._encoding_s = 0.0  # of that snapshot
         self._pending_rows: list[Statement] = []  # proposals, written with the next commit
         self.scheduling_s = 0.0
         """Processor time spent in the scheduler since the start."""
@@ -223,6 +229,7 @@ class Engine:
             await self._set_aside(batch, events)
             return True
         self._handling_s = time.monotonic() - begun_s
+        self._handled_s += self._handling_s
         self.scheduling_s += time.process_time() - started_s
         self._keep_proposal(events[0].id)
         self._newest = (self._last_id, self.journal.newest[1].hex())
@@ -231,7 +238,7 @@ class Engine:
             posted.done.set()
         if decisions and await self._keep(self.journal.record(events[-1].at_s, decisions, self._pending_rows)):
             self._pending_rows.clear()
-        if self._last_id - self._snapshot_at >= SNAPSHOT_EVERY:
+        if self._is_snapshot_due():
             await self.snapshot()
         return True
 
@@ -271,19 +278,19 @@ class Engine:
 
     async def snapshot(self) -> None:
         """Write a journal snapshot, so that a restart replays only later events."""
+        begun_s = time.monotonic()
         body = codec.encode(self.scheduler.state)
-        written = await self._keep(
-            self.journal.execute(
-                [
-                    *self._pending_rows,
-                    snapshot_row(self._last_id, body),
-                    ("DELETE FROM snapshots WHERE event < ?", (self._last_id,)),
-                ]
-            )
-        )
-        if written:
+        self._encoding_s = time.monotonic() - begun_s
+        if await self._keep(self.journal.write_snapshot(self._last_id, body, self._pending_rows)):
             self._pending_rows.clear()
-        self._snapshot_at = self._last_id
+            await self._keep(self.journal.compact(self._last_id))
+        self._snapshot_at, self._handled_s = self._last_id, 0.0
+
+    def _is_snapshot_due(self) -> bool:
+        """True if replaying the events since the last one would take long, against what a snapshot costs."""
+        if self._last_id - self._snapshot_at < SNAPSHOT_EVERY:
+            return False
+        return self._handled_s >= min(REPLAY_S, SNAPSHOT_SHARE * self._encoding_s)
 
     def _keep_proposal(self, batch: int) -> None:
         if self.scheduler.proposed is not None:

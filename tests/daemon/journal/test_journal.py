@@ -18,7 +18,8 @@ from clusterd.core.scheduler import Scheduler
 from clusterd.core.view import Proposal, Refusal, View
 from clusterd.daemon.journal import checksums
 from clusterd.daemon.journal import journal as module
-from clusterd.daemon.journal.checksums import FORMAT, check_file
+from clusterd.daemon.journal.check import check_file
+from clusterd.daemon.journal.checksums import FORMAT
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
 from clusterd.errors import ClusterError
@@ -105,6 +106,31 @@ def lab_of_events() -> list[e.Event]:
         submitted(3),
         e.AttemptLaunched(at_s=4.0, job=JobId("2"), attempt=1, generation=1),
     ]
+
+
+@pytest.mark.parametrize(("share", "is_written"), [(0.0, True), (1e9, False)])
+def test_a_snapshot_is_written_when_the_replay_would_take_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, is_written: bool
+) -> None:
+    """A snapshot of a large state costs more than the replay of a few thousand events."""
+    monkeypatch.setattr("clusterd.daemon.journal.engine.SNAPSHOT_EVERY", 5)
+    monkeypatch.setattr("clusterd.daemon.journal.engine.SNAPSHOT_SHARE", share)
+    monkeypatch.setattr("clusterd.daemon.journal.engine.REPLAY_S", 1e9)
+    path = tmp_path / "journal.db"
+    journal = Journal(path)
+    engine, _ = engine_of(journal)
+
+    async def run() -> None:
+        for number in range(1, 21):
+            await post(engine, submitted(number))
+
+    engine._encoding_s = 1.0
+    anyio.run(run)
+    journal.close()
+    again = Journal(path)
+    replayed = engine_of(again)[0].restore()
+    assert replayed <= 10 if is_written else replayed == 20
+    again.close()
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
