@@ -49,11 +49,11 @@ class BusyHost(Machine):
             live = self.live()
             ours = tuple(AttemptUse(job, number, 0.5, 1 << 30) for (job, number, _), _ in live)
             devices = tuple(DeviceUse(uuid, busy=0.9, memory_used_bytes=8 << 30) for uuid in self.gpus)
-            self._emit(Usage(32, MEMORY_BYTES, 8 << 30, devices, ours))
+            self.emit(Usage(32, MEMORY_BYTES, 8 << 30, devices, ours))
             for (job, attempt, generation), process in live:
                 if process.spec.rank == 0:
                     step = int(10 * (time.monotonic() - self._begun_s)) + 1
-                    self._emit(Progress(job, attempt, generation, step, 2.0 + 1.0 / step, 0.1))
+                    self.emit(Progress(job, attempt, generation, step, 2.0 + 1.0 / step, 0.1))
             await asyncio.sleep(REPORT_EVERY_S)
 
     async def _read(self, request: r.ReadLog | r.ReadSteps) -> r.Chunk:
