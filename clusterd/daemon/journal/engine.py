@@ -94,6 +94,7 @@ class Engine:
         self._last_id = 0
         self._newest = (0, "")  # what is only in the journal may still be retracted
         self._snapshot_at = 0
+        self._compacted_at = 0
         self._clock = _Clock()
         self._handling_s = 0.0  # by the scheduler, of the last batch
         self._handled_s = 0.0  # the same, of all batches since the last journal snapshot
@@ -240,6 +241,8 @@ class Engine:
             self._pending_rows.clear()
         if self._is_snapshot_due():
             await self.snapshot()
+        elif self._last_id - self._compacted_at >= SNAPSHOT_EVERY:
+            await self._compact()
         return True
 
     async def _set_aside(self, batch: list[_Posted], events: Sequence[Event]) -> None:
@@ -283,8 +286,13 @@ class Engine:
         self._encoding_s = time.monotonic() - begun_s
         if await self._keep(self.journal.write_snapshot(self._last_id, body, self._pending_rows)):
             self._pending_rows.clear()
-            await self._keep(self.journal.compact(self._last_id))
         self._snapshot_at, self._handled_s = self._last_id, 0.0
+        await self._compact()
+
+    async def _compact(self) -> None:
+        """Compress some old events; more often than snapshots are due, or it would fall behind."""
+        self._compacted_at = self._last_id
+        await self._keep(self.journal.compact(self._snapshot_at))
 
     def _is_snapshot_due(self) -> bool:
         """True if replaying the events since the last one would take long, against what a snapshot costs."""
