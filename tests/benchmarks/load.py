@@ -39,6 +39,9 @@ from tests.conftest import REPOSITORY, until
 
 QUICK = {"hosts": 50, "queued": 300, "rate": 200, "seconds": 5.0, "watchers": 5, "followers": 5, "events": 20_000}
 WAIT_S = 600.0
+WARM_UP_S = 5.0
+"""After the baselines: what changed meanwhile reaches the watchers late."""
+
 LOOKS_PER_S = 50.0
 LIST_EVERY = 100
 """Of so many requests of the client that measures one asks for the rows of all jobs."""
@@ -111,7 +114,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def measure(report: Report, load: Load, name: str, seconds: float) -> None:
+def measure(report: Report, load: Load, name: str, seconds: float, jobs: int) -> None:
     """Look at jobs as people and their scripts do; the daemon's processor time meanwhile."""
     assert load.daemon is not None
     pid, waits = load.daemon.pid, defaultdict(list)
@@ -119,7 +122,7 @@ def measure(report: Report, load: Load, name: str, seconds: float) -> None:
     with Client(load.socket) as client:
         while time.monotonic() < begun_s + seconds:
             verb = "jobs" if count % LIST_EVERY == LIST_EVERY - 1 else ("status", "job", "why", "hello")[count % 4]
-            wanted = {"job": str(count % 1000 + 1)} if verb in ("job", "why") else {}
+            wanted = {"job": str(count % jobs + 1)} if verb in ("job", "why") else {}
             called_s = time.monotonic()
             client.call(verb, **wanted)
             waits[verb].append(time.monotonic() - called_s)
@@ -190,6 +193,7 @@ def measure_load(report: Report, load: Load, args: Any) -> None:
     load.start_daemon()
     assert load.daemon is not None
     fill(report, load, args.hosts, args.devices, args.queued)
+    jobs = args.hosts * args.devices + args.queued
     report.details["jobs_mb"] = resident_mb(load.daemon.pid)
     windows = {}
     started_s = time.perf_counter()
@@ -198,12 +202,13 @@ def measure_load(report: Report, load: Load, args: Any) -> None:
         load.clients("follow", args.followers) as followed,
     ):
         report.add("baselines_s", time.perf_counter() - started_s)
+        time.sleep(WARM_UP_S)
         begun_s = time.time()
-        measure(report, load, "steady", args.seconds)
+        measure(report, load, "steady", args.seconds, jobs)
         windows["steady"] = (begun_s, time.time())
         with load.clients("submit", args.rate) as submitted:
             begun_s = time.time()
-            measure(report, load, "submits", args.seconds)
+            measure(report, load, "submits", args.seconds, jobs)
             windows["submits"] = (begun_s, time.time())
         report.add("daemon_mb", resident_mb(load.daemon.pid), at_most=400)
     for name, window in windows.items():
