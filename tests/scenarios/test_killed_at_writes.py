@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 
 
 class Users:
-    """What users did, and what they were told."""
+    """Requests of users, and the answers that they got."""
 
     def __init__(self, cluster: RunningCluster) -> None:
         self._cluster = cluster
