@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-BENCHMARKS := cli model migration placement scheduler simulate prediction tui
+BENCHMARKS := cli load model migration placement scheduler simulate prediction tui
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup demo test test-gpu test-slow test-all soak bench check docs binary clean

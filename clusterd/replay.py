@@ -18,8 +18,9 @@ import msgspec
 from clusterd import projection
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Batch, Scheduler
+from clusterd.daemon.journal.blocks import stored_rows
 from clusterd.daemon.journal.checksums import FORMAT, Damaged
-from clusterd.daemon.journal.journal import SELECT_BATCHES, batches
+from clusterd.daemon.journal.journal import batches
 from clusterd.errors import ClusterError, UsageError
 
 Item = dict[str, Any]
@@ -106,11 +107,12 @@ def journal_batches(file: Path) -> Iterator[Batch]:
         ClusterError: not a journal, or one of another version.
     """
     try:
-        db = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)
+        db = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        db.execute("BEGIN")  # events move into blocks while a daemon runs
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version != FORMAT:
             raise ClusterError(f"{file} is of format {version}; this clusterd knows format {FORMAT}")
-        yield from batches(db.execute(SELECT_BATCHES, (0,)))
+        yield from batches(stored_rows(db))
         db.close()
     except sqlite3.DatabaseError as error:
         raise ClusterError(f"{file} cannot be read as a journal: {error}") from None

@@ -21,6 +21,7 @@ from hypothesis import settings
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from tests.hang import HANG_S
+from tests.leftovers import Session
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -35,7 +36,21 @@ for _number in (signal.SIGINT, signal.SIGQUIT):
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 REPOSITORY = Path(__file__).parent.parent
+
+LEFT_S = 30.0
+"""Time for processes that were ended to be gone at the end of a session."""
 GPT = REPOSITORY / "examples" / "gpt"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail the last test of a session that leaves processes, shared memory, directories or ports behind."""
+    session = Session()
+    session.begin()
+    yield
+    session.end()
+    directory = tmp_path_factory.getbasetemp()
+    until(lambda: not session.left(directory), LEFT_S, lambda: "left behind: " + "; ".join(session.left(directory)))
 
 
 class RunningCluster:

@@ -95,7 +95,7 @@ def journal() -> None:
 @click.option("--system", is_flag=True, help="The journal of the system's daemon, not the user's.")
 def check(place: Path | None, system: bool) -> None:
     """Check every event of a journal; needs no daemon, and may run beside one."""
-    from clusterd.daemon.journal.checksums import check_file
+    from clusterd.daemon.journal.check import check_file
     from clusterd.replay import journal_file
 
     file = journal_file(place or configuration.load(None, system=system).state_dir)

@@ -71,7 +71,7 @@ def _report(outcomes: Iterable[Outcome], faults_s: float) -> int:
     for outcome in outcomes:
         count += 1
         faults += outcome.faults
-        for name in ("jobs", "events", "checks", "lives", "requests", "virtual_s"):
+        for name in ("jobs", "moves", "events", "checks", "lives", "requests", "virtual_s"):
             setattr(total, name, getattr(total, name) + getattr(outcome, name))
         if outcome.wrong:
             failed += 1
@@ -81,7 +81,8 @@ def _report(outcomes: Iterable[Outcome], faults_s: float) -> int:
     print(f"{count} seeds in {time.monotonic() - begun_s:.0f} s, {failed} failed")
     print(
         f"{total.virtual_s / 3600:.1f} hours of virtual time, {total.lives} lives of the daemon, {total.requests} "
-        f"requests of clients, {total.jobs} jobs, {total.events} events, promises checked {total.checks} times"
+        f"requests of clients, {total.jobs} jobs, {total.moves} migrations, {total.events} events, "
+        f"promises checked {total.checks} times"
     )
     for name, number in faults.most_common():
         print(f"{number:8} {name}")

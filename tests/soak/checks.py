@@ -11,7 +11,7 @@ from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import State
 from clusterd.daemon.journal import codec
 from clusterd.daemon.journal.journal import Journal
-from clusterd.types import DeviceId, HostId, HostState, JobId, JobState
+from clusterd.types import DeviceId, HostId, HostState, JobId, JobKind, JobState
 from tests.core.properties import broken
 from tests.soak.host import Machine
 
@@ -59,6 +59,13 @@ def at_end(state: State, machines: Iterable[Machine], cancelled: Iterable[str]) 
     for host in state.hosts.values():
         if host.unusable is not None:
             yield f"{host.id} is not usable: {host.unusable}"
+
+
+def trained_to_the_end(state: State, trained: set[str]) -> Iterator[str]:
+    """Elastic jobs that count as finished, and of which no ranks made the last step."""
+    for job in state.jobs.values():
+        if job.spec.kind is JobKind.ELASTIC and job.state is JobState.FINISHED and job.id not in trained:
+            yield f"job {job.id} counts as finished, and steps of it are missing"
 
 
 def replay_equals(state: State, directory: Path) -> Iterator[str]:

@@ -25,7 +25,7 @@ from clusterd.core.scheduler import Scheduler
 from clusterd.daemon import main as daemon_main
 from clusterd.daemon.api.server import Peer
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.journal.journal import Journal, Statement
+from clusterd.daemon.journal.journal import Journal
 from clusterd.errors import ClusterError
 from clusterd.ssh.resolve import Route
 from clusterd.types import HostId
@@ -151,7 +151,7 @@ class _Journal(Journal):
         self._life = life
         super().__init__(path)
 
-    def _write(self, statements: list[Statement]) -> None:
+    def _in_transaction(self, work: Callable[[], object]) -> None:
         life, disk = self._life, self._life.disk
         at, disk.kill_at = disk.kill_at, None
         if at == "before":
@@ -162,7 +162,7 @@ class _Journal(Journal):
             disk.fails -= 1
             raise sqlite3.OperationalError("disk I/O error")
         self._db.execute(f"PRAGMA max_page_count={1 if disk.is_full else LIFTED_PAGES}")  # 1: no page more than now
-        super()._write(statements)
+        super()._in_transaction(work)
         if at == "after":
             life.kill()
             raise Killed
@@ -185,7 +185,7 @@ class _Server:
         pass
 
 
-class _Enrolment:
+class Enrolment:
     """Stands in for the exchange of host keys."""
 
     def __init__(self, *_rest: Any) -> None:
@@ -218,12 +218,16 @@ def simulated_surroundings(current: Callable[[], Life], network: Network, seed: 
         "clusterd.daemon.main.Engine": lambda *rest: current().make_engine(*rest),
         "clusterd.daemon.main.Server": lambda _path, _group, _operators, verbs, *_rest: _Server(current(), verbs),
         "clusterd.daemon.main.Dialer": lambda *_rest: network,
-        "clusterd.daemon.main.HostKeyEnrolment": _Enrolment,
+        "clusterd.daemon.main.HostKeyEnrolment": Enrolment,
         "clusterd.daemon.main._signals": _no_signals,
         "clusterd.daemon.main.uuid": SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=token(16))),
         "clusterd.daemon.main.secrets": SimpleNamespace(token_hex=token),
         "clusterd.daemon.execution.migration.secrets": SimpleNamespace(token_hex=token),
         "clusterd.daemon.journal.journal.ThreadPoolExecutor": InlineExecutor,
+        # Small enough that snapshots are written and old events compressed within one simulation.
+        "clusterd.daemon.journal.engine.SNAPSHOT_EVERY": 30,
+        "clusterd.daemon.journal.blocks.BLOCK_EVENTS": 15,
+        "clusterd.daemon.journal.blocks.UNCOMPRESSED_EVENTS": 30,
         "clusterd.ssh.host.attach": network.attach,
         "clusterd.ssh.host.bundle": lambda: SimpleNamespace(version=AGENT_VERSION),
         "clusterd.ssh.host.random": SimpleNamespace(Random=lambda: random.Random(jitter.random())),

@@ -11,8 +11,10 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
+from clusterd.daemon.hosts.facts import DESCRIPTION
 from clusterd.exit_reasons import Reason
 from clusterd.protocol import requests as r
 from clusterd.protocol.agent import AttemptRow, HelloReply, RankExited, RankRow, Superseded
@@ -21,6 +23,7 @@ from clusterd.protocol.frames import VERSION, Message, ProtocolError
 from clusterd.protocol.launch import Launched, LaunchRequest, RankSpec, StartedRank
 from clusterd.protocol.messages import Done, Event
 from tests.soak.network import Connection
+from tests.soak.training import MODEL, Trainings
 
 AGENT_VERSION = "simulated"
 MEMORY_BYTES = 64 << 30
@@ -93,6 +96,7 @@ class Machine:
     Args:
         wrong: called with a description of what must never happen.
         chance: true with a probability while faults are injected, under the name of the fault.
+        trainings: of elastic jobs; None: there are none.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class Machine:
         randomness: random.Random,
         wrong: Callable[[str], None],
         chance: Callable[[str, float], bool],
+        trainings: Trainings | None = None,
     ) -> None:
         self.name = name
         self.gpus = [f"GPU-{name}-{index}" for index in range(gpus)]
@@ -110,6 +115,7 @@ class Machine:
         self.is_on = True
         self.boot = 1
         self._random, self._wrong, self._chance = randomness, wrong, chance
+        self._trainings = trainings or Trainings(wrong, chance)
         self._epochs: dict[str, int] = {}
         self._events: dict[str, list[Any]] = {}
         self._fences: dict[tuple[str, int], int] = {}
@@ -208,7 +214,8 @@ class Machine:
             return
         connection.send(reply)
 
-    def _emit(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
+        """Send an event to every daemon that leads."""
         for connection in list(self._connections):
             daemon = connection.daemon
             if daemon is not None and daemon[1] >= self._epochs.get(daemon[0], 0):
@@ -314,6 +321,9 @@ class Machine:
             if shared and other[:2] != key[:2]:
                 self._wrong(f"{self.name}: {sorted(shared)} run {other} and are given to {key}")
         record.ranks[spec.rank] = process
+        if record.launch.kind == "elastic" and record.launch.attempt != DESCRIPTION:
+            process.ends_s, process.outcome = inf, "ok"
+            self._trainings.join(self, record, process)
         self._start(self._follow(record, process))
 
     async def _follow(self, record: Record, process: Process) -> None:
@@ -338,7 +348,7 @@ class Machine:
 
     def _emit_exit(self, launch: LaunchRequest, process: Process) -> None:
         assert process.reason is not None
-        self._emit(
+        self.emit(
             RankExited(
                 launch.job, launch.attempt, launch.generation, process.spec.rank,
                 process.reason, process.exit_code, process.signal, time.time(),
@@ -389,7 +399,25 @@ class Machine:
             raise Refused("unknown", "it was never here")
         return r.Chunk(b"", 0, 0)
 
-    async def _lease_port(self, _request: r.LeasePort) -> r.Port:
+    async def _read_model(self, _request: r.ReadModel) -> r.Model:
+        return r.Model(MODEL)
+
+    async def _move(self, request: r.MoveRanks) -> r.Receivers:
+        return await self._trainings.move(self, request)
+
+    async def _quiesce(self, request: r.QuiesceRanks) -> r.Receivers:
+        return await self._trainings.quiesce(self, request)
+
+    async def _resume(self, request: r.ResumeRanks) -> r.Receivers:
+        return await self._trainings.resume(self, request)
+
+    async def _abort(self, request: r.AbortRanks) -> r.Receivers:
+        return await self._trainings.abort(self, request)
+
+    async def _tell(self, _request: r.SendToRanks) -> r.Receivers:
+        return r.Receivers(0)
+
+    async def _lease_port(self, _request: r.LeasePort | r.ServeSegments) -> r.Port:
         self._port += 1
         return r.Port(self._port)
 
@@ -405,6 +433,14 @@ class Machine:
         r.ForgetAttempt.verb: _forget,
         r.ReadLog.verb: _read,
         r.ReadSteps.verb: _read,
+        r.ReadModel.verb: _read_model,
+        r.MoveRanks.verb: _move,
+        r.QuiesceRanks.verb: _quiesce,
+        r.ResumeRanks.verb: _resume,
+        r.AbortRanks.verb: _abort,
+        r.SendToRanks.verb: _tell,
+        r.DropMigration.verb: _nothing,
+        r.ServeSegments.verb: _lease_port,
         r.LeasePort.verb: _lease_port,
         r.Heartbeat.verb: _nothing,
         r.Shutdown.verb: _shutdown,

@@ -19,12 +19,14 @@ from clusterd.core.state import State
 from clusterd.daemon.journal import codec
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError
+from clusterd.types import JobId, JobKind
 from tests.soak import checks
 from tests.soak.clock import Clock, Stuck, virtual_time
 from tests.soak.daemon import Disk, Killed, Life, simulated_surroundings
 from tests.soak.faults import Faults
 from tests.soak.host import Machine
 from tests.soak.network import Network
+from tests.soak.training import Trainings
 from tests.soak.users import Users
 
 FAULTS_S = 600.0
@@ -47,6 +49,7 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     jobs: int = 0
+    moves: int = 0
     events: int = 0
     checks: int = 0
     lives: int = 0
@@ -80,6 +83,7 @@ class Simulation:
         self.network = Network(random.Random(draw.random()))
         self._faults = Faults(self, random.Random(draw.random()))
         self.users = Users(self, random.Random(draw.random()))
+        self.trainings = Trainings(self.wrong, self._faults.chance)
         for number in range(draw.randint(2, 4)):
             name = f"host{number}"
             self.network.machines[name] = Machine(
@@ -88,6 +92,7 @@ class Simulation:
                 random.Random(draw.random()),
                 self.wrong,
                 self._faults.chance,
+                self.trainings,
             )
         self.life = self._new_life(directory / "1")
         self._is_concluded = False
@@ -104,6 +109,11 @@ class Simulation:
         """State of the current daemon."""
         assert self.life.engine is not None
         return self.life.engine.scheduler.state
+
+    def is_training(self, job: str) -> bool:
+        """True for an elastic job that runs."""
+        known = self.state.jobs.get(JobId(job)) if self.life.engine is not None else None
+        return known is not None and known.spec.kind is JobKind.ELASTIC and known.attempt is not None
 
     async def call(self, verb: str, **arguments: Any) -> Any:
         """Request of a client."""
@@ -196,6 +206,7 @@ class Simulation:
             *checks.after_batch(state, machines),
             *checks.accepted_jobs(state, self.users.accepted),
             *checks.at_end(state, machines, self.users.cancelled),
+            *checks.trained_to_the_end(state, self.trainings.finished),
             *checks.replay_equals(state, self.life.directory),
         ):
             self.wrong(what)
@@ -203,6 +214,7 @@ class Simulation:
         if self.life.engine.set_aside:
             self.wrong(f"{self.life.engine.set_aside} events were set aside")
         self.outcome.jobs = len(state.jobs)
+        self.outcome.moves = self.trainings.moves
         self.outcome.requests = self.users.requests
         self.outcome.faults = self._faults.counts
         self.outcome.virtual_s = self.clock.monotonic_s - 1000.0

@@ -33,7 +33,7 @@ class Users:
         """Make requests until cancelled."""
         kinds = (self._submit,) * 6 + (
             self._cancel, self._requeue, self._hold, self._release, self._prioritise, self._drain, self._undrain,
-            self._claim,
+            self._claim, self._migrate, self._migrate, self._migrate,
         )  # fmt: skip
         while True:
             await asyncio.sleep(self._random.expovariate(1.0 / MEAN_PAUSE_S))
@@ -62,6 +62,8 @@ class Users:
         nodes = draw.choice((1, 1, 1, 2))
         devices = nodes * draw.choice((0, 1, 1, 2)) if nodes == 1 else nodes
         kind = draw.choice(("command", "command", "checkpointable")) if nodes == 1 and devices else "command"
+        if devices and draw.random() < 0.4:
+            kind, nodes = "elastic", 1
         outcome = draw.choice(("ok", "ok", "ok", "fail", "oom"))
         manner = draw.choice(("obeys", "obeys", "ignores"))
         spec = {
@@ -77,6 +79,7 @@ class Users:
             "time_limit_s": draw.choice((None, None, 60.0)),
             "after": [f"{draw.choice(list(self.accepted))}:any"] if self.accepted and draw.random() < 0.2 else [],
             "waits_for_hosts": True,
+            "trials": False,
         }
         answer = await self._simulation.call("submit", spec=spec)
         self.accepted[answer["id"]] = None
@@ -93,6 +96,15 @@ class Users:
 
     async def _requeue(self) -> None:
         await self._simulation.call("requeue", job=self._job(), hold=self._random.random() < 0.2)
+
+    async def _migrate(self) -> None:
+        jobs = [job for job in self.accepted if self._simulation.is_training(job)]
+        if not jobs:
+            raise ClusterError("no job trains")
+        plan = self._random.choice(("dp=1", "dp=2", "tp=2", "dp=2,zero=1", "dp=2,tp=2", None))
+        hosts = [host for host in self._simulation.network.machines if self._random.random() < 0.5]
+        devices = [] if plan else hosts
+        await self._simulation.call("migrate", job=self._random.choice(jobs), plan=plan, devices=devices or None)
 
     async def _hold(self) -> None:
         await self._simulation.call("hold", job=self._job())

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from clusterd.core.events import Timer, TimerFired, TimerKind
+from clusterd.daemon.api.jobs import JOBS_PER_PAGE
 from clusterd.daemon.api.watch import WINDOW, Feed
 from tests.conftest import RunningCluster
+from tests.hang import HANG_S
 from tui.model.model import Model
 from tui.model.view import Link, LinkState
 from tui.source.sources import DaemonSource
@@ -89,6 +91,28 @@ def test_changes_that_the_daemon_dropped_are_replaced_by_a_full_copy(running: Ru
     items = asyncio.run(take(running.socket, 1, 3))
     assert "snapshot" in items[0]
     assert [job["priority"] for job in items[0]["snapshot"]["jobs"]] == [3]
+
+
+def test_many_jobs_come_in_several_items_and_none_is_missed(running: RunningCluster) -> None:
+    """A connection that breaks between the items of a baseline goes on with a new baseline."""
+    spec = {"name": "many", "command": ["true"], "waits_for_hosts": True, "resources": {"devices": 4}}
+    with running.client() as client:
+        jobs = {"1", *(row["id"] for row in client.call_many("submit", [{"spec": spec}] * (2 * JOBS_PER_PAGE)))}
+    running.kill()
+    running.start()
+
+    async def run() -> None:
+        async with asyncio.timeout(HANG_S), aclosing(watch(running.socket, None)) as items:  # type: ignore[type-var]
+            broken = Model()
+            broken.apply(await anext(items))
+        assert len(broken.jobs) == JOBS_PER_PAGE
+        async with asyncio.timeout(HANG_S), aclosing(watch(running.socket, broken.number)) as items:  # type: ignore[type-var]
+            while not broken.jobs.keys() >= jobs:
+                broken.apply(await anext(items))
+        assert broken.jobs.keys() == jobs
+        assert broken.number == running.call("status")["events"]
+
+    asyncio.run(run())
 
 
 def test_changes_are_kept_for_a_while_and_then_no_more() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 
 from clusterd import __version__, projection, protocol
@@ -259,6 +260,15 @@ class JobVerbs:
         Args:
             before: the next page: only jobs that are over and were submitted before this one.
         """
+        rows = []
+        for number, job in enumerate(self._listed(all, before)):
+            if number % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
+                await anyio.lowlevel.checkpoint()  # others are served meanwhile: there may be many thousands
+            rows.append(projection.job_row(job, self._state))
+        return rows
+
+    def _listed(self, all: bool, before: str | None = None) -> list[Job]:
+        """Jobs of `jobs`."""
         state = self._state
         active = [] if before is not None else [state.jobs[job] for job in {**state.queue, **state.active}]
         older = reversed(state.jobs.values())
@@ -266,7 +276,7 @@ class JobVerbs:
             older = dropwhile(lambda job: job.id != before, older)
         over = (job for job in older if job.state.is_final and job.id != before)
         shown = [*active, *islice(over, JOBS_PER_PAGE)] if all else active
-        return [projection.job_row(job, state) for job in sorted(shown, key=lambda job: (len(job.id), job.id))]
+        return sorted(shown, key=lambda job: (len(job.id), job.id))
 
     async def job(self, peer: Peer, job: str) -> dict[str, Any]:
         """Everything about one job."""
@@ -369,7 +379,8 @@ class JobVerbs:
             changes = self._feed.after(number) if number is not None else None
             if changes is None:
                 number = self._feed.number
-                yield {"snapshot": await self._snapshot(peer), "number": number}
+                async for item in self._baseline(peer, number):
+                    yield item
                 continue
             for change in changes:
                 yield self._change(change)
@@ -379,19 +390,36 @@ class JobVerbs:
             if quiet.cancelled_caught:
                 yield {"alive_s": time.time(), "number": number}
 
-    async def _snapshot(self, peer: Peer) -> dict[str, Any]:
-        return {
-            "status": await self.status(peer),
-            "jobs": await self.jobs(peer, all=True),
-            "hosts": await self._membership.hosts(peer),
-        }
+    async def _baseline(self, peer: Peer, number: int) -> AsyncIterator[dict[str, Any]]:
+        """The state with its first jobs, then the other jobs as changes without events.
+
+        Rows may be newer than `number`: the changes after it bring them once more. The items before the last have
+        number 0, from which nobody can resume.
+        """
+        jobs = self._listed(all=True)
+        pages = [jobs[at : at + JOBS_PER_PAGE] for at in range(0, len(jobs), JOBS_PER_PAGE)] or [[]]
+        for page in pages:
+            rows = [projection.job_row(job, self._state) for job in page]
+            item_number = number if page is pages[-1] else 0
+            if page is pages[0]:
+                hosts = await self._membership.hosts(peer)
+                state = {"status": await self.status(peer), "jobs": rows, "hosts": hosts}
+                yield {"snapshot": state, "number": item_number}
+            else:
+                yield {**projection.change_row(self._state, item_number, (), ()), "jobs": rows}
 
     def _change(self, change: Change) -> dict[str, Any]:
-        return projection.change_row(self._state, change.number, change.events, change.decisions, self._hosts.link_row)
+        if change.row is None:
+            number, events, decisions = change.number, change.events, change.decisions
+            change.row = projection.change_row(self._state, number, events, decisions, self._hosts.link_row)
+        return change.row
 
+
+ROWS_AT_ONCE = 100
+"""Rows between two turns of the event loop."""
 
 JOBS_PER_PAGE = 1000
-"""Jobs that are over in one answer; a year of them would not fit into a frame."""
+"""Jobs that are over in one answer, and jobs in one item of a baseline; a year of them would not fit into a frame."""
 
 
 class JobIds:

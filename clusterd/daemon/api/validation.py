@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping
 
 from clusterd.config import is_label
 from clusterd.core.allocation.requirements import unsatisfiable
+from clusterd.core.host import Host
 from clusterd.core.queueing import admission
 from clusterd.core.state import Job, State
 from clusterd.core.view import View
 from clusterd.errors import UsageError
 from clusterd.submission.job_file import checked_name
-from clusterd.types import CONTAINER_RUNTIMES, JobId, JobKind, JobSpec
+from clusterd.types import CONTAINER_RUNTIMES, HostId, JobId, JobKind, JobSpec
 from clusterd.units import counted, parse_capability
 
 RETRIES_MAX = 1000
@@ -119,10 +120,23 @@ def refuse_unsatisfiable(spec: JobSpec, state: State, otherwise: str) -> None:
     Raises:
         UsageError: says what the cluster has.
     """
+    if spec.waits_for_hosts:
+        return
     job = Job(JobId("new"), spec, priority=spec.priority, submitted_s=0.0, queued_s=0.0)
-    reason = None if spec.waits_for_hosts else unsatisfiable(job, View(state, time.time()))
+    # What some of the hosts can serve, all can: few jobs need a look at more than a few of a thousand hosts.
+    names = [name for name in spec.resources.hosts if name in state.hosts] or list(state.hosts)
+    count = 1
+    while count < len(names):
+        if unsatisfiable(job, _view_of({name: state.hosts[name] for name in names[:count]})) is None:
+            return
+        count *= 2
+    reason = unsatisfiable(job, _view_of(state.hosts))
     if reason is not None:
         raise UsageError(f"{spec.name} can never start: it {reason}; {otherwise}")
+
+
+def _view_of(hosts: dict[HostId, Host]) -> View:
+    return View(State(hosts=hosts), time.time())
 
 
 def refuse_secrets(secrets: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import anyio
 
@@ -20,13 +21,18 @@ WINDOW = 4096
 """Changes that a watcher may be behind."""
 
 
-@dataclass(frozen=True, slots=True)
+ROWS_MAX = 16
+"""Changes whose rows are kept for other watchers; few watchers are further behind, and rows are large."""
+
+
+@dataclass(slots=True)
 class Change:
     """Events and decisions of one batch."""
 
     number: int  # of its last event
     events: tuple[Event, ...]
     decisions: tuple[Decision, ...]
+    row: dict[str, Any] | None = None  # as watchers get it, once one of them did
 
 
 class Feed:
@@ -42,6 +48,8 @@ class Feed:
         """Publish the change of a handled batch."""
         self.number = events[-1].id
         self._window.append(Change(self.number, tuple(events), tuple(decisions)))
+        if len(self._window) > ROWS_MAX:
+            self._window[-1 - ROWS_MAX].row = None
         self._bell.set()
         self._bell = anyio.Event()
 

@@ -14,21 +14,33 @@ from dataclasses import dataclass, fields, replace
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 
 from clusterd.core.decisions import Decision
 from clusterd.core.events import ClockSet, Event, EventId
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import State
 from clusterd.daemon.journal import codec
-from clusterd.daemon.journal.journal import Journal, Statement, proposal_row, snapshot_row
+from clusterd.daemon.journal.journal import Journal, Statement, proposal_row
 from clusterd.errors import ClusterError, HostError
 
 log = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY = 2000
-"""Events between two journal snapshots: the most that a restart replays."""
+"""Least number of events between two journal snapshots."""
+
+REPLAY_S, SNAPSHOT_SHARE = 5.0, 20.0
+"""Longest time that the scheduler spends on events between two snapshots; the shortest is this multiple of what one
+snapshot takes: a state of 100,000 jobs is too long to be written every 2,000 events."""
 
 BATCH_MAX = 512
+
+GATHER_S = 0.05
+"""Longest time that a batch waits for events that are about to be posted, unless the scheduler took longer for the last
+one: under load, as much time goes into gathering as into passes."""
+
+IDLE_TURNS = 4
+"""Turns of the event loop without a new event, after which none is about to be posted."""
 
 SET_S = 1.0
 """Smaller clock steps are ignored."""
@@ -82,7 +94,11 @@ class Engine:
         self._last_id = 0
         self._newest = (0, "")  # what is only in the journal may still be retracted
         self._snapshot_at = 0
+        self._compacted_at = 0
         self._clock = _Clock()
+        self._handling_s = 0.0  # by the scheduler, of the last batch
+        self._handled_s = 0.0  # the same, of all batches since the last journal snapshot
+        self._encoding_s = 0.0  # of that snapshot
         self._pending_rows: list[Statement] = []  # proposals, written with the next commit
         self.scheduling_s = 0.0
         """Processor time spent in the scheduler since the start."""
@@ -159,10 +175,23 @@ class Engine:
             self.mind_the_clock()
             is_written = True
             while self._posted and is_written:
+                if not self._one_by_one:
+                    await self._gather()
                 most = 1 if self._one_by_one else BATCH_MAX
                 self._one_by_one = max(self._one_by_one - 1, 0)
                 batch, self._posted = self._posted[:most], self._posted[most:]
                 is_written = await self._handle(batch)
+
+    async def _gather(self) -> None:
+        """Let requests and reports that have arrived post their events: a commit and a pass cost the same for many.
+
+        Nothing is read during a pass, so without this the next batch would have only what arrives during its commit.
+        """
+        until_s, count, idle = time.monotonic() + max(GATHER_S, self._handling_s), len(self._posted), 0
+        while count < BATCH_MAX and idle < IDLE_TURNS and time.monotonic() < until_s:
+            await anyio.lowlevel.checkpoint()
+            idle = idle + 1 if len(self._posted) == count else 0
+            count = len(self._posted)
 
     def mind_the_clock(self) -> None:
         """Post a step of the wall clock before all waiting events; otherwise it would count as running time of jobs."""
@@ -194,12 +223,14 @@ class Engine:
         self.trouble = ""
         self._last_id = events[-1].id
         self._pending_rows.clear()
-        started_s = time.process_time()
+        started_s, begun_s = time.process_time(), time.monotonic()
         try:
             decisions = self.scheduler.handle(*events)
         except Exception:
             await self._set_aside(batch, events)
             return True
+        self._handling_s = time.monotonic() - begun_s
+        self._handled_s += self._handling_s
         self.scheduling_s += time.process_time() - started_s
         self._keep_proposal(events[0].id)
         self._newest = (self._last_id, self.journal.newest[1].hex())
@@ -208,8 +239,10 @@ class Engine:
             posted.done.set()
         if decisions and await self._keep(self.journal.record(events[-1].at_s, decisions, self._pending_rows)):
             self._pending_rows.clear()
-        if self._last_id - self._snapshot_at >= SNAPSHOT_EVERY:
+        if self._is_snapshot_due():
             await self.snapshot()
+        elif self._last_id - self._compacted_at >= SNAPSHOT_EVERY:
+            await self._compact()
         return True
 
     async def _set_aside(self, batch: list[_Posted], events: Sequence[Event]) -> None:
@@ -248,19 +281,24 @@ class Engine:
 
     async def snapshot(self) -> None:
         """Write a journal snapshot, so that a restart replays only later events."""
+        begun_s = time.monotonic()
         body = codec.encode(self.scheduler.state)
-        written = await self._keep(
-            self.journal.execute(
-                [
-                    *self._pending_rows,
-                    snapshot_row(self._last_id, body),
-                    ("DELETE FROM snapshots WHERE event < ?", (self._last_id,)),
-                ]
-            )
-        )
-        if written:
+        self._encoding_s = time.monotonic() - begun_s
+        if await self._keep(self.journal.write_snapshot(self._last_id, body, self._pending_rows)):
             self._pending_rows.clear()
-        self._snapshot_at = self._last_id
+        self._snapshot_at, self._handled_s = self._last_id, 0.0
+        await self._compact()
+
+    async def _compact(self) -> None:
+        """Compress some old events; more often than snapshots are due, or it would fall behind."""
+        self._compacted_at = self._last_id
+        await self._keep(self.journal.compact(self._snapshot_at))
+
+    def _is_snapshot_due(self) -> bool:
+        """True if replaying the events since the last one would take long, against what a snapshot costs."""
+        if self._last_id - self._snapshot_at < SNAPSHOT_EVERY:
+            return False
+        return self._handled_s >= min(REPLAY_S, SNAPSHOT_SHARE * self._encoding_s)
 
     def _keep_proposal(self, batch: int) -> None:
         if self.scheduler.proposed is not None:

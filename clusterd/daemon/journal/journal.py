@@ -10,10 +10,11 @@ import asyncio
 import logging
 import os
 import sqlite3
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ import anyio
 from clusterd.core.events import Event
 from clusterd.core.scheduler import Batch
 from clusterd.core.view import Proposal
-from clusterd.daemon.journal import checksums, codec
+from clusterd.daemon.journal import blocks, checksums, codec
 from clusterd.daemon.journal.checksums import FORMAT, Damaged
 from clusterd.errors import ClusterError
 
@@ -58,12 +59,8 @@ SET_ASIDE = """
     )
 """
 
-SELECT_BATCHES = """
-    SELECT events.id, events.batch, events.at_s, events.kind, events.body, events.checksum,
-        proposals.body, proposals.checksum
-    FROM events LEFT JOIN proposals ON proposals.batch = events.batch WHERE events.id > ? ORDER BY events.id
-"""
-"""Rows that `batches` reads: every event after the given one, with the proposal of its batch."""
+ROWS_AT_ONCE = 10_000
+"""Rows that a replay has in memory."""
 
 _NETWORK_FILE_SYSTEMS = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "ceph", "beegfs", "afs", "9p", "fuse.sshfs", "glusterfs",
@@ -112,6 +109,7 @@ class Journal:
             db.executescript(SCHEMA)
         if version in (0, FORMAT):
             db.execute(SET_ASIDE)
+            db.execute(blocks.SCHEMA)
         elif version > FORMAT:
             raise ClusterError(
                 f"{self.path} was written by a newer clusterd (format {version}, this one knows {FORMAT}): "
@@ -234,15 +232,30 @@ class Journal:
         try:
             return await self._run(lambda: self._db.execute(statement, arguments).fetchall())
         except sqlite3.Error as error:
-            raise ClusterError(f"the journal {self.path} cannot be read: {error}: check its disk") from None
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, why: object) -> ClusterError:
+        return ClusterError(f"the journal {self.path} cannot be read: {why}: check its disk")
+
+    def _unwritable(self, why: Exception) -> ClusterError:
+        locked = isinstance(why, sqlite3.OperationalError) and "locked" in str(why)
+        advice = "end the other program that has it open" if locked else "free space on its disk"
+        return ClusterError(f"the journal {self.path} cannot be written: {why}: {advice}")
 
     def _write(self, statements: list[Statement]) -> None:
         """Execute statements in one transaction; in the writer thread."""
+
+        def execute() -> None:
+            for statement, arguments in statements:
+                self._db.execute(statement, arguments)
+
+        self._in_transaction(execute)
+
+    def _in_transaction(self, work: Callable[[], object]) -> None:
         self._restore_removed_file()
         self._db.execute("BEGIN")
         try:
-            for statement, arguments in statements:
-                self._db.execute(statement, arguments)
+            work()
             self._db.execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:
@@ -253,9 +266,7 @@ class Journal:
         try:
             await self._run(lambda: self._write(statements))
         except (sqlite3.Error, OSError) as error:
-            locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
-            advice = "end the other program that has it open" if locked else "free space on its disk"
-            raise ClusterError(f"the journal {self.path} cannot be written: {error}: {advice}") from None
+            raise self._unwritable(error) from None
 
     def _restore_removed_file(self) -> None:
         """Write the journal file again if it was removed; the open connection still has its whole content.
@@ -292,34 +303,88 @@ class Journal:
         Raises:
             ClusterError: an event is damaged, or this version does not know it.
         """
-        before = self._at_start(lambda: self._checksum_at(event))
-        rows = self._at_start(lambda: self._db.execute(SELECT_BATCHES, (event,)).fetchall())
         try:
-            yield from batches(rows, before)
+            before = self._at_start(lambda: self._checksum_at(event))
+            stored = blocks.stored_rows(self._db, event)
+            yield from batches(self._fetched(stored), before)
         except Damaged as error:
             raise self._damaged(error) from None
         except (KeyError, ValueError) as error:  # msgspec's errors are ValueErrors
             raise self._unusable(f"it has events that this version does not know ({error})") from None
 
+    def _fetched(self, rows: Iterator[blocks.Row]) -> Iterator[blocks.Row]:
+        """Rows of a query, in parts: years of them may be replayed."""
+        while some := self._at_start(lambda: list(islice(rows, ROWS_AT_ONCE))):
+            yield from some
+
     def _checksum_at(self, event: int) -> bytes:
-        row = self._db.execute("SELECT checksum FROM events WHERE id = ?", (event,)).fetchone()
-        if event and row is None:
-            raise self._damaged(f"event {event} is missing")
-        return bytes(row[0]) if row else checksums.FIRST
+        found = blocks.checksum_of(self._db, event) if event else checksums.FIRST
+        if found is None:
+            raise Damaged(f"event {event} is missing")
+        return found
 
     async def has(self, event: int, checksum: str) -> bool:
-        """True if the journal holds this event, with this history before it."""
-        rows = await self.query("SELECT checksum FROM events WHERE id = ?", (event,))
-        return bool(rows) and bytes(rows[0][0]).hex() == checksum
+        """True if the journal holds this event, with this history before it.
+
+        Raises:
+            ClusterError: the file is damaged there, or its disk fails.
+        """
+        try:
+            found = await self._run(lambda: blocks.checksum_of(self._db, event))
+        except Damaged as error:
+            raise self._damaged(error) from None
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from None
+        return found is not None and found.hex() == checksum
+
+    async def compact(self, newest: int) -> None:
+        """Compress old events, a few thousand in each call, so that years of them fit on the disk.
+
+        Args:
+            newest: the newest event that a journal snapshot covers.
+        Raises:
+            ClusterError: the journal cannot be written, or the events are damaged; nothing has changed.
+        """
+        try:
+            await self._run(lambda: self._in_transaction(lambda: blocks.compact(self._db, newest)))
+        except Damaged as error:
+            raise self._damaged(error) from None
+        except (sqlite3.Error, OSError) as error:
+            raise self._unwritable(error) from None
+
+    async def write_snapshot(self, event: int, body: bytes, extra: Iterable[Statement] = ()) -> None:
+        """Replace the journal snapshot by one that covers the events up to `event`.
+
+        Raises:
+            ClusterError: the journal cannot be written; the former snapshot is still there.
+        """
+        rest = list(extra)
+
+        def write() -> None:
+            packed = zlib.compress(body, 1)  # a tenth, mostly in jobs that are over
+            row = (event, packed, checksums.of_body(packed))
+            insert = ("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", row)
+            self._write([*rest, insert, ("DELETE FROM snapshots WHERE event < ?", (event,))])
+
+        try:
+            await self._run(write)
+        except (sqlite3.Error, OSError) as error:
+            raise self._unwritable(error) from None
 
     def newest_snapshot(self) -> tuple[int, bytes] | None:
         """Newest journal snapshot, as the id of the last event it covers and its body; None without a sound one."""
         statement = "SELECT event, body, checksum FROM snapshots ORDER BY event DESC LIMIT 1"
         row = self._at_start(lambda: self._db.execute(statement).fetchone())
-        if row is not None and checksums.of_body(row[1]) != row[2]:
-            log.warning("the journal snapshot at event %d is damaged: replaying all events", row[0])
+        if row is None:
             return None
-        return (row[0], row[1]) if row else None
+        event, packed, checksum = row
+        try:
+            if checksums.of_body(packed) == checksum:
+                return event, zlib.decompress(packed)
+        except zlib.error:  # written by a version that did not compress it
+            pass
+        log.warning("the journal snapshot at event %d is damaged: replaying all events", event)
+        return None
 
     def last_event_id(self) -> int:
         """Id of the newest event; 0 for an empty journal."""
@@ -356,13 +421,8 @@ def proposal_row(batch: int, proposal: Proposal) -> Statement:
     return "INSERT OR REPLACE INTO proposals VALUES (?, ?, ?)", (batch, body, checksums.of_body(body))
 
 
-def snapshot_row(event: int, body: bytes) -> Statement:
-    """Statement that stores a journal snapshot, which covers the events up to `event`."""
-    return "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (event, body, checksums.of_body(body))
-
-
 def batches(rows: Iterable[tuple[Any, ...]], before: bytes = checksums.FIRST) -> Iterator[Batch]:
-    """Decode batches from the rows of `SELECT_BATCHES`.
+    """Decode batches from stored rows.
 
     Args:
         before: checksum of the event before the first row.

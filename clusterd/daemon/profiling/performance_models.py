@@ -196,7 +196,7 @@ class PerformanceModels:
         if forgot == self._forgot:
             self._published_s[model] = time.monotonic()
         table = PerformanceTable(tuple(estimates), shape.global_batch, measured, tuple(beyond))
-        await self._engine.post(e.SpeedLearned(at_s=time.time(), model=model, table=table, why=why))
+        await self._engine.report(e.SpeedLearned(at_s=time.time(), model=model, table=table, why=why))
 
     def forget(self) -> None:
         """Drop all fits and tables after a change of the store; they are rebuilt from it."""

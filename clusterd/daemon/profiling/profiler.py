@@ -23,6 +23,7 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.profiling.loss_forecast import LossForecast, at_submission
 from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.daemon.profiling.trial_selection import SLOW_TRIAL_STEPS, WARM_UP_STEPS, TrialSelection
+from clusterd.errors import ClusterError
 from clusterd.protocol.agent import Progress
 from clusterd.protocol.rank import FromRank, Probed
 from clusterd.types import HostId, JobId, RankEnd, Reason
@@ -126,6 +127,8 @@ class Profiler:
                 work = self._inbox.pop(0)
                 try:
                     await work()
+                except ClusterError as error:  # the disk is full: a trial is proposed again
+                    log.error("%s", error)
                 except Exception:  # a failed fit must not stop the daemon
                     log.exception("the performance model could not be updated")
 
@@ -195,7 +198,7 @@ class Profiler:
             return
         found = await anyio.to_thread.run_sync(forecast.judge, job.spec.target_loss)
         if found is not None:
-            await self._engine.post(
+            await self._engine.report(
                 e.CompletionPredicted(
                     at_s=time.time(), job=job.id, predictable=found[0], steps=found[1], why=forecast.why
                 )
@@ -211,7 +214,7 @@ class Profiler:
         known.online = await anyio.to_thread.run_sync(before.observe, Observation(row, seconds))
         await self._keep(job, known, row, seconds, steps, run)
         run.times_s.clear()
-        await self._engine.post(
+        await self._engine.report(
             e.TrialMeasured(
                 at_s=time.time(),
                 job=job.id,

@@ -89,7 +89,7 @@ class TrialSelection:
             self._nothing_to_try[job.id] = known_so_far
             if job.trials.is_running:
                 why = "nothing more is worth a trial"
-                await self._engine.post(e.TrialProposed(at_s=time.time(), job=job.id, plan=None, why=why))
+                await self._engine.report(e.TrialProposed(at_s=time.time(), job=job.id, plan=None, why=why))
             return
         choice, why = answer
         steps = SLOW_TRIAL_STEPS if choice.step_time_s > SLOW_STEP_S else TRIAL_STEPS

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 from click.testing import CliRunner
 
@@ -17,7 +18,8 @@ from clusterd.core.scheduler import Scheduler
 from clusterd.core.view import Proposal, Refusal, View
 from clusterd.daemon.journal import checksums
 from clusterd.daemon.journal import journal as module
-from clusterd.daemon.journal.checksums import FORMAT, check_file
+from clusterd.daemon.journal.check import check_file
+from clusterd.daemon.journal.checksums import FORMAT
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
 from clusterd.errors import ClusterError
@@ -25,6 +27,7 @@ from clusterd.replay import journal_batches
 from clusterd.types import HostId, JobId, JobSpec
 from tests.conftest import RunningCluster
 from tests.core.conftest import facts
+from tests.hang import HANG_S
 
 SPEC = JobSpec(name="job", command=("true",))
 
@@ -103,6 +106,31 @@ def lab_of_events() -> list[e.Event]:
         submitted(3),
         e.AttemptLaunched(at_s=4.0, job=JobId("2"), attempt=1, generation=1),
     ]
+
+
+@pytest.mark.parametrize(("share", "is_written"), [(0.0, True), (1e9, False)])
+def test_a_snapshot_is_written_when_the_replay_would_take_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, is_written: bool
+) -> None:
+    """A snapshot of a large state costs more than the replay of a few thousand events."""
+    monkeypatch.setattr("clusterd.daemon.journal.engine.SNAPSHOT_EVERY", 5)
+    monkeypatch.setattr("clusterd.daemon.journal.engine.SNAPSHOT_SHARE", share)
+    monkeypatch.setattr("clusterd.daemon.journal.engine.REPLAY_S", 1e9)
+    path = tmp_path / "journal.db"
+    journal = Journal(path)
+    engine, _ = engine_of(journal)
+
+    async def run() -> None:
+        for number in range(1, 21):
+            await post(engine, submitted(number))
+
+    engine._encoding_s = 1.0
+    anyio.run(run)
+    journal.close()
+    again = Journal(path)
+    replayed = engine_of(again)[0].restore()
+    assert replayed <= 10 if is_written else replayed == 20
+    again.close()
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
@@ -380,3 +408,24 @@ def test_bytes_flipped_anywhere_in_the_file_are_refused_or_do_no_harm(tmp_path: 
         finally:
             damaged.close()
         assert again.scheduler.state == engine.scheduler.state
+
+
+def test_requests_that_are_read_one_after_the_other_are_one_batch(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client pipelines its submits: each is read in another turn of the event loop."""
+    monkeypatch.setattr("clusterd.daemon.journal.engine.GATHER_S", HANG_S)
+    batches: list[int] = []
+    engine = Engine(journal, Scheduler(), lambda events, _: batches.append(len(events)))
+
+    async def read() -> None:
+        async with anyio.create_task_group() as outer:
+            outer.start_soon(engine.run)
+            async with anyio.create_task_group() as group:
+                for number in range(1, 101):
+                    group.start_soon(engine.post, submitted(number))
+                    await anyio.lowlevel.checkpoint()
+            outer.cancel_scope.cancel()
+
+    anyio.run(read)
+    assert batches == [100]
