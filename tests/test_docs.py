@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+from clusterd.submission import job_file
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -29,6 +31,13 @@ def test_tests_that_the_pages_name_exist() -> None:
 def test_the_menu_of_the_site_has_every_page() -> None:
     menu = re.findall(r"^ +- .*: ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(menu) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_the_reference_of_job_files_has_every_key() -> None:
+    page = (ROOT / "docs" / "job_file.md").read_text()
+    named = {word for code in re.findall(r"`([^`]+)`", page) for word in re.split(r"[^a-z_]+", code)}
+    keys = job_file._TOP | job_file._RESOURCES | job_file._LIMITS | job_file._CHECKPOINTS
+    assert keys - named == set()
 
 
 def test_links_between_pages_lead_somewhere() -> None:
