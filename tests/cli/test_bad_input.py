@@ -167,7 +167,10 @@ def test_no_name_is_no_job(cluster: RunningCluster) -> None:
         (f"[tenants.vision]\nshare = {'9' * 400}", "[tenants.vision]: share is 9999"),
         (f"[daemon]\nworkdir_max = {'9' * 5000}", "Exceeds the limit (4300 digits) for integer string conversion"),
         (f"[daemon]\noperators = {'[' * 3000}", "a value is nested too deeply"),
-        ("[daemon]\nhost_lost_after = 00:02:00", "[daemon]: 00:02:00 is no duration; write it as in 90s, 12h or 1h30m"),
+        (
+            "[daemon]\nhost_lost_after = 00:02:00",
+            "[daemon]: host_lost_after: 00:02:00 is no duration",
+        ),
         ('[daemon]\nsocket = "a\\u0000b"', "[daemon]: socket is 'a\\x00b'; it must be a path"),
         ('[daemon]\nsocket_group = "a\\u0000b"', "[daemon]: socket_group is 'a\\x00b'; there is no such group"),
         ('[notify]\ncommand = ["a\\u0000b"]', "[notify]: command is ['a\\x00b']; it must be a command"),
@@ -182,7 +185,8 @@ def test_a_configuration_that_cannot_be(cluster: RunningCluster, text: str, mess
     file = cluster.directory / "clusterd.toml"
     file.write_text(text)
     assert f"{file}: {message}" in (answer := refused(cluster, "start", "--config", str(file), code=2))
-    assert refused(cluster, "config", "check", str(file), code=2) == answer
+    checked = refused(cluster, "config", "check", str(file), code=2)
+    assert re.sub(r"(?<=\.toml):\d+(?=: )", "", checked) == answer
 
 
 def test_a_log_that_cannot_be_written(cluster: RunningCluster) -> None:

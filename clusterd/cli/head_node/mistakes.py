@@ -37,11 +37,10 @@ def mistakes(text: str, values: dict[str, Any], validate: Callable[[dict[str, An
         blamed = next(
             (path for path in _named(values, message, tables) if _is_to_blame(values, path, message, validate)), None
         )
+        if not any(_names(message, path) for path in removed):  # else it is said of what was taken out
+            found.append((_line(lines, blamed or ()), message))
         if blamed is None:
-            if not any(_names(message, path) for path in removed):  # else that one is required
-                found.append((0, message))
             break
-        found.append((_line(lines, blamed), message))
         removed.append(blamed)
         _remove(values, blamed)
     return sorted(found)

@@ -49,8 +49,9 @@ def refused_to_nobody(python: Path) -> str:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another account")
 def test_what_an_account_may_not_run_says_what_to_open(tmp_path: Path) -> None:
-    for directory in (tmp_path, *tmp_path.parents[:2]):
-        directory.chmod(0o755)
+    for directory in (tmp_path, *tmp_path.parents):
+        if not directory.stat().st_mode & 0o1:
+            directory.chmod(0o755)
     python = tmp_path / "env" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text("#!/bin/sh\n")

@@ -57,7 +57,7 @@ def test_a_log_is_shortened_once_more_when_its_rank_is_over(tmp_path: Path, monk
     monkeypatch.setattr(housekeeping.append_only_files, "trim", lambda file: looked.append(file) or 0)
     attempt = Attempt(tmp_path, accepted(), ranks={0: Rank(0, state="running")})
     some: Any = Mock()
-    work = housekeeping.Housekeeping(cast(Any, [attempt]), some, some, some, some, some)
+    work = housekeeping.Housekeeping(cast(Any, [attempt]), some, some, some, some, some, some)
     asyncio.run(work.shorten_logs())
     attempt.ranks[0].state = "exited"
     for _ in range(3):

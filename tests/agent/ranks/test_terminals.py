@@ -108,12 +108,12 @@ def test_a_closed_terminal_hangs_up(job: AgentClient) -> None:
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the shell")
 
 
-def test_whoever_is_not_asked_for_any_more_is_hung_up_on() -> None:
+def test_whoever_is_not_asked_for_any_more_is_hung_up_on(tmp_path: Path) -> None:
     """Their daemon is gone."""
 
     async def script() -> int:
         command = programs.command("inside", "/", "", "", "sh", "-c", "echo begun; sleep 1000; true")
-        terminals, terminal = Terminals(), await Terminal.start(command, os.environ, None)
+        terminals, terminal = Terminals(tmp_path / "ranks"), await Terminal.start(command, os.environ, None)
         assert (await terminal.read()).data == b"begun\n"
         terminals._open["it"] = terminal
         terminals.poll()
