@@ -175,7 +175,10 @@ def evict_by_value(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate],
     Args:
         ends_s: burden of the best that the job can have without it.
     """
-    preemptible = {v.job.id for v in ctx.running if may_preempt(v.job, p.job)}
+    lowest = ctx.lowest_right  # asked by every waiting job, and mostly nobody may be preempted
+    preemptible: set[JobId] = set()
+    if lowest is not None and may_preempt(lowest, p.job):
+        preemptible = {v.job.id for v in ctx.running if may_preempt(v.job, p.job)}
     best: tuple[float, EvictionPlan] | None = None
     search = VictimSearch(ctx.ledger, p, [v for v in ctx.migratable() if v.job.priority <= p.job.priority])
     for offer in offers[:3]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from clusterd.core.allocation.migration_cost import DEFAULT_THRESHOLDS, MigrationCosts, MigrationThresholds, fits_beside
 from clusterd.core.estimates.availability import AvailabilityForecast, Backfill
@@ -13,11 +14,12 @@ from clusterd.core.ledger import Ledger, bind, needs, per_host
 from clusterd.core.performance_table import Estimate
 from clusterd.core.placement.assign import PlannedStart
 from clusterd.core.placement.heterogeneous_search import Found, HeterogeneousSearch, as_if_free
+from clusterd.core.state import Job
 from clusterd.core.view import Move, Proposal, Refusal, View
 from clusterd.types import Device, HostId, JobId
 
 
-@dataclass(slots=True)
+@dataclass
 class PassContext:
     """One pass over all jobs; the functions of this package read and change it.
 
@@ -52,6 +54,12 @@ class PassContext:
     moved: set[JobId] = field(default_factory=set)
     _migratable: list[JobForecast] = field(default_factory=list)
     _checked_at: int = -1
+
+    @cached_property
+    def lowest_right(self) -> Job | None:
+        """The running job with a performance model that more jobs may preempt than any other; None: none runs."""
+        jobs = (p.job for p in self.running)
+        return min(jobs, key=lambda job: (job.priority, job.spec.guaranteed), default=None)
 
     def __post_init__(self) -> None:
         self.forecast = AvailabilityForecast(self.ledger, self.holding, self.view.calendar)

@@ -277,8 +277,9 @@ class AvailabilityForecast:
         if (found := look(0.0)) is not None:
             return found
         back = self._devices_back.get(offer.device_type)
-        ends_s = back.at_s[: int(np.searchsorted(back.at_s, within_s, side="left"))] if back is not None else ()
-        times = sorted({float(x) for x in ends_s})
+        times: list[float] = []
+        if back is not None:
+            times = np.unique(back.at_s[: int(np.searchsorted(back.at_s, within_s, side="left"))]).tolist()
         if self._calendar:
             later = (x for x in sorted({*times, *self._calendar.ends_s}) if x < within_s)
             return next((found for at_s in later if (found := look(at_s)) is not None), None)
