@@ -25,8 +25,9 @@ from typing import Any
 import anyio
 import anyio.abc
 
-from clusterd.agent.host import environment_limits, processes
+from clusterd.agent.host import processes
 from clusterd.agent.host.home import Home, read_json
+from clusterd.agent.server import environment_limits
 from clusterd.errors import DaemonAbsent
 from clusterd.ssh.bootstrap import PROGRAM
 from clusterd.ssh.head import Head, HeadLost

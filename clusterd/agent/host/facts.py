@@ -15,7 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from clusterd.agent.host import environment_limits, processes
+from clusterd.agent.host import processes
 from clusterd.agent.host.gpu_probe import Probe
 
 _SIOCGIFADDR = 0x8915
@@ -44,7 +44,7 @@ def gather(
         gpu["processes"] = [_with_owner(process, own_tag, gpu["uuid"] in held) for process in gpu["processes"]]
         gpu["unlisted_bytes"] = 0 if gpu["uuid"] in held else _unlisted_bytes(gpu)
     shm = _space(Path("/dev/shm"))
-    found = {
+    return {
         "hostname": socket.gethostname(),
         "os": _os_name(),
         "kernel": platform.release(),
@@ -65,7 +65,6 @@ def gather(
         "gpus": gpus,
         "gpu_error": gpu_error,
     }
-    return environment_limits.restrict(found, environment_limits.of_agent())
 
 
 def _with_owner(process: dict[str, Any], own_tag: str, held: bool) -> dict[str, Any]:

@@ -18,8 +18,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from clusterd.agent.host import environment_limits, programs
+from clusterd.agent.host import programs
 from clusterd.agent.host.home import Home, UnsafeDirectory, default_home, read_json
+from clusterd.agent.server import environment_limits
 
 START_DEADLINE_S = 30.0
 _CHUNK = 1 << 16
