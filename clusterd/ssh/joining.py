@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -36,6 +37,9 @@ BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.5, 30.0
 OUTPUT_BYTES = 256 << 10
 LEAVE_S = 60.0
 """Time before the end in which jobs that are still here are stopped; at most half of the margin."""
+
+IN_ALLOCATION = "SLURM_JOB_ID"
+_PR_SET_PDEATHSIG = 1
 
 Report = Callable[[str], None]
 """Shows a line to the user."""
@@ -118,6 +122,9 @@ class Joining:
         Raises:
             ClusterError: the first dial failed, or the daemon refuses the host.
         """
+        if IN_ALLOCATION in os.environ:
+            # Slurm may lose track of a process whose shell has ended, and its devices are others' then.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         async with _task_group() as tasks:
             tasks.start_soon(self._signals)
             tasks.start_soon(self._clock)
