@@ -27,7 +27,7 @@ import anyio
 import anyio.abc
 
 from clusterd.agent.host import processes
-from clusterd.agent.host.home import Home, read_json
+from clusterd.agent.host.home import Home, read_json, write_json
 from clusterd.agent.server import environment_limits
 from clusterd.errors import DaemonAbsent
 from clusterd.ssh.bootstrap import PROGRAM
@@ -37,6 +37,8 @@ BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.5, 30.0
 OUTPUT_BYTES = 256 << 10
 LEAVE_S = 60.0
 """Time before the end in which jobs that are still here are stopped; at most half of the margin."""
+GIVE_UP_S = 10.0
+"""Time for a daemon that does not answer when the host leaves; Slurm gives 30 s between SIGTERM and SIGKILL."""
 
 IN_ALLOCATION = "SLURM_JOB_ID"
 _PR_SET_PDEATHSIG = 1
@@ -89,10 +91,12 @@ class Slot:
                 os.close(lock)
                 continue
             break
-        file = self.directory / "identity"
-        if not file.exists():
-            file.write_text(uuid.uuid4().hex)
-        self.identity = file.read_text().strip()
+        self._lock = lock  # held until this process ends
+        known = read_json(self.directory / "identity.json")
+        if known is None:
+            known = {"identity": uuid.uuid4().hex}
+            write_json(self.directory / "identity.json", known)
+        self.identity = str(known["identity"])
 
     def home(self, cluster: str) -> Home:
         """Home of the agent of a cluster."""
@@ -111,6 +115,7 @@ class Joining:
         self._url, self._wanted, self._slot, self._report = url, wanted, slot, report
         self._name = ""  # in the cluster, once it is part of it
         self._home: Home | None = None
+        self._is_connected = False
         self._is_over = False  # the host is no longer part of the cluster
         self._leaves = anyio.Event()
         self._drains = anyio.Event()
@@ -127,9 +132,13 @@ class Joining:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         async with _task_group() as tasks:
             tasks.start_soon(self._signals)
-            tasks.start_soon(self._clock)
+            tasks.start_soon(self._clock, tasks.cancel_scope)
+            tasks.start_soon(self._give_up, tasks.cancel_scope)
             await self._serve()
             tasks.cancel_scope.cancel()
+        if not self._is_over:
+            self._report("the daemon does not answer: agent and jobs are ended here")
+            self._end_here()
 
     async def _serve(self) -> None:
         failures = 0
@@ -139,17 +148,14 @@ class Joining:
                 async with Head.dial(self._url) as head:
                     await self._session(head)
             except (HeadLost, DaemonAbsent) as lost:
+                self._is_connected = False
                 if not self._name:
                     raise
                 failures = 1 if time.monotonic() - began_s > BACKOFF_MAX_S else failures + 1
-                if self._leaves.is_set():
-                    break
                 pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(failures - 1, 16)) * random.uniform(0.5, 1.0)
                 self._report(f"{lost}; dialing again in {pause_s:.1f} s, jobs go on")
                 with anyio.move_on_after(pause_s):
-                    await self._leaves.wait()
-        if not self._is_over:
-            self._end_here()
+                    await anyio.Event().wait() if self._leaves.is_set() else await self._leaves.wait()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -163,8 +169,8 @@ class Joining:
                 self._report(f"{number.name}: leaving the cluster; once more to end at once")
                 self._leaves.set()
 
-    async def _clock(self) -> None:
-        """Drain the host in time before its end, and leave before it."""
+    async def _clock(self, serving: anyio.CancelScope) -> None:
+        """Drain the host in time before its end, leave before it, and end in any case."""
         until_s, margin_s = self._wanted.until_s, self._wanted.margin_s
         if until_s is None:
             return
@@ -173,6 +179,16 @@ class Joining:
         self._drains.set()
         await anyio.sleep(max(until_s - min(LEAVE_S, margin_s / 2) - time.time(), 0.0))
         self._leaves.set()
+        await anyio.sleep(max(until_s - time.time(), GIVE_UP_S))
+        serving.cancel()
+
+    async def _give_up(self, serving: anyio.CancelScope) -> None:
+        """Stop dialing a while after the host was to leave: what started it kills it soon."""
+        await self._leaves.wait()
+        while True:
+            await anyio.sleep(GIVE_UP_S)
+            if not self._is_connected:
+                serving.cancel()
 
     async def _end(self, head: Head) -> None:
         """Carry out what the clock or a signal asks for, over the connection."""
@@ -219,6 +235,7 @@ class Joining:
         else:
             self._report(f"{self._name} is connected again")
         self._home = self._slot.home(first["cluster"])
+        self._is_connected = True
         async with _task_group() as tasks:
             tasks.start_soon(_first_error, self._end(head))
             with _Children(head, self._home, tasks) as children:

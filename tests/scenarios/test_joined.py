@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from clusterd import protocol
+from clusterd.protocol.proof import proof
 from tests.conftest import GPT, RunningCluster, until
 from tests.hang import HANG_S
 
@@ -227,6 +232,50 @@ def test_an_allocation_that_ends_before_the_margin_is_left_at_once(cluster: Runn
     command = far.join("--name", "pod", SLURM_JOB_END_TIME="1000000000")
     assert command.wait(HANG_S) == 0, far.output
     assert hosts(cluster) == {}
+
+
+def test_a_host_that_leaves_while_the_daemon_is_away_ends_its_jobs_itself(cluster: RunningCluster, far: Far) -> None:
+    command = far.join("--name", "pod")
+    wait_up(cluster, far, "pod")
+    pid = cluster.directory / "rank.pid"
+    script = f"echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 600"
+    job = cluster.run("run", "-d", "--no-snapshot", "--name", "waits", "--", "sh", "-c", script).stdout.strip()
+    until(pid.exists, HANG_S)
+    agent = far.agent
+    cluster.kill()
+    command.terminate()
+    assert command.wait(HANG_S) == 0, far.output
+    assert "are ended here" in far.output
+    until(lambda: is_gone(agent) and is_gone(int(pid.read_text())), HANG_S)
+    cluster.run("start", "--config", cluster.environment["CLUSTERD_CONFIG"])
+    wait_gone(cluster, far)
+    assert cluster.job(job)["state"] == "queued"
+
+
+def test_the_agent_obeys_its_own_key_and_not_the_cluster_s(cluster: RunningCluster, far: Far) -> None:
+    far.join("--name", "pod")
+    wait_up(cluster, far, "pod")
+    with contextlib.closing(sqlite3.connect(cluster.directory / "journal.db")) as journal:
+        facts = dict(journal.execute("SELECT name, value FROM facts"))
+        (address,) = journal.execute("SELECT address FROM hosts WHERE name = 'pod'").fetchone()
+    (record,) = far.directory.glob("joined/*/1/agent/*/agent.json")
+
+    def say_hello(key: str) -> dict[str, Any]:
+        with socket.socket(socket.AF_UNIX) as agent:
+            agent.connect(json.loads(record.read_text())["socket"])
+            agent.settimeout(HANG_S)
+            received = agent.makefile("rb")
+
+            def ask(verb: str, **arguments: Any) -> dict[str, Any]:
+                agent.sendall(protocol.encode({"id": 1, "verb": verb, **arguments}))
+                return protocol.decode(received.read(int.from_bytes(received.read(4), "big")))
+
+            nonce = ask("challenge", daemon="another")["ok"]["nonce"]
+            shown = proof(key, "hello", nonce, "another", 1)
+            return ask("hello", protocol=protocol.VERSION, daemon="another", epoch=1, proof=shown)
+
+    assert say_hello(facts["agent_key"])["error"]["kind"] == "key"
+    assert "ok" in say_hello(proof(facts["agent_key"], "joined", address))
 
 
 @pytest.mark.parametrize(
