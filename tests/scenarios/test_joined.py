@@ -181,11 +181,12 @@ def test_a_host_that_stays_away_is_removed_and_its_jobs_are_queued(cluster: Runn
     assert row["attempt"] == 2
 
 
+@pytest.mark.slow
 def test_until_drains_the_host_and_removes_it_before_its_end(cluster: RunningCluster, far: Far, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     script = tmp_path / "job.py"
     script.write_text(SAVES)
-    command = far.join("--name", "pod", "--until", "+14s", "--margin", "8s")
+    command = far.join("--name", "pod", "--until", "+60s", "--margin", "30s")
     wait_up(cluster, far, "pod")
     job = cluster.run(
         "run", "-d", "--no-snapshot", "--name", "saves", "--", sys.executable, str(script), str(saved)
@@ -197,6 +198,28 @@ def test_until_drains_the_host_and_removes_it_before_its_end(cluster: RunningClu
     assert saved.read_text() == "saved"
     assert cluster.job(job)["state"] == "queued"
     assert "queued again" in cluster.run("why", job).stdout
+
+
+@pytest.mark.slow
+def test_an_elastic_job_moves_to_another_host_that_dialed_in(cluster: RunningCluster, far: Far) -> None:
+    """In memory, between two hosts that the head node cannot reach."""
+    first = far.join("--name", "first", "--cpu-devices", "1")
+    wait_up(cluster, far, "first")
+    job = cluster.submit(
+        f'kind = "elastic"\ntrials = false\nworkdir = "{GPT}"\ncommand = ["python", "train.py", "--steps", "100000"]\n'
+        "resources = { devices = 1 }\n", "trains",
+    )  # fmt: skip
+    cluster.wait_for(job, lambda row: row["step"] > 0)
+    far.join("--name", "second", "--cpu-devices", "1")
+    wait_up(cluster, far, "first", "second")
+    cluster.run("host", "drain", "first")
+    cluster.wait_for(job, lambda row: row["devices"] == ["second:cpu0"] and not row["migrating"])
+    first.terminate()
+    assert first.wait(HANG_S) == 0, far.output
+    wait_up(cluster, far, "second")
+    step = cluster.job(job)["step"]
+    row = cluster.wait_for(job, lambda row: row["step"] > step)
+    assert (row["devices"], row["attempt"]) == (["second:cpu0"], 1)
 
 
 def test_names_are_unique(cluster: RunningCluster, far: Far) -> None:

@@ -147,7 +147,7 @@ def allocate(slurm: Slurm, far: Far, *arguments: str) -> str:
 def test_jobs_run_inside_an_allocation_until_shortly_before_its_end(
     cluster: RunningCluster, slurm: Slurm, far: Far
 ) -> None:
-    allocation = allocate(slurm, far, "--name", "inside", "--until", "+30s", "--margin", "10s")
+    allocation = allocate(slurm, far, "--name", "inside", "--until", "+60s", "--margin", "20s")
     wait_up(cluster, far, "inside")
     assert hosts(cluster)["inside"]["cpu_cores"] == 1
     done = cluster.run("run", "--no-snapshot", "--", sys.executable, "-c", "print(6 * 7)")
