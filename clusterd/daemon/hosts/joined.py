@@ -18,12 +18,14 @@ from clusterd.daemon.unexpected import guarded
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.requests import Shutdown
 from clusterd.ssh.joined import JoinedConnection, JoinedDialer
-from clusterd.types import HostId
+from clusterd.types import AttemptState, HostId
 
 log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 0.2
 SHUTDOWN_S = 5.0
+MIGRATION_S = 10.0
+"""Time for migrations off a host that leaves; Slurm gives 30 s between SIGTERM and SIGKILL."""
 
 _IDENTITY = re.compile(r"[0-9a-f]{16,64}")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,60}[A-Za-z0-9_])?")
@@ -136,18 +138,29 @@ class JoinedHosts:
             await anyio.sleep(CHECK_EVERY_S)
 
     async def leave(self, host: HostId, user: str) -> None:
-        """Take a host out of the cluster: its jobs are stopped and queued again, and its agent is shut down."""
+        """Take a host out of the cluster: its jobs are stopped and queued again, and its agent is shut down.
+
+        A job that is being migrated off it has a while to finish that.
+        """
         state = self._engine.scheduler.state
-        now_s = time.time()
-        await self._engine.post(e.HostDrained(at_s=now_s, host=host, by=user, why="it leaves the cluster"))
-        by = f"{host}, which leaves the cluster"
-        for job in [attempt.job for attempt in state.attempts_on(host)]:
-            await self._engine.post(e.JobRequeued(at_s=time.time(), job=job, by=by))
+        await self._engine.post(e.HostDrained(at_s=time.time(), host=host, by=user, why="it leaves the cluster"))
+        migrated_by_s = time.monotonic() + MIGRATION_S
         while host in state.hosts:
-            while any(state.attempts_on(host)):  # noqa: ASYNC110 - the state rings no bell
+            await self._requeue(host, time.monotonic() > migrated_by_s)
+            if any(state.attempts_on(host)):
                 await anyio.sleep(CHECK_EVERY_S)
+                continue
             try:  # what is left there inspects models for jobs, which is repeated elsewhere
                 await self._hosts.request(host, Shutdown(force=True), SHUTDOWN_S)
             except ClusterError as error:
                 log.info("the agent of %s was not shut down: %s", host, error)
             await self._hosts.remove(host)
+
+    async def _requeue(self, host: HostId, is_late: bool) -> None:
+        """Stop the jobs on a host and queue them again, those in a migration once it is late."""
+        by = f"{host}, which leaves the cluster"
+        for attempt in list(self._engine.scheduler.state.attempts_on(host)):
+            # Source ranks of a migration that has switched are stopped anyway.
+            leaves = host in attempt.hosts and (attempt.migration is None or is_late)
+            if leaves and attempt.state is not AttemptState.STOPPING:
+                await self._engine.post(e.JobRequeued(at_s=time.time(), job=attempt.job, by=by))
