@@ -25,6 +25,7 @@ _COMMANDS = {
     "service": ("head_node.service", "service", "Run the daemon as a service of systemd."),
     "login": ("head_node.daemon", "login", "Let the cluster run your jobs under your own account."),
     "host": ("hosts", "host", "Add, list, drain and remove hosts."),
+    "agent": ("head_node.agent", "agent", "Join a cluster from this machine, as from an allocation of Slurm."),
     "backup": ("head_node.daemon", "backup", "Copy what another daemon needs to lead the hosts."),
     "claim": ("queue.claims", "claim", "Keep devices from the scheduler for some time."),
     "submit": ("submit", "submit", "Submit a job file; prints the job's id."),

@@ -77,6 +77,9 @@ RULES: dict[str, Rule] = {
             "host_drain": "drain hosts",
             "host_undrain": "undrain hosts",
             "host_remove": "remove hosts",
+            "join": "join hosts",
+            "join_output": "join hosts",
+            "leave": "join hosts",
             "measurements_import": "import measurements",
         }.items()
     },

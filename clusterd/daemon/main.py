@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 import uuid
+from collections import defaultdict
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.access import Access, Peer
 from clusterd.daemon.api.accounts import Accounts
 from clusterd.daemon.api.host_check import HostChecks
+from clusterd.daemon.api.hosts import JoinVerbs
 from clusterd.daemon.api.jobs import JobVerbs
 from clusterd.daemon.api.performance import PerformanceVerbs
 from clusterd.daemon.api.retention import BackupVerbs
@@ -41,8 +43,9 @@ from clusterd.daemon.execution.launching import LaunchRequests
 from clusterd.daemon.execution.model_description import ModelInspector
 from clusterd.daemon.hosts.account_links import LinkCallbacks
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
+from clusterd.daemon.hosts.joined import JoinedHosts
 from clusterd.daemon.hosts.local import local_hosts
-from clusterd.daemon.hosts.registry import LOCAL, HostRegistry
+from clusterd.daemon.hosts.registry import JOINED, LOCAL, HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal.engine import Engine, JournalHistory
 from clusterd.daemon.journal.journal import Journal
@@ -66,8 +69,9 @@ from clusterd.protocol.proof import proof
 from clusterd.protocol.rank import FromRank
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
-from clusterd.ssh.host import HostLink
+from clusterd.ssh.host import HostLink, LinkState
 from clusterd.ssh.hostkeys import HostKeys
+from clusterd.ssh.joined import JoinedDialer
 from clusterd.ssh.login_key import LoginKey
 from clusterd.ssh.resolve import Route
 from clusterd.types import HostId
@@ -138,7 +142,13 @@ class Daemon:
             dialer = Dialer(HostKeys(config.state_dir / "known_hosts"))
             invite = HostKeyEnrolment(dialer, Path(config.ssh_config).expanduser() if config.ssh_config else None)
 
+            dialers: defaultdict[HostId, JoinedDialer] = defaultdict(JoinedDialer)
+
             def make_link(hosts: HostRegistry, host: HostId, address: str) -> HostLink:
+                if address.startswith(JOINED):
+                    # Who runs the host's command gets the key of this host alone.
+                    of_host = {**leader, "key": proof(agent_key, "joined", address)}
+                    return _joined_link(hosts, joined, host, dialers[host], of_host)
                 return self._link(hosts, host, address, dialer, invite, leader)
 
             login_key = LoginKey(config.state_dir / "login_key")
@@ -148,6 +158,7 @@ class Daemon:
                 return self._account_link(host, address, account, callbacks, dialer, invite, login_key, of_account)
 
             hosts = HostRegistry(engine, journal, config, tasks, make_link, make_account_link)
+            joined = JoinedHosts(engine, hosts, dialers, tasks, config.host_lost_after_s)
             archive = Archive(config.state_dir, journal)
             await archive.keep_secrets_of({job.id for job in scheduler.state.jobs.values() if not job.state.is_final})
             key = journal.fact("data_key", secrets.token_hex(16))
@@ -199,10 +210,13 @@ class Daemon:
             hosts.reports.subscribe(Usage, usage.on_usage)
             backups = Backups(config.state_dir, self._config_file, engine, journal, dialer, invite)
             checks = HostChecks(engine, hosts)
-            served = (api, accounts, speed, terminals, checks, BackupVerbs(backups), UsageVerbs(usage, scheduler.state))
+            joining = JoinVerbs(config, joined, cluster)
+            used = UsageVerbs(usage, scheduler.state)
+            served = (api, accounts, speed, terminals, checks, BackupVerbs(backups), used, joining)
             verbs = {verb: method for each in served for verb, method in each.verbs.items()}
 
             def gone(peer: Peer) -> None:
+                joined.gone(peer.connection)
                 archive.drop_partial(peer.connection)
                 speed.drop_partial(peer.connection)
 
@@ -211,7 +225,7 @@ class Daemon:
                 config.socket_group,
                 Access(lambda: scheduler.state, config.visibility, config.operators, config.readers),
                 verbs,
-                {**api.streams, **terminals.streams},
+                {**api.streams, **terminals.streams, **joining.streams},
                 gone,
             )
             listener = await server.listen()
@@ -230,6 +244,7 @@ class Daemon:
             await stack.enter_async_context(
                 local_hosts(hosts, scheduler.state, inside, self._local, self._devices, self._embedded)
             )
+            await joined.restore()
             if self._restored:  # people may have started jobs since the backup
                 for account in sorted({job.spec.account for job in scheduler.state.jobs.values()} - {""}):
                     await hosts.log_in(account)
@@ -309,6 +324,29 @@ class Daemon:
             become=account if becomes else "",
             **leader,
         )
+
+
+def _joined_link(
+    hosts: HostRegistry, joined: JoinedHosts, host: HostId, dialer: JoinedDialer, leader: dict[str, Any]
+) -> HostLink:
+    async def route() -> Route:
+        return Route(name=host, host="", port=0, user="")  # never dialed
+
+    def on_state(state: LinkState) -> None:
+        hosts.on_state(host, state)
+        if state.name == "closed":
+            joined.closed(host)
+
+    return HostLink(
+        host,
+        route,
+        dialer,
+        on_state=on_state,
+        on_up=lambda hello: hosts.on_up(host, hello, ""),
+        on_event=lambda message: hosts.on_event(host, message),
+        home_source=lambda: hosts.agent_home(host),
+        **leader,
+    )
 
 
 async def _ip_address(host: str) -> str:

@@ -17,13 +17,14 @@ import asyncssh
 from clusterd import protocol
 from clusterd.agent.host.bundle import Bundle
 from clusterd.errors import AgentLost, HostError
+from clusterd.ssh.joined import JoinedConnection, JoinedProcess, JoinedWriter
+
+PROGRAM = "import sys;n=int(sys.stdin.buffer.readline());exec(compile(sys.stdin.buffer.read(n),'clusterd','exec'))"
+"""Python that executes what comes over its standard input: a length in a line, and the source text."""
 
 # The same bytes for every host and user, with nothing interpolated; valid in sh, bash, zsh, csh and fish.
 # -E: environment modules set PYTHONPATH for jobs, and it may hold another msgpack.
-COMMAND = (
-    'exec python3 -E -c "import sys;n=int(sys.stdin.buffer.readline());'
-    "exec(compile(sys.stdin.buffer.read(n),'clusterd','exec'))\""
-)
+COMMAND = f'exec python3 -E -c "{PROGRAM}"'
 
 BECOME = "exec sudo -n -H -u {account} -- "
 """Beginning of the command that runs as another account, in the place of ``exec``."""
@@ -38,6 +39,8 @@ _NOISE_LINES_MAX = 1000
 _SENT_AT_ONCE = 1 << 16
 _FIRST_WORDS = ("Fatal Python error", "sudo: ")
 """Beginnings of messages whose first line tells more than the last."""
+
+Process = asyncssh.SSHClientProcess[bytes] | JoinedProcess
 
 _REPLY = re.compile(rb"clusterd-(need|failed|attached) ")
 _NO_PYTHON = re.compile(rb"python3: (command )?not found|(command not found|unknown command): python3", re.IGNORECASE)
@@ -73,8 +76,8 @@ class _Noise:
 class AgentStream:
     """Frames to and from the agent of one host."""
 
-    reader: asyncssh.SSHReader[bytes]
-    writer: asyncssh.SSHWriter[bytes]
+    reader: asyncssh.SSHReader[bytes] | asyncio.StreamReader
+    writer: asyncssh.SSHWriter[bytes] | JoinedWriter
     agent_home: str
 
     async def send(self, message: protocol.Message) -> None:
@@ -110,7 +113,7 @@ class AgentStream:
 
 @asynccontextmanager
 async def attach(
-    connection: asyncssh.SSHClientConnection,
+    connection: asyncssh.SSHClientConnection | JoinedConnection,
     name: str,
     bundle: Bundle,
     agent_home: str | None,
@@ -134,7 +137,7 @@ async def attach(
     """
     command = COMMAND.replace("exec ", BECOME.format(account=become), 1) if become else COMMAND
     try:
-        process: asyncssh.SSHClientProcess[bytes] = await connection.create_process(command, encoding=None)
+        process: Process = await connection.create_process(command, encoding=None)
     except (OSError, asyncssh.Error) as error:
         raise HostError(f"{name}: no command can be run there: {error}") from error
     noise = _Noise()
@@ -153,9 +156,7 @@ async def attach(
         process.close()
 
 
-async def _speak(
-    process: asyncssh.SSHClientProcess[bytes], name: str, bundle: Bundle, given: dict[str, Any], noise: _Noise
-) -> dict[str, Any]:
+async def _speak(process: Process, name: str, bundle: Bundle, given: dict[str, Any], noise: _Noise) -> dict[str, Any]:
     stage1 = resources.files("clusterd.ssh").joinpath("stage1.py").read_text()
     given = {**given, "sha256": bundle.sha256, "bytes": len(bundle.data)}
     call = f"import json\nmain(json.loads({json.dumps(given)!r}), S)\n"
@@ -173,9 +174,7 @@ async def _speak(
     return fields
 
 
-async def _next_reply(
-    process: asyncssh.SSHClientProcess[bytes], name: str, noise: _Noise
-) -> tuple[str, dict[str, Any]]:
+async def _next_reply(process: Process, name: str, noise: _Noise) -> tuple[str, dict[str, Any]]:
     """Read the next reply; output of the login's start-up files is skipped."""
     for _ in range(_NOISE_LINES_MAX):
         line = await process.stdout.readline()
@@ -207,7 +206,7 @@ def readable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _no_python(process: asyncssh.SSHClientProcess[bytes], name: str, noise: _Noise) -> str:
+def _no_python(process: Process, name: str, noise: _Noise) -> str:
     broken = b"shared librar" in noise.errors  # the dynamic linker exits like a shell whose command is missing
     if (process.exit_status == 127 and not broken) or _NO_PYTHON.search(noise.errors):
         return f"{name}: `ssh {name} python3` finds no python3 in its PATH; clusterd needs Python 3.10 or newer there"
@@ -223,7 +222,7 @@ def _no_python(process: asyncssh.SSHClientProcess[bytes], name: str, noise: _Noi
     return f"{name}: {program} ended {code} before the agent was reached{noise}"
 
 
-async def _keep_errors(stream: asyncssh.SSHReader[bytes], noise: _Noise) -> None:
+async def _keep_errors(stream: asyncssh.SSHReader[bytes] | asyncio.StreamReader, noise: _Noise) -> None:
     """Keep the end of the host's stderr; it is always read, or a host that prints much would block."""
     try:
         while data := await stream.read(4096):

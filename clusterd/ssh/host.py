@@ -24,6 +24,7 @@ from clusterd.protocol.proof import proof
 from clusterd.protocol.requests import Challenge, ChallengeReply, Hello, Shutdown
 from clusterd.ssh.bootstrap import AgentStream, attach, readable
 from clusterd.ssh.connection import Dialer
+from clusterd.ssh.joined import JoinedConnection, JoinedDialer
 from clusterd.ssh.resolve import Route
 
 BACKOFF_FIRST_S = 0.5
@@ -104,6 +105,7 @@ class HostLink:
 
     Args:
         name: of the host, for messages.
+        dialer: makes the connections, or waits for those of a host that dials in.
         route_source: asked before every dial, so that an edited SSH configuration counts.
         on_state: at every change; must not block.
         on_up: with the agent's reply to hello, before any event that is newer than the reply. May send requests; a
@@ -122,7 +124,7 @@ class HostLink:
         self,
         name: str,
         route_source: RouteSource,
-        dialer: Dialer,
+        dialer: Dialer | JoinedDialer,
         *,
         daemon_id: str,
         epoch: int,
@@ -157,7 +159,7 @@ class HostLink:
         """Directory of the agent at the last dial."""
         self._code = code
         self._jitter = jitter or random.Random()
-        self._connection: asyncssh.SSHClientConnection | None = None
+        self._connection: asyncssh.SSHClientConnection | JoinedConnection | None = None
         self._stream: AgentStream | None = None
         self._broken: Callable[[ClusterError], None] = lambda error: None  # ends what `_serve` does
         self._calls = calls.Calls()

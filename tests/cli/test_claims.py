@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterd.cli.queue.claims import _start_s
+from clusterd.cli.common.arguments import point_in_time_s
 from clusterd.errors import UsageError
 from tests.conftest import RunningCluster
 
@@ -72,9 +72,9 @@ def test_devices_are_excluded_by_the_configuration(cluster: RunningCluster, tmp_
 
 def test_times_of_a_start() -> None:
     now_s = time.time()
-    assert _start_s("+2h") == pytest.approx(now_s + 7200.0, abs=60.0)
-    assert time.strftime("%H:%M", time.localtime(_start_s("14:00"))) == "14:00"
-    assert now_s - 60.0 <= _start_s("14:00") <= now_s + 25 * 3600.0
-    assert time.localtime(_start_s("2030-12-24 08:00"))[:5] == (2030, 12, 24, 8, 0)
+    assert point_in_time_s("--from", "+2h") == pytest.approx(now_s + 7200.0, abs=60.0)
+    assert time.strftime("%H:%M", time.localtime(point_in_time_s("--from", "14:00"))) == "14:00"
+    assert now_s - 60.0 <= point_in_time_s("--from", "14:00") <= now_s + 25 * 3600.0
+    assert time.localtime(point_in_time_s("--from", "2030-12-24 08:00"))[:5] == (2030, 12, 24, 8, 0)
     with pytest.raises(UsageError, match=r"write it as in 14:00"):
-        _start_s("soon")
+        point_in_time_s("--from", "soon")

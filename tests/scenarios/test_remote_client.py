@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import RunningCluster
+from tests.hang import HANG_S
 from tests.ssh.openssh import OpenSshServer, make_key, needs_sshd, run
 
 pytestmark = [pytest.mark.slow, needs_sshd]
@@ -98,6 +99,29 @@ def test_ssh_reaches_the_host_of_a_job_through_the_head(
         assert (done.returncode, done.stdout == data) == (0, True), done.stderr
     finally:
         host.stop()
+
+
+def test_a_machine_behind_a_firewall_joins_over_ssh(laptop: RunningCluster, local_cluster: RunningCluster) -> None:
+    """No server listens there: its own connection, through the jump host, is the only one."""
+    local_cluster.run("host", "drain", "local0")
+    local_cluster.run("host", "drain", "local1")
+    state = local_cluster.directory / "local" / "laptop"  # the fixture ends what runs below "local"
+    head = laptop.environment["CLUSTERD_HOST"]
+    with open(laptop.directory / "output", "w") as output:
+        joined = subprocess.Popen(
+            [sys.executable, "-m", "clusterd", "agent", "--join", head, "--name", "behind"],
+            env={**laptop.environment, "CLUSTERD_STATE_DIR": str(state)}, stdout=output, stderr=output,
+        )  # fmt: skip
+    try:
+        local_cluster.wait_until_up(3)
+        done = local_cluster.run("run", "--no-snapshot", "--", sys.executable, "-c", "print(6 * 7)")
+        assert done.stdout == "42\n"
+        joined.send_signal(signal.SIGINT)
+        assert joined.wait(HANG_S) == 0, (laptop.directory / "output").read_text()
+    finally:
+        joined.kill()
+        joined.wait()
+    assert {row["name"] for row in local_cluster.call("hosts")} == {"local0", "local1"}
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from clusterd.agent.host import programs
 from clusterd.agent.host.home import Home, UnsafeDirectory, default_home, read_json
+from clusterd.agent.server import environment_limits
 
 START_DEADLINE_S = 30.0
 _CHUNK = 1 << 16
@@ -127,7 +128,8 @@ def start(home: Home, key: bytes) -> None:
 
 def _environment() -> dict[str, str]:
     # CLUSTERD_PRELOAD is the one variable of ours that a user may set: the module that fork servers import.
-    return {n: value for n, value in os.environ.items() if not n.startswith("CLUSTERD_") or n == "CLUSTERD_PRELOAD"}
+    ours = ("CLUSTERD_PRELOAD", environment_limits.VARIABLE)
+    return {n: value for n, value in os.environ.items() if not n.startswith("CLUSTERD_") or n in ours}
 
 
 def held(home: Home) -> bool:

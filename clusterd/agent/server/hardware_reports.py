@@ -10,6 +10,7 @@ from clusterd.agent.host.gpu_probe import Probe
 from clusterd.agent.host.usage import CpuUse, device_uses
 from clusterd.agent.ranks import containers
 from clusterd.agent.ranks.attempts import Attempts
+from clusterd.agent.server import environment_limits
 from clusterd.agent.server.connection import Message
 from clusterd.agent.server.sessions import Sessions
 from clusterd.agent.threads import in_thread
@@ -39,7 +40,8 @@ class Hardware:
         """
         held = {uuid for attempt in self._attempts for uuid in attempt.held}
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(None, facts.gather, self._probe, self._disk, held)
+        whole = await loop.run_in_executor(None, facts.gather, self._probe, self._disk, held)
+        found = environment_limits.restrict(whole, environment_limits.of_agent())
         if anew:
             self._runtimes = await in_thread(containers.runtimes, "runtimes")
         found["runtimes"] = dict(self._runtimes)

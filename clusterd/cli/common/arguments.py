@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -83,3 +84,25 @@ def time_s(option: str, text: str, hint: str = "") -> float:
     if not 0 <= seconds < float("inf"):
         raise UsageError(f"{option} {text}: give a time of at least 0, as in 90s{hint}")
     return seconds
+
+
+def point_in_time_s(option: str, text: str) -> float:
+    """Wall clock given to an option: ``14:00`` today or tomorrow, a date with a time, or ``+2h``.
+
+    Raises:
+        UsageError: it is none.
+    """
+    now_s = time.time()
+    if text.startswith("+"):
+        return now_s + time_s(option, text[1:])
+    today = time.localtime(now_s)
+    for form in ("%H:%M", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%d"):
+        try:
+            at = time.strptime(text, form)
+        except ValueError:
+            continue
+        if form != "%H:%M":
+            return time.mktime((*at[:8], -1))
+        day = today.tm_mday + ((at.tm_hour, at.tm_min) < (today.tm_hour, today.tm_min))
+        return time.mktime((today.tm_year, today.tm_mon, day, at.tm_hour, at.tm_min, 0, 0, 0, -1))
+    raise UsageError(f"{option} {text}: write it as in 14:00, '2026-12-24 08:00' or +2h")

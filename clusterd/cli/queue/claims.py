@@ -7,10 +7,9 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import time_s
+from clusterd.cli.common.arguments import point_in_time_s, time_s
 from clusterd.cli.common.output import note, output_option, show_json, show_table
 from clusterd.client import Client
-from clusterd.errors import UsageError
 
 
 class _Claims(click.Group):
@@ -46,7 +45,7 @@ def claim() -> None:
 @click.option("--drain", is_flag=True, help="Stop jobs that cannot move, and queue them again.")
 def add(devices: tuple[str, ...], begin: str | None, length: str | None, reason: str, drain: bool) -> None:
     """Claim DEVICES: gpu01:3,4, or gpu01 for all of its devices."""
-    from_s = _start_s(begin) if begin is not None else None
+    from_s = point_in_time_s("--from", begin) if begin is not None else None
     for_s = time_s("--for", length) if length is not None else None
     with Client() as cluster:
         row = cluster.call("claim_add", devices=list(devices), reason=reason, from_s=from_s, for_s=for_s, drain=drain)
@@ -86,25 +85,3 @@ def _when(row: dict[str, Any]) -> str:
 
 def _clock(at_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s))
-
-
-def _start_s(text: str) -> float:
-    """Time of a start: ``14:00`` today or tomorrow, a date with a time, or ``+2h``.
-
-    Raises:
-        UsageError: it is none.
-    """
-    now_s = time.time()
-    if text.startswith("+"):
-        return now_s + time_s("--from", text[1:])
-    today = time.localtime(now_s)
-    for form in ("%H:%M", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%d"):
-        try:
-            at = time.strptime(text, form)
-        except ValueError:
-            continue
-        if form != "%H:%M":
-            return time.mktime((*at[:8], -1))
-        day = today.tm_mday + ((at.tm_hour, at.tm_min) < (today.tm_hour, today.tm_min))
-        return time.mktime((today.tm_year, today.tm_mon, day, at.tm_hour, at.tm_min, 0, 0, 0, -1))
-    raise UsageError(f"--from {text}: write it as in 14:00, '2026-12-24 08:00' or +2h")

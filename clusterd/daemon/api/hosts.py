@@ -1,30 +1,31 @@
-"""Verbs about hosts: membership, host keys, drain and undrain, claims on devices."""
+"""Verbs about hosts: membership, host keys, drain and undrain, hosts that dial in, claims on devices."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
 
 from clusterd import projection
-from clusterd.config import host_options
+from clusterd.config import Config, host_options
 from clusterd.core import events as e
 from clusterd.core.host import Host
 from clusterd.core.queueing import admission
 from clusterd.core.state import State
-from clusterd.daemon.access import Peer
-from clusterd.daemon.api.server import Verb
+from clusterd.daemon.access import Peer, user_name
+from clusterd.daemon.api.server import Streaming, Verb
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
-from clusterd.daemon.hosts.registry import LOCAL, HostRegistry
+from clusterd.daemon.hosts.joined import JoinedHosts
+from clusterd.daemon.hosts.registry import JOINED, LOCAL, HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.unexpected import first_of
-from clusterd.errors import UsageError
+from clusterd.errors import ClusterError, UsageError
 from clusterd.types import DeviceClaim, DeviceId
-
-"""Address of hosts inside this machine: ``local:0``."""
 
 
 class HostVerbs:
@@ -70,8 +71,8 @@ class HostVerbs:
         """
         if new:
             self._invite.name(address, self._state)
-        elif address.startswith(LOCAL):
-            return {"unknown": [], "changed": []}  # a server of our own, whose key is made at each start
+        elif address.startswith((LOCAL, JOINED)):
+            return {"unknown": [], "changed": []}  # a server of our own, whose key is made at each start, or none
         return await self._invite.inspect(address, accept)
 
     async def host_add(
@@ -86,7 +87,10 @@ class HostVerbs:
     async def host_trust(self, peer: Peer, host: str, accept: list[str]) -> dict[str, Any]:
         """Accept a host's changed key."""
         known = admission.find_host(self._state, host)
-        answer = await self._invite.trust(str(self._hosts.link_row(known.id)["address"]), accept)
+        address = str(self._hosts.link_row(known.id)["address"])
+        if address.startswith(JOINED):
+            raise UsageError(f"{known.id} dials in itself: it has no host key")
+        answer = await self._invite.trust(address, accept)
         self._hosts.retry_now(known.id)
         return answer
 
@@ -117,6 +121,60 @@ class HostVerbs:
             admission.may_remove(self._state, known)
             reached = await self._hosts.remove(known.id)
         return {"name": known.id, "left": left, "agent_left": bool(known.agent) and not reached}
+
+
+class JoinVerbs:
+    """A stream by which a host dials in, and verbs of the same connection: output of its processes, and its leave."""
+
+    def __init__(self, config: Config, joined: JoinedHosts, cluster: str) -> None:
+        self._config, self._joined, self._cluster = config, joined, cluster
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """Methods by verb."""
+        return {"join_output": self.join_output, "leave": self.leave}
+
+    @property
+    def streams(self) -> dict[str, Streaming]:
+        """Streaming methods by verb."""
+        return {"join": self.join}
+
+    async def join(
+        self, peer: Peer, identity: str, name: str, exact: bool = False, options: dict[str, Any] | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Make the caller's machine a host: its ``{name, cluster}``, then commands for processes that it starts.
+
+        Args:
+            identity: of the host, the same when it dials in again.
+            exact: refuse the name if another host has it, instead of adding a number.
+        Raises:
+            ClusterError: the host would run jobs of others under the caller's account.
+        """
+        if peer.uid not in (0, os.getuid()) and self._config.accounts != "shared":
+            account = user_name(os.getuid())
+            raise ClusterError(
+                f"a host of user {peer.user} would run the jobs of {account}: join it as {account}; "
+                'operators may with accounts = "shared"'
+            )
+        known = host_options(options or {}, "the host's options")
+        host = await self._joined.admit(identity, name, exact, known)
+        connection = self._joined.connect(host, peer.connection)
+        yield {"name": host, "cluster": self._cluster}
+        async for command in connection.commands():
+            yield command
+
+    async def join_output(
+        self, peer: Peer, process: int, data: bytes = b"", error: bool = False, exit_code: int | None = None
+    ) -> None:
+        """Take output of a process of the caller's host, or its exit code; answers when more may come."""
+        _, connection = self._joined.of_peer(peer.connection)
+        await connection.receive(process, data, error, exit_code)
+
+    async def leave(self, peer: Peer) -> dict[str, Any]:
+        """Take the caller's host out of the cluster; its jobs are stopped and queued again first."""
+        host, _ = self._joined.of_peer(peer.connection)
+        await self._joined.leave(host, peer.user)
+        return {"name": host}
 
 
 class ClaimVerbs:

@@ -131,7 +131,8 @@ def _cpu_devices(host: HostId, count: int, options: HostOptions, facts: agent.Fa
 def address(reported: Mapping[str, Any], reached_at: str) -> str:
     """Address under which other hosts reach this one.
 
-    The one that the daemon uses, if it is the host's own; behind a NAT, the host's first own address.
+    The one that the daemon uses, if it is the host's own; behind a NAT, the host's first own address. A host that the
+    daemon does not reach (``reached_at`` is empty) and that has none is reached by itself alone.
 
     Raises:
         ProtocolError: as for `host_facts`.
@@ -140,7 +141,7 @@ def address(reported: Mapping[str, Any], reached_at: str) -> str:
     if reached_at in own or reached_at.startswith("127."):
         return reached_at
     outside = [a for a in own if not a.startswith("127.") and ":" not in a]
-    return outside[0] if outside else reached_at
+    return outside[0] if outside else reached_at or "127.0.0.1"
 
 
 def attempt_report(row: agent.AttemptRow) -> AttemptReport:

@@ -44,11 +44,18 @@ log = logging.getLogger(__name__)
 LOCAL = "local:"
 """Prefix of the address of an embedded host."""
 
+JOINED = "joined:"
+"""Prefix of the address of a host that dials in; its identity follows, which is no port of a host of that name."""
+
 FORMER_TIMEOUT_S = 20.0
 
 LinkFactory = Callable[["HostRegistry", HostId, str], HostLink]
 
-EMBEDDED_ACCOUNT = "jobs on an embedded host run as the daemon's account alone"
+ONE_ACCOUNT = {
+    LOCAL: "jobs on an embedded host run as the daemon's account alone",
+    JOINED: "a host that dialed in runs jobs of the daemon's account alone",
+}
+"""Reason why no other account can log in, by the beginning of the host's address."""
 
 
 @dataclass(slots=True)
@@ -126,9 +133,9 @@ class HostRegistry:
 
     async def _log_in_at(self, host: HostId, account: str) -> None:
         address = self._managed[host].address
-        if address.startswith(LOCAL):
-            if self._engine.scheduler.state.hosts[host].logins.get(account) != EMBEDDED_ACCOUNT:
-                await self.accounts.refuse(host, account, EMBEDDED_ACCOUNT)
+        if why := next((why for prefix, why in ONE_ACCOUNT.items() if address.startswith(prefix)), ""):
+            if self._engine.scheduler.state.hosts[host].logins.get(account) != why:
+                await self.accounts.refuse(host, account, why)
         else:
             self.accounts.open(host, address, account)
 
