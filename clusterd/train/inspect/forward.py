@@ -24,7 +24,7 @@ from clusterd.train.parallel.tp_shards import shard_model
 from clusterd.train.parallel.tp_styles import GATHERING, ROWWISE
 from clusterd.train.process.exits import Refused, first_line
 from clusterd.train.process.job import Job
-from clusterd.train.process.seeding import seed_everything
+from clusterd.train.process.seeding import generator_states, seed_everything
 from clusterd.train.process.weighted_means import is_pair, mean_of, split_loss
 
 
@@ -154,8 +154,10 @@ class FakeForward:
         with self.real(), torch.random.fork_rng(devices=[]), suppress(Exception), self._fake:
             for _ in range(2):  # some writes happen once, some from the second pass on
                 seed_everything(self._job.seed)
+                fresh = generator_states()
                 with writes:
                     loss = self._computing(self._loss)(call(self._computing(model), self._inputs), self._target)
+                writes.draws = writes.draws or generator_states() != fresh
             writes.complete = True
             following.run(model, loss)
         now = _numbers(model)
@@ -189,10 +191,21 @@ class FakeForward:
                     inputs, target = as_pair(job.collate_fn([job.data[i] for i in range(count)]))
                 with torch.no_grad():
                     outputs = call(self.model(), self._faked(inputs))
+                if loss_mean.has_scalar(outputs):
+                    return self._computed_loss_kind(loss, inputs, target, count)
                 if loss_mean.small_enough(outputs):
                     with self.real():
                         return loss_mean.classify_loss(loss, outputs, target, count)
         return loss_mean.MEAN
+
+    def _computed_loss_kind(self, loss: Callable[[Any, Any], Any], inputs: Any, target: Any, samples: int) -> str:
+        """Kind of a loss that the model may have computed itself, found with its initial weights."""
+        parameters = self.model().parameters()
+        if sum(p.numel() for p in parameters) > loss_mean.PARAMETERS_MAX:
+            return loss_mean.UNKNOWN
+        with self.real():
+            model = build.build_model(self._job.model, self._job.seed).eval()
+            return loss_mean.classify_computed_loss(lambda i, t: loss(call(model, i), t), inputs, target, samples)
 
     def loss_uses_parameters(self) -> bool:
         """True if the loss computes with parameters of the model; False if unknown."""
