@@ -9,9 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
 os.environ.setdefault("HANG_S", "150")  # before the modules of the tests read it
-sys.path[:0] = [str(ROOT / folder) for folder in ("tests/train", "examples/gpt", "examples/hf")]
 
 
 def main() -> int:

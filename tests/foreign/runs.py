@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Sequence
@@ -41,11 +42,11 @@ def judge(ranks: Sequence[Rank], losses: list[float], expected: list[float], tol
     """Verdict about a run from what its ranks left and from the losses of one process."""
     if any(rank.exit_code for rank in ranks):
         return _judge_failure(ranks)
-    if not losses or (expected and len(losses) > len(expected)):
+    if not losses or len(losses) > len(expected):
         return Verdict(WRONG, f"{len(losses)} losses, expected {len(expected)}")
     pairs = list(zip(losses, expected, strict=False))
-    difference = max((abs(a - b) / max(abs(b), 1e-9) for a, b in pairs), default=0.0)
-    if not difference <= tolerance:  # NaN is no loss
+    difference = max(abs(a - b) / max(abs(b), 1e-9) if math.isfinite(a) else math.inf for a, b in pairs)
+    if difference > tolerance:
         lines = _lines(ranks)
         return Verdict(TOLD if lines else WRONG, lines[0] if lines else "losses differ, unsaid", difference)
     return Verdict(RIGHT, difference=difference)
