@@ -142,7 +142,7 @@ class FakeForward:
             Writes into parameters, treatment of the loss gradient, and the name of an attribute that counts passes. If
             fake tensors cannot run the model, the traces end where it failed.
         """
-        model, given = self.model(), []
+        model, given, fresh = self.model(), [], None
 
         def note(part: Any) -> Any:
             if isinstance(part, torch.Tensor):
@@ -157,9 +157,10 @@ class FakeForward:
                 fresh = generator_states()
                 with writes:
                     loss = self._computing(self._loss)(call(self._computing(model), self._inputs), self._target)
-                writes.draws = writes.draws or generator_states() != fresh
             writes.complete = True
             following.run(model, loss)
+        if fresh is not None and generator_states() != fresh:  # also where a pass failed
+            writes.draws = True
         now = _numbers(model)
         return writes, following, next((name for name, number in before.items() if now.get(name) != number), "")
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from model import GPT
@@ -75,6 +76,21 @@ def test_random_numbers_of_the_model_are_reported(ranks: RankPool, tmp_path: Pat
     run = ranks.run(tmp_path, plan, script="unet_random_timesteps", steps=2).checked()
     text = "the model draws random numbers"
     assert sum(rank.output.count(text) for rank in run.ranks) == (plan == "dp=2")
+
+
+def test_draws_are_found_in_a_pass_that_fake_tensors_cannot_end() -> None:
+    """wav2vec 2.0 masks spans by NumPy's generator, and its loss reads values."""
+
+    def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(logits, target) * (1 + int(target.max()))
+
+    class Masked(GPT):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) * float(np.random.random())
+
+    sizes = {"depth": 1, "width": 32, "vocabulary": 64}
+    drawing = [replace(job(Recorded(64), depth=1), model=partial(of, **sizes)) for of in (GPT, Masked)]
+    assert [describe(replace(each, loss=loss), trace=False).draws for each in drawing] == [False, True]
 
 
 def test_a_dropout_of_nothing_draws_nothing() -> None:
