@@ -119,7 +119,7 @@ def bert_masked_weighted() -> dict[str, Any]:
     return arguments(bert, loss=loss, data=Texts(masked=True))
 
 
-@script()
+@script(advice="nothing: losses differ as between two seeds")
 def bert_dropout() -> dict[str, Any]:
     """BERT with its dropout."""
     return arguments(lambda: BertForMaskedLM(BertConfig(**BERT)))

@@ -89,13 +89,42 @@ class Distilled(nn.Module):
         return F.cross_entropy(logits, labels) + F.mse_loss(logits, aim)
 
 
-@script()
+@script(advice="as `vit_average_in_buffers`")
 def vit_average() -> dict[str, Any]:
     """ViT with a moving average of its weights (`swa_utils.AveragedModel`) in the forward pass."""
     return arguments(Distilled, labelled(), loss=lambda output, batch: output)
 
 
-@script()
+class DistilledByBuffers(nn.Module):
+    """A student, and its moving average in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = ViTForImageClassification(VIT)
+        self.names = [name for name, _ in self.student.named_parameters()]
+        for index, parameter in enumerate(self.student.parameters()):
+            self.register_buffer(f"average{index}", parameter.detach().clone())
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        averages = [getattr(self, f"average{index}") for index in range(len(self.names))]
+        if self.training:
+            with torch.no_grad():
+                for average, parameter in zip(averages, self.student.parameters(), strict=True):
+                    average.lerp_(parameter, 0.1)
+        logits = self.student(pixel_values).logits
+        with torch.no_grad():
+            teacher = {name: average.clone() for name, average in zip(self.names, averages, strict=True)}
+            aim = torch.func.functional_call(self.student, teacher, (pixel_values,)).logits
+        return F.cross_entropy(logits, labels) + F.mse_loss(logits, aim)
+
+
+@script("dp=2,zero=1", advice="ZeRO up to stage 1")
+def vit_average_in_buffers() -> dict[str, Any]:
+    """ViT with a moving average of its weights in buffers."""
+    return arguments(DistilledByBuffers, labelled(), loss=lambda output, batch: output)
+
+
+@script(advice="a plan that does not cut the batch")
 def clip() -> dict[str, Any]:
     """CLIP, contrastive loss of transformers."""
     text = {**LAYERS, "vocab_size": 64, "max_position_embeddings": 16, "eos_token_id": 1}
@@ -132,7 +161,7 @@ def whisper() -> dict[str, Any]:
     return arguments(lambda: WhisperForConditionalGeneration(config), data)
 
 
-@script()
+@script(advice="nothing: losses differ as between two seeds")
 def wav2vec2() -> dict[str, Any]:
     """wav2vec 2.0, CTC loss, masked spans of time."""
     config = Wav2Vec2Config(
