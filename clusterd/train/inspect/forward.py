@@ -142,7 +142,7 @@ class FakeForward:
             Writes into parameters, treatment of the loss gradient, and the name of an attribute that counts passes. If
             fake tensors cannot run the model, the traces end where it failed.
         """
-        model, given, fresh = self.model(), [], None
+        model, given, fresh = self.model(), [], generator_states()
 
         def note(part: Any) -> Any:
             if isinstance(part, torch.Tensor):
@@ -159,10 +159,27 @@ class FakeForward:
                     loss = self._computing(self._loss)(call(self._computing(model), self._inputs), self._target)
             writes.complete = True
             following.run(model, loss)
-        if fresh is not None and generator_states() != fresh:  # also where a pass failed
+        if not writes.complete:
+            writes.draws = writes.draws or self._draws_for_real()
+        elif generator_states() != fresh:
             writes.draws = True
         now = _numbers(model)
         return writes, following, next((name for name, number in before.items() if now.get(name) != number), "")
+
+    def _draws_for_real(self) -> bool:
+        """True if a real pass draws random numbers; False if unknown, as for a large model."""
+        job = self._job
+        if sum(p.numel() for p in self.model().parameters()) > loss_mean.PARAMETERS_MAX:
+            return False
+        with suppress(Exception), self.real(), torch.random.fork_rng(devices=[]):
+            inputs, target = as_pair(job.collate_fn([job.data[0]]))
+            model = build.build_model(job.model, job.seed)
+            seed_everything(job.seed)
+            others, of_torch = generator_states(), torch.get_rng_state()
+            with torch.no_grad():
+                job.loss(call(model, inputs), target)
+            return generator_states() != others or not torch.equal(torch.get_rng_state(), of_torch)
+        return False
 
     def uncut_batch(self) -> str:
         """Reason why a batch of two samples cannot be cut between them; empty: it can, or that is unknown."""
@@ -190,8 +207,12 @@ class FakeForward:
             with suppress(Exception):
                 with self.real():
                     inputs, target = as_pair(job.collate_fn([job.data[i] for i in range(count)]))
-                with torch.no_grad():
-                    outputs = call(self.model(), self._faked(inputs))
+                try:
+                    with torch.no_grad():
+                        outputs = call(self.model(), self._faked(inputs))
+                except Exception:  # code that reads values
+                    kind = self._computed_loss_kind(loss, inputs, target, count)
+                    return kind if kind != loss_mean.UNKNOWN else loss_mean.MEAN
                 if loss_mean.has_scalar(outputs):
                     return self._computed_loss_kind(loss, inputs, target, count)
                 if loss_mean.small_enough(outputs):

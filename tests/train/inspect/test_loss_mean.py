@@ -79,18 +79,22 @@ def test_random_numbers_of_the_model_are_reported(ranks: RankPool, tmp_path: Pat
 
 
 def test_draws_are_found_in_a_pass_that_fake_tensors_cannot_end() -> None:
-    """wav2vec 2.0 masks spans by NumPy's generator, and its loss reads values."""
+    """wav2vec 2.0 reads values of the labels, then masks spans by NumPy's generator."""
 
-    def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(logits, target) * (1 + int(target.max()))
+    class Reading(GPT):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            assert int(tokens.max()) < 64
+            return super().forward(tokens)
 
-    class Masked(GPT):
+    class Masked(Reading):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return super().forward(tokens) * float(np.random.random())
 
     sizes = {"depth": 1, "width": 32, "vocabulary": 64}
-    drawing = [replace(job(Recorded(64), depth=1), model=partial(of, **sizes)) for of in (GPT, Masked)]
-    assert [describe(replace(each, loss=loss), trace=False).draws for each in drawing] == [False, True]
+    drawing = [replace(job(Recorded(64), depth=1), model=partial(of, **sizes)) for of in (Reading, Masked)]
+    assert [describe(each, trace=False).draws for each in drawing] == [False, True]
+    counting = replace(drawing[0], loss=LOSSES["some words"])
+    assert describe(counting, trace=False).loss == "other"
 
 
 def test_a_dropout_of_nothing_draws_nothing() -> None:
