@@ -16,9 +16,9 @@ Guarantees under every plan, and across changes of plan:
 - **Initial weights** are those that the factory makes under the seed, the same on every rank. The factory must draw
   from torch's, NumPy's or Python's global generator, and be callable on torch's meta device.
 - **Random numbers in a step** (torch's, NumPy's and Python's: dropout, stochastic depth) depend on (seed, step,
-  replica, stage): repeatable under one plan, statistically equal under another. A data set that draws from these
-  generators gets numbers by (seed, step, replica), equal on all stages; in data-loader workers they are not
-  repeatable across plans.
+  replica, stage): repeatable under one plan, statistically equal under another, which the log says. A data set that
+  draws from these generators gets numbers by (seed, step, replica), equal on all stages; in data-loader workers they
+  are not repeatable across plans.
 - **Names** of parameters and their optimizer state are global (``blocks.17.attn.qkv.weight``) on every rank.
 - **Buffers** (running statistics) are taken from replica 0. Where losses depend on them, or on other samples of the
   batch (batch normalisation), they depend on how the plan cuts the batch. Numbers, and lists and maps of numbers, in

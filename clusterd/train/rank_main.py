@@ -266,6 +266,13 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
         dcp_files.check(context.final)
     # A single process that will never migrate has no other to compare with.
     known = fingerprint.fingerprint_of(job.data, context.job) if context.launcher != "alone" else None
+    if context.rank == 0 and known is not None and known["draws"] and context.plan.dp > 1:
+        print(
+            "clusterd: the data set draws from the global random generators (augmentation), under "
+            f"{context.plan} other numbers than in one process: losses differ as between two seeds; a generator of its "
+            "own, seeded by the number of the sample, does not depend on the plan",
+            flush=True,
+        )
     weights = open_weights(job.init_from) if job.init_from is not None and not context.restore else None
     covered = weights is not None and target is None and pretrained.covers(weights, job.model, job.seed)
     uninitialized = target is not None or bool(context.restore) or covered
@@ -325,6 +332,19 @@ def _warn_of_differences(plan: Plan, shape: ModelShape) -> None:
         print(
             f"clusterd: each forward pass changes {shape.counted}, and a step under {plan} has {plan.accumulation} "
             "forward passes: losses that depend on it differ from those of one process",
+            flush=True,
+        )
+    if shape.draws and (plan.dp > 1 or plan.accumulation > 1 or plan.pp > 1 or plan.tp > 1):
+        print(
+            f"clusterd: the model draws random numbers (dropout, noise), under {plan} others than in one process: "
+            "losses differ as between two seeds",
+            flush=True,
+        )
+    if shape.loss == loss_mean.UNKNOWN and (plan.dp > 1 or plan.accumulation > 1):
+        print(
+            "clusterd: the model returns a loss and is too large to verify that it is the mean over samples: if it "
+            f"divides by a count in them (padded or masked words) or compares them, losses under {plan} differ from "
+            "those of one process; a `loss` that returns (sum, weight) is exact",
             flush=True,
         )
     if shape.loss == loss_mean.OTHER and (plan.dp > 1 or plan.accumulation > 1):

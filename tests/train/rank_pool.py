@@ -7,6 +7,7 @@ ranks, each with its own rank file, output file and result file, and answers whe
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,10 @@ class RankPool:
 
     Args:
         gpus: number of the host's GPUs that ranks may see; more ranks share them.
+        modules: to import once, before ranks are forked.
     """
 
-    def __init__(self, *, gpus: int = 0) -> None:
+    def __init__(self, *, gpus: int = 0, modules: Sequence[str] = ()) -> None:
         self._gpus = gpus
         folders = [str(ROOT), str(ROOT / "examples/gpt"), str(ROOT / "examples/hf"), str(HERE.parent)]
         environment = {
@@ -105,7 +107,11 @@ class RankPool:
             "PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         self._server = subprocess.Popen(
-            [sys.executable, str(HERE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, str(HERE), *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
 
     def run(self, directory: Path, plan: str, **options: Any) -> Run:
@@ -212,6 +218,8 @@ def _serve() -> None:
 
     import clusterd.train.process.preload  # noqa: F401
 
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     for line in sys.stdin:
         print(json.dumps(_run(json.loads(line))), flush=True)
 

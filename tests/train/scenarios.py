@@ -6,6 +6,7 @@ import json
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from clusterd.train import rank_main
 from clusterd.train.parallel import build
 from clusterd.train.process.evaluation import Evaluation
 from clusterd.train.process.job import Job
+from tests.foreign import registry
 
 VOCABULARY, CONTEXT = 64, 16
 
@@ -325,9 +327,15 @@ def job(
     init_strict: bool = True,
     loss: str = "mean",
     evaluate: dict[str, Any] | None = None,
+    script: str = "",
 ) -> Job:
-    """The job; every option is a variation that some test uses."""
+    """The job; every option is a variation that some test uses.
 
+    Args:
+        script: the job of this script of `tests.foreign` instead.
+    """
+    if script:
+        return registry.job_of(script, steps)
     sizes = {"width": width, "depth": depth, "heads": 4, "context": CONTEXT, "vocabulary": VOCABULARY}
     make = MODELS.get(model)
     names, cuts = GPT.LAYERS, getattr(make, "TP_PLAN", GPT.TP_PLAN)
@@ -445,7 +453,9 @@ def rank(
         }
 
     try:
-        task = replace(job(data, **options), **callbacks(left["called"]))
+        # The data of a foreign script is its own.
+        pause_s = pace_s if options.get("script") else 0.0
+        task = replace(job(data, **options), **callbacks(left["called"], pause_s))
         if own_loop is None:
             rank_main.run(task, on_end)
         else:
@@ -496,12 +506,14 @@ def loop_of_its_own(
             break
 
 
-def callbacks(called: list[Any]) -> dict[str, Any]:
-    """Callbacks that record their calls."""
-    return {
-        name: lambda *arguments, name=name: called.append([name, *arguments])
-        for name in ("on_step", "on_evaluate", "on_checkpoint")
-    }
+def callbacks(called: list[Any], pause_s: float = 0.0) -> dict[str, Any]:
+    """Callbacks that record their calls, and pause the training."""
+
+    def record(name: str, *arguments: Any) -> None:
+        called.append([name, *arguments])
+        time.sleep(pause_s)
+
+    return {name: partial(record, name) for name in ("on_step", "on_evaluate", "on_checkpoint")}
 
 
 def projections(parameter: Any) -> list[float]:

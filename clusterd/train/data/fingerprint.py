@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.run_in_fork import run_in_fork
-from clusterd.train.process.seeding import seed_everything
+from clusterd.train.process.seeding import generator_states, seed_everything
 
 SAMPLES = 4
 MEANS = 8
@@ -23,7 +23,8 @@ MEANS = 8
 TOLERANCE = 1e-3
 
 Fingerprint = dict[str, Any]
-"""job, length, and samples: [index, summary of each part, or None for a random sample]."""
+"""job, length, draws (True if samples draw from the global generators), and samples: [index, summary of each part, or
+None for a random sample]."""
 
 
 def fingerprint_of(data: Any, job: str) -> Fingerprint | None:
@@ -69,17 +70,24 @@ def difference(one: Fingerprint | None, other: Fingerprint | None) -> str:
 def _read(data: Any, job: str) -> Fingerprint:
     length = len(data)
     indices = sorted({length * i // SAMPLES for i in range(SAMPLES)} | {length - 1}) if length else []
-    return {"job": job, "length": length, "samples": [[i, _sample(data, i)] for i in indices]}
+    samples, draws = [], False
+    for index in indices:
+        sample, drawn = _sample(data, index)
+        samples.append([index, sample])
+        draws = draws or drawn
+    return {"job": job, "length": length, "draws": draws, "samples": samples}
 
 
-def _sample(data: Any, index: int) -> list[Any] | None:
-    readings = []
+def _sample(data: Any, index: int) -> tuple[list[Any] | None, bool]:
+    """Summary of a sample, None for a random one; and whether it draws from the global generators."""
+    readings, drawn = [], False
     for seed in (index, index):
-        seed_everything(seed)  # augmentations draw from the global generators
-        parts: list[Any] = []
+        seed_everything(seed)
+        before, of_torch, parts = generator_states(), torch.get_rng_state(), list[Any]()
         _summarize(data[index], parts)
+        drawn = drawn or generator_states() != before or not torch.equal(torch.get_rng_state(), of_torch)
         readings.append(parts)
-    return readings[0] if _alike(*readings) else None
+    return readings[0] if _alike(*readings) else None, drawn
 
 
 def _summarize(value: Any, parts: list[Any]) -> None:

@@ -128,6 +128,7 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
         gradients_bent=following.nonlinear,
         sparse=writes.sparse,
         by_frequency=writes.by_frequency,
+        draws=writes.draws,
         counted=counted,
         written=writes.names,
         written_known=writes.complete,

@@ -24,7 +24,7 @@ from clusterd.train.parallel.tp_shards import shard_model
 from clusterd.train.parallel.tp_styles import GATHERING, ROWWISE
 from clusterd.train.process.exits import Refused, first_line
 from clusterd.train.process.job import Job
-from clusterd.train.process.seeding import seed_everything
+from clusterd.train.process.seeding import generator_states, seed_everything
 from clusterd.train.process.weighted_means import is_pair, mean_of, split_loss
 
 
@@ -142,7 +142,7 @@ class FakeForward:
             Writes into parameters, treatment of the loss gradient, and the name of an attribute that counts passes. If
             fake tensors cannot run the model, the traces end where it failed.
         """
-        model, given = self.model(), []
+        model, given, fresh = self.model(), [], generator_states()
 
         def note(part: Any) -> Any:
             if isinstance(part, torch.Tensor):
@@ -154,12 +154,32 @@ class FakeForward:
         with self.real(), torch.random.fork_rng(devices=[]), suppress(Exception), self._fake:
             for _ in range(2):  # some writes happen once, some from the second pass on
                 seed_everything(self._job.seed)
+                fresh = generator_states()
                 with writes:
                     loss = self._computing(self._loss)(call(self._computing(model), self._inputs), self._target)
             writes.complete = True
             following.run(model, loss)
+        if not writes.complete:
+            writes.draws = writes.draws or self._draws_for_real()
+        elif generator_states() != fresh:
+            writes.draws = True
         now = _numbers(model)
         return writes, following, next((name for name, number in before.items() if now.get(name) != number), "")
+
+    def _draws_for_real(self) -> bool:
+        """True if a real pass draws random numbers; False if unknown, as for a large model."""
+        job = self._job
+        if sum(p.numel() for p in self.model().parameters()) > loss_mean.PARAMETERS_MAX:
+            return False
+        with suppress(Exception), self.real(), torch.random.fork_rng(devices=[]):
+            inputs, target = as_pair(job.collate_fn([job.data[0]]))
+            model = build.build_model(job.model, job.seed)
+            seed_everything(job.seed)
+            others, of_torch = generator_states(), torch.get_rng_state()
+            with torch.no_grad():
+                job.loss(call(model, inputs), target)
+            return generator_states() != others or not torch.equal(torch.get_rng_state(), of_torch)
+        return False
 
     def uncut_batch(self) -> str:
         """Reason why a batch of two samples cannot be cut between them; empty: it can, or that is unknown."""
@@ -187,12 +207,27 @@ class FakeForward:
             with suppress(Exception):
                 with self.real():
                     inputs, target = as_pair(job.collate_fn([job.data[i] for i in range(count)]))
-                with torch.no_grad():
-                    outputs = call(self.model(), self._faked(inputs))
+                try:
+                    with torch.no_grad():
+                        outputs = call(self.model(), self._faked(inputs))
+                except Exception:  # code that reads values
+                    kind = self._computed_loss_kind(loss, inputs, target, count)
+                    return kind if kind != loss_mean.UNKNOWN else loss_mean.MEAN
+                if loss_mean.has_scalar(outputs):
+                    return self._computed_loss_kind(loss, inputs, target, count)
                 if loss_mean.small_enough(outputs):
                     with self.real():
                         return loss_mean.classify_loss(loss, outputs, target, count)
         return loss_mean.MEAN
+
+    def _computed_loss_kind(self, loss: Callable[[Any, Any], Any], inputs: Any, target: Any, samples: int) -> str:
+        """Kind of a loss that the model may have computed itself, found with its initial weights."""
+        parameters = self.model().parameters()
+        if sum(p.numel() for p in parameters) > loss_mean.PARAMETERS_MAX:
+            return loss_mean.UNKNOWN
+        with self.real():
+            model = build.build_model(self._job.model, self._job.seed).eval()
+            return loss_mean.classify_computed_loss(lambda i, t: loss(call(model, i), t), inputs, target, samples)
 
     def loss_uses_parameters(self) -> bool:
         """True if the loss computes with parameters of the model; False if unknown."""

@@ -118,9 +118,15 @@ def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) ->
     """Make the job's optimizer over `parameters`.
 
     Raises:
-        Refused: it needs a closure, or has parameters that are not the model's, whose gradients no plan would reduce.
+        Refused: it is no optimizer, needs a closure, or has parameters that are not the model's, whose gradients no
+            plan would reduce.
     """
     optimizer = factory(list(parameters))
+    if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+        raise Refused(
+            f"optimizer() returned a {type(optimizer).__name__}; it must return one optimizer. A script with several "
+            "(a GAN) can run as a `checkpointable` job"
+        )
     try:
         inspect.signature(optimizer.step).bind()
     except TypeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,12 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
+
+
+def generator_states() -> tuple[Any, ...]:
+    """States of Python's and NumPy's generators, to see whether numbers were drawn from them."""
+    of_numpy = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), of_numpy["pos"], of_numpy["key"].tobytes()
 
 
 def seed_step(seed: int, step: int, replica: int, stage: int) -> None:

@@ -62,6 +62,23 @@ def test_augmentation_is_no_difference() -> None:
         assert difference(fingerprint_of(Cropped(start), "1"), fingerprint_of(Cropped(start), "1")) == ""
 
 
+def test_draws_from_the_global_generators_are_found() -> None:
+    """Their numbers depend on the plan, those of a generator of the data set's own do not."""
+    own = random.Random(1)
+    for start in (random.random, lambda: float(torch.rand(())), np.random.random):
+        assert (fingerprint_of(Cropped(start), "1") or {})["draws"]
+    assert not (fingerprint_of(Cropped(own.random), "1") or {})["draws"]
+
+
+@pytest.mark.parametrize(("plan", "count"), [("dp=1", 0), ("dp=2", 1)])
+def test_other_augmentations_under_replicas_are_reported(
+    ranks: RankPool, tmp_path: Path, plan: str, count: int
+) -> None:
+    """Losses differed and the log did not say why."""
+    run = ranks.run(tmp_path, plan, script="augmented", steps=2).checked()
+    assert sum(rank.output.count("the data set draws from the global random generators") for rank in run.ranks) == count
+
+
 def test_reading_samples_leaves_no_trace() -> None:
     """The data set may draw from a generator of its own, whose numbers training must not miss."""
     own = random.Random(1)

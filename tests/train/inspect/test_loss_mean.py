@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from model import GPT
 from rank_pool import RankPool
 from scenarios import LOSSES, Recorded, cross_entropy, job
+from torch import nn
 from torch.nn import functional as F
 
 from clusterd.train.inspect import loss_mean
@@ -37,6 +40,71 @@ STEPS = 3
 )
 def test_losses_are_classified_by_their_value_on_parts(loss: Callable[..., Any], kind: str) -> None:
     assert describe(replace(job(Recorded(64), depth=1), loss=loss), trace=False).loss == kind
+
+
+class Complete(GPT):
+    """Computes its loss itself and returns it, as models of Hugging Face do."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(depth=1, width=32, vocabulary=64)
+        self.kind = kind
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = super().forward(tokens)
+        if self.kind == "pairs":
+            means = logits.mean(1)
+            return {"loss": F.cross_entropy(means @ means.T, torch.arange(len(tokens)))}
+        words = tokens.where(tokens > 20, -100) if self.kind == "words that count" else tokens
+        return {"loss": cross_entropy(logits, words, reduction="sum" if self.kind == "sum" else "mean")}
+
+
+@pytest.mark.parametrize(
+    ("computes", "kind"), [("mean", "mean"), ("sum", "sum"), ("words that count", "other"), ("pairs", "other")]
+)
+def test_a_loss_that_the_model_computes_is_classified_too(
+    computes: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas trained on other losses than one process, and the log did not say so."""
+    of_model = replace(job(Recorded(64)), model=lambda: Complete(computes), loss=lambda output, _: output["loss"])
+    assert describe(of_model, trace=False).loss == kind
+    monkeypatch.setattr(loss_mean, "PARAMETERS_MAX", 100)
+    assert describe(of_model, trace=False).loss == "unknown"
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2"])
+def test_random_numbers_of_the_model_are_reported(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+    run = ranks.run(tmp_path, plan, script="unet_random_timesteps", steps=2).checked()
+    text = "the model draws random numbers"
+    assert sum(rank.output.count(text) for rank in run.ranks) == (plan == "dp=2")
+
+
+def test_draws_are_found_in_a_pass_that_fake_tensors_cannot_end() -> None:
+    """wav2vec 2.0 reads values of the labels, then masks spans by NumPy's generator."""
+
+    class Reading(GPT):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            assert int(tokens.max()) < 64
+            return super().forward(tokens)
+
+    class Masked(Reading):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) * float(np.random.random())
+
+    sizes = {"depth": 1, "width": 32, "vocabulary": 64}
+    drawing = [replace(job(Recorded(64), depth=1), model=partial(of, **sizes)) for of in (Reading, Masked)]
+    assert [describe(each, trace=False).draws for each in drawing] == [False, True]
+    counting = replace(drawing[0], loss=LOSSES["some words"])
+    assert describe(counting, trace=False).loss == "other"
+
+
+def test_a_dropout_of_nothing_draws_nothing() -> None:
+    def model(p: float) -> nn.Module:
+        attention = nn.TransformerEncoderLayer(32, 4, 64, dropout=p, batch_first=True)
+        return nn.Sequential(nn.Embedding(64, 32), attention, nn.Linear(32, 64))
+
+    plain = job(Recorded(64), layers=False, tp_plan=False)
+    drawing = [replace(plain, model=partial(model, p)) for p in (0.0, 0.1)]
+    assert [describe(each, trace=False).draws for each in drawing] == [False, True]
 
 
 def test_a_loss_that_computes_with_parameters_of_the_model_leaves_it_whole() -> None:

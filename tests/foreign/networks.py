@@ -1,0 +1,203 @@
+"""Networks in plain torch: convolutions, recurrence, two optimizers, losses with parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.data import TensorDataset
+
+from tests.foreign.registry import script
+
+SAMPLES = 64
+
+
+def pictures() -> TensorDataset:
+    """Pictures and their classes."""
+    random = torch.Generator().manual_seed(3)
+    return TensorDataset(
+        torch.randn(SAMPLES, 3, 8, 8, generator=random), torch.randint(4, (SAMPLES,), generator=random)
+    )
+
+
+def arguments(model: Any, **others: Any) -> dict[str, Any]:
+    """Arguments that the scripts of this module have in common."""
+    return {
+        "model": model,
+        "loss": F.cross_entropy,
+        "data": pictures(),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        "global_batch": 8,
+        "steps": 12,
+        **others,
+    }
+
+
+class Residual(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x + self.norm2(self.second(F.relu(self.norm1(self.first(x))))))
+
+
+def resnet() -> nn.Sequential:
+    stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    return nn.Sequential(stem, Residual(8), Residual(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+
+
+@script(advice="GroupNorm")
+def resnet_batch_norm() -> dict[str, Any]:
+    """ResNet with BatchNorm."""
+    return arguments(resnet)
+
+
+class Denoiser(nn.Module):
+    """A small UNet that predicts the noise in its input; the step of the noise is random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Embedding(10, 8)
+        self.down, self.up = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.norm, self.out = nn.GroupNorm(2, 8), nn.Conv2d(11, 3, 3, padding=1)
+
+    def forward(self, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        steps = torch.randint(10, (len(pictures),), device=pictures.device)
+        noise = torch.randn_like(pictures)
+        share = ((steps + 1) / 10).view(-1, 1, 1, 1)
+        noisy = (1 - share) * pictures + share * noise
+        hidden = F.silu(self.norm(self.down(noisy) + self.time(steps)[:, :, None, None]))
+        return self.out(torch.cat([self.up(hidden), noisy], 1)), noise
+
+
+@script(advice="draw timesteps and noise in the data set, by sample")
+def unet_random_timesteps() -> dict[str, Any]:
+    """UNet that draws timesteps and noise in its forward pass."""
+    return arguments(Denoiser, loss=lambda output, _: F.mse_loss(*output))
+
+
+class Classifier(nn.Module):
+    """An LSTM over packed sequences of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(32, 16), nn.LSTM(16, 16, batch_first=True)
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        tokens, lengths = batch
+        packed = pack_padded_sequence(self.embed(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.out(self.lstm(packed)[1][0][-1])
+
+
+class Sentences(torch.utils.data.Dataset[Any]):
+    """Sentences of 3 to 10 words, and their classes."""
+
+    def __init__(self) -> None:
+        random = torch.Generator().manual_seed(4)
+        self.lengths = torch.randint(3, 11, (SAMPLES,), generator=random)
+        self.tokens = [torch.randint(1, 32, (int(n),), generator=random) for n in self.lengths]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.tokens[index], index % 4
+
+
+def padded(samples: list[tuple[torch.Tensor, int]]) -> tuple[Any, torch.Tensor]:
+    """Sentences padded to the longest one, with their lengths."""
+    tokens = nn.utils.rnn.pad_sequence([s for s, _ in samples], batch_first=True)
+    lengths = torch.tensor([len(s) for s, _ in samples])
+    return (tokens, lengths), torch.tensor([label for _, label in samples])
+
+
+@script("dp=2,accumulation=2")
+def lstm_packed() -> dict[str, Any]:
+    """LSTM over packed sequences of different lengths."""
+    return arguments(Classifier, data=Sentences(), collate_fn=padded)
+
+
+class Adversaries(nn.Module):
+    """A generator and a discriminator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        return self.discriminator(self.generator(noise))
+
+
+@script(advice="submit it as a `command` or `checkpointable` job")
+def gan() -> dict[str, Any]:
+    """GAN: two optimizers."""
+    model = Adversaries()
+    return arguments(
+        lambda: model,
+        data=TensorDataset(torch.randn(SAMPLES, 8), torch.ones(SAMPLES, 1)),
+        loss=F.binary_cross_entropy_with_logits,
+        optimizer=lambda _: [
+            torch.optim.Adam(part.parameters(), lr=1e-3) for part in (model.generator, model.discriminator)
+        ],
+    )
+
+
+class ArcFace(nn.Module):
+    """Angular-margin loss, which has the centres of the classes as parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, features: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        cosine = F.linear(F.normalize(features), F.normalize(self.centres)).clamp(-0.99, 0.99)
+        margin = torch.cos(cosine.acos() + 0.2)
+        return F.cross_entropy(10 * torch.where(F.one_hot(target, 4).bool(), margin, cosine), target)
+
+
+def features() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+@script(advice="compute the loss in the model, as `arcface_in_model`")
+def arcface() -> dict[str, Any]:
+    """ArcFace: the loss has parameters, which the optimizer gets."""
+    loss = ArcFace()
+    return arguments(
+        features, loss=loss, optimizer=lambda parameters: torch.optim.SGD([*parameters, *loss.parameters()], lr=0.05)
+    )
+
+
+@script(advice="compute the loss in the model, as `arcface_in_model`")
+def arcface_untrained() -> dict[str, Any]:
+    """ArcFace: the loss has parameters, which no optimizer gets."""
+    return arguments(features, loss=ArcFace())
+
+
+class WithCentres(nn.Module):
+    """Features and ArcFace in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.arcface = features(), ArcFace()
+
+    def forward(self, picture: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return self.arcface(self.features(picture), label)
+
+
+@script()
+def arcface_in_model() -> dict[str, Any]:
+    """ArcFace as a part of the model, which returns the loss."""
+
+    def named(samples: list[Any]) -> dict[str, torch.Tensor]:
+        return {"picture": torch.stack([x for x, _ in samples]), "label": torch.stack([y for _, y in samples])}
+
+    return arguments(WithCentres, loss=lambda output, batch: output, collate_fn=named)

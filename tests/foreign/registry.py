@@ -1,0 +1,79 @@
+"""Registry of the scripts, and the verdicts about them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from clusterd.script_seed import seed_generators
+from clusterd.train import _engine
+
+GROUPS = {
+    "language": ("transformers", "peft"),
+    "pictures": ("transformers",),
+    "networks": (),
+    "batches": (),
+    "settings": (),
+}
+"""Modules of scripts, and the packages that each needs beside torch."""
+
+PLANS = ("dp=2", "dp=2,zero=3")
+"""Plans for every script."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A training script: the arguments of its `train.run`, and further plans that its model offers.
+
+    Attributes:
+        advice: remedy that the documentation names where a plan is not right.
+        tolerance: relative difference from the losses of one process that counts as equal.
+    """
+
+    name: str
+    group: str
+    summary: str
+    arguments: Callable[[], dict[str, Any]]
+    plans: tuple[str, ...] = ()
+    advice: str = ""
+    tolerance: float = 1e-4
+
+
+SCRIPTS: dict[str, Script] = {}
+
+
+def script(
+    *plans: str, advice: str = "", tolerance: float = 1e-4
+) -> Callable[[Callable[[], dict[str, Any]]], Callable[[], dict[str, Any]]]:
+    """Register the function below as a script; the first line of its docstring is its summary."""
+
+    def register(function: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+        name, group = function.__name__, function.__module__.rpartition(".")[2]
+        summary = (function.__doc__ or "").partition("\n")[0].rstrip(".")
+        SCRIPTS[name] = Script(name, group, summary, function, plans, advice, tolerance)
+        return function
+
+    return register
+
+
+def load() -> dict[str, str]:
+    """Import the modules of scripts; return what is missing for each group that is left out."""
+    missing = {}
+    for group, packages in GROUPS.items():
+        absent = [name for name in packages if importlib.util.find_spec(name) is None]
+        if absent:
+            missing[group] = " and ".join(absent)
+        else:
+            importlib.import_module(f"tests.foreign.{group}")
+    return missing
+
+
+def job_of(name: str, steps: int) -> Any:
+    """Job of a script, which starts under the job's seed as on a host."""
+    load()
+    seed_generators("foreign")
+    _, make = _engine()
+    return replace(make(SCRIPTS[name].arguments()), steps=steps)

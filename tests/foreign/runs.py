@@ -1,0 +1,128 @@
+"""Runs of a script under a plan, or through a live move, and their verdicts."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from migration_driver import Mover
+from rank_pool import Rank, RankPool
+
+from tests.foreign.registry import PLANS, Script
+
+STEPS, BASELINE_STEPS = 12, 120
+MOVE = ("dp=1", "dp=2,zero=3")
+PACE_S = 0.3
+"""Pause between steps while a move is prepared, so that the baseline is long enough."""
+
+RIGHT, TOLD, REFUSED, WRONG = "right", "told", "refused", "WRONG"
+ROUTINE = re.compile(r"clusterd: (stopped after|using \d|step \d|resum|moved|\[)")
+"""Lines that a run without fault prints too."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict about one run, with the line that says why, and the largest relative difference of a loss."""
+
+    verdict: str
+    reason: str = ""
+    difference: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def judge(ranks: Sequence[Rank], losses: list[float], expected: list[float], tolerance: float) -> Verdict:
+    """Verdict about a run from what its ranks left and from the losses of one process."""
+    if any(rank.exit_code for rank in ranks):
+        return _judge_failure(ranks)
+    if not losses or len(losses) > len(expected):
+        return Verdict(WRONG, f"{len(losses)} losses, expected {len(expected)}")
+    pairs = list(zip(losses, expected, strict=False))
+    difference = max(abs(a - b) / max(abs(b), 1e-9) if math.isfinite(a) else math.inf for a, b in pairs)
+    if difference > tolerance:
+        lines = _lines(ranks)
+        return Verdict(TOLD if lines else WRONG, lines[0] if lines else "losses differ, unsaid", difference)
+    return Verdict(RIGHT, difference=difference)
+
+
+def _judge_failure(ranks: Sequence[Rank]) -> Verdict:
+    first = next(rank for rank in ranks if rank.exit_code)
+    if any("Traceback" in rank.output for rank in ranks):
+        blamed = next(rank for rank in ranks if "Traceback" in rank.output)
+        last = [line for line in blamed.output.splitlines() if line.strip() and not line.startswith(" ")][-1]
+        return Verdict(WRONG, f"crash: {last}")
+    if all(rank.exit_code == -signal.SIGKILL for rank in ranks):
+        return Verdict(WRONG, "hang")
+    lines = _lines(ranks)
+    return Verdict(REFUSED, lines[-1]) if lines else Verdict(WRONG, f"exit code {first.exit_code}, no message")
+
+
+def _lines(ranks: Sequence[Rank]) -> list[str]:
+    """Messages of clusterd in the ranks' output, without routine ones."""
+    lines = (line for rank in ranks for line in rank.output.splitlines())
+    return [
+        line.removeprefix("clusterd: ") for line in lines if line.startswith("clusterd: ") and not ROUTINE.match(line)
+    ]
+
+
+class Runner:
+    """Runs scripts in two pools of ranks."""
+
+    def __init__(self, directory: Path, modules: Sequence[str]) -> None:
+        self._directory = directory
+        self._pools = (RankPool(modules=modules), RankPool(modules=modules))
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.close()
+
+    def verdicts(self, script: Script, plans: Sequence[str] = ()) -> dict[str, Verdict]:
+        """Verdicts by plan; `"one"` is one process and `"move"` the live move."""
+        directory = self._directory / script.name
+        alone = self._pools[0].run(directory / "one", "dp=1", script=script.name, steps=BASELINE_STEPS)
+        found = {"one": judge(alone.ranks, alone.losses, alone.losses, script.tolerance)}
+        if found["one"].verdict != RIGHT:
+            return found
+        for plan in plans or (*PLANS, *script.plans):
+            if plan != "move":
+                run = self._pools[0].run(directory / plan, plan, script=script.name, steps=STEPS)
+                found[plan] = judge(run.ranks, run.losses, alone.losses, script.tolerance)
+        if not plans or "move" in plans:
+            found["move"] = self._move(script, directory / "move", alone.losses)
+        return found
+
+    def _move(self, script: Script, directory: Path, expected: list[float]) -> Verdict:
+        directory.mkdir()
+        mover = Mover(self._pools, directory, {"script": script.name, "pace_s": PACE_S})
+        failure, losses = "", []
+        try:
+            mover.start(MOVE[0])
+            mover.train(3)
+            moved = mover.move(MOVE[1])
+            mover.train(5)
+            losses = [step["loss"] for step in mover.stop()]
+            assert moved is not None
+            assert moved.step + 5 <= len(expected), f"{moved.step} steps before the move: raise BASELINE_STEPS"
+            losses = losses[: moved.step + 5]
+        except Exception as error:
+            failure = str(error)
+        finally:
+            mover.close()
+        ranks = [rank for generation in mover._launched for rank in _ended(generation.run)]
+        if failure:
+            refusal = re.search(r"clusterd: (.*)", failure) or re.search(r"'why': [\"'](.*?)[\"']", failure)
+            if refusal is None or "Traceback" in failure:
+                return Verdict(WRONG, f"move: {failure.strip().splitlines()[-1][:300]}")
+            return Verdict(REFUSED, refusal[1])
+        return judge(ranks, losses, expected, script.tolerance)
+
+
+def _ended(run: Future[Any]) -> list[Rank]:
+    return run.result()[0].ranks if run.done() and run.exception() is None else []
