@@ -91,10 +91,10 @@ def test_an_elastic_job_trains_in_a_built_environment_and_moves_to_a_host_that_b
         "import greeter, torch\nfrom clusterd import train\n"
         "print('says', greeter.GREETING)\n"
         "import pathlib, time\n"
-        f"def wait(step, metrics): time.sleep(0 if pathlib.Path({str(tmp_path / 'gate')!r}).exists() else 0.1)\n"
+        f"def wait(step, metrics): time.sleep(0 if pathlib.Path({str(tmp_path / 'gate')!r}).exists() else 0.2)\n"
         "train.run(model=lambda: torch.nn.Linear(4, 4), loss=lambda output, target: output.square().mean(),\n"
         "    data=[(torch.zeros(4), torch.zeros(4))] * 64, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),\n"
-        "    global_batch=4, steps=200, on_step=wait)\n"
+        "    global_batch=4, steps=3000, on_step=wait)\n"
     )
     (tmp_path / "job.toml").write_text(
         'kind = "elastic"\ntrials = false\ncommand = ["python", "train.py"]\nrequirements = "requirements.txt"\n'
