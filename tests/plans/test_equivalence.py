@@ -83,6 +83,7 @@ def test_equivalence(plan: str, one_process: dict[str, Run], ranks: RankPool, tm
     assert_same_parameters(runs[0], one_process["sgd"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

@@ -43,6 +43,7 @@ def test_a_job_runs_in_the_environment_of_its_requirements(local_cluster: Runnin
     assert "builds its environment" not in local_cluster.run("history", "--job", second["id"]).stdout
 
 
+@pytest.mark.slow
 def test_a_build_is_a_phase_of_the_job_and_ends_with_it(local_cluster: RunningCluster, project: Path) -> None:
     """Cancelled in the middle, it leaves no process and no environment; the next job builds it whole."""
     gate = project.parent / f"{project.name}-gate"
@@ -75,6 +76,7 @@ def test_a_failed_build_ends_the_job_with_the_end_of_its_output(local_cluster: R
     assert len(row["attempts"]) == 1
 
 
+@pytest.mark.slow
 def test_an_elastic_job_trains_in_a_built_environment_and_moves_to_a_host_that_builds_it(
     local_cluster: RunningCluster, tmp_path: Path
 ) -> None:

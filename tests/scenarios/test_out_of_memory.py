@@ -66,6 +66,7 @@ def test_a_first_plan_without_enough_memory_is_replaced_by_a_smaller_one(local_c
     assert "ran out of memory under dp=1" in message and "accumulation=2 needs less" in message
 
 
+@pytest.mark.slow
 def test_a_plan_that_runs_out_of_memory_costs_no_step(local_cluster: RunningCluster) -> None:
     """The rank without memory still has the state of its last step; the job continues under the previous plan."""
     job = local_cluster.submit_script(SCRIPT, "large")

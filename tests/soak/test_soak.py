@@ -28,10 +28,12 @@ def test_nothing_is_lost_under_faults() -> None:
     assert "2 seeds" in soak("--seeds", "1-2")
 
 
+@pytest.mark.slow
 def test_a_seed_has_one_trace() -> None:
     assert "twice with trace" in soak("--seed", "3")
 
 
+@pytest.mark.slow
 def test_a_broken_promise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents that answer a stop at once and leave the processes: their devices count as free and are not."""
     monkeypatch.setattr(logging.getLogger("clusterd"), "propagate", False)  # thousands of lines about full disks

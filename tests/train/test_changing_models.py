@@ -83,6 +83,7 @@ def test_counters_of_forward_passes_are_reported_under_accumulation(
     assert sum(rank.output.count(message) for rank in run.ranks) == said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -122,6 +122,7 @@ def test_a_model_may_leave_something_out_later(ranks: RankPool, tmp_path: Path) 
     assert told.checked().losses == pytest.approx(alone.losses, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -57,6 +57,7 @@ def test_attempts_that_want_the_same_wait_for_one_build(agent: AgentClient, work
     assert agent.ok("build_environment", **wanted(work, "third")) == {"python": python, "seconds": 0.0}
 
 
+@pytest.mark.slow
 def test_a_build_whose_agent_was_killed_is_begun_anew(connect: Any, work: Path, tmp_path: Path) -> None:
     """The processes of the first are gone then, and nothing of it is used."""
     agent = connect()
@@ -75,6 +76,7 @@ def test_a_build_whose_agent_was_killed_is_begun_anew(connect: Any, work: Path, 
     assert os.access(again.reply(number)["ok"]["python"], os.X_OK)
 
 
+@pytest.mark.slow
 def test_an_agent_that_ends_leaves_no_build(connect: Any, work: Path, tmp_path: Path) -> None:
     agent = connect()
     agent.send("build_environment", **wanted(work))

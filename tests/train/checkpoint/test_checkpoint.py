@@ -19,6 +19,7 @@ TOLERANCE = 1e-4
 MORE = 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan, others",
     [
@@ -155,6 +156,7 @@ def test_state_that_only_a_pickle_could_hold_costs_the_checkpoint_and_not_the_tr
     assert "Traceback" not in run.ranks[0].output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "other"),
     [

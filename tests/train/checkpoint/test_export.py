@@ -77,6 +77,7 @@ def test_a_full_disk_is_given_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_leaves_no_model(moving: Any, tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     mover: Mover = moving(save=str(file))
@@ -86,6 +87,7 @@ def test_a_run_that_is_stopped_leaves_no_model(moving: Any, tmp_path: Path) -> N
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_at_its_target_leaves_its_model(moving: Any, tmp_path: Path) -> None:
     file, final = tmp_path / "model.pt", tmp_path / "final"
     mover: Mover = moving(save=str(file), rank_file={"final": str(final)})

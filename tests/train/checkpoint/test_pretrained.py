@@ -29,6 +29,7 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -76,6 +77,7 @@ def test_all_formats_give_the_same_losses(trained: dict[str, Path], ranks: RankP
     assert len({tuple(values) for values in losses.values()}) == 1, losses
 
 
+@pytest.mark.slow
 def test_differences_are_refused_with_names_or_left_as_made(
     trained: dict[str, Path], ranks: RankPool, tmp_path: Path
 ) -> None:

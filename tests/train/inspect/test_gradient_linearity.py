@@ -40,6 +40,7 @@ def test_plans_are_ruled_out_that_would_weight_them_otherwise(model: str, trains
     assert tuple(plan for plan in ALL if not check(Plan.parse(plan), shape)) == trains
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", slow("dp=2,zero=1"), slow("tp=2"), slow("dp=2,tp=2,zero=3")])
 def test_an_auxiliary_gradient_counts_as_in_one_process(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     options = {"model": "balanced", "optimizer": "momentum", "steps": STEPS}

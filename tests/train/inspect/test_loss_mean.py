@@ -146,6 +146,7 @@ def test_outputs_that_are_too_large_are_not_drawn(monkeypatch: pytest.MonkeyPatc
         assert asked[:1] == largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=1", "accumulation=2", "pp=2,accumulation=2"])
 def test_a_loss_may_have_a_dimension_of_one(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     plain = ranks.run(tmp_path / "plain", "dp=1", steps=STEPS).checked()

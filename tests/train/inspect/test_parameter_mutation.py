@@ -52,6 +52,7 @@ def test_plans_are_ruled_out_that_would_repeat_or_lose_it(model: str, trains: tu
     assert all(len(why) == 1 and "embed.t" in why[0] for why in reasons.values() if why)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "plan"),
     [

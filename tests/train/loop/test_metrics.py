@@ -65,6 +65,7 @@ def test_callbacks_are_called_on_rank_0_alone(ranks: RankPool, tmp_path: Path) -
     assert run.ranks[1].result["called"] == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_calls_back_when_it_is_complete(moving: Callable[..., Mover], tmp_path: Path) -> None:
     mover = moving()
     mover.start("dp=2")

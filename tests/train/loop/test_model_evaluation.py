@@ -56,6 +56,7 @@ def test_every_plan_evaluates_to_the_numbers_of_one_process(
     assert run.ranks[0].result["asked"]  # training data are read as without evaluations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "samples"), [("dp=2,zero=3", 1), ("dp=2,pp=2,accumulation=2", 1)])
 def test_replicas_without_any_sample_take_part(
     plan: str, samples: int, ranks: RankPool, alone: Callable[..., Run], tmp_path: Path

@@ -119,6 +119,7 @@ def test_the_last_step_before_peers_were_lost_is_logged_with_the_loss_that_is_kn
     assert log.steps == [(7, pytest.approx(2.5 if replicated else float("nan"), nan_ok=True))]
 
 
+@pytest.mark.slow
 def test_ranks_compute_on_the_cores_that_they_are_given_from_the_next_step_on(moving: Callable[..., Mover]) -> None:
     """Without a migration, and once per request."""
     mover = moving()

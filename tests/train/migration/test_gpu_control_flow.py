@@ -10,6 +10,7 @@ from cases import slow
 from stand_in import TOTAL_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "walk",
     [

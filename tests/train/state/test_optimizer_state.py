@@ -9,6 +9,7 @@ import pytest
 from rank_pool import RankPool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", ["dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,accumulation=2", "dp=2,zero=3,offload=parameters"]
 )
