@@ -207,7 +207,9 @@ def test_a_shell_is_refused_where_there_is_no_terminal(shared: RunningCluster, r
 def test_submit_from_a_file(shared: RunningCluster, tmp_path: Path) -> None:
     """A wrong path is said, a right one is shown before it is sent."""
     file = tmp_path / "quick.toml"
-    file.write_text(f'name = "quick"\ncommand = ["true"]\nworkdir = "{GPT}"\npython = "{sys.executable}"\n')
+    gate = tmp_path / "gate"
+    command = f'["sh", "-c", "until test -e {gate}; do sleep 0.1; done"]'  # jobs that are over are not shown
+    file.write_text(f'name = "quick"\ncommand = {command}\nworkdir = "{GPT}"\npython = "{sys.executable}"\n')
 
     async def script(app: Top, pilot: Pilot[Any]) -> None:
         await pilot.press("n")
@@ -220,6 +222,7 @@ def test_submit_from_a_file(shared: RunningCluster, tmp_path: Path) -> None:
         await until(pilot, lambda: any(job.name == "quick" for job in app.shared.model.jobs.values()))
         number = next(job.id for job in app.shared.model.jobs.values() if job.name == "quick")
         await until(pilot, lambda: app.board.jobs() == [number])
+        gate.touch()
         await until(pilot, lambda: app.shared.model.jobs[number].state == "finished")
 
     drive(shared, script)
