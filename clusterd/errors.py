@@ -84,3 +84,10 @@ def of_exit_code(exit_code: int | None, message: str) -> ClusterError:
     """Error of a command's exit code, as the daemon sends it to clients."""
     kinds = {kind.exit_code: kind for kind in (UsageError, DaemonAbsent, TryLater)}
     return kinds.get(exit_code or 1, ClusterError)(message)
+
+
+def first_of(error: BaseException) -> BaseException:
+    """First exception inside nested exception groups."""
+    while isinstance(error, BaseExceptionGroup):  # noqa: F821 - not called on hosts, some of which have Python 3.10
+        error = error.exceptions[0]
+    return error

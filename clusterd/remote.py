@@ -19,6 +19,9 @@ from clusterd.errors import DaemonAbsent, UsageError
 
 URL = re.compile(r"(ssh://[A-Za-z0-9][^/\s]*)(/\S+)?/?")
 
+KEEPALIVE = ("ServerAliveInterval=15", "ServerAliveCountMax=4")
+"""Options of ssh: a connection whose other side is gone ends within a minute."""
+
 CONNECT_S = 60.0
 """Limit of a login, with time to type a passphrase."""
 
@@ -82,7 +85,7 @@ def _find(destination: str) -> str:
 
 def _forward(destination: str, local: Path, remote: str) -> None:
     local.unlink(missing_ok=True)
-    options = ("ExitOnForwardFailure=yes", "ServerAliveInterval=15", "ServerAliveCountMax=4")
+    options = ("ExitOnForwardFailure=yes", *KEEPALIVE)
     flags = [part for option in options for part in ("-o", option)]
     code, _, error = _ssh(["-f", "-N", *flags, "-L", f"{local}:{remote}", destination])
     if code:

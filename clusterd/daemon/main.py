@@ -61,8 +61,8 @@ from clusterd.daemon.storage.backups import Backups
 from clusterd.daemon.storage.log_tails import LogTails
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.storage.usage import UsageStore
-from clusterd.daemon.unexpected import first_of, guarded
-from clusterd.errors import ClusterError
+from clusterd.daemon.unexpected import guarded
+from clusterd.errors import ClusterError, first_of
 from clusterd.process_attributes import make_files_private
 from clusterd.protocol.agent import Progress, StateSnapshotTaken, Usage
 from clusterd.protocol.proof import proof

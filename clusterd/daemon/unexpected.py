@@ -6,14 +6,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from clusterd.errors import first_of
+
 log = logging.getLogger(__name__)
-
-
-def first_of(error: BaseException) -> BaseException:
-    """First exception inside nested exception groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 async def guarded(work: Callable[..., Awaitable[None]], *arguments: Any) -> None:

@@ -16,10 +16,10 @@ from clusterd import protocol
 from clusterd.client import frame, refusal
 from clusterd.errors import ClusterError, DaemonAbsent, UsageError
 from clusterd.protocol import calls
-from clusterd.remote import CONNECT_S, FIND_SOCKET, URL
+from clusterd.remote import CONNECT_S, FIND_SOCKET, KEEPALIVE, URL
 from clusterd.ssh.bootstrap import COMMAND, ERRORS_S
 
-_OPTIONS = ("ServerAliveInterval=15", "ServerAliveCountMax=4", "EscapeChar=none", "RequestTTY=no")
+_OPTIONS = (*KEEPALIVE, "EscapeChar=none", "RequestTTY=no")
 _NOISE_LINES_MAX = 1000
 _GREETING = b"clusterd-relay "
 

@@ -29,7 +29,7 @@ import anyio.abc
 from clusterd.agent.host import processes
 from clusterd.agent.host.home import Home, read_json, write_json
 from clusterd.agent.server import environment_limits
-from clusterd.errors import DaemonAbsent
+from clusterd.errors import DaemonAbsent, first_of
 from clusterd.ssh.bootstrap import PROGRAM
 from clusterd.ssh.head import Head, HeadLost
 
@@ -65,10 +65,7 @@ async def _task_group() -> AsyncIterator[anyio.abc.TaskGroup]:
         async with anyio.create_task_group() as tasks:
             yield tasks
     except BaseExceptionGroup as errors:
-        error: BaseException = errors
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
+        raise first_of(errors) from None
 
 
 class Slot:
@@ -155,7 +152,7 @@ class Joining:
                 pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(failures - 1, 16)) * random.uniform(0.5, 1.0)
                 self._report(f"{lost}; dialing again in {pause_s:.1f} s, jobs go on")
                 with anyio.move_on_after(pause_s):
-                    await anyio.Event().wait() if self._leaves.is_set() else await self._leaves.wait()
+                    await anyio.sleep_forever() if self._leaves.is_set() else await self._leaves.wait()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -267,11 +267,10 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
     # A single process that will never migrate has no other to compare with.
     known = fingerprint.fingerprint_of(job.data, context.job) if context.launcher != "alone" else None
     if context.rank == 0 and known is not None and known["draws"] and context.plan.dp > 1:
-        print(
-            "clusterd: the data set draws from the global random generators (augmentation), under "
+        _log(
+            "the data set draws from the global random generators (augmentation), under "
             f"{context.plan} other numbers than in one process: losses differ as between two seeds; a generator of its "
             "own, seeded by the number of the sample, does not depend on the plan",
-            flush=True,
         )
     weights = open_weights(job.init_from) if job.init_from is not None and not context.restore else None
     covered = weights is not None and target is None and pretrained.covers(weights, job.model, job.seed)
@@ -329,31 +328,32 @@ def check_plan(job: Job, context: Context, shape: ModelShape | None = None) -> M
 def _warn_of_differences(plan: Plan, shape: ModelShape) -> None:
     """Log where a legal plan does not train exactly as one process does."""
     if shape.counted and plan.accumulation > 1:
-        print(
-            f"clusterd: each forward pass changes {shape.counted}, and a step under {plan} has {plan.accumulation} "
+        _log(
+            f"each forward pass changes {shape.counted}, and a step under {plan} has {plan.accumulation} "
             "forward passes: losses that depend on it differ from those of one process",
-            flush=True,
         )
-    if shape.draws and (plan.dp > 1 or plan.accumulation > 1 or plan.pp > 1 or plan.tp > 1):
-        print(
-            f"clusterd: the model draws random numbers (dropout, noise), under {plan} others than in one process: "
+    if shape.draws and (plan.ranks > 1 or plan.accumulation > 1):
+        _log(
+            f"the model draws random numbers (dropout, noise), under {plan} others than in one process: "
             "losses differ as between two seeds",
-            flush=True,
         )
     if shape.loss == loss_mean.UNKNOWN and (plan.dp > 1 or plan.accumulation > 1):
-        print(
-            "clusterd: the model returns a loss and is too large to verify that it is the mean over samples: if it "
+        _log(
+            "the model returns a loss and is too large to verify that it is the mean over samples: if it "
             f"divides by a count in them (padded or masked words) or compares them, losses under {plan} differ from "
             "those of one process; a `loss` that returns (sum, weight) is exact",
-            flush=True,
         )
     if shape.loss == loss_mean.OTHER and (plan.dp > 1 or plan.accumulation > 1):
-        print(
-            "clusterd: the loss of a batch is not the mean over its samples (does it divide by a count in them, or "
+        _log(
+            "the loss of a batch is not the mean over its samples (does it divide by a count in them, or "
             f"compare them?): losses and gradients under {plan} differ from those of one process; "
             "a loss that returns (sum, weight) is exact",
-            flush=True,
         )
+
+
+def _log(text: str) -> None:
+    """Write a line of clusterd's own into the log of the rank."""
+    print(f"clusterd: {text}", flush=True)
 
 
 def _warn_of_batch_norm(model: torch.nn.Module, plan: Plan) -> None:
@@ -362,11 +362,10 @@ def _warn_of_batch_norm(model: torch.nn.Module, plan: Plan) -> None:
     found = next((name for name, part in model.named_modules() if isinstance(part, kind) and part.training), None)
     parts = plan.dp * plan.accumulation
     if found is not None and parts > 1:
-        print(
-            f"clusterd: {found or 'the model'} normalises over the samples that it gets, under {plan} one of {parts} "
+        _log(
+            f"{found or 'the model'} normalises over the samples that it gets, under {plan} one of {parts} "
             "parts of each batch: losses differ from those of one process, and running statistics are replica 0's; "
             "group and layer normalisation do not depend on the plan",
-            flush=True,
         )
 
 

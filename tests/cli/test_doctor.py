@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterd.cli.head_node import doctor
+from clusterd.daemon.journal import journal
 from tests.conftest import RunningCluster
 
 
@@ -59,10 +60,10 @@ def test_a_mistake_in_the_settings_is_one_finding_among_the_others(cluster: Runn
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "ext4"])
-def test_a_state_on_a_network_file_system_is_a_warning(
+def test_a_state_on_a_network_file_system_is_a_failure_as_it_is_for_the_daemon(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLUSTERD_STATE_DIR", str(tmp_path))
-    monkeypatch.setattr(doctor, "file_system", lambda _: kind)
-    warned = [found for found in doctor.CHECKS[2]() if "locks" in found.detail]
-    assert bool(warned) == (kind == "nfs4")
+    monkeypatch.setattr(journal, "_file_system", lambda _: (kind, "/home"))
+    found = [finding for finding in doctor._safely(doctor._state) if "network file system" in finding.detail]
+    assert [(finding.check, finding.result) for finding in found] == ([("state", "failed")] if kind == "nfs4" else [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import torch
 from tests.conftest import RunningCluster, until
 from tests.hang import HANG_S
 from tests.local_package import wait_for_file, write_package
+from tests.scenarios.test_containers import pids_with
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_build_is_a_phase_of_the_job_and_ends_with_it(local_cluster: RunningCl
     local_cluster.run("cancel", "--wait", job)
     environments = list(local_cluster.directory.glob("local/*/agent/environments/*"))
     assert [path.suffix for path in environments] == [".log"]
-    assert not _running_with(str(environments[0].with_suffix("")))
+    assert not pids_with(str(environments[0].with_suffix("")))
     gate.touch()
     assert local_cluster.run(*[a for a in command if a != "-d"], cwd=project).stdout == "hello\n"
 
@@ -158,18 +158,6 @@ def test_an_editable_package_is_refused(local_cluster: RunningCluster, project: 
     ran = local_cluster.run("run", "--requirements", "requirements.txt", "--", "true", cwd=project, check=False)
     assert ran.returncode == 1
     assert "write './pkg', which installs it as submitted" in ran.stderr
-
-
-def _running_with(text: str) -> list[str]:
-    """Command lines of processes that name `text`."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            line = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        found += [line] if text in line else []
-    return found
 
 
 def _log_named_in(reason: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,12 @@ _OPTIONS = (
 
 def resource_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options to a command."""
-    for option in reversed(_OPTIONS):
+    return _with(_OPTIONS, command)
+
+
+def _with(options: Sequence[Callable[..., Any]], command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with these options, in their order."""
+    for option in reversed(options):
         command = option(command)
     return command
 
@@ -43,9 +48,7 @@ _CONTAINER = (
 
 def container_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a container to a command."""
-    for option in reversed(_CONTAINER):
-        command = option(command)
-    return command
+    return _with(_CONTAINER, command)
 
 
 def with_container(spec: JobSpec, options: Mapping[str, Any]) -> JobSpec:

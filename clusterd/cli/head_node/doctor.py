@@ -15,6 +15,7 @@ import click
 
 from clusterd import __version__
 from clusterd import config as configuration
+from clusterd.agent.host.cgroups import lingers
 from clusterd.cli.common.output import output_option, show_json, show_table
 from clusterd.client import Client
 from clusterd.errors import ClusterError, DaemonAbsent
@@ -22,9 +23,6 @@ from clusterd.units import counted, size
 
 DISK_LEAST_BYTES = 1 << 30
 """The journal and logs of jobs need more in time."""
-
-NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "beegfs", "ceph", "fuse.sshfs", "9p"}
-"""On these, locks of SQLite's write-ahead log do not work between machines, and may not within one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +77,8 @@ def _settings() -> Iterator[Finding]:
 
 
 def _state() -> Iterator[Finding]:
+    from clusterd.daemon.journal.journal import refuse_network_file_system
+
     directory = configuration.load().state_dir
     there = next(path for path in (directory, *directory.parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
@@ -88,21 +88,7 @@ def _state() -> Iterator[Finding]:
     free_bytes = shutil.disk_usage(there).free
     detail = f"{directory}, {size(free_bytes)} free"
     yield Finding("state", "ok" if free_bytes >= DISK_LEAST_BYTES else "warning", detail)
-    if (kind := file_system(there)) in NETWORK_FILE_SYSTEMS:
-        detail = f"{directory} is on {kind}, where the journal's locks are not reliable: set state_dir to a local disk"
-        yield Finding("state", "warning", detail)
-
-
-def file_system(path: Path) -> str:
-    """Type of the file system that holds a path, as in /proc/mounts; empty: unknown."""
-    mounts: dict[Path, str] = {}
-    try:
-        for line in Path("/proc/mounts").read_text().splitlines():
-            _, target, kind, *_ = line.split()
-            mounts[Path(target.encode().decode("unicode_escape"))] = kind  # a space is \040
-    except (OSError, ValueError):
-        return ""
-    return next((mounts[place] for place in (path, *path.parents) if place in mounts), "")
+    refuse_network_file_system(there)
 
 
 def _ssh() -> Iterator[Finding]:
@@ -125,7 +111,7 @@ def _logout() -> Iterator[Finding]:
     if not Path("/run/systemd/seats").exists():  # no logind
         return
     user = pwd.getpwuid(os.getuid()).pw_name
-    if (Path("/var/lib/systemd/linger") / user).exists():
+    if lingers():
         yield Finding("logout", "ok", f"services of {user} outlive logins")
     else:
         detail = (

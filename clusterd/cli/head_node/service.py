@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from clusterd import config as configuration
+from clusterd.agent.host.cgroups import lingers
 from clusterd.cli.common.output import note
 from clusterd.client import Client
 from clusterd.config import python_path
@@ -60,7 +61,7 @@ def install(system: bool, file: Path | None) -> None:
     _systemctl(system, "enable", UNIT)
     _systemctl(system, "restart", UNIT)  # a changed unit, too; returns once the daemon is up
     note(f"clusterd is up, and starts at every boot: {path}")
-    if not system and not _outlives_logins():
+    if not system and not lingers():
         note("your services end with your last login; run once: loginctl enable-linger")
 
 
@@ -143,10 +144,6 @@ def _refuse_second_daemon(system: bool) -> None:
     except DaemonAbsent:
         return
     raise ClusterError(f"a daemon runs already (pid {pid}): clusterd stop first; its jobs keep running")
-
-
-def _outlives_logins() -> bool:
-    return (Path("/var/lib/systemd/linger") / pwd.getpwuid(os.getuid()).pw_name).exists()
 
 
 def _systemctl(system: bool, *arguments: str) -> None:

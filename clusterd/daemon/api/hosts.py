@@ -23,8 +23,7 @@ from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.joined import JoinedHosts
 from clusterd.daemon.hosts.registry import JOINED, LOCAL, HostRegistry
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.unexpected import first_of
-from clusterd.errors import ClusterError, UsageError
+from clusterd.errors import ClusterError, UsageError, first_of
 from clusterd.types import DeviceClaim, DeviceId
 
 

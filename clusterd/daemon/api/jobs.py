@@ -43,8 +43,7 @@ from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal import codec
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
-from clusterd.daemon.unexpected import first_of
-from clusterd.errors import ClusterError, UsageError
+from clusterd.errors import ClusterError, UsageError, first_of
 from clusterd.types import HostId, JobId, JobSpec, JobState
 
 log = logging.getLogger(__name__)

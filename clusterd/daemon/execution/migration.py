@@ -30,8 +30,7 @@ from clusterd.core import events as e
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.snapshot_replicas import CompleteSnapshot
-from clusterd.daemon.unexpected import first_of
-from clusterd.errors import ClusterError, NotStarted
+from clusterd.errors import ClusterError, NotStarted, first_of
 from clusterd.protocol.migration import Address, MigrationRequest, SideRequest, SnapshotSegments
 from clusterd.protocol.rank import Failed, Loaded, Prepared, Quiesced, RankMessage
 from clusterd.protocol.requests import DropMigration, MoveRanks, QuiesceRanks, ResumeRanks, ServeSegments

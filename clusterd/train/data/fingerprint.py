@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.run_in_fork import run_in_fork
-from clusterd.train.process.seeding import generator_states, seed_everything
+from clusterd.train.process.seeding import all_generator_states, seed_everything
 
 SAMPLES = 4
 MEANS = 8
@@ -83,9 +83,9 @@ def _sample(data: Any, index: int) -> tuple[list[Any] | None, bool]:
     readings, drawn = [], False
     for seed in (index, index):
         seed_everything(seed)
-        before, of_torch, parts = generator_states(), torch.get_rng_state(), list[Any]()
+        before, parts = all_generator_states(), list[Any]()
         _summarize(data[index], parts)
-        drawn = drawn or generator_states() != before or not torch.equal(torch.get_rng_state(), of_torch)
+        drawn = drawn or all_generator_states() != before
         readings.append(parts)
     return readings[0] if _alike(*readings) else None, drawn
 

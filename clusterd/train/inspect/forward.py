@@ -24,7 +24,7 @@ from clusterd.train.parallel.tp_shards import shard_model
 from clusterd.train.parallel.tp_styles import GATHERING, ROWWISE
 from clusterd.train.process.exits import Refused, first_line
 from clusterd.train.process.job import Job
-from clusterd.train.process.seeding import generator_states, seed_everything
+from clusterd.train.process.seeding import all_generator_states, generator_states, seed_everything
 from clusterd.train.process.weighted_means import is_pair, mean_of, split_loss
 
 
@@ -175,10 +175,10 @@ class FakeForward:
             inputs, target = as_pair(job.collate_fn([job.data[0]]))
             model = build.build_model(job.model, job.seed)
             seed_everything(job.seed)
-            others, of_torch = generator_states(), torch.get_rng_state()
+            before = all_generator_states()
             with torch.no_grad():
                 job.loss(call(model, inputs), target)
-            return generator_states() != others or not torch.equal(torch.get_rng_state(), of_torch)
+            return all_generator_states() != before
         return False
 
     def uncut_batch(self) -> str:

@@ -24,6 +24,11 @@ def generator_states() -> tuple[Any, ...]:
     return random.getstate(), of_numpy["pos"], of_numpy["key"].tobytes()
 
 
+def all_generator_states() -> tuple[Any, ...]:
+    """The same with torch's, where its operations are real."""
+    return *generator_states(), torch.get_rng_state().numpy().tobytes()
+
+
 def seed_step(seed: int, step: int, replica: int, stage: int) -> None:
     """Seed all generators for one step: random numbers depend on (seed, step, replica, stage) only.
 
