@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,22 +23,31 @@ class Session:
     def __init__(self) -> None:
         self._directories: list[Path] = []
         self._make: Callable[..., str] = tempfile.mkdtemp
+        self._listen: Callable[..., None] = socket.socket.listen
+        self._listeners: dict[int, str] = {}
         self._ports = set(_own_ports())
         os.environ[MARK] = str(os.getpid())
 
     def begin(self) -> None:
-        """Remember the temporary directories that are made from now on."""
+        """Remember the temporary directories that are made from now on, and in which test a port is opened."""
 
         def made(*args: Any, **options: Any) -> str:
             directory = self._make(*args, **options)
             self._directories.append(Path(directory))
             return directory
 
+        def listen(listener: socket.socket, *args: Any) -> None:
+            self._listen(listener, *args)
+            if listener.family in {socket.AF_INET, socket.AF_INET6}:
+                self._listeners[listener.getsockname()[1]] = os.environ.get("PYTEST_CURRENT_TEST", "no test")
+
         tempfile.mkdtemp = made
+        socket.socket.listen = listen  # type: ignore[method-assign,assignment]
 
     def end(self) -> None:
         """Remember no more."""
         tempfile.mkdtemp = self._make  # type: ignore[assignment]
+        socket.socket.listen = self._listen  # type: ignore[method-assign,assignment]
 
     def left(self, directory: Path) -> list[str]:
         """Describe what is left.
@@ -44,12 +55,16 @@ class Session:
         Args:
             directory: pytest's own of this session; its content may stay, and nothing else that belongs to it.
         """
+        gc.collect()  # listeners of event loops that are over, and of failed tests
         ours = [os.fsencode(place) for place in (*self._directories, directory)]
         return [
             *(f"process {pid}: {command}" for pid, command in _processes(ours)),
             *(f"shared memory {place}" for place in _shared_memory(ours)),
             *(f"directory {place}" for place in self._directories if place.exists()),
-            *(f"port {port}, which this process listens on" for port in sorted(set(_own_ports()) - self._ports)),
+            *(
+                f"port {port}, which this process listens on since {self._listeners.get(port, 'code that is not Python')}"
+                for port in sorted(set(_own_ports()) - self._ports)
+            ),
         ]
 
 

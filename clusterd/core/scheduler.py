@@ -35,6 +35,13 @@ from clusterd.types import AttemptState, JobId, JobKind, JobState
 
 __all__ = ["HOST_LOST_AFTER_S", "Batch", "Scheduler"]
 
+APART_S_PER_JOB = 1e-4
+"""Least time between two passes, per job that is not over: about twice what a pass takes, so that thousands of queued
+jobs do not make every request wait for a pass of its own."""
+
+APART_LEAST_S = 0.1
+"""Shorter times do not put a pass off."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -81,9 +88,9 @@ class Scheduler:
         for event in batch.events:
             ctx.cause, ctx.now_s = event.id, event.at_s
             _HANDLERS[type(event)](ctx, event)
-        if ctx.pass_due or batch.proposal is not None:  # an earlier version may have had reasons of its own for a pass
-            ctx.pass_due = False
+        if batch.proposal is not None or (ctx.pass_due and not _put_off(ctx)):
             self._pass(ctx, batch.proposal)
+        ctx.pass_due = False
         return ctx.decisions
 
     def _pass(self, ctx: HandlerContext, proposal: Proposal | None) -> None:
@@ -95,6 +102,8 @@ class Scheduler:
         state = ctx.state
         if not state.queue and not state.active:
             return
+        state.passed_s = ctx.now_s
+        ctx.cancel_timer(TimerKind.PASS, "")
         self._set_round_timer(ctx)
         _fail_unsatisfiable(ctx)
         blocked = _hold_dependents(ctx)
@@ -117,6 +126,20 @@ class Scheduler:
             # On a grid: rounds do not drift with the times of events.
             at_s = (ctx.now_s // interval_s + 1.0) * interval_s
             ctx.set_timer(TimerKind.ROUND, "", at_s, f"{self.policy.name} decides again every {interval_s:g} s")
+
+
+def _put_off(ctx: HandlerContext) -> bool:
+    """True if the last pass was too short a time ago for so many jobs: a timer asks for the next one."""
+    state = ctx.state
+    apart_s = APART_S_PER_JOB * (len(state.queue) + len(state.active))
+    if state.passed_s is None or apart_s <= APART_LEAST_S:
+        return False
+    next_s = state.passed_s + apart_s
+    if not state.passed_s <= ctx.now_s < next_s:
+        return False
+    if not ctx.has_timer(TimerKind.PASS, ""):
+        ctx.set_timer(TimerKind.PASS, "", next_s, f"the last pass was {ctx.now_s - state.passed_s:.2f} s ago")
+    return True
 
 
 def _fail_unsatisfiable(ctx: HandlerContext) -> None:

@@ -386,6 +386,7 @@ class State:
     move_costs_s: dict[str, float] = field(default_factory=dict)  # by model: moving average of downtimes
     restart_costs_s: dict[str, float] = field(default_factory=dict)  # likewise, of migrations through host memory
     timers: dict[Timer, float] = field(default_factory=dict)
+    passed_s: float | None = None  # time of the last scheduling pass; None: the next one need not wait
     queue: dict[JobId, None] = field(default_factory=dict)  # queued jobs, in order of arrival in the queue
     active: dict[JobId, None] = field(default_factory=dict)  # jobs with an attempt that is not over
     reservation: Reservation | None = None

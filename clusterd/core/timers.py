@@ -10,6 +10,7 @@ class TimerKind(StrEnum):
     """Purposes of timers."""
 
     ROUND = "round"  # the policy's next round
+    PASS = "pass"  # a scheduling pass that was put off, as the last one was a moment ago
     RECOVERY = "recovery"  # the daemon stops waiting for hosts to report after its start
     HOST_LOST = "host-lost"  # an unreachable host is given up
     CLAIM = "claim"  # a claim on devices begins or ends

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.core.scheduler import HOST_LOST_AFTER_S, Scheduler
-from clusterd.types import AttemptReport, HostId, JobState, RankEnd, RankReport, Reason
+from clusterd.types import AttemptReport, HostId, JobId, JobState, RankEnd, RankReport, Reason, Resources
 from tests.core.conftest import CRASH, OK, Lab
 
 
@@ -51,6 +52,39 @@ def test_higher_priority_goes_first_and_equals_in_order_of_arrival(lab: Lab) -> 
         lab.run(current)
         order.append(next(x.job for x in lab.finish(current) if isinstance(x, d.LaunchAttempt)))
     assert order == [urgent, early, late]
+
+
+def test_a_long_queue_does_not_make_every_request_wait_for_a_pass(lab: Lab) -> None:
+    """Two thousand queued jobs: what comes within 0.2 s of a pass is decided about once, by the next one."""
+    lab.host("a", gpus=1)
+    running, _ = lab.submit()
+    lab.run(running)
+    spec = replace(lab.scheduler.state.jobs[running].spec, resources=Resources(devices=1))
+    at = lab.at()
+    lab.tell(*(e.JobSubmitted(**{**at, "id": e.EventId(n)}, job=JobId(str(n)), spec=spec) for n in range(2, 2002)))
+    state = lab.scheduler.state
+    assert lab.scheduler.proposed is not None and len(state.queue) == 2000, "the first of them did not wait"
+    for n in range(2002, 2005):
+        now_s = lab.now_s + 0.01 * (n - 2001)
+        lab.tell(e.JobSubmitted(at_s=now_s, id=e.EventId(n), job=JobId(str(n)), spec=spec))
+        assert lab.scheduler.proposed is None
+    due_s = state.timers[Timer(TimerKind.PASS)]
+    assert lab.now_s < due_s <= lab.now_s + 0.21
+    assert lab.why(JobId("2004")) == "the scheduler has not looked at it yet"
+    lab.tell(e.TimerFired(at_s=due_s, id=e.EventId(2005), timer=Timer(TimerKind.PASS)))
+    assert lab.scheduler.proposed is not None and Timer(TimerKind.PASS) not in state.timers
+    assert lab.why(JobId("2004")) == lab.why(JobId("2"))
+
+
+def test_a_clock_that_was_set_back_puts_no_pass_off(lab: Lab) -> None:
+    """The state's times may be those of another machine, from whose backup it comes."""
+    lab.host("a", gpus=1)
+    job, _ = lab.submit()
+    spec = lab.scheduler.state.jobs[job].spec
+    at = lab.at()
+    lab.tell(*(e.JobSubmitted(**{**at, "id": e.EventId(n)}, job=JobId(str(n)), spec=spec) for n in range(2, 1502)))
+    lab.tell(e.JobSubmitted(at_s=lab.now_s - 500.0, id=e.EventId(1502), job=JobId("1502"), spec=spec))
+    assert lab.scheduler.proposed is not None
 
 
 def test_devices_are_free_only_when_the_agent_says_nothing_is_left(lab: Lab) -> None:

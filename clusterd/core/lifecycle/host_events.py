@@ -81,7 +81,12 @@ def _time_limit_reached(ctx: HandlerContext, job_id: str) -> None:
     stopping.stop(ctx, job.attempt, Outcome.TIME_LIMIT, f"its time limit{limit} is over")
 
 
+def _pass_due(ctx: HandlerContext, _: str) -> None:
+    ctx.state.passed_s = None
+
+
 _TIMERS: dict[TimerKind, Callable[[HandlerContext, str], None]] = {
+    TimerKind.PASS: _pass_due,
     TimerKind.RECOVERY: lambda ctx, _: ctx.state.recovering.clear(),
     TimerKind.HOST_LOST: lambda ctx, host: _declare_lost(ctx, HostId(host)),
     TimerKind.CLAIM: lambda ctx, _: device_claims.update_claims(ctx),
@@ -100,6 +105,7 @@ def on_clock_set(ctx: HandlerContext, event: e.ClockSet) -> None:
     """Shift every point in time that will be compared with now; times of what is over stay as they were shown."""
     state, by_s = ctx.state, event.by_s
     state.timers = {timer: at_s + by_s for timer, at_s in state.timers.items()}
+    state.passed_s = _shifted(state.passed_s, by_s)
     state.leases = {
         device: lease if lease.until_s is None else replace(lease, until_s=lease.until_s + by_s)
         for device, lease in state.leases.items()

@@ -26,6 +26,7 @@ def on_job_submitted(ctx: HandlerContext, event: e.JobSubmitted) -> None:
     job.checkpoint, job.checkpoint_step, job.step = spec.restore, spec.restore_step, spec.restore_step
     if spec.kind is JobKind.ELASTIC:
         job.description = Description.NEEDED
+    job.reason = "the scheduler has not looked at it yet"
     job.excluded_hosts = hosts_without_login(ctx.state, spec.account)
     ctx.state.jobs[job.id] = job
     ctx.state.queue[job.id] = None

@@ -45,8 +45,9 @@ def builds(work: Path) -> int:
 def test_attempts_that_want_the_same_wait_for_one_build(agent: AgentClient, work: Path) -> None:
     """And it goes on when one of them is cancelled."""
     first = agent.send("build_environment", **wanted(work, "first"))
-    wait_until(lambda: builds(work), "the build to begin")
     second = agent.send("build_environment", **wanted(work, "second"))
+    # The package's own build comes after a virtual environment is made and pip started: both wait for it by then.
+    wait_until(lambda: builds(work), "the build to begin")
     assert agent.ok("build_environment", **wanted(work, "third", only_look=True))["python"] == ""
     agent.stop("first")
     assert agent.reply(first)["error"]["kind"] == "stale"
