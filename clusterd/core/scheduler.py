@@ -82,26 +82,41 @@ class Scheduler:
 
     def replay(self, batch: Batch) -> list[d.Decision]:
         """Handle a recorded batch again: its recorded proposal applies, whatever the policy would propose today."""
+        view = self.begin(batch)
+        proposal = batch.proposal
+        if view is not None and proposal is None:
+            proposal = self.policy.propose(view)
+        return self.finish(proposal if view is not None else None)
+
+    def begin(self, batch: Batch) -> View | None:
+        """First half of `replay`: take in the events.
+
+        Returns:
+            What the policy is to be asked about, which stays true until `finish`; None: it is not asked.
+        """
         ctx = self._context
         ctx.decisions = []
         self.proposed = None
         for event in batch.events:
             ctx.cause, ctx.now_s = event.id, event.at_s
             _HANDLERS[type(event)](ctx, event)
-        if batch.proposal is not None or (ctx.pass_due and not _put_off(ctx)):
-            self._pass(ctx, batch.proposal)
+        is_due = batch.proposal is not None or (ctx.pass_due and not _put_off(ctx))
         ctx.pass_due = False
+        return self._begin_pass(ctx) if is_due else None
+
+    def finish(self, proposal: Proposal | None) -> list[d.Decision]:
+        """Second half of `replay`: decide as proposed; None: the policy was not asked."""
+        ctx = self._context
+        if proposal is not None:
+            self.proposed = replace(proposal, refusals=_apply(ctx, proposal))
+            _explain_drained(ctx)
         return ctx.decisions
 
-    def _pass(self, ctx: HandlerContext, proposal: Proposal | None) -> None:
-        """Run one scheduling pass.
-
-        Args:
-            proposal: recorded at that time; None: ask the policy.
-        """
+    def _begin_pass(self, ctx: HandlerContext) -> View | None:
+        """Do what a scheduling pass does without the policy; returns what the policy is to be asked about, if it is."""
         state = ctx.state
         if not state.queue and not state.active:
-            return
+            return None
         state.passed_s = ctx.now_s
         ctx.cancel_timer(TimerKind.PASS, "")
         self._set_round_timer(ctx)
@@ -113,11 +128,8 @@ class Scheduler:
             names = ", ".join(sorted(state.recovering))
             for job_id in state.queue:
                 ctx.hold(state.jobs[job_id], f"the daemon has just started and waits for {names} to report")
-            return
-        if proposal is None:
-            proposal = self.policy.propose(View(state, ctx.now_s, blocked))
-        self.proposed = replace(proposal, refusals=_apply(ctx, proposal))
-        _explain_drained(ctx)
+            return None
+        return View(state, ctx.now_s, blocked)
 
     def _set_round_timer(self, ctx: HandlerContext) -> None:
         """Keep a timer for policies that work in rounds, while there are jobs."""

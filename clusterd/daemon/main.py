@@ -385,6 +385,10 @@ def _raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
+SWITCH_S = 0.001
+"""Time after which a thread that computes, such as a scheduling pass, lets the event loop go on."""
+
+
 def main(argv: list[str]) -> int:
     """Parse the options that `clusterd start` passes on, and serve."""
     parser = argparse.ArgumentParser(prog="clusterd.daemon")
@@ -401,6 +405,7 @@ def main(argv: list[str]) -> int:
         refuse_unknown(config, str(file))
         _raise_open_files()
         make_files_private()
+        sys.setswitchinterval(SWITCH_S)
         with only_instance(config.state_dir):
             set_up_log(config.state_dir / "daemon.log", config.log_level, options.foreground)
             try:

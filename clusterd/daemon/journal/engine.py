@@ -15,11 +15,13 @@ from dataclasses import dataclass, fields, replace
 import anyio
 import anyio.abc
 import anyio.lowlevel
+import anyio.to_thread
 
 from clusterd.core.decisions import Decision
 from clusterd.core.events import ClockSet, Event, EventId
-from clusterd.core.scheduler import Scheduler
+from clusterd.core.scheduler import Batch, Scheduler
 from clusterd.core.state import State
+from clusterd.core.view import Proposal, View
 from clusterd.daemon.journal import codec
 from clusterd.daemon.journal.journal import Journal, Statement, proposal_row
 from clusterd.errors import ClusterError, HostError
@@ -41,6 +43,9 @@ one: under load, as much time goes into gathering as into passes."""
 
 IDLE_TURNS = 4
 """Turns of the event loop without a new event, after which none is about to be posted."""
+
+THREAD_JOBS = 1000
+"""Jobs from which on a scheduling pass is worth a thread: the loop is then waited for by others for tens of ms."""
 
 SET_S = 1.0
 """Smaller clock steps are ignored."""
@@ -223,15 +228,14 @@ class Engine:
         self.trouble = ""
         self._last_id = events[-1].id
         self._pending_rows.clear()
-        started_s, begun_s = time.process_time(), time.monotonic()
+        begun_s = time.monotonic()
         try:
-            decisions = self.scheduler.handle(*events)
+            decisions = await self._decide(events)
         except Exception:
             await self._set_aside(batch, events)
             return True
         self._handling_s = time.monotonic() - begun_s
         self._handled_s += self._handling_s
-        self.scheduling_s += time.process_time() - started_s
         self._keep_proposal(events[0].id)
         self._newest = (self._last_id, self.journal.newest[1].hex())
         self._on_handled(events, decisions)
@@ -244,6 +248,35 @@ class Engine:
         elif self._last_id - self._compacted_at >= SNAPSHOT_EVERY:
             await self._compact()
         return True
+
+    async def _decide(self, events: Sequence[Event]) -> list[Decision]:
+        """Let the scheduler handle a batch; a pass over many jobs runs on a thread, and requests are served meanwhile.
+
+        Only the engine changes the state, and it waits, so that everybody reads the same state during the pass.
+        """
+        begun_s = time.thread_time()
+        view = self.scheduler.begin(Batch(events))
+        proposal = None
+        if view is not None:
+            if len(view.queued) + len(view.running) < THREAD_JOBS:
+                proposal = self.scheduler.policy.propose(view)
+            else:
+                self.scheduling_s += time.thread_time() - begun_s
+                # Not cancelled in the middle: a state with the events and without the pass must not be stored.
+                with anyio.CancelScope(shield=True):
+                    proposal = await anyio.to_thread.run_sync(self._propose, view)
+                begun_s = time.thread_time()
+        decisions = self.scheduler.finish(proposal)
+        self.scheduling_s += time.thread_time() - begun_s
+        return decisions
+
+    def _propose(self, view: View) -> Proposal:
+        """Ask the policy, on a thread."""
+        begun_s = time.thread_time()
+        try:
+            return self.scheduler.policy.propose(view)
+        finally:
+            self.scheduling_s += time.thread_time() - begun_s
 
     async def _set_aside(self, batch: list[_Posted], events: Sequence[Event]) -> None:
         """Go on from the last good state without the event that raises in the scheduler; one event must not end all.
