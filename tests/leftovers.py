@@ -61,11 +61,11 @@ class Session:
             *(f"process {pid}: {command}" for pid, command in _processes(ours)),
             *(f"shared memory {place}" for place in _shared_memory(ours)),
             *(f"directory {place}" for place in self._directories if place.exists()),
-            *(
-                f"port {port}, which this process listens on since {self._listeners.get(port, 'code that is not Python')}"
-                for port in sorted(set(_own_ports()) - self._ports)
-            ),
+            *(f"port {port}, open {self._since(port)}" for port in sorted(set(_own_ports()) - self._ports)),
         ]
+
+    def _since(self, port: int) -> str:
+        return f"since {self._listeners[port]}" if port in self._listeners else "by code that is not Python"
 
 
 def _processes(ours: list[bytes]) -> Iterator[tuple[int, str]]:

@@ -31,7 +31,7 @@ def test_what_is_left_is_named_until_it_is_gone(tmp_path: Path) -> None:
                 f"process {done.stdout.strip()}: sleep 600",
                 f"shared memory {shared}",
                 f"directory {directory}",
-                f"port {listener.getsockname()[1]}, which this process listens on since {os.environ['PYTEST_CURRENT_TEST']}",
+                f"port {listener.getsockname()[1]}, open since {os.environ['PYTEST_CURRENT_TEST']}",
             ):
                 assert expected in found
         subprocess.run(["kill", "-9", done.stdout.strip()], check=True)
