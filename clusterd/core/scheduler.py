@@ -35,11 +35,11 @@ from clusterd.types import AttemptState, JobId, JobKind, JobState
 
 __all__ = ["HOST_LOST_AFTER_S", "Batch", "Scheduler"]
 
-APART_S_PER_JOB = 1e-4
+SPACING_S_PER_JOB = 1e-4
 """Least time between two passes, per job that is not over: about twice what a pass takes, so that thousands of queued
 jobs do not make every request wait for a pass of its own."""
 
-APART_LEAST_S = 0.1
+SPACING_LEAST_S = 0.1
 """Shorter times do not put a pass off."""
 
 
@@ -143,10 +143,10 @@ class Scheduler:
 def _put_off(ctx: HandlerContext) -> bool:
     """True if the last pass was too short a time ago for so many jobs: a timer asks for the next one."""
     state = ctx.state
-    apart_s = APART_S_PER_JOB * (len(state.queue) + len(state.active))
-    if state.passed_s is None or apart_s <= APART_LEAST_S:
+    spacing_s = SPACING_S_PER_JOB * (len(state.queue) + len(state.active))
+    if state.passed_s is None or spacing_s <= SPACING_LEAST_S:
         return False
-    next_s = state.passed_s + apart_s
+    next_s = state.passed_s + spacing_s
     if not state.passed_s <= ctx.now_s < next_s:
         return False
     if not ctx.has_timer(TimerKind.PASS, ""):
