@@ -4,6 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 BENCHMARKS := cli load model migration placement scheduler simulate prediction tui
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes that import the same modules: compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-gpu test-slow test-all soak bench check docs binary clean
 setup: $(STAMP)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,18 @@ REPOSITORY = Path(__file__).parent.parent
 LEFT_S = 30.0
 """Time for processes that were ended to be gone at the end of a session."""
 GPT = REPOSITORY / "examples" / "gpt"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave further parameters of some tests to `make test-all`."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("slow_after")) is not None:
+            function = item.nodeid.partition("[")[0]
+            seen[function] += 1
+            if seen[function] > mark.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

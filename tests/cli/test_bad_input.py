@@ -126,6 +126,7 @@ def test_relative_directories_are_the_same_for_daemon_and_clients(cluster: Runni
     assert {entry.name for entry in (cluster.directory / "there").iterdir()} >= {"journal.db", "sock"}
 
 
+@pytest.mark.slow
 def test_no_name_is_no_job(cluster: RunningCluster) -> None:
     """An unset variable in a script must not cancel the only job."""
     cluster.start(hosts=1)
@@ -134,6 +135,7 @@ def test_no_name_is_no_job(cluster: RunningCluster) -> None:
     assert cluster.call("jobs")[0]["state"] in ("queued", "starting", "running")
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -49,6 +49,7 @@ def test_run_tells_why_no_host_started_the_job(local_cluster: RunningCluster, tm
     assert "has no log" not in message
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("answer", [True, False])
 def test_run_waits_on_when_nobody_reads_its_output(local_cluster: RunningCluster, tmp_path: Path, answer: bool) -> None:
     """``run ... | head -1`` ended with 0 while its job ran on; with ``2>&1`` there is nobody left to be told."""

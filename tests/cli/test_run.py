@@ -13,6 +13,7 @@ from tests.conftest import RunningCluster
 from tests.hang import HANG_S
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_job_outlives_the_command_that_watches_it(local_cluster: RunningCluster, number: signal.Signals) -> None:
     """A session that ends is no wish that the job end; what is left running was left without a word."""

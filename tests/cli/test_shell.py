@@ -101,6 +101,7 @@ def test_a_shell_has_a_device_until_it_ends(local_cluster: RunningCluster, at_te
     local_cluster.wait_for(row["id"], lambda row: row["state"] == "cancelled" and not row["holds_devices"])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("how", [signal.SIGHUP, signal.SIGKILL])
 def test_whoever_goes_away_holds_nothing(
     local_cluster: RunningCluster, at_terminal: Callable[..., Person], how: signal.Signals

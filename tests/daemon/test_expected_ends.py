@@ -49,6 +49,7 @@ def test_a_long_run_is_thinned_and_what_is_no_loss_is_left_out() -> None:
     assert [step for step, _ in ending.points] == sorted({step for step, _ in ending.points})
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_curve_that_has_become_flat_says_never_and_not_after_the_end_of_time(seed: int) -> None:
     """The number goes into the journal, which has 64 bits for it."""

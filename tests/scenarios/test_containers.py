@@ -109,6 +109,7 @@ def test_cancel_ends_the_container_of_a_command_that_ignores_the_request(
     assert not beat.exists()
 
 
+@pytest.mark.slow
 def test_a_container_is_ended_by_an_agent_that_came_back(containers: RunningCluster, tmp_path: Path) -> None:
     """The agent and its fork server were killed, and the client of the runtime with them."""
     beat = tmp_path / "beat"
@@ -145,6 +146,7 @@ def pids_with(*texts: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_shell_joins_the_container_of_a_job(containers: RunningCluster, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     script = f"echo > started; while [ ! -e {gate} ]; do sleep 0.1; done"
@@ -159,6 +161,7 @@ def test_a_shell_joins_the_container_of_a_job(containers: RunningCluster, tmp_pa
     containers.wait_for(job, lambda row: row["state"] == "finished")
 
 
+@pytest.mark.slow
 def test_a_reservation_is_a_shell_in_a_container(containers: RunningCluster, tmp_path: Path) -> None:
     (tmp_path / "given").write_text("mounted\n")
     script = f"cat {tmp_path}/given; echo $CLUSTERD_JOB"
@@ -169,6 +172,7 @@ def test_a_reservation_is_a_shell_in_a_container(containers: RunningCluster, tmp
     assert left(containers) == []
 
 
+@pytest.mark.slow
 def test_an_image_that_cannot_be_started_is_named(containers: RunningCluster, tmp_path: Path) -> None:
     image = f"{RUNTIME}:{'localhost/' if REAL else ''}absent"
     ran = containers.run("run", "--container", image, "--", "true", cwd=tmp_path, check=False)
@@ -189,6 +193,7 @@ def test_a_host_without_the_runtime_is_not_offered(containers: RunningCluster, t
     assert f"{RUNTIME} runs containers of jobs" in containers.run("host", "check", check=False).stdout
 
 
+@pytest.mark.slow
 @standin_only
 def test_a_runtime_that_the_account_may_not_use_is_said(cluster: RunningCluster, runtime: Path, tmp_path: Path) -> None:
     (runtime / "broken").touch()
@@ -197,6 +202,7 @@ def test_a_runtime_that_the_account_may_not_use_is_said(cluster: RunningCluster,
     assert "docker on local0 cannot be used: permission denied while trying to connect" in ran.stderr
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

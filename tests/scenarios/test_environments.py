@@ -63,6 +63,7 @@ def test_a_build_is_a_phase_of_the_job_and_ends_with_it(local_cluster: RunningCl
     assert local_cluster.run(*[a for a in command if a != "-d"], cwd=project).stdout == "hello\n"
 
 
+@pytest.mark.slow
 def test_a_failed_build_ends_the_job_with_the_end_of_its_output(local_cluster: RunningCluster, project: Path) -> None:
     """It would fail everywhere: the job does not go from host to host, and retries are for failures of its command."""
     write_package(project / "pkg", before="raise RuntimeError('no compiler for this')")
@@ -134,6 +135,7 @@ def test_a_job_runs_in_the_environment_of_its_lock(local_cluster: RunningCluster
         assert ran.stdout == f"{greeting}\n"
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -153,6 +155,7 @@ def test_a_wrong_environment_is_refused_before_anything_is_sent(
     assert message in ran.stderr
 
 
+@pytest.mark.slow
 def test_an_editable_package_is_refused(local_cluster: RunningCluster, project: Path) -> None:
     (project / "requirements.txt").write_text("-e ./pkg\n")
     ran = local_cluster.run("run", "--requirements", "requirements.txt", "--", "true", cwd=project, check=False)
@@ -166,6 +169,7 @@ def _log_named_in(reason: str) -> str:
     return Path(match[1]).read_text()
 
 
+@pytest.mark.slow
 def test_dry_runs_and_json_name_the_environment(local_cluster: RunningCluster, project: Path) -> None:
     job = local_cluster.run("run", "-d", "--requirements", "requirements.txt", "--", "true", cwd=project).stdout.strip()
     assert json.loads(local_cluster.run("show", job, "-o", "json").stdout)["spec"]["requirements"] == "requirements.txt"

@@ -133,6 +133,7 @@ def test_a_command_runs_on_a_host_that_dialed_in_and_ctrl_c_removes_it(cluster: 
     assert cluster.job(waits)["state"] == "queued"
 
 
+@pytest.mark.slow
 def test_a_broken_connection_comes_back_and_the_job_goes_on(cluster: RunningCluster, far: Far) -> None:
     far.join("--name", "pod")
     wait_up(cluster, far, "pod")
@@ -153,6 +154,7 @@ def test_a_broken_connection_comes_back_and_the_job_goes_on(cluster: RunningClus
     assert (row["attempt"], row["state"]) == (1, "running")
 
 
+@pytest.mark.slow
 def test_the_daemon_restarts_and_the_host_dials_again(cluster: RunningCluster, far: Far) -> None:
     far.join("--name", "pod")
     wait_up(cluster, far, "pod")
@@ -165,6 +167,7 @@ def test_the_daemon_restarts_and_the_host_dials_again(cluster: RunningCluster, f
     assert (row["attempt"], row["state"]) == (1, "running")
 
 
+@pytest.mark.slow
 def test_a_host_that_stays_away_is_removed_and_its_jobs_are_queued(cluster: RunningCluster, far: Far) -> None:
     command = far.join("--name", "pod")
     wait_up(cluster, far, "pod")
@@ -222,6 +225,7 @@ def test_an_elastic_job_moves_to_another_host_that_dialed_in(cluster: RunningClu
     assert (row["devices"], row["attempt"]) == (["second:cpu0"], 1)
 
 
+@pytest.mark.slow
 def test_names_are_unique(cluster: RunningCluster, far: Far) -> None:
     far.join("--name", "pod")
     wait_up(cluster, far, "pod")
@@ -250,6 +254,7 @@ def test_the_host_offers_what_the_allocation_gives(cluster: RunningCluster, far:
     assert done.stdout == "none\n"
 
 
+@pytest.mark.slow
 def test_an_allocation_that_ends_before_the_margin_is_left_at_once(cluster: RunningCluster, far: Far) -> None:
     """Without --until the end is that of the job of Slurm."""
     command = far.join("--name", "pod", SLURM_JOB_END_TIME="1000000000")
@@ -257,6 +262,7 @@ def test_an_allocation_that_ends_before_the_margin_is_left_at_once(cluster: Runn
     assert hosts(cluster) == {}
 
 
+@pytest.mark.slow
 def test_a_host_that_leaves_while_the_daemon_is_away_ends_its_jobs_itself(cluster: RunningCluster, far: Far) -> None:
     command = far.join("--name", "pod")
     wait_up(cluster, far, "pod")
@@ -316,6 +322,7 @@ def test_a_head_node_that_is_none_is_reported_in_one_line(far: Far, head: str, c
     assert (done.returncode, message in done.stderr, len(done.stderr.splitlines())) == (code, True, 1), done.stderr
 
 
+@pytest.mark.slow
 def test_a_machine_without_ssh_is_told_so(far: Far) -> None:
     shutil.rmtree(far.directory / "bin")
     environment = {**far.environment, "PATH": str(Path(sys.executable).parent)}

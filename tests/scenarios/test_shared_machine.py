@@ -104,6 +104,7 @@ def test_a_new_cluster_gets_nothing_of_the_one_before(server: OpenSshServer) -> 
             assert made.run("run", "--", "echo", word).stdout == f"{word}\n"
 
 
+@pytest.mark.slow
 def test_a_cluster_of_an_earlier_version_keeps_its_agents(cluster: RunningCluster, server: OpenSshServer) -> None:
     """Earlier agents served all clusters of a user, and the cluster's jobs run under them."""
     knows(cluster, server, "alpha")

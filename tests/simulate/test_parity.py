@@ -56,6 +56,7 @@ def test_fifo_on_mixed_devices_waits_for_nobody_who_is_not_there(gavel: run.Sett
     assert found["average_completion_s"] / 3600 < 9.0
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("policy", ["optimus", "gavel", "equal"])
 def test_between_rounds_jobs_count_on_the_types_that_they_have(gavel: run.Setting, policy: str) -> None:
     """All devices of a type are in the middle of moves: there is none left to count."""
@@ -63,6 +64,7 @@ def test_between_rounds_jobs_count_on_the_types_that_they_have(gavel: run.Settin
     assert found["finished"] == 96
 
 
+@pytest.mark.slow
 def test_polluxs_tiresias_takes_as_long_as_published(pollux: run.Setting) -> None:
     """3,469.694 s; the rest is that epochs end on whole seconds there."""
     found = figures(run.simulate(pollux, "pollux-tiresias"))
@@ -70,6 +72,7 @@ def test_polluxs_tiresias_takes_as_long_as_published(pollux: run.Setting) -> Non
     assert found["average_completion_s"] == pytest.approx(3469.694, rel=0.01)
 
 
+@pytest.mark.slow
 def test_polluxs_optimus_takes_as_long_as_published(pollux: run.Setting) -> None:
     """5,301.875 s; the rest is that ours knows how much further rounded-up batches advance."""
     found = figures(run.simulate(pollux, "pollux-optimus"))
@@ -77,6 +80,7 @@ def test_polluxs_optimus_takes_as_long_as_published(pollux: run.Setting) -> None
     assert found["average_completion_s"] == pytest.approx(5301.875, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

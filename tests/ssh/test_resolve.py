@@ -130,6 +130,7 @@ async def test_a_broken_configuration_is_quoted(tmp_path: Path) -> None:
         await resolve(parse("gpu01"), config=tmp_path / "config")
 
 
+@pytest.mark.slow
 async def test_a_machine_without_ssh_is_told_so() -> None:
     with pytest.raises(HostError, match=r"no `absent-ssh` program on this machine.*install OpenSSH's client"):
         await resolve(parse("gpu01"), program="absent-ssh")

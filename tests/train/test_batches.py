@@ -11,6 +11,7 @@ from rank_pool import RankPool
 OPTIONS = {"depth": 2, "steps": 4, "global_batch": 8, "evaluate": {"every": 2}}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "plan", ["dp=1", "dp=2,accumulation=2", "dp=2,zero=3", slow("tp=2"), slow("dp=2,checkpointing")]
 )

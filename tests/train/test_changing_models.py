@@ -18,6 +18,7 @@ STEPS = 5
 ALONE = "dp=1"
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("model", "plan", "code", "says"),
     [
@@ -74,6 +75,7 @@ def test_a_buffer_that_is_made_later_is_saved_but_not_carried(
     assert torch.load(file, weights_only=True)["embed.before"].shape == (16, 16, 32)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("plan", "said"), [("dp=1,accumulation=2", 1), ("dp=2", 0)])
 def test_counters_of_forward_passes_are_reported_under_accumulation(
     ranks: RankPool, tmp_path: Path, plan: str, said: int
@@ -105,6 +107,7 @@ def test_tensors_outside_of_the_model_go_on(
     assert first.ranks[0].output.count(says or "neither migrated") == (1 if says else 0)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["slow weights", "anchored"])
 def test_an_optimizers_own_tensors_are_not_lost(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
     """They began as zeros after every migration, and under zero=1 they belonged to other parameters."""

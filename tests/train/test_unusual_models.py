@@ -20,6 +20,7 @@ STEPS = 5
 ALONE = "dp=1"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("plan", ["pp=2,accumulation=1,schedule=gpipe", "dp=1,checkpointing"])
 def test_running_statistics_see_every_sample_once(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """Without the shape-inference pass of a pipeline and without recomputations."""
@@ -31,6 +32,7 @@ def test_running_statistics_see_every_sample_once(ranks: RankPool, tmp_path: Pat
     assert seen[1]["blocks.3.seen.num_batches_tracked"] == STEPS
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("plan", ["dp=2,tp=2", "dp=2,pp=2,accumulation=2", "dp=2,accumulation=2"])
 def test_replicas_may_use_different_experts(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     options = {"model": "routed", "steps": STEPS, "optimizer": "sgd", "find_unused_parameters": True}
@@ -38,6 +40,7 @@ def test_replicas_may_use_different_experts(ranks: RankPool, tmp_path: Path, pla
     assert ranks.run(tmp_path / "plan", plan, **options).checked().losses == pytest.approx(alone.losses, rel=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -65,6 +68,7 @@ def test_replicated_parameters_of_tensor_parallel_shards_learn_from_all(
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_where_that_cannot_be_carried_it_is_said(ranks: RankPool, tmp_path: Path) -> None:
     silent = ranks.run(tmp_path / "silent", "dp=2,zero=2", model="sided", steps=STEPS)
     assert any("others did not: if that differs between steps or replicas" in r.output for r in silent.ranks)
@@ -74,6 +78,7 @@ def test_where_that_cannot_be_carried_it_is_said(ranks: RankPool, tmp_path: Path
     assert "replicas may use different parameters (find_unused_parameters)" in told.ranks[0].output
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "options",
     [{"schedule": "onecycle", "optimizer": "momentum"}, {"schedule": "warmup", "optimizer": "rows and others"}],
@@ -89,6 +94,7 @@ def test_a_schedule_reaches_all_of_a_sharded_optimizer(
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -231,6 +237,7 @@ def test_a_hook_is_given_no_part_of_a_gradient(ranks: RankPool, tmp_path: Path, 
     assert "the hook on embed.token.weight needs it whole" in run.ranks[0].output
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("model", ["fainting", "settling", "drawing"])
 def test_recomputed_activations_equal_the_first_ones(ranks: RankPool, tmp_path: Path, model: str) -> None:
     """A recomputation sees buffers, counters and the random numbers of Python and NumPy as the first pass did."""
@@ -239,6 +246,7 @@ def test_recomputed_activations_equal_the_first_ones(ranks: RankPool, tmp_path: 
     assert again.losses == pytest.approx(alone.losses, rel=1e-6)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,accumulation=2", "dp=2,zero=1"])
 def test_a_model_may_compute_parts_again_by_itself(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """Replicas failed at their first step, which searched for unused parameters."""

@@ -139,6 +139,7 @@ def test_the_next_agent_ends_it_after_the_agent_died_before_the_sweep(connect_to
     wait_until(lambda: not alive(left), "the sweep")
 
 
+@pytest.mark.slow_after(1)
 def test_the_loss_of_a_rank_is_not_reported_before(connect_to: Open, way: str) -> None:
     """The fork server is killed, then the rank: nothing but the record on disk names the rank's group."""
     agent = connect_to()

@@ -22,6 +22,7 @@ def connected(cluster: RunningCluster, stack: ExitStack) -> socket.socket:
     return client
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("length", "clients"), [(63 * MEBIBYTE, 6), (MEBIBYTE, 100)], ids=["beyond what a request may have", "within it"]
 )
@@ -53,6 +54,7 @@ def test_answers_that_nobody_reads(cluster: RunningCluster) -> None:
         assert peak_bytes(cluster.pid) - before < 128 * MEBIBYTE
 
 
+@pytest.mark.slow
 def test_many_large_answers_are_read_by_a_client_that_reads(cluster: RunningCluster) -> None:
     """However many it asked for at once."""
     cluster.start()

@@ -58,6 +58,7 @@ def test_garbage_and_half_frames(cluster: RunningCluster) -> None:
     assert cluster.call("status")["jobs"] == {}
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("verb", "arguments", "message"),
     [

@@ -54,6 +54,7 @@ async def one_by_one(engine: Engine, count: int) -> None:
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("acknowledged", [1, 20, 133])
 def test_a_writer_that_is_killed_has_written_all_that_it_acknowledged(tmp_path: Path, acknowledged: int) -> None:
     """SIGKILL arrives at whatever instant the writer has reached after so many answers."""

@@ -85,12 +85,14 @@ def plainly(directory: Path) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_job_is_refused(pools: tuple[RankPool, RankPool], tmp_path: Path) -> None:
     run = pools[0].run_each(tmp_path, "dp=1", [{"steps": 1}], more=lambda _: {"restore": str(tmp_path / "none")})[0]
     assert run.ranks[0].exit_code == 92
     assert "no checkpoint in" in run.ranks[0].output
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_keeps_no_rank_waiting(
     moving: Callable[..., Mover], ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -130,6 +132,7 @@ def test_a_last_checkpoint_that_nobody_could_write_is_refused_before_the_first_s
     assert f"cannot create {tmp_path}/taken/below for checkpoints: Not a directory" in run.ranks[0].output
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_is_tried_again(ranks: RankPool, tmp_path: Path) -> None:
     """Only the ranks have the state; the obstacle on one of them may go away."""
     (tmp_path / "final.part" / "__1_0.distcp").mkdir(parents=True)  # makes the first attempt fail, which removes it
@@ -140,6 +143,7 @@ def test_the_last_checkpoint_is_tried_again(ranks: RankPool, tmp_path: Path) -> 
     assert (tmp_path / "final" / ".metadata").exists()
 
 
+@pytest.mark.slow
 def test_state_that_only_a_pickle_could_hold_costs_the_checkpoint_and_not_the_training(
     moving: Callable[..., Mover], ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -180,6 +184,7 @@ def test_optimizer_state_that_begins_late_is_in_the_last_checkpoint(
     assert run.losses == pytest.approx(expected[7:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_is_saved_though_the_last_checkpoint_cannot_be(ranks: RankPool, tmp_path: Path) -> None:
     """The optimizer keeps an object that needs pickle only later; nothing shows it before the first step."""
     file = tmp_path / "model.pt"
@@ -193,6 +198,7 @@ def test_a_model_is_saved_though_the_last_checkpoint_cannot_be(ranks: RankPool, 
         assert "the final checkpoint could not be written: " in rank.output
 
 
+@pytest.mark.slow
 def test_state_that_begins_late_fails_a_move_and_not_the_training(moving: Callable[..., Mover]) -> None:
     mover = moving(optimizer="late average")
     mover.start("dp=1")
@@ -203,6 +209,7 @@ def test_state_that_begins_late_fails_a_move_and_not_the_training(moving: Callab
     mover.stop()
 
 
+@pytest.mark.slow
 def test_the_word_of_one_agent_is_enough(moving: Callable[..., Mover], tmp_path: Path) -> None:
     """The other agent's request may be lost, and its ranks would wait forever; or it comes late, for no second one."""
     mover = moving("ab")

@@ -26,6 +26,7 @@ def loaded(file: Path, model: str = "gpt") -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("plan", "model"),
     [
@@ -55,6 +56,7 @@ def test_the_trained_model_is_that_of_one_process(plan: str, model: str, ranks: 
         torch.testing.assert_close(saved["spread"][name], tensor, rtol=TOLERANCE, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_given_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Training(job(Recorded(32), depth=1), Context(), torch.device("cpu"), None)
     really, failed = torch.save, []

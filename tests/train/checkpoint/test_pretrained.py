@@ -100,6 +100,7 @@ def test_differences_are_refused_with_names_or_left_as_made(
         assert (gone.exit_code, "init_from is" in gone.output) == (92, True), gone.output
 
 
+@pytest.mark.slow
 def test_saved_safetensors_hold_the_whole_model(trained: dict[str, Path]) -> None:
     """Loaded by name; a folder of Hugging Face's has shared weights once."""
     model = job(Recorded(32), model="tables", depth=2).model()

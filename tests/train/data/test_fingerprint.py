@@ -70,6 +70,7 @@ def test_draws_from_the_global_generators_are_found() -> None:
     assert not (fingerprint_of(Cropped(own.random), "1") or {})["draws"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("plan", "count"), [("dp=1", 0), ("dp=2", 1)])
 def test_other_augmentations_under_replicas_are_reported(
     ranks: RankPool, tmp_path: Path, plan: str, count: int
@@ -88,6 +89,7 @@ def test_reading_samples_leaves_no_trace() -> None:
     assert torch.initial_seed() == 5
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 def test_ranks_with_other_data_are_refused_with_the_way_out(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     run = ranks.run(tmp_path, plan, unlike="rank", steps=2)
@@ -98,6 +100,7 @@ def test_ranks_with_other_data_are_refused_with_the_way_out(ranks: RankPool, tmp
     assert run.steps == []
 
 
+@pytest.mark.slow
 def test_a_migration_to_ranks_with_other_data_fails_and_training_goes_on(moving: Callable[..., Mover]) -> None:
     mover = moving(unlike="generation")
     mover.start("dp=2")

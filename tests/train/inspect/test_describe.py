@@ -37,6 +37,7 @@ def test_parameters_and_layers_bear_global_names() -> None:
     assert shape.parameter_bytes == sum(shape.layer_weights()) == whole
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_is_tried_not_guessed() -> None:
     """Four heads of eight: 96 rows of qkv could be cut into eight, heads cannot."""
     shape = described()
@@ -76,6 +77,7 @@ def test_activations_are_those_that_autograd_keeps() -> None:
     assert all(layer.flops > 0 for layer in shape.layers if layer.name != "embed")
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("optimizer", "ratio", "elementwise"),
     [
@@ -91,6 +93,7 @@ def test_optimizers_are_classified_by_behaviour(optimizer: str, ratio: float, el
     assert (shape.optimizer_state_ratio, shape.optimizer_elementwise) == (ratio, elementwise)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("factory", "ratio"),
     [
@@ -105,6 +108,7 @@ def test_temporaries_of_an_update_are_counted_as_on_cuda(factory: Any, ratio: fl
     assert describe(replace(job(Recorded(64)), optimizer=factory)).optimizer_temporaries_ratio == ratio
 
 
+@pytest.mark.slow
 def test_an_update_is_made_group_by_group() -> None:
     """Stand-ins of vectors are a sixth of those of matrices; real vectors are negligible."""
     shape = describe(replace(job(Recorded(64)), optimizer=by_dimensions))
@@ -117,6 +121,7 @@ def by_dimensions(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("factory", [lambda p: torch.optim.AdamW(p, foreach=False), torch.optim.Adafactor])
 def test_an_optimizer_that_goes_tensor_by_tensor_makes_little_at_a_time(factory: Any) -> None:
     plain = replace(job(Recorded(64)), optimizer=factory)
@@ -222,6 +227,7 @@ class Gated(nn.Module):
         return y if self._what == "end" else self.down(y + torch.zeros_like(y))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("what", "why"),
     [
@@ -289,6 +295,7 @@ def test_layers_that_do_not_exist_are_refused() -> None:
         describe(small(lambda: nn.Sequential(nn.Linear(4, 4)), None, layers=("body",)))
 
 
+@pytest.mark.slow
 def test_a_model_that_does_more_than_its_layers_is_no_pipeline() -> None:
     """Stages apply layers: operations between them would be dropped silently."""
     (why,) = check(Plan.parse("pp=2,accumulation=2"), described(model="scaled"))

@@ -26,6 +26,7 @@ ALL = (
 )  # fmt: skip
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("model", "trains"),
     [
@@ -48,6 +49,7 @@ def test_an_auxiliary_gradient_counts_as_in_one_process(ranks: RankPool, tmp_pat
     assert ranks.run(tmp_path / "plan", plan, **options).checked().losses == pytest.approx(alone.losses, rel=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("model", "plan", "says"),
     [

@@ -25,6 +25,7 @@ from plans.plan import Plan
 STEPS = 3
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("loss", "kind"),
     [
@@ -58,6 +59,7 @@ class Complete(GPT):
         return {"loss": cross_entropy(logits, words, reduction="sum" if self.kind == "sum" else "mean")}
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("computes", "kind"), [("mean", "mean"), ("sum", "sum"), ("words that count", "other"), ("pairs", "other")]
 )
@@ -71,6 +73,7 @@ def test_a_loss_that_the_model_computes_is_classified_too(
     assert describe(of_model, trace=False).loss == "unknown"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2"])
 def test_random_numbers_of_the_model_are_reported(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     run = ranks.run(tmp_path, plan, script="unet_random_timesteps", steps=2).checked()
@@ -107,6 +110,7 @@ def test_a_dropout_of_nothing_draws_nothing() -> None:
     assert [describe(each, trace=False).draws for each in drawing] == [False, True]
 
 
+@pytest.mark.slow
 def test_a_loss_that_computes_with_parameters_of_the_model_leaves_it_whole() -> None:
     """A pipeline's last stage silently trained its own copies of all others."""
     made: list[GPT] = []
@@ -154,6 +158,7 @@ def test_a_loss_may_have_a_dimension_of_one(ranks: RankPool, tmp_path: Path, pla
     assert run.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("plan", ["dp=2", "accumulation=2", "pp=2,accumulation=2"])
 def test_a_sum_is_not_trained_where_the_batch_is_cut(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """Each replica's loss silently counted half."""
@@ -168,6 +173,7 @@ def test_where_the_batch_is_whole_a_sum_is_trained(ranks: RankPool, tmp_path: Pa
     assert cut.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(("plan", "said"), [("dp=1", 0), ("dp=2", 1), ("accumulation=2", 1), ("tp=2", 0)])
 def test_a_mean_over_counted_elements_is_reported_under_accumulation(
     ranks: RankPool, tmp_path: Path, plan: str, said: int

@@ -41,6 +41,7 @@ def test_an_optimizer_is_probed_with_large_gradients_large_matrices_and_later_st
     assert optimizer_traits(OPTIMIZERS[optimizer])[:2] == traits
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["rows by names", "rows by marks", "rows and others"])
 def test_an_optimizer_that_chooses_among_parameters_is_tried_on_each_kind(optimizer: str) -> None:
     """On a matrix without a name it looked elementwise, and tensors that it treats as a whole were cut."""

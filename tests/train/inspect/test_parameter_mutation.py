@@ -36,6 +36,7 @@ ALL = (
 )  # fmt: skip
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("model", "trains"),
     [
@@ -78,6 +79,7 @@ def test_the_remaining_plans_train_as_one_process(ranks: RankPool, tmp_path: Pat
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
 def test_writes_to_buffers_do_not_make_replicas_diverge(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """Each replica shortened other rows of the embedding, and losses did not show it for a while."""
@@ -86,6 +88,7 @@ def test_writes_to_buffers_do_not_make_replicas_diverge(ranks: RankPool, tmp_pat
         assert "writes values into embed.token.weight that depend on its own samples" in rank.output
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("model", ["centred", "late following"])
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2", "dp=2,zero=3", "accumulation=2", "offload=optimizer"])
 def test_a_real_pass_finds_what_a_fake_one_misses(ranks: RankPool, tmp_path: Path, model: str, plan: str) -> None:

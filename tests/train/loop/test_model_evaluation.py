@@ -29,6 +29,7 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return run
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -83,6 +84,7 @@ def test_evaluation_time_is_not_in_step_times(alone: Callable[..., Run]) -> None
     assert all(step["time_s"] < 0.5 for step in run.steps)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2,zero=3"])
 def test_training_ends_when_the_metric_does_not_improve_and_the_best_model_is_saved(
     plan: str, ranks: RankPool, tmp_path: Path

@@ -99,6 +99,7 @@ def start(ranks: RankPool, agent: Agent, tmp_path: Path) -> Iterator[Callable[..
         yield start
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2,pp=2,accumulation=2"])
 def test_a_stop_that_reaches_one_rank_stops_all_at_the_same_step(
     plan: str, agent: Agent, start: Callable[..., Future[list[Run]]]
@@ -122,6 +123,7 @@ def test_a_stop_that_saves_leaves_a_checkpoint_of_the_last_step(
     assert (tmp_path / "saved" / ".metadata").is_file()
 
 
+@pytest.mark.slow
 def test_a_stop_that_cannot_save_says_so(agent: Agent, start: Callable[..., Future[list[Run]]], tmp_path: Path) -> None:
     """A file is in the place of the folder; nobody waits for it to go away."""
     (tmp_path / "taken").write_text("")

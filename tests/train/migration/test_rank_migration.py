@@ -77,7 +77,7 @@ def all_pairs(plans: list[str]) -> list[str]:
 
 TRIP, HOPS = all_pairs(PLANS), 21
 WALKS = [
-    ["dp=2", "tp=2", "pp=2,accumulation=2", "dp=2,zero=3", "dp=2,zero=1", "dp=1"],
+    ["dp=2", "tp=2", "dp=2,zero=3", "pp=2,accumulation=2"],
     *(
         pytest.param(TRIP[start : start + HOPS + 1], marks=pytest.mark.slow, id=f"pairs from {start}")
         for start in range(0, len(TRIP) - 1, HOPS)
@@ -106,6 +106,7 @@ def test_a_job_of_mixed_precision_moves_as_any_other(
     assert losses[:3] != pytest.approx(undisturbed()[:3], rel=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "options, walk",
     [
@@ -189,6 +190,7 @@ def test_no_sample_of_an_epoch_is_skipped_or_seen_twice(
         assert len(epoch) == len(set(epoch)) == 48
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [pytest.param("prepared", marks=pytest.mark.slow), "quiesced"])
 def test_an_undone_move_leaves_the_old_ranks_as_they_were(
     after: str, moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
@@ -206,6 +208,7 @@ def test_an_undone_move_leaves_the_old_ranks_as_they_were(
     assert_undisturbed(mover.stop(), expected)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "old, dies, new, makes_room",
     [
@@ -244,6 +247,7 @@ def test_replicas_take_over_from_ranks_that_died(
             assert step["loss"] == pytest.approx(expected[step["step"] - 1], rel=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "old, new, hosts",
     [

@@ -26,6 +26,7 @@ def assert_ends(run: Run, code: int, *says: str) -> None:
             assert text in lines[0]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("plan", "options", "says"),
     [
@@ -57,6 +58,7 @@ def test_a_plan_of_another_size_ends_with_96(ranks: RankPool, tmp_path: Path) ->
     assert_ends(run, 96, "the plan dp=4 has 4 ranks, but 2 were started")
 
 
+@pytest.mark.slow
 def test_a_taken_port_ends_with_98(ranks: RankPool, tmp_path: Path) -> None:
     """The daemon then retries with another port; rank 0 listens on it."""
     port = free_port()
@@ -91,6 +93,7 @@ def test_an_environment_without_torch_ends_with_97() -> None:
     assert len(ended.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_torch_that_is_too_old_is_one_line() -> None:
     """Some plans hang with it, and some train something else."""
     script = "import torch; torch.__version__ = '2.7.1+cu126'; from clusterd import train; train.run(**dict.fromkeys("
