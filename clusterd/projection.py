@@ -246,6 +246,7 @@ def host_row(state: State, host: Host, link: Row | None = None) -> Row:
                 "foreign": device.foreign,
                 "job": lease.job if (lease := state.leases.get(device.id)) else None,
                 "job_name": state.jobs[lease.job].spec.name if lease else None,
+                "jobs": len(state.jobs_on(device.id)),  # more than one: they share it
             }
             for device in host.devices
         ],

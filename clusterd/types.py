@@ -87,6 +87,7 @@ class Resources:
     constraint: tuple[str, ...] = ()  # labels that each host must have
     min_devices: int = 0  # of an elastic job; 0: as few as it can run on
     max_devices: int = 0  # of an elastic job; 0: as many as make it faster
+    share: int = 1  # of a command: jobs that may be on its device at a time, itself included
 
     def admits(self, kind: str, name: str, memory_bytes: int, compute_capability: str) -> bool:
         """True where a device of this kind, name, memory and compute capability serves the request."""

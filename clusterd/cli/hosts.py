@@ -13,7 +13,7 @@ from clusterd.cli.common.output import ago, note, output_option, print_line, rai
 from clusterd.client import Client
 from clusterd.config import DEVICES_MAX
 from clusterd.errors import ClusterError
-from clusterd.units import size
+from clusterd.units import counted, size
 
 
 @click.group()
@@ -176,6 +176,8 @@ def show(name: str, output: str) -> None:
             print_line(f"  {label:<10} {value}")
     for device in row["devices"]:
         use = f"job {device['job_name']} ({device['job']})" if device["job"] else device["foreign"] or "free"
+        if (others := device.get("jobs", 1) - 1) > 0:
+            use += f", shared with {counted(others, 'more job')}"
         capability = device.get("compute_capability")  # absent from the reply of an older daemon
         model = f"{device['name']}, {size(device['memory_bytes'])}{f', {capability}' if capability else ''}"
         print_line(f"  {device['id']:<20} {model}: {use}")

@@ -17,6 +17,11 @@ def _leases(state: State) -> list[str]:
         attempt = state.attempt(lease.job, lease.attempt)
         if attempt is None or device not in attempt.held_on(lease.host):
             wrong.append(f"{device} is leased to attempt {lease.job}.{lease.attempt}, which does not hold it")
+    for device, others in state.sharers.items():
+        jobs = [state.jobs[job] for job in state.jobs_on(device)]
+        allowed = min((job.spec.resources.share for job in jobs), default=0)
+        if not others or len(jobs) > allowed or any(job.attempt is None for job in jobs):
+            wrong.append(f"{device} is shared by {', '.join(job.id for job in jobs)}, of whom {allowed} may share it")
     for job_id in state.active:
         attempt = state.jobs[job_id].attempt
         if attempt is None:
@@ -25,7 +30,7 @@ def _leases(state: State) -> list[str]:
             wrong.append(f"attempt {job_id}.{attempt.number} holds a device twice")
         for rank in attempt.ranks.values():
             place = rank.place
-            held = place.device is None or (place.device in state.leases and state.leases[place.device].job == job_id)
+            held = place.device is None or job_id in state.jobs_on(place.device)
             released = attempt.state is AttemptState.STOPPING and place.host not in attempt.pending
             if not held and not released:
                 wrong.append(f"rank {place.rank} of {job_id} runs on {place.device} without a lease")

@@ -30,10 +30,33 @@ class HostFree:
     memory_bytes: int
 
 
-class Ledger:
-    """Free devices, cores and host memory of the usable hosts during one pass."""
+@dataclass(frozen=True, slots=True)
+class SharedDevice:
+    """A device in use that further jobs may share.
 
-    def __init__(self, hosts: Iterable[Host] = (), leased: Container[DeviceId] = ()) -> None:
+    Attributes:
+        limit: jobs that may be on it, by those that are.
+    """
+
+    device: Device
+    jobs: int
+    limit: int
+
+
+class Ledger:
+    """Free devices, cores and host memory of the usable hosts during one pass.
+
+    Attributes:
+        shared: devices with a place left for another job; they do not count as free.
+    """
+
+    def __init__(
+        self,
+        hosts: Iterable[Host] = (),
+        leased: Container[DeviceId] = (),
+        shared: Iterable[SharedDevice] = (),
+    ) -> None:
+        self.shared = {some.device.id: some for some in shared}
         self.hosts: dict[HostId, Host] = {}
         self.devices: dict[HostId, dict[str, dict[DeviceId, Device]]] = {}
         self.cores: dict[HostId, int] = {}
@@ -52,6 +75,7 @@ class Ledger:
         found.hosts = self.hosts
         found.devices = {h: {n: dict(some) for n, some in types.items()} for h, types in self.devices.items()}
         found.cores, found.memory_bytes, found.count = dict(self.cores), dict(self.memory_bytes), dict(self.count)
+        found.shared = dict(self.shared)
         return found
 
     def without(self, attempt: Attempt) -> Ledger:
@@ -98,12 +122,26 @@ class Ledger:
                 self.memory_bytes[name] -= memory_bytes.get(name, 0)
 
     def take_places(
-        self, places: Iterable[RankPlace], cores: Mapping[HostId, int], memory_bytes: Mapping[HostId, int]
+        self,
+        places: Iterable[RankPlace],
+        cores: Mapping[HostId, int],
+        memory_bytes: Mapping[HostId, int],
+        share: int = 1,
     ) -> None:
-        """Remove the granted devices of these ranks, cores and memory."""
+        """Remove the granted devices of these ranks, cores and memory.
+
+        Args:
+            share: jobs that may be on each device, by the job.
+        """
         named = [(place.host, place.device) for place in places if place.device is not None]
         here = [(self.devices.get(host, {}), device) for host, device in named]
-        self.take([some[d] for types, d in here for some in types.values() if d in some], cores, memory_bytes)
+        free = [some[d] for types, d in here for some in types.values() if d in some]
+        known = [self.shared.pop(d) for _, d in named if d in self.shared]
+        for some in [*known, *(SharedDevice(device, 0, share) for device in free)]:
+            now = SharedDevice(some.device, some.jobs + 1, min(some.limit, share))
+            if now.jobs < now.limit and not now.device.exclusive:
+                self.shared[now.device.id] = now
+        self.take(free, cores, memory_bytes)
 
     def part(self, devices: Sequence[Device]) -> Ledger:
         """Ledger of these devices alone, with unlimited cores and memory: the whole ledger has booked those."""

@@ -381,6 +381,7 @@ class State:
     jobs: dict[JobId, Job] = field(default_factory=dict)
     hosts: dict[HostId, Host] = field(default_factory=dict)
     leases: dict[DeviceId, Lease] = field(default_factory=dict)
+    sharers: dict[DeviceId, list[JobId]] = field(default_factory=dict)  # further jobs on a device beside its lease's
     performance_tables: dict[str, PerformanceTable] = field(default_factory=dict)  # by model
     tenants: dict[str, Tenant] = field(default_factory=dict)
     move_costs_s: dict[str, float] = field(default_factory=dict)  # by model: moving average of downtimes
@@ -415,6 +416,11 @@ class State:
         """Account of a job on the hosts; "": the daemon's own, also where the job is unknown."""
         known = self.jobs.get(JobId(job))
         return known.spec.account if known is not None else ""
+
+    def jobs_on(self, device: DeviceId) -> list[JobId]:
+        """Jobs that hold the device: one, unless they share it."""
+        lease = self.leases.get(device)
+        return [lease.job, *self.sharers.get(device, ())] if lease is not None else []
 
     def attempts_on(self, host: HostId) -> Iterator[Attempt]:
         """Attempts with a rank of any generation on the host."""

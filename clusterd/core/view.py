@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from clusterd.core.claim_calendar import ClaimCalendar
 from clusterd.core.fair_share import Quotas
 from clusterd.core.host import Host
-from clusterd.core.ledger import Ledger
+from clusterd.core.ledger import Ledger, SharedDevice, of_ranks
 from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.reservations import Handover, Reservation
 from clusterd.core.state import Attempt, Job, State
 from clusterd.core.timers import Timer, TimerKind
-from clusterd.types import HostId, JobId, RankPlace
+from clusterd.types import AttemptState, HostId, JobId, RankPlace
 from plans.plan import Plan
 
 
@@ -110,7 +110,7 @@ class View:
         self.handovers: Mapping[JobId, Handover] = state.handovers
         self.running: list[Job] = [state.jobs[job] for job in state.active]
         self.calendar = ClaimCalendar(state, now_s)
-        self.free = Ledger(state.hosts.values(), state.leases)
+        self.free = Ledger(state.hosts.values(), state.leases, _shared(state))
         self.quotas = Quotas(state.tenants, self.running)
 
     def leaving(self, attempt: Attempt) -> str:
@@ -120,6 +120,18 @@ class View:
             return f"{', '.join(drained)} is drained"
         claimed = [(d, why) for host in hosts for d, why in host.claimed.items() if d in attempt.devices]
         return f"{', '.join(d for d, _ in claimed)} is {claimed[0][1]}" if claimed else ""
+
+
+def _shared(state: State) -> Iterator[SharedDevice]:
+    """Devices in use that further jobs may share; those that all of their jobs leave are others'."""
+    for job in map(state.jobs.__getitem__, state.active):
+        if job.spec.resources.share < 2 or job.attempt is None or job.attempt.state is AttemptState.STOPPING:
+            continue
+        for device in of_ranks(state.hosts, job.attempt):
+            jobs = [state.jobs[each] for each in state.jobs_on(device.id)]
+            limit = min((each.spec.resources.share for each in jobs), default=0)
+            if len(jobs) < limit and not (device.exclusive or device.foreign):
+                yield SharedDevice(device, len(jobs), limit)
 
 
 class Policy(Protocol):

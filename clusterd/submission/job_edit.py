@@ -125,6 +125,7 @@ _KEYS: dict[str, Callable[[str], Fields]] = {
     "hosts": lambda text: _resources(hosts=_listed(text)),
     "min_devices": lambda text: _resources(min_devices=_count(text)),
     "max_devices": lambda text: _resources(max_devices=_count(text)),
+    "share": lambda text: _resources(share=_number(text)),
     "plan": _plan,
 }
 """Fields of a specification by key of a job file."""

@@ -23,7 +23,7 @@ _TOP = {
 _RESOURCES = {
     "gpus", "devices", "cpus", "memory", "plan", "plans", "hosts", "gpu_type", "gpu_memory", "nodes", "gpus_per_node",
     "devices_per_node", "compute_capability", "constraint", "min_gpus", "max_gpus", "min_devices", "max_devices",
-    "grow",
+    "grow", "share",
 }  # fmt: skip
 _LIMITS = {"time", "stall", "grace", "retries", "retry_on", "on_nan"}
 _CHECKPOINTS = {"directory", "every"}
@@ -317,6 +317,7 @@ def _resources(table: Mapping[str, Any], where: str) -> Resources:
         constraint=tuple(_texts(get("constraint", list, []), f"{where}: constraint")),
         min_devices=least,
         max_devices=most,
+        share=get("share", int, 1),
         kind="cuda" if gpus is not None else None,
         cpus=get("cpus", int, 0),
         memory_bytes=memory_bytes,

@@ -66,6 +66,7 @@ def specs(draw: st.DrawFn, kind: JobKind | None = None) -> JobSpec:
     elif kind is JobKind.ELASTIC:
         plan = draw(st.sampled_from([None, None, *(p for p in PLANS if p.ranks == devices)]))
     hosts = draw(st.sampled_from([(), (), (), (C,), (B, C)]))
+    share = draw(st.sampled_from([1, 2, 3])) if kind is JobKind.COMMAND and devices == 1 else 1
     return JobSpec(
         name=f"a-{kind.value}",
         kind=kind,
@@ -75,6 +76,7 @@ def specs(draw: st.DrawFn, kind: JobKind | None = None) -> JobSpec:
             plan=plan,
             plans=plans,
             hosts=hosts,
+            share=share,
             cpus=draw(st.sampled_from([0, 0, 2, CORES])) if devices < 3 else 0,
             memory_bytes=draw(st.sampled_from([0, 0, 64 * GIB])),
         ),
@@ -82,7 +84,7 @@ def specs(draw: st.DrawFn, kind: JobKind | None = None) -> JobSpec:
         priority=draw(st.integers(0, 2)),
         retries=draw(st.integers(0, 1)),
         guaranteed=draw(st.booleans()),
-        preemptible=kind is JobKind.COMMAND and draw(st.booleans()),
+        preemptible=kind is JobKind.COMMAND and share == 1 and draw(st.booleans()),
         account=draw(st.sampled_from(["", "", "ann"])),
         tenant=draw(st.sampled_from(["default", "small", "heavy"])),
         time_limit_s=draw(st.sampled_from([None, None, 500.0])),

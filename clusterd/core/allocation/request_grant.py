@@ -20,7 +20,7 @@ from clusterd.core.allocation.requirements import (
 from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose
 from clusterd.core.estimates.request_forecast import requested_plans
 from clusterd.core.ledger import Ledger, Placement
-from clusterd.core.placement.place import fitting, kinds_for, place
+from clusterd.core.placement.place import fitting, kinds_for, place, place_beside
 from clusterd.core.state import Description, Job
 from clusterd.core.view import Refusal, View
 from clusterd.types import Device, JobKind
@@ -61,7 +61,8 @@ def allocate(job: Job, view: View, free: Ledger | None = None) -> Grant | Refusa
         some = at_some_size(job, free, view.quotas.left(job.spec.tenant))
         return some or shortage(job, view, least_devices(job))
     if job.spec.kind is not JobKind.ELASTIC:
-        placement = place(job, free, wanted.devices, group=1, nodes=wanted.nodes)
+        placement = place_beside(job, free) if wanted.share > 1 else None
+        placement = placement or place(job, free, wanted.devices, group=1, nodes=wanted.nodes)
         if placement is None:
             return shortage(job, view, wanted.devices)
         return Grant(None, placement, _started(job, placement, None))

@@ -117,7 +117,7 @@ def _grant(ctx: PassContext, job: Job, grant: Grant, longest_s: float) -> None:
     if ctx.backfill is not None:
         ctx.backfill.take(longest_s, devices, where.cores)
     ctx.view.quotas.take(job.spec.tenant, len(devices))
-    ctx.ledger.take_places(where.ranks, where.cores, where.memory_bytes)
+    ctx.ledger.take_places(where.ranks, where.cores, where.memory_bytes, job.spec.resources.share)
     start = Start(job.id, grant.plan, where.ranks, where.cores, where.memory_bytes, grant.reason)
     ctx.proposal.starts.append(start)
 

@@ -69,6 +69,7 @@ class Backfill:
     def limited(self, ledger: Ledger) -> Ledger:
         """Copy of the ledger with what may be held beyond the start of the reserved job."""
         found = ledger.copy()
+        found.shared.clear()  # whoever joins a job keeps its device longer
         for (name, host), count in self.spare.items():
             here = list(found.devices.get(host, {}).get(name, {}).values())
             found.take(here[max(count, 0) :], {}, {})
@@ -124,6 +125,8 @@ class AvailabilityForecast:
         self.run_s = 0.0
         self._granted: set[DeviceId] = set()
         self._running = sorted(running, key=lambda p: (p.now_s, p.job.id))
+        # A shared device is free when the last of its jobs has ended.
+        self._last = {d.id: p.job.id for p in self._running if p.job.spec.resources.share > 1 for d in p.devices}
         self._names = sorted(ledger.hosts)
         self._index = {name: index for index, name in enumerate(self._names)}
         self._now: dict[str, Counts] = {}
@@ -135,12 +138,18 @@ class AvailabilityForecast:
     def _devices_back(self) -> dict[str, _Returns]:
         rows: dict[str, list[tuple[float, int, tuple[int, ...]]]] = {}
         for p in self._running:
-            usable = [device for device in p.devices if device.host in self._index and not device.foreign]
+            usable = [device for device in self._freed(p) if device.host in self._index and not device.foreign]
             for name, some in by_type(usable).items():
                 rows.setdefault(name, []).extend(
                     (p.now_s, self._index[host], (count,)) for host, count in per_host(some).items()
                 )
         return {name: _Returns.of(some, 1) for name, some in rows.items()}
+
+    def _freed(self, p: JobForecast) -> Sequence[Device]:
+        """Devices that are free when the job ends; others may have joined it on a shared one in this pass."""
+        if p.job.spec.resources.share < 2:
+            return p.devices
+        return [d for d in p.devices if self._last[d.id] == p.job.id and d.id not in self._granted]
 
     @cached_property
     def _cores_back(self) -> _Returns:
@@ -187,19 +196,20 @@ class AvailabilityForecast:
     def ledger_at(self, at_s: float) -> Ledger:
         """Free resources once the running jobs that end by then have ended."""
         found = self._ledger.copy()
+        found.shared.clear()  # who could join a job now has started
         for p in self._running:
             if p.now_s > at_s + AT_ONCE_S:
                 break
             attempt = p.job.attempt
             if attempt is not None:
-                found.put(p.devices, attempt.cores, attempt.memory_bytes)
+                found.put(self._freed(p), attempt.cores, attempt.memory_bytes)
         if self._calendar:
             self._apply_claims(found, at_s)
         return found
 
     def _apply_claims(self, ledger: Ledger, at_s: float) -> None:
         """Take out what is claimed while the job would run, and give back what claims have left by then."""
-        given_back = {d.id for p in self._running if p.now_s <= at_s + AT_ONCE_S for d in p.devices}
+        given_back = {d.id for p in self._running if p.now_s <= at_s + AT_ONCE_S for d in self._freed(p)}
         held = (self._calendar.leased - given_back) | self._granted
         for device in self._calendar.devices:
             ledger.take([device], {}, {})

@@ -13,7 +13,7 @@ from clusterd.core.events import TimerKind
 from clusterd.core.host import Host
 from clusterd.core.lifecycle import attempt_events, attempts, jobs, stopping
 from clusterd.core.lifecycle.context import HandlerContext
-from clusterd.core.lifecycle.migrations import lease_of
+from clusterd.core.lifecycle.migrations import end_lease, grant_lease, stop_sharing
 from clusterd.core.lifecycle.reconcile import newest_generation
 from clusterd.core.state import Attempt, Job, Survivors
 from clusterd.core.transitions import SeriesState
@@ -52,7 +52,12 @@ def _conflicts(ctx: HandlerContext, job: Job, attempt: Attempt) -> dict[JobId, H
     """Other jobs that hold the attempt's devices by this state, with a host where they do."""
     held = {device for where in attempt.all_hosts for device in attempt.held_on(where)}
     leases = [ctx.state.leases[device] for device in sorted(held) if device in ctx.state.leases]
-    return {lease.job: lease.host for lease in leases if lease.job != job.id}
+    return {lease.job: lease.host for lease in leases if lease.job != job.id and not _share(ctx, lease.job, job)}
+
+
+def _share(ctx: HandlerContext, holder: JobId, job: Job) -> bool:
+    """True where both jobs share their devices."""
+    return min(job.spec.resources.share, ctx.state.jobs[holder].spec.resources.share) > 1
 
 
 def _adopt(ctx: HandlerContext, host: Host, job: Job, by_job: dict[JobId, list[AttemptReport]]) -> None:
@@ -89,7 +94,9 @@ def _forget(ctx: HandlerContext, job: Job) -> None:
             state.hosts[host_id].cores_used -= cores
             state.hosts[host_id].memory_used_bytes -= memory_bytes
         for device in [device for device, lease in state.leases.items() if lease.job == job.id]:
-            del state.leases[device]
+            end_lease(state, device)
+        for device in [device for device, others in state.sharers.items() if job.id in others]:
+            stop_sharing(state, device, job.id)
         attempt.state = AttemptState.ENDED  # of an object that leaves the state: no step of its state machine
         state.index(attempt)
     state.queue.pop(job.id, None)
@@ -124,7 +131,7 @@ def _book(ctx: HandlerContext, attempt: Attempt, host: Host) -> None:
     for device in sorted(attempt.held_on(host.id)):
         is_new = device in coming and device not in attempt.devices
         generation = attempt.last_generation if is_new else attempt.generation
-        ctx.state.leases[device] = lease_of(ctx.state, attempt, device, host.id, generation)
+        grant_lease(ctx.state, attempt, device, host.id, generation)
     for key in [key for key in host.unknown_attempts if key[0] == attempt.job]:
         del host.unknown_attempts[key]
     if host.state is not HostState.UP:

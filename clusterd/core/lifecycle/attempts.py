@@ -12,7 +12,7 @@ from clusterd.core.host import Fault, Host
 from clusterd.core.lifecycle import migrations
 from clusterd.core.state import Attempt, Job, Outcome, Rank, Retired, State
 from clusterd.core.view import Start
-from clusterd.types import AttemptState, HostId, JobId, JobState, RankEnd, RankPlace, RankReport, Reason
+from clusterd.types import AttemptState, DeviceId, HostId, JobId, JobState, RankEnd, RankPlace, RankReport, Reason
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
@@ -64,7 +64,7 @@ def objection(state: State, job: Job, start: Start) -> str | None:
             return host.unusable if host else f"{place.host} is not a host of this cluster"
         if place.device is None:
             continue
-        if place.device in state.leases or place.device in seen:
+        if place.device in seen or not _may_join(state, job, place.device):
             return f"{place.device} is leased"
         if place.device in host.claimed:
             return f"{place.device} is {host.claimed[place.device]}"
@@ -72,6 +72,13 @@ def objection(state: State, job: Job, start: Start) -> str | None:
             return f"{place.device} does not exist"
         seen.add(place.device)
     return beyond_quota(state, job.spec.tenant, len(seen))
+
+
+def _may_join(state: State, job: Job, device: DeviceId) -> bool:
+    """True where the device is free, or shared and has a place left for the job."""
+    jobs = state.jobs_on(device)
+    allowed = min(state.jobs[each].spec.resources.share for each in (*jobs, job.id))
+    return not jobs or len(jobs) < allowed
 
 
 def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
@@ -90,9 +97,7 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
     )
     for place in start.ranks:
         if place.device is not None:
-            state.leases[place.device] = migrations.lease_of(
-                state, attempt, place.device, place.host, attempt.generation
-            )
+            migrations.grant_lease(state, attempt, place.device, place.host, attempt.generation)
     for host, cores in start.cores.items():
         state.hosts[host].cores_used += cores
         state.hosts[host].memory_used_bytes += start.memory_bytes.get(host, 0)
@@ -128,9 +133,12 @@ def release(state: State, attempt: Attempt, host_id: HostId) -> None:
     for rank in attempt.ranks.values():
         device = rank.place.device
         lease = state.leases.get(device) if device is not None else None
-        mine = lease is not None and rank.place.host == host_id and lease.job == attempt.job
-        if mine and device is not None and device not in held:
-            del state.leases[device]
+        if device is None or rank.place.host != host_id or device in held:
+            continue
+        if lease is not None and lease.job == attempt.job:
+            migrations.end_lease(state, device)
+        elif attempt.job in state.sharers.get(device, ()):
+            migrations.stop_sharing(state, device, attempt.job)
     host = state.hosts.get(host_id)
     if host is not None:
         host.cores_used -= attempt.cores.get(host_id, 0)

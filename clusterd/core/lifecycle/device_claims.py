@@ -49,15 +49,13 @@ def update_claims(ctx: HandlerContext) -> None:
         host.claimed = {device: str(claim) for device, claim in active.items() if device.startswith(f"{host.id}:")}
     for device, claim in active.items():
         if claim.drain and device not in before:
-            _requeue_holder(ctx, device, claim)
+            _requeue_holders(ctx, device, claim)
     ctx.pass_due = True
 
 
-def _requeue_holder(ctx: HandlerContext, device: DeviceId, claim: DeviceClaim) -> None:
-    """Stop the job on a device of a claim that drains, unless it can be migrated while it runs."""
-    lease = ctx.state.leases.get(device)
-    job = ctx.state.jobs.get(lease.job) if lease is not None else None
-    attempt = job.attempt if job is not None else None
-    if job is None or attempt is None or attempt.state is AttemptState.STOPPING or job.spec.kind is JobKind.ELASTIC:
-        return
-    stopping.stop(ctx, attempt, Outcome.PREEMPTED, f"queued again: {device} is {claim}")
+def _requeue_holders(ctx: HandlerContext, device: DeviceId, claim: DeviceClaim) -> None:
+    """Stop the jobs on a device of a claim that drains, unless they can be migrated while they run."""
+    for job in map(ctx.state.jobs.__getitem__, ctx.state.jobs_on(device)):
+        attempt = job.attempt
+        if attempt is not None and attempt.state is not AttemptState.STOPPING and job.spec.kind is not JobKind.ELASTIC:
+            stopping.stop(ctx, attempt, Outcome.PREEMPTED, f"queued again: {device} is {claim}")

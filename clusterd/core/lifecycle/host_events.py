@@ -269,4 +269,6 @@ def _declare_lost(ctx: HandlerContext, host_id: HostId) -> None:
     host.go(HostState.LOST, ctx.now_s, host.why)
     ctx.state.recovering.discard(host_id)
     for attempt in list(ctx.state.attempts_on(host_id)):
+        if attempt.account:  # when the host is back, only the account's own agent can say that its ranks are gone
+            host.withheld.update(dict.fromkeys(attempt.held_on(host_id), attempt.account))
         lose_attempt(ctx, attempt, host, f"{host_id} is lost: {host.why}")

@@ -14,7 +14,7 @@ from clusterd.core.fair_share import beyond_quota
 from clusterd.core.state import Attempt, Job, Lease, Migration, Rank, Retired, State, Survivors
 from clusterd.core.transitions import MigrationState
 from clusterd.core.view import Move
-from clusterd.types import AttemptState, DeviceId, HostId
+from clusterd.types import AttemptState, DeviceId, HostId, JobId
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
@@ -210,6 +210,32 @@ def lease_of(state: State, attempt: Attempt, device: DeviceId, host: HostId, gen
     left_s = time_left_s(state.jobs[attempt.job])
     until_s = attempt.started_s + left_s if left_s is not None else None
     return Lease(device, host, attempt.job, attempt.number, generation, until_s)
+
+
+def grant_lease(state: State, attempt: Attempt, device: DeviceId, host: HostId, generation: int) -> None:
+    """Lease a device to an attempt, or a place on it beside the jobs that share it."""
+    if device in state.leases:
+        state.sharers.setdefault(device, []).append(attempt.job)
+    else:
+        state.leases[device] = lease_of(state, attempt, device, host, generation)
+
+
+def end_lease(state: State, device: DeviceId) -> None:
+    """End the lease on a device; where jobs share it, the next of them has it."""
+    host = state.leases.pop(device).host
+    if not (others := state.sharers.get(device)):
+        return
+    attempt = state.jobs[others[0]].attempt
+    assert attempt is not None, f"{others[0]} shares {device} without an attempt"
+    stop_sharing(state, device, others[0])
+    state.leases[device] = lease_of(state, attempt, device, host, attempt.generation)
+
+
+def stop_sharing(state: State, device: DeviceId, job: JobId) -> None:
+    """Remove a job from those that share a device beside its lease's."""
+    state.sharers[device].remove(job)
+    if not state.sharers[device]:
+        del state.sharers[device]
 
 
 def renew_leases(state: State, attempt: Attempt) -> None:

@@ -72,6 +72,21 @@ def place_on(job: Job, devices: Iterable[Device]) -> Placement:
     return Placement(tuple(ranks), cores, memory)
 
 
+def place_beside(job: Job, free: Ledger) -> Placement | None:
+    """Place on a device that jobs share, that of the most jobs; None: none has a place, cores and memory left."""
+    wanted = job.spec.resources
+    cores_each, memory_each = per_device(job)
+    for shared in sorted(free.shared.values(), key=lambda some: (-some.jobs, some.device.id)):
+        device, host = shared.device, shared.device.host
+        if shared.jobs >= wanted.share or host not in free.hosts or not job.admits(free.hosts[host]):
+            continue
+        if not wanted.admits(device.kind, device.name, device.memory_bytes, device.compute_capability):
+            continue
+        if free.cores[host] >= cores_each and free.memory_bytes[host] >= memory_each:
+            return Placement((RankPlace(rank=0, host=host, device=device.id),), {host: cores_each}, {host: memory_each})
+    return None
+
+
 def _spread_evenly(
     by_host: list[tuple[HostFree, list[Device]]], count: int, nodes: int
 ) -> list[tuple[HostFree, list[Device]]]:

@@ -234,7 +234,7 @@ class ClaimVerbs:
                 drain=bool(drain),
             )
             await self._engine.post(e.DevicesClaimed(at_s=now_s, claim=claim))
-        holders = {str(lease.job) for device in found if (lease := self._state.leases.get(device)) is not None}
+        holders = {job for device in found for job in self._state.jobs_on(device)}
         names = sorted(self._state.jobs[job].spec.name for job in self._state.active if job in holders)
         return {**projection.claim_row(claim), "held_by": names}
 

@@ -299,8 +299,7 @@ class JobVerbs:
             ahead = [j.spec.name for j in queued if (-j.priority, j.submitted_s) < mine]
         holders: dict[str, int] = {}
         holders_left_s: dict[str, float] = {}
-        for lease in self._state.leases.values():
-            holder = self._state.jobs[lease.job]
+        for holder in (self._state.jobs[job] for device in self._state.leases for job in self._state.jobs_on(device)):
             name = holder.spec.name
             holders[name] = holders.get(name, 0) + 1
             if (left_s := projection.left_s(holder)) is not None:

@@ -50,6 +50,10 @@ def refuse_malformed(spec: JobSpec) -> None:
         raise UsageError(f"nodes applies to commands: where {spec.kind.value} jobs run is chosen for them")
     if spec.preemptible and spec.kind is not JobKind.COMMAND:
         raise UsageError(f"preemptible applies to commands: {spec.kind.value} jobs can be suspended anyway")
+    if wanted.share < 1:
+        raise UsageError(f"resources.share is {wanted.share}; it must be a number of jobs, 1 for none beside it")
+    if wanted.share > 1 and (spec.kind is not JobKind.COMMAND or wanted.devices != 1 or spec.preemptible):
+        raise UsageError("share applies to commands and shells with one device, and not to preemptible ones")
     if wanted.max_devices and max(wanted.devices, wanted.min_devices) > wanted.max_devices:
         asked = max(wanted.devices, wanted.min_devices)
         raise UsageError(f"at most {counted(wanted.max_devices, 'device')} may be used, but {asked} are asked for")

@@ -132,9 +132,9 @@ class UsageStore:
                 continue
             usage = self.latest(host.id)
             for device in host.devices:
-                lease = self._state.leases.get(device.id)
-                job = str(lease.job) if lease is not None else ""
-                self._add(host.id, device, job, elapsed_s, usage)
+                jobs: list[str] = [*self._state.jobs_on(device.id)] or [""]
+                for job in jobs:  # those that share it have equal parts
+                    self._add(host.id, device, job, elapsed_s / len(jobs), usage)
 
     def _add(self, host: HostId, device: Device, job: str, elapsed_s: float, usage: Usage | None) -> None:
         busy = self._busy(device, job, usage)

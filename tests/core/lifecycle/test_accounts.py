@@ -122,3 +122,23 @@ def test_a_lost_host_takes_the_jobs_of_all_accounts(lab: Lab) -> None:
     attempt = lab.scheduler.state.jobs[job].attempts[0]
     assert attempt.state.value == "ended"
     assert "a is lost" in attempt.why
+
+
+def test_devices_of_a_lost_host_wait_for_the_accounts_whose_ranks_were_there(lab: Lab) -> None:
+    """The host is back before the account's agent: its ranks may still run."""
+    lab.host("a", gpus=2)
+    log_in(lab, "a", "ann")
+    job = running(lab, "ann", devices=1)
+    held, lost = lab.attempt(job).devices, report(lab, job)
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="cable"))
+    refuse(lab, "a", "ann", "cable")
+    lab.fire(Timer(TimerKind.HOST_LOST, "a"))
+    lab.connect("a")
+    other, _ = lab.submit("other", devices=1)
+    assert lab.attempt(other).devices != held
+    third, _ = lab.submit("third", devices=1)
+    assert lab.state(third) == "queued"
+    log_in(lab, "a", "ann", lost)
+    assert lab.state(third) == "queued", "its ranks are there, and are stopped"
+    log_in(lab, "a", "ann")
+    assert lab.attempt(third).devices == held
