@@ -29,7 +29,7 @@ VISIBILITY = ("own", "names", "all")
 ACCOUNT_NAME = re.compile(r"[a-z_][a-z0-9_.-]{0,31}\$?")
 """Names that useradd accepts: they are put on command lines."""
 
-TABLES = ("hosts", "tenants", "users", "datasets", "notify")
+TABLES = ("hosts", "tenants", "users", "datasets", "notify", "web")
 """Settings with their own table in the file; all others belong to ``[daemon]``."""
 
 SPELLED = {"host_lost_after_s": "host_lost_after", "workdir_bytes_max": "workdir_max"}
@@ -69,6 +69,14 @@ class Notify:
 
 
 @dataclass(frozen=True, slots=True)
+class Web:
+    """Read-only pages over HTTP on this machine: ``[web]``."""
+
+    port: int  # of 127.0.0.1
+    visibility: str = "own"  # of jobs to visitors, who have no name: "own", "names" or "all", never more than to users
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The daemon's settings."""
 
@@ -91,6 +99,7 @@ class Config:
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     users: Mapping[str, str] = field(default_factory=dict)  # account on the hosts by user, where the names differ
     notify: Notify | None = None
+    web: Web | None = None
 
 
 def python_path() -> str:
@@ -220,6 +229,7 @@ def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = Fa
             tenants=tenants,
             users=users,
             notify=_notify(values["notify"], f"{where}: [notify]") if "notify" in values else None,
+            web=_web(values["web"], f"{where}: [web]") if "web" in values else None,
         )
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{where}: [daemon]: {error}") from None
@@ -230,6 +240,11 @@ def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = Fa
     for key, value in (("host_lost_after", made.host_lost_after_s), ("workdir_max", made.workdir_bytes_max)):
         if not 0 < value < 1 << 63:  # sent over the wire
             raise ConfigError(f"{where}: [daemon]: {key} is {daemon[key]!r}; it must be above 0, and fit 64 bits")
+    if made.web is not None and VISIBILITY.index(made.web.visibility) > VISIBILITY.index(made.visibility):
+        raise ConfigError(
+            f"{where}: [web]: visibility is {made.web.visibility!r}, and users see {made.visibility!r}: "
+            "visitors of the pages, who are anonymous, must not see more"
+        )
     if len(os.fsencode(made.socket)) > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(
             f"the socket's path is too long for the system ({made.socket}): set CLUSTERD_SOCKET to a shorter one"
@@ -282,6 +297,18 @@ def _notify(table: Any, where: str) -> Notify:
         raise ConfigError(f"{where}: on is {on!r}; it must be a list of some of {', '.join(NOTIFICATIONS)}")
     argv = (os.path.expanduser(command[0]), *command[1:]) if command else ()
     return Notify(argv, tuple(on), urls, by_user)
+
+
+def _web(table: Any, where: str) -> Web:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} is {table!r}; it must be a table")
+    check_keys(table, {f.name for f in fields(Web)}, where)
+    port, visibility = table.get("port"), table.get("visibility", "own")
+    if not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= 65535:
+        raise ConfigError(f"{where}: port is {port!r}; it must be a whole number from 1 to 65535")
+    if visibility not in VISIBILITY:
+        raise ConfigError(f"{where}: visibility is {visibility!r}; it must be one of {', '.join(VISIBILITY)}")
+    return Web(port, visibility)
 
 
 def _urls(given: Any, where: str) -> tuple[str, ...]:

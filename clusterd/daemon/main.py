@@ -62,6 +62,7 @@ from clusterd.daemon.storage.log_tails import LogTails
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.storage.usage import UsageStore
 from clusterd.daemon.unexpected import guarded
+from clusterd.daemon.web.pages import Pages
 from clusterd.errors import ClusterError, first_of
 from clusterd.process_attributes import make_files_private
 from clusterd.protocol.agent import Progress, StateSnapshotTaken, Usage
@@ -195,7 +196,9 @@ class Daemon:
                         tasks.start_soon(guarded, datasets.host_is_up, event.host)
 
             accounts = Accounts(config, engine.scheduler.state, hosts, login_key)
-            api = JobVerbs(config, engine, hosts, archive, feed, invite, stop, accounts, self._config_file)
+            pages = Pages(config.web, lambda: scheduler.state) if config.web is not None else None
+            where = pages.row if pages is not None else lambda: None
+            api = JobVerbs(config, engine, hosts, archive, feed, invite, stop, accounts, self._config_file, where)
             speed = PerformanceVerbs(
                 engine,
                 learned,
@@ -249,6 +252,8 @@ class Daemon:
                 for account in sorted({job.spec.account for job in scheduler.state.jobs.values()} - {""}):
                     await hosts.log_in(account)
             tasks.start_soon(server.serve, listener)
+            if pages is not None:
+                tasks.start_soon(pages.serve, verbs)
             tasks.start_soon(_watchdog)
             tasks.start_soon(_signals, stop)
             notify_systemd(f"READY=1\nSTATUS=serving {config.socket}")
