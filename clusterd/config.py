@@ -32,7 +32,10 @@ ACCOUNT_NAME = re.compile(r"[a-z_][a-z0-9_.-]{0,31}\$?")
 TABLES = ("hosts", "tenants", "users", "datasets", "notify", "web")
 """Settings with their own table in the file; all others belong to ``[daemon]``."""
 
-SPELLED = {"host_lost_after_s": "host_lost_after", "workdir_bytes_max": "workdir_max"}
+SPELLED = {
+    "host_lost_after_s": "host_lost_after", "workdir_bytes_max": "workdir_max", "idle_after_s": "idle_after",
+    "reclaim_idle_s": "reclaim_idle",
+}  # fmt: skip
 """Keys in the file of settings whose value may have a unit; all others have the field's name."""
 
 DEVICES_MAX = 1024
@@ -55,7 +58,15 @@ class HostOptions:
     labels: tuple[str, ...] = ()  # for constraints of jobs: "nvlink", "rack=a"
 
 
-NOTIFICATIONS = ("job finished", "job failed", "job cancelled", "job queued again", "host lost", "host back")
+NOTIFICATIONS = (
+    "job finished",
+    "job failed",
+    "job cancelled",
+    "job queued again",
+    "job idle",
+    "host lost",
+    "host back",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,8 @@ class Config:
     policy: str = "default"
     host_lost_after_s: float = 120.0
     workdir_bytes_max: int = 256 << 20
+    idle_after_s: float = 3600.0  # devices that do nothing for this long are told of; 0: never
+    reclaim_idle_s: float | None = None  # shells whose devices do nothing for this long are ended; None: never
     ssh_config: str | None = None  # instead of ~/.ssh/config
     log_level: str = "info"
     trials: bool = True  # jobs may run a few steps under other plans, to measure their speed
@@ -221,6 +234,8 @@ def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = Fa
             policy=str(daemon.get("policy", "default")),
             host_lost_after_s=_parsed(daemon, "host_lost_after", 120.0, parse_duration_s),
             workdir_bytes_max=_parsed(daemon, "workdir_max", 256 << 20, parse_size),
+            idle_after_s=_parsed(daemon, "idle_after", 3600.0, parse_duration_s),
+            reclaim_idle_s=_parsed(daemon, "reclaim_idle", 0.0, parse_duration_s) if "reclaim_idle" in daemon else None,
             ssh_config=_path(daemon, "ssh_config"),
             trials=_yes_or_no(daemon.get("trials", True), "trials"),
             log_level=_one_of(daemon.get("log_level", "info"), LOG_LEVELS, "log_level"),
@@ -240,6 +255,13 @@ def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = Fa
     for key, value in (("host_lost_after", made.host_lost_after_s), ("workdir_max", made.workdir_bytes_max)):
         if not 0 < value < 1 << 63:  # sent over the wire
             raise ConfigError(f"{where}: [daemon]: {key} is {daemon[key]!r}; it must be above 0, and fit 64 bits")
+    if not 0 <= made.idle_after_s < 1 << 63:
+        raise ConfigError(f"{where}: [daemon]: idle_after is {daemon['idle_after']!r}; it must be a time; 0: never")
+    if made.reclaim_idle_s is not None and not 0 < made.idle_after_s < made.reclaim_idle_s < 1 << 63:
+        raise ConfigError(
+            f"{where}: [daemon]: reclaim_idle is {daemon['reclaim_idle']!r}; it must be longer than idle_after "
+            f"({made.idle_after_s:g} s), when people are warned"
+        )
     if made.web is not None and VISIBILITY.index(made.web.visibility) > VISIBILITY.index(made.visibility):
         raise ConfigError(
             f"{where}: [web]: visibility is {made.web.visibility!r}, and users see {made.visibility!r}: "

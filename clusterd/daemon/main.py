@@ -58,6 +58,7 @@ from clusterd.daemon.profiling.profiler import Profiler
 from clusterd.daemon.settings import refuse_unknown
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.backups import Backups
+from clusterd.daemon.storage.idle_jobs import IdleJobs
 from clusterd.daemon.storage.log_tails import LogTails
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.storage.usage import UsageStore
@@ -188,7 +189,7 @@ class Daemon:
                 newest_event.write(*engine.newest())
                 feed.add(events, decisions)
                 if notifier is not None:
-                    notifier.handled(decisions)
+                    notifier.handled(decisions, events)
                 executor.carry_out(decisions)
                 profiler.handled(events)
                 for event in events:
@@ -239,6 +240,8 @@ class Daemon:
             tasks.start_soon(profiler.run)
             tasks.start_soon(terminals.run)
             tasks.start_soon(guarded, usage.run)
+            if config.idle_after_s:
+                tasks.start_soon(guarded, IdleJobs(engine, usage.busy, config.idle_after_s, config.reclaim_idle_s).run)
             tasks.start_soon(guarded, LogTails(engine, hosts, archive).run)
             tasks.start_soon(guarded, backups.run)
             if notifier is not None:
