@@ -38,6 +38,9 @@ from clusterd.units import duration
 
 Row = dict[str, Any]
 
+JSON_VERSION = 1
+"""Version of the fields of rows, which docs/json.md describes; raised when one is renamed or changes its meaning."""
+
 _PASSWORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 """Parts of names of variables whose values belong into ``[secrets]``."""
 

@@ -64,6 +64,7 @@ _COMMANDS = {
     "metrics": ("metrics", "metrics", "Print metrics of hosts, devices and jobs for Prometheus."),
     "simulate": ("simulate", "simulate", "Simulate a workload under several policies and compare them."),
     "advise": ("advise", "advise", "Answer scheduling situations, one JSON object per line."),
+    "man": ("man", "man", "Print the manual page of all commands."),
     "completion": ("completion", "completion", "Print the shell's completion script."),
     "config": ("head_node.settings", "config", "Check a configuration or job file."),
 }

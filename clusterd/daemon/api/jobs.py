@@ -155,6 +155,7 @@ class JobVerbs:
             counts[job.state.value] = counts.get(job.state.value, 0) + 1
         return {
             "version": __version__,
+            "json_version": projection.JSON_VERSION,
             "pid": os.getpid(),
             "started_s": self._started_s,
             "epoch": state.epoch,

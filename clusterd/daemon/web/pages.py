@@ -19,6 +19,7 @@ from clusterd.daemon.api.server import Verb, checked_arguments
 from clusterd.daemon.web.metrics import CONTENT_TYPE, USAGE_MINUTES, prometheus_text
 from clusterd.daemon.web.server import Answer, HttpServer, Request
 from clusterd.errors import ClusterError, UsageError
+from clusterd.units import with_iso_times
 
 VISITOR = Peer(user="", uid=-1, is_operator=False, is_reader=True)
 """Everybody who can reach the port; no job is theirs."""
@@ -99,7 +100,7 @@ class Pages:
         except UsageError as error:
             status = HTTPStatus.NOT_FOUND if named else HTTPStatus.BAD_REQUEST
             return _failure(status, self._access.text(VISITOR, str(error)))
-        return Answer(HTTPStatus.OK, msgspec.json.encode(answer), "application/json")
+        return Answer(HTTPStatus.OK, msgspec.json.encode(with_iso_times(answer)), "application/json")
 
     async def _call(self, verb: str, given: dict[str, Any]) -> Any:
         """Answer of a verb to a visitor, checked and filtered as for a client of the socket."""
