@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from clusterd.cli.main import cli
+from clusterd.cli.main import _COMMANDS, _ELSEWHERE, cli
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +52,12 @@ def test_groff_sets_it_without_a_warning(page: str) -> None:
 def test_no_line_of_help_is_taken_for_a_request(page: str) -> None:
     known = (".TH", ".SH", ".SS", ".PP", ".TP", ".nf", ".fi", ".B ")
     assert [line for line in page.splitlines() if line[:1] in (".", "'") and not line.startswith(known)] == []
+
+
+def test_commands_of_other_programs_lead_to_the_one_here() -> None:
+    for typed, here in (("squeue", "clusterd ls"), ("scancel", "clusterd cancel"), ("attach", "clusterd logs -f")):
+        answer = CliRunner().invoke(cli, [typed])
+        assert answer.exit_code == 2 and f"No such command '{typed}'. Here it is: {here}" in answer.output
+    for here in {text.split()[0].strip(",") for text in _ELSEWHERE.values()}:
+        assert here in _COMMANDS
+    assert not _ELSEWHERE.keys() & _COMMANDS.keys()
