@@ -144,7 +144,18 @@ def test_a_visitor_sees_of_jobs_what_the_setting_says(cluster: RunningCluster) -
     assert (row["name"], row["user"], row["state"]) == ("another-user's-job", "another-user", "running")
     for path in ("secret-plan", "secret", "none", job, f"{job}/why", f"{job}/steps"):
         assert ask(port, f"/api/jobs/{path}")[0] == 403
-    pages = ("jobs?all=1", "hosts", "hosts/local0", "history", "usage", "status", "arrays", "claims")
+    pages = (
+        "report?since_s=0&by=job",
+        "report?since_s=0&by=model",
+        "jobs?all=1",
+        "hosts",
+        "hosts/local0",
+        "history",
+        "usage",
+        "status",
+        "arrays",
+        "claims",
+    )
     seen = "".join(ask(port, f"/api/{page}")[1] for page in pages) + ask(port, "/metrics")[1]
     assert "secret-plan" not in seen and "sleep" not in seen
     cluster.run("stop")
