@@ -229,6 +229,9 @@ def test_a_browser_shows_queue_fleet_and_a_job_with_its_metrics(cluster: Running
     job = train(cluster)
     sleep(cluster, "sleeper", "sh", "-c", "sleep 1000", PICTURE)
 
+    command = ("run", "-d", "--no-snapshot", "--name", "night", "--array", "1-3%1", "--", "sleep", "1000")
+    tasks = cluster.run(*command).stdout.split()
+    cluster.wait_for(tasks[0], lambda row: row["state"] == "running")
     url = f"http://127.0.0.1:{port}/"
 
     async def look() -> None:
@@ -236,8 +239,11 @@ def test_a_browser_shows_queue_fleet_and_a_job_with_its_metrics(cluster: Running
         assert browser is not None
         async with opened(browser, url, tmp_path / "profile") as page:
             await page.text_with("sleeper", "running", "1 of 2 devices leased", "Read-only")
+            await page.text_with("night", "3 tasks: 1 running, 2 queued")
             await page.go(f"{url}?all")
-            await page.text_with("linear", "finished", "12/12")
+            await page.text_with("linear", "finished", "12/12", "3 tasks")
+            await page.go(f"{url}?all&array={tasks[0]}")
+            await page.text_with("Tasks of", "night_1", "night_2", "night_3")
             await page.go(f"{url}fleet")
             await page.text_with("local0", "up", "free", "sleeper")
             await page.go(f"{url}jobs/{job}")

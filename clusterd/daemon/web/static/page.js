@@ -86,12 +86,32 @@ function series(text) {
   return found;
 }
 
+const STATES = ["running", "starting", "stopping", "queued", "failed", "cancelled", "finished"];
+
+// One row for the listed tasks of an array or sweep, in the place of the first.
+function folded(jobs) {
+  const arrays = Map.groupBy(jobs.filter(job => job.array), job => job.array.id);
+  return jobs.flatMap(job => {
+    const tasks = job.array ? arrays.get(job.array.id) : [];
+    if (tasks.length < 2) return [job];
+    if (tasks[0] !== job) return [];
+    const counts = STATES.map(state => [state, tasks.filter(task => task.state === state).length]).filter(([, count]) => count);
+    return [{...job, array_id: job.array.id, id: `${job.array.id}_*`, name: job.array.name, state: counts[0][0], loss: null, left_s: null,
+      devices: tasks.flatMap(task => task.holds_devices ? task.devices : []), asked: tasks.reduce((sum, task) => sum + task.asked, 0),
+      step: tasks.filter(task => task.ended_s !== null).length, steps: tasks.length,
+      reason: `${tasks.length} tasks: ${counts.map(([state, count]) => `${count} ${state}`).join(", ")}`}];
+  });
+}
+
+const queueLink = (job, text) => job.array_id ? element("a", {href: `/?all&array=${encodeURIComponent(job.array_id)}`}, text) : jobLink(job.id, text);
+
 async function queue() {
-  const all = new URLSearchParams(location.search).has("all");
-  const jobs = await ask(all ? "jobs?all=true" : "jobs");
+  const asked = new URLSearchParams(location.search), all = asked.has("all"), array = asked.get("array");
+  const listed = await ask(all ? "jobs?all=true" : "jobs");
+  const jobs = array === null ? folded(listed) : listed.filter(job => job.array && job.array.id === array);
   const columns = [
-    ["job", job => jobLink(job.id)],
-    ["name", job => jobLink(job.id, job.name)],
+    ["job", job => queueLink(job, job.id)],
+    ["name", job => queueLink(job, job.name)],
     ["user", job => job.user],
     ["state", job => element("span", {class: job.state}, job.state)],
     ["devices", job => job.devices.length ? `${job.devices.length} of ${job.asked}` : String(job.asked), "number"],
@@ -100,7 +120,7 @@ async function queue() {
     ["left", job => duration(job.left_s), "number"],
     ["why", job => job.reason, "why"],
   ];
-  const heading = element("h1", {}, all ? "All jobs" : "Queue");
+  const heading = element("h1", {}, array !== null ? `Tasks of ${array}` : all ? "All jobs" : "Queue");
   const other = element("p", {}, element("a", {href: all ? "/" : "/?all"}, all ? "only jobs that are not over" : "also jobs that are over"));
   return [heading, jobs.length ? table(columns, all ? jobs.reverse() : jobs) : element("p", {}, "No job waits or runs."), other];
 }
