@@ -29,10 +29,13 @@ VISIBILITY = ("own", "names", "all")
 ACCOUNT_NAME = re.compile(r"[a-z_][a-z0-9_.-]{0,31}\$?")
 """Names that useradd accepts: they are put on command lines."""
 
-TABLES = ("hosts", "tenants", "users", "datasets", "notify")
+TABLES = ("hosts", "tenants", "users", "datasets", "notify", "web")
 """Settings with their own table in the file; all others belong to ``[daemon]``."""
 
-SPELLED = {"host_lost_after_s": "host_lost_after", "workdir_bytes_max": "workdir_max"}
+SPELLED = {
+    "host_lost_after_s": "host_lost_after", "workdir_bytes_max": "workdir_max", "idle_after_s": "idle_after",
+    "reclaim_idle_s": "reclaim_idle",
+}  # fmt: skip
 """Keys in the file of settings whose value may have a unit; all others have the field's name."""
 
 DEVICES_MAX = 1024
@@ -55,7 +58,15 @@ class HostOptions:
     labels: tuple[str, ...] = ()  # for constraints of jobs: "nvlink", "rack=a"
 
 
-NOTIFICATIONS = ("job finished", "job failed", "job cancelled", "job queued again", "host lost", "host back")
+NOTIFICATIONS = (
+    "job finished",
+    "job failed",
+    "job cancelled",
+    "job queued again",
+    "job idle",
+    "host lost",
+    "host back",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,14 @@ class Notify:
     on: tuple[str, ...] = ()
     urls: tuple[str, ...] = ()  # services, as apprise spells them
     users: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # further ones, for jobs of this user
+
+
+@dataclass(frozen=True, slots=True)
+class Web:
+    """Read-only pages over HTTP on this machine: ``[web]``."""
+
+    port: int  # of 127.0.0.1
+    visibility: str = "own"  # of jobs to visitors, who have no name: "own", "names" or "all", never more than to users
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +102,8 @@ class Config:
     policy: str = "default"
     host_lost_after_s: float = 120.0
     workdir_bytes_max: int = 256 << 20
+    idle_after_s: float = 3600.0  # devices that do nothing for this long are told of; 0: never
+    reclaim_idle_s: float | None = None  # shells whose devices do nothing for this long are ended; None: never
     ssh_config: str | None = None  # instead of ~/.ssh/config
     log_level: str = "info"
     trials: bool = True  # jobs may run a few steps under other plans, to measure their speed
@@ -91,6 +112,7 @@ class Config:
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     users: Mapping[str, str] = field(default_factory=dict)  # account on the hosts by user, where the names differ
     notify: Notify | None = None
+    web: Web | None = None
 
 
 def python_path() -> str:
@@ -212,6 +234,8 @@ def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = Fa
             policy=str(daemon.get("policy", "default")),
             host_lost_after_s=_parsed(daemon, "host_lost_after", 120.0, parse_duration_s),
             workdir_bytes_max=_parsed(daemon, "workdir_max", 256 << 20, parse_size),
+            idle_after_s=_parsed(daemon, "idle_after", 3600.0, parse_duration_s),
+            reclaim_idle_s=_parsed(daemon, "reclaim_idle", 0.0, parse_duration_s) if "reclaim_idle" in daemon else None,
             ssh_config=_path(daemon, "ssh_config"),
             trials=_yes_or_no(daemon.get("trials", True), "trials"),
             log_level=_one_of(daemon.get("log_level", "info"), LOG_LEVELS, "log_level"),
@@ -220,6 +244,7 @@ def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = Fa
             tenants=tenants,
             users=users,
             notify=_notify(values["notify"], f"{where}: [notify]") if "notify" in values else None,
+            web=_web(values["web"], f"{where}: [web]") if "web" in values else None,
         )
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{where}: [daemon]: {error}") from None
@@ -230,6 +255,18 @@ def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = Fa
     for key, value in (("host_lost_after", made.host_lost_after_s), ("workdir_max", made.workdir_bytes_max)):
         if not 0 < value < 1 << 63:  # sent over the wire
             raise ConfigError(f"{where}: [daemon]: {key} is {daemon[key]!r}; it must be above 0, and fit 64 bits")
+    if not 0 <= made.idle_after_s < 1 << 63:
+        raise ConfigError(f"{where}: [daemon]: idle_after is {daemon['idle_after']!r}; it must be a time; 0: never")
+    if made.reclaim_idle_s is not None and not 0 < made.idle_after_s < made.reclaim_idle_s < 1 << 63:
+        raise ConfigError(
+            f"{where}: [daemon]: reclaim_idle is {daemon['reclaim_idle']!r}; it must be longer than idle_after "
+            f"({made.idle_after_s:g} s), when people are warned"
+        )
+    if made.web is not None and VISIBILITY.index(made.web.visibility) > VISIBILITY.index(made.visibility):
+        raise ConfigError(
+            f"{where}: [web]: visibility is {made.web.visibility!r}, and users see {made.visibility!r}: "
+            "visitors of the pages, who are anonymous, must not see more"
+        )
     if len(os.fsencode(made.socket)) > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(
             f"the socket's path is too long for the system ({made.socket}): set CLUSTERD_SOCKET to a shorter one"
@@ -282,6 +319,18 @@ def _notify(table: Any, where: str) -> Notify:
         raise ConfigError(f"{where}: on is {on!r}; it must be a list of some of {', '.join(NOTIFICATIONS)}")
     argv = (os.path.expanduser(command[0]), *command[1:]) if command else ()
     return Notify(argv, tuple(on), urls, by_user)
+
+
+def _web(table: Any, where: str) -> Web:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} is {table!r}; it must be a table")
+    check_keys(table, {f.name for f in fields(Web)}, where)
+    port, visibility = table.get("port"), table.get("visibility", "own")
+    if not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= 65535:
+        raise ConfigError(f"{where}: port is {port!r}; it must be a whole number from 1 to 65535")
+    if visibility not in VISIBILITY:
+        raise ConfigError(f"{where}: visibility is {visibility!r}; it must be one of {', '.join(VISIBILITY)}")
+    return Web(port, visibility)
 
 
 def _urls(given: Any, where: str) -> tuple[str, ...]:

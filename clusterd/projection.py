@@ -38,6 +38,9 @@ from clusterd.units import duration
 
 Row = dict[str, Any]
 
+JSON_VERSION = 1
+"""Version of the fields of rows, which docs/json.md describes; raised when one is renamed or changes its meaning."""
+
 _PASSWORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 """Parts of names of variables whose values belong into ``[secrets]``."""
 
@@ -76,6 +79,7 @@ def job_row(job: Job, state: State) -> Row:
         "step_time_s": job.step_time_s,
         "left_s": left_s(job),
         "progressed_s": job.progressed_s,
+        "idle_since_s": running.idle_since_s if running is not None else None,
         "predicted_step_time_s": predicted_step_time_s(job, state),
         "profiling": job.trials.is_running,
         "trials": len(job.trials.finished),
@@ -131,6 +135,10 @@ def reason(job: Job, state: State) -> str:
     if job.building and not away:
         builds = ", ".join(f"{host} since {_clock(since_s)}" for host, since_s in job.building.items())
         return f"building its environment on {builds}"
+    if attempt is not None and attempt.idle_since_s is not None and not away:
+        ends_s = state.timers.get(Timer(TimerKind.IDLE, job.id))
+        then = f", and it ends at {_clock(ends_s)} if that lasts" if ends_s is not None else ""
+        return f"idle: its devices have done nothing since {_clock(attempt.idle_since_s)}{then}; {job.reason}"
     if attempt is None or not away:
         return job.reason
     account = attempt.account

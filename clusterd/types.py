@@ -122,6 +122,10 @@ class ArrayTask:
     most: int = 0  # tasks that may run at once; 0: any number
 
 
+RESERVATION_COMMAND = ("sleep", "infinity")
+"""Command of a job that only reserves devices."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """Complete specification of a job; nothing is read again after the submission."""
@@ -167,6 +171,11 @@ class JobSpec:
     array: ArrayTask | None = None  # None: submitted alone
     ports: tuple[int, ...] = ()  # on which it serves something, for `clusterd forward` and for people
     trials: bool = True  # it may run a few steps under other plans, to measure their speed
+
+    @property
+    def is_reservation(self) -> bool:
+        """True where its command only holds devices, for a shell beside it."""
+        return self.interactive and self.command == RESERVATION_COMMAND
 
     @property
     def is_built(self) -> bool:

@@ -1,10 +1,12 @@
-"""Parsing and formatting of sizes and durations."""
+"""Parsing and formatting of sizes, durations and times."""
 
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from functools import lru_cache
 from operator import eq, ge, gt, le, lt
+from typing import Any
 
 _SIZES = {
     "": 1,
@@ -133,3 +135,39 @@ def duration(seconds: float) -> str:
     if hours < 24:
         return f"{hours}h{minutes:02d}m"
     return f"{hours // 24}d{hours % 24:02d}h"
+
+
+TIMES = {
+    "at_s", "since_s", "submitted_s", "queued_s", "created_s", "started_s", "ended_s", "progressed_s", "idle_since_s",
+    "latest_s", "from_s", "until_s", "reclaim_at_s", "not_before_s",
+}  # fmt: skip
+"""Fields of rows that are points in time, as seconds since the epoch; all other names in ``_s`` are durations."""
+
+
+def with_iso_times(value: Any) -> Any:
+    """Copy of rows in which each point in time is there as text by ISO 8601, too: ``started_s`` and ``started_at``."""
+    if isinstance(value, list | tuple):
+        return [with_iso_times(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    shown: dict[Any, Any] = {}
+    for key, item in value.items():
+        shown[key] = with_iso_times(item)
+        if key in TIMES and (item is None or isinstance(item, int | float)):
+            shown[iso_name(key)] = None if item is None else iso_time(item)
+    return shown
+
+
+def iso_name(name: str) -> str:
+    """Name of the text beside a point in time: ``started_at`` beside ``started_s``, ``at`` beside ``at_s``."""
+    bare = name.removesuffix("_s")
+    return bare if bare == "at" or bare.endswith("_at") else f"{bare}_at"
+
+
+def iso_time(at_s: float) -> str:
+    """Point in time by ISO 8601 in UTC, to the millisecond, as in ``2026-03-02T09:15:00.250Z``."""
+    try:
+        found = datetime.fromtimestamp(at_s, UTC)
+    except (OverflowError, ValueError, OSError):  # as of a claim without end
+        return ""
+    return found.isoformat(timespec="milliseconds").replace("+00:00", "Z")

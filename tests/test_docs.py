@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+from clusterd import config as configuration
+from clusterd import projection
+from clusterd.core import events as e
+from clusterd.core.state import Migration
 from clusterd.submission import job_file
+from clusterd.types import DeviceClaim, DeviceId, HostId, Tenant
+from clusterd.units import TIMES
+from plans.plan import Plan
+from tests.core.conftest import Lab
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,6 +49,55 @@ def test_the_reference_of_job_files_has_every_key() -> None:
     named = {word for code in re.findall(r"`([^`]+)`", page) for word in re.split(r"[^a-z_]+", code)}
     keys = job_file._TOP | job_file._RESOURCES | job_file._LIMITS | job_file._CHECKPOINTS
     assert keys - named == set()
+
+
+def _rows() -> list[tuple[str, dict[str, Any]]]:
+    """Rows as clients get them, with the heading that describes them in docs/json.md."""
+    lab = Lab()
+    host = HostId("a")
+    lab.host("a", gpus=2)
+    job, _ = lab.submit(devices=1)
+    lab.run(job)
+    state = lab.scheduler.state
+    known, attempt = state.jobs[job], lab.attempt(job)
+    plan = Plan()
+    migration = Migration(number=1, generation=2, old_plan=plan, plan=plan, ranks={}, reason="", started_s=0.0)
+    claim = DeviceClaim(id="1", devices=(DeviceId("a:gpu1"),), from_s=0.0, reason="demo")
+    lab.tell(e.DevicesClaimed(**lab.at(), claim=claim))
+    row = projection.host_row(state, state.hosts[host])
+    return [
+        ("## A job", projection.job_row(known, state)),
+        ("## An attempt", projection.attempt_row(attempt)),
+        ("## A migration", projection.migration_row(migration)),
+        ("## A host", row),
+        ("## A host", row["devices"][0]),
+        ("## A host", row["claims"][0]),
+    ]
+
+
+def test_the_reference_of_json_has_every_field() -> None:
+    page = (ROOT / "docs" / "json.md").read_text()
+    for heading, row in _rows():
+        section = page.partition(heading + "\n")[2].partition("\n## ")[0]
+        assert set(row) - set(re.findall(r"`(\w+)`", section)) == set(), heading
+    times = {name for _, row in _rows() for name in row if name in TIMES}
+    assert {"started_s", "submitted_s", "since_s", "until_s"} <= times
+
+
+def test_the_reference_of_settings_has_every_key() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    example = tomllib.loads(page.partition("```toml\n")[2].partition("```")[0])
+    assert set(example) == {"daemon", *configuration.TABLES}
+    daemon = {configuration.SPELLED.get(f.name, f.name) for f in fields(configuration.Config)}
+    assert set(example["daemon"]) == daemon - set(configuration.TABLES)
+    for table, kind in (
+        (example["hosts"]["gpu01"], configuration.HostOptions),
+        (example["notify"], configuration.Notify),
+        (example["web"], configuration.Web),
+        (example["tenants"]["vision"], Tenant),
+    ):
+        assert set(table) == {f.name for f in fields(kind)}, kind
+    configuration.of_values({**example, "daemon": {**example["daemon"], "state_dir": "/x"}}, None)
 
 
 def test_links_between_pages_lead_somewhere() -> None:

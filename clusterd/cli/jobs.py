@@ -109,7 +109,8 @@ def _folded(rows: list[dict[str, Any]], arrays: list[dict[str, Any]]) -> list[di
 
 def _array_line(row: dict[str, Any]) -> list[Any]:
     states = row["states"]
-    state = "running" if states.keys() & {"starting", "running", "stopping"} else "queued"
+    waits_or_ended = next((state for state in ("queued", "failed", "cancelled") if states.get(state)), "finished")
+    state = "running" if states.keys() & {"starting", "running", "stopping"} else waits_or_ended
     most = f", at most {row['most']} at once" if row["most"] else ""
     names = {"queued": "pending", "finished": "done"}
     counts = ", ".join(f"{states[state]} {names.get(state, state)}" for state in _ORDER if states.get(state))

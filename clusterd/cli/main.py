@@ -64,6 +64,7 @@ _COMMANDS = {
     "metrics": ("metrics", "metrics", "Print metrics of hosts, devices and jobs for Prometheus."),
     "simulate": ("simulate", "simulate", "Simulate a workload under several policies and compare them."),
     "advise": ("advise", "advise", "Answer scheduling situations, one JSON object per line."),
+    "man": ("man", "man", "Print the manual page of all commands."),
     "completion": ("completion", "completion", "Print the shell's completion script."),
     "config": ("head_node.settings", "config", "Check a configuration or job file."),
 }
@@ -71,6 +72,15 @@ _COMMANDS = {
 
 EXIT_BUG = 70
 """EX_SOFTWARE of sysexits.h."""
+
+
+_ELSEWHERE = {
+    "sbatch": "submit", "srun": "run", "salloc": "shell", "squeue": "ls", "sinfo": "host ls", "sacct": "ls --since 1d",
+    "scancel": "cancel", "scontrol": "hold, release, requeue, edit", "sprio": "why", "attach": "logs -f",
+    "ps": "ls", "list": "ls", "jobs": "ls", "queue": "ls", "hosts": "host ls", "nodes": "host ls", "kill": "cancel",
+    "exec": "shell", "rm": "forget", "tail": "logs -f",
+}  # fmt: skip
+"""Commands of Slurm, tmux, pueue and docker that hands type, and what does the same."""
 
 
 class _Commands(click.Group):
@@ -98,6 +108,8 @@ class _Commands(click.Group):
         except click.UsageError as error:
             import difflib
 
+            if here := _ELSEWHERE.get(args[0]):
+                raise click.UsageError(f"{error.message} Here it is: clusterd {here}", ctx) from None
             near = difflib.get_close_matches(args[0], _COMMANDS, 1)
             if not near:
                 raise

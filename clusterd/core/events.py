@@ -390,6 +390,16 @@ class AttemptProgressed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IdlenessObserved(Event):
+    """The devices of an attempt have done nothing since `since_s`; None: they work again."""
+
+    job: JobId
+    attempt: int
+    since_s: float | None
+    reclaim_at_s: float | None = None  # end of a reservation that stays idle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTaken(Event):
     """The job's whole state of the end of `step` is in a checkpoint on disk."""
 
@@ -477,8 +487,8 @@ EVENTS: dict[str, type[Event]] = {
         AccountDisconnected, JobSubmitted, JobCancelled, JobReprioritised, JobEdited, JobHeld, JobReleased,
         JobRequeued, ModelDescribed, ModelNotDescribed, SpeedLearned, CompletionPredicted, TrialProposed,
         TrialMeasured, EnvironmentBuildStarted, EnvironmentBuilt, AttemptLaunched, LaunchFailed, RankExited,
-        RankOrphaned, AttemptStopped, AttemptProgressed, CheckpointTaken, MigrationRequested, JobUnpinned,
-        MigrationAdvanced, MigrationVerified, MigrationFinished, MigrationFailed,
+        RankOrphaned, AttemptStopped, AttemptProgressed, IdlenessObserved, CheckpointTaken, MigrationRequested,
+        JobUnpinned, MigrationAdvanced, MigrationVerified, MigrationFinished, MigrationFailed,
     )
 }  # fmt: skip
 """Event classes by the name that the journal stores."""

@@ -270,6 +270,7 @@ _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.RankOrphaned: attempt_events.on_rank_orphaned,
     e.AttemptStopped: attempt_events.on_attempt_stopped,
     e.AttemptProgressed: attempt_events.on_attempt_progressed,
+    e.IdlenessObserved: attempt_events.on_idleness_observed,
     e.CheckpointTaken: attempt_events.on_checkpoint_taken,
     e.MigrationRequested: migration_events.on_migration_requested,
     e.JobUnpinned: migration_events.on_job_unpinned,

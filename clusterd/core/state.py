@@ -174,6 +174,7 @@ class Attempt:
     account: str = ""  # of its job
     state: AttemptState = AttemptState.LAUNCHING
     step: int = 0  # newest that was reported
+    idle_since_s: float | None = None  # since when its devices do nothing, once that is long; None: they work
     ended_s: float | None = None
     unconfirmed_hosts: set[HostId] = field(default_factory=set)  # lost before they reported the attempt gone
     outcome: Outcome | None = None

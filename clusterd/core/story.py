@@ -116,6 +116,16 @@ def _of_job(event: e.Event) -> Line | None:
     return None
 
 
+def _idleness(event: e.IdlenessObserved, state: State) -> str:
+    if event.since_s is None:
+        return "its devices work again"
+    text = f"its devices have done nothing for {duration(event.at_s - event.since_s)}"
+    known = state.jobs.get(event.job)
+    if event.reclaim_at_s is None or known is None or not known.spec.is_reservation:
+        return text
+    return f"{text}; it ends in {duration(max(event.reclaim_at_s - event.at_s, 0.0))} if that lasts"
+
+
 def _of_attempt(event: e.Event, state: State) -> Line:
     match event:
         case e.AttemptLaunched(attempt=number, restored_step=step):
@@ -138,6 +148,8 @@ def _of_attempt(event: e.Event, state: State) -> Line:
         case e.AttemptProgressed(step=step, loss=loss, step_time_s=step_s):
             at = f", loss {loss:.4g}" if loss is not None else ""
             return Line(f"step {step:,}{at}, {duration(step_s)} a step", is_routine=True)
+        case e.IdlenessObserved():
+            return Line(_idleness(event, state))
         case e.CheckpointTaken(step=step):
             return Line(f"checkpoint of step {step:,}", is_routine=True)
         case e.MigrationAdvanced(phase=phase, seconds=seconds, what=what):

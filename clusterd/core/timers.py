@@ -21,6 +21,7 @@ class TimerKind(StrEnum):
     TRIAL = "trial"  # a trial must have been measured
     STALL = "stall"  # a job without a step is restarted
     LIMIT = "limit"  # a job's time limit
+    IDLE = "idle"  # a reservation whose devices do nothing ends
     RETRY = "retry"  # the back-off of a job is over
     SETTLE = "settle"  # a job may be migrated again
 

@@ -261,7 +261,7 @@ def _without_output(row: dict[str, Any]) -> dict[str, Any]:
 
 def _empty(value: Any) -> Any:
     """Empty value of the same type, so that clients find what they expect."""
-    return type(value)() if isinstance(value, str | list | dict | bool | int) else None
+    return type(value)() if isinstance(value, str | list | tuple | dict | bool | int) else None
 
 
 def _is_among(user: str, uid: int, names: Iterable[str]) -> bool:

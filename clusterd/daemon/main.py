@@ -58,10 +58,12 @@ from clusterd.daemon.profiling.profiler import Profiler
 from clusterd.daemon.settings import refuse_unknown
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.backups import Backups
+from clusterd.daemon.storage.idle_jobs import IdleJobs
 from clusterd.daemon.storage.log_tails import LogTails
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.storage.usage import UsageStore
 from clusterd.daemon.unexpected import guarded
+from clusterd.daemon.web.pages import Pages
 from clusterd.errors import ClusterError, first_of
 from clusterd.process_attributes import make_files_private
 from clusterd.protocol.agent import Progress, StateSnapshotTaken, Usage
@@ -187,7 +189,7 @@ class Daemon:
                 newest_event.write(*engine.newest())
                 feed.add(events, decisions)
                 if notifier is not None:
-                    notifier.handled(decisions)
+                    notifier.handled(decisions, events)
                 executor.carry_out(decisions)
                 profiler.handled(events)
                 for event in events:
@@ -195,7 +197,9 @@ class Daemon:
                         tasks.start_soon(guarded, datasets.host_is_up, event.host)
 
             accounts = Accounts(config, engine.scheduler.state, hosts, login_key)
-            api = JobVerbs(config, engine, hosts, archive, feed, invite, stop, accounts, self._config_file)
+            pages = Pages(config.web, lambda: scheduler.state) if config.web is not None else None
+            where = pages.row if pages is not None else lambda: None
+            api = JobVerbs(config, engine, hosts, archive, feed, invite, stop, accounts, self._config_file, where)
             speed = PerformanceVerbs(
                 engine,
                 learned,
@@ -236,6 +240,8 @@ class Daemon:
             tasks.start_soon(profiler.run)
             tasks.start_soon(terminals.run)
             tasks.start_soon(guarded, usage.run)
+            if config.idle_after_s:
+                tasks.start_soon(guarded, IdleJobs(engine, usage.busy, config.idle_after_s, config.reclaim_idle_s).run)
             tasks.start_soon(guarded, LogTails(engine, hosts, archive).run)
             tasks.start_soon(guarded, backups.run)
             if notifier is not None:
@@ -249,6 +255,8 @@ class Daemon:
                 for account in sorted({job.spec.account for job in scheduler.state.jobs.values()} - {""}):
                     await hosts.log_in(account)
             tasks.start_soon(server.serve, listener)
+            if pages is not None:
+                tasks.start_soon(pages.serve, verbs)
             tasks.start_soon(_watchdog)
             tasks.start_soon(_signals, stop)
             notify_systemd(f"READY=1\nSTATUS=serving {config.socket}")

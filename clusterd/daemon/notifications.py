@@ -18,7 +18,9 @@ import anyio.to_thread
 import msgspec
 
 from clusterd.config import Notify
+from clusterd.core import story
 from clusterd.core.decisions import Decision, EndJob, RequeueJob
+from clusterd.core.events import Event, IdlenessObserved
 from clusterd.core.state import Job, Outcome, State
 from clusterd.process_attributes import inherited_umask
 from clusterd.types import HostId, HostState
@@ -46,8 +48,12 @@ class Notifier:
         self._waiting: deque[Notification] = deque()
         self._bell = anyio.Event()
 
-    def handled(self, decisions: Iterable[Decision]) -> None:
+    def handled(self, decisions: Iterable[Decision], events: Iterable[Event] = ()) -> None:
         """Queue the notifications of a handled batch."""
+        for event in events:
+            if isinstance(event, IdlenessObserved) and event.since_s is not None:
+                line = story.of_event(event, self._state)
+                self._queue(_of_job(self._state.jobs[event.job], "idle", f" is idle: {line.text}"))
         for decision in decisions:
             if isinstance(decision, EndJob):
                 self._queue(

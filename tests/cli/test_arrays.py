@@ -69,7 +69,8 @@ def test_an_array_is_one_line_and_is_held_and_cancelled_whole(local_cluster: Run
     cluster.run("cancel", "--wait", "night")
     assert cluster.run("wait", "night", check=False).returncode == 130
     assert [cluster.job(job)["state"] for job in jobs] == ["cancelled"] * 5
-    assert "5 cancelled" in cluster.run("ls", "--all").stdout
+    (over,) = cluster.run("ls", "--all").stdout.splitlines()[1:]
+    assert over.split()[:3] == [f"{jobs[0]}_*", "night", "cancelled"] and "5 cancelled" in over
 
 
 def test_a_sweep_has_results_by_value(local_cluster: RunningCluster, tmp_path: Path) -> None:

@@ -62,11 +62,10 @@ def test_measurements_go_to_standard_output(cluster: RunningCluster) -> None:
 
 
 def test_names_are_escaped() -> None:
-    from clusterd.cli.metrics import _labels
+    from clusterd.daemon.web.metrics import labels_text
 
-    (found,) = read(
-        f"# HELP clusterd_x x\n# TYPE clusterd_x gauge\nclusterd_x{_labels({'name': chr(92) + chr(10) + chr(34)})} 1"
-    )
+    labels = labels_text({"name": '\\\n"'})
+    (found,) = read(f"# HELP clusterd_x x\n# TYPE clusterd_x gauge\nclusterd_x{labels} 1")
     assert found == r'clusterd_x{name="\\\n\""}'
 
 

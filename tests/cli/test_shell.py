@@ -191,3 +191,30 @@ def test_what_cannot_be_is_said_in_a_line(local_cluster: RunningCluster, tmp_pat
         refused = local_cluster.run("shell", *arguments, check=False)
         assert (refused.returncode, refused.stdout) == (code, ""), arguments
         assert why in refused.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_an_idle_shell_is_warned_in_its_terminal_and_ended(cluster: RunningCluster, tmp_path: Path) -> None:
+    """Work in it, also where it left the shell's session, is use of its devices; a prompt is not."""
+    settings = tmp_path / "clusterd.toml"
+    settings.write_text('[daemon]\nidle_after = "15s"\nreclaim_idle = "40s"\n')
+    cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+    cluster.start(hosts=1)
+    person = Person(cluster, tmp_path, "shell", "--no-snapshot", "--devices", "1", "sh")
+    try:
+        person.sees("$ " if os.getuid() else "# ")
+        person.types("setsid sh -c 'echo $$ > busy; while :; do :; done' & echo begu''n\n")
+        person.sees("begun")
+        begun_s = time.monotonic()
+        until(lambda: time.monotonic() - begun_s > 40.0)
+        assert cluster.job("shell")["idle_since_s"] is None
+        person.types("kill $(cat busy)\n")
+        person.sees("clusterd: idle: its devices have done nothing since")
+        assert "idle: " in cluster.run("why", "shell").stdout
+        person.sees("its devices did nothing for")
+        assert person.leaves() == 124
+    finally:
+        person.close()
+    ended = cluster.wait_for("shell", lambda row: row["state"] == "failed")
+    assert (ended["exit_code"], ended["holds_devices"]) == (124, False)
+    assert "its devices have done nothing for" in cluster.run("history").stdout

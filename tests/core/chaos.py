@@ -97,6 +97,19 @@ class Chaos(RuleBasedStateMachine):
             self.world.tell(e.JobReprioritised(**self.world.at(), job=job, priority=priority))
 
     @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), since_s=st.sampled_from([None, 0.0, 3600.0]), reclaim_s=st.sampled_from([None, 60.0]))
+    def idle(self, data: st.DataObject, since_s: float | None, reclaim_s: float | None) -> None:
+        job, now_s = self.some_job(data), self.world.now_s
+        event = e.IdlenessObserved(
+            **self.world.at(),
+            job=job.id,
+            attempt=len(job.attempts),
+            since_s=None if since_s is None else now_s - since_s,
+            reclaim_at_s=None if reclaim_s is None else now_s + reclaim_s,
+        )
+        self.world.tell(event)
+
+    @precondition(lambda self: self.jobs)
     @rule(data=st.data(), devices=st.integers(0, 3), limit_s=st.sampled_from([None, 60.0, 3600.0]))
     def edit(self, data: st.DataObject, devices: int, limit_s: float | None) -> None:
         job = self.some_job(data)

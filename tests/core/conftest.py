@@ -113,7 +113,11 @@ class Lab:
         }
         resources = Resources(devices=what.pop("devices", 1), kind=what.pop("device_kind", None), **wanted)
         spec = JobSpec(
-            name=name, command=("true",), resources=resources, kind=what.pop("kind", JobKind.COMMAND), **what
+            name=name,
+            command=what.pop("command", ("true",)),
+            resources=resources,
+            kind=what.pop("kind", JobKind.COMMAND),
+            **what,
         )
         return job, self.tell(e.JobSubmitted(**self.at(), job=job, spec=spec))
 

@@ -17,6 +17,7 @@ import pytest
 
 from clusterd import config
 from clusterd.cli.head_node.daemon import _has_ended
+from clusterd.core import events as e
 from clusterd.core.host import Host
 from clusterd.core.state import State
 from clusterd.daemon import notifications
@@ -25,6 +26,7 @@ from clusterd.daemon.settings import refuse_unknown
 from clusterd.errors import ConfigError
 from clusterd.types import HostId, HostState
 from tests.conftest import RunningCluster, crash_host, until
+from tests.core.conftest import Lab
 
 
 @pytest.mark.slow
@@ -87,6 +89,22 @@ def test_a_command_that_does_not_work_harms_nothing(
     notifier.handled([])
     anyio.run(notifier.deliver)
     assert ("it was to tell that gpu01 is lost" in caplog.text) == (command != ("true",))
+
+
+def test_an_owner_is_told_of_idle_devices_once_they_are(tmp_path: Path) -> None:
+    inbox = tmp_path / "inbox"
+    lab = Lab()
+    lab.host("a", gpus=1)
+    job, _ = lab.submit("gpt", user="ann")
+    lab.run(job)
+    notifier = Notifier(config.Notify(("tee", "-a", str(inbox)), config.NOTIFICATIONS), lab.scheduler.state)
+    for since_s in (lab.now_s - 3600.0, None):
+        event = e.IdlenessObserved(**lab.at(), job=job, attempt=1, since_s=since_s)
+        notifier.handled(lab.tell(event), [event])
+    anyio.run(notifier.deliver)
+    (told,) = [json.loads(line) for line in inbox.read_text().splitlines()]
+    assert (told["kind"], told["user"]) == ("job idle", "ann")
+    assert told["text"] == f"gpt ({job}) is idle: its devices have done nothing for 1h00m"
 
 
 def test_a_host_is_told_of_when_it_is_lost_and_when_it_is_back(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A headless Chromium driven over its DevTools protocol: reads the terminal's text on the page, and sends keys."""
+"""A headless Chromium driven over its DevTools protocol: reads the text on the page, and sends keys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Object.defineProperty(Object.prototype, "_core", {configurable: true, set(core) 
 }});
 window.terminalText = () => {
     const buffer = window.terminalUnderTest?.buffer.active;
-    if (!buffer) return "";
+    if (!buffer) return document.body?.innerText ?? "";
     return Array.from({length: buffer.length}, (_, y) => buffer.getLine(y).translateToString(true)).join("\\n");
 };
 """
@@ -83,6 +83,10 @@ class Page:
         self._session = attached["sessionId"]
         await self._ask("Page.enable")
         await self._ask("Page.addScriptToEvaluateOnNewDocument", source=CATCH_TERMINAL)
+        await self.go(url)
+
+    async def go(self, url: str) -> None:
+        """Load another page; returns when the old one is gone."""
         await self._ask("Page.navigate", url=url)
 
     async def evaluate(self, script: str) -> Any:
@@ -92,7 +96,7 @@ class Page:
         return answer["result"].get("value")
 
     async def text_with(self, *wanted: str, timeout_s: float = HANG_S) -> str:
-        """The terminal's text as soon as it holds all of these."""
+        """Text of the terminal, or of a page without one, as soon as it holds all of these."""
         text = ""
         try:
             async with asyncio.timeout(timeout_s):

@@ -142,6 +142,13 @@ def of_attempt(tag: str) -> list[int]:
     return found
 
 
+def tag_of(pid: int) -> str | None:
+    """Tag that a process carries in its environment; None: it has none, or this user may not read it."""
+    prefix = f"{TAG}=".encode()
+    found = next((entry for entry in environment(pid).split(b"\0") if entry.startswith(prefix)), None)
+    return os.fsdecode(found[len(prefix) :]) if found is not None else None
+
+
 def _is_over(pid: int) -> bool:
     """True for a process that is gone, or a zombie. One whose main thread has ended appears as a zombie before."""
     found = stat(pid)

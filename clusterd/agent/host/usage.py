@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from clusterd.agent.host import processes
 from clusterd.agent.host.attempt_records import Attempt
@@ -18,15 +18,23 @@ class CpuUse:
     """Measures processor time since the previous sample.
 
     Processor time of a process that ended between two samples is not counted.
+
+    Args:
+        tag: returns the tag that processes of an attempt carry, by its name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tag: Callable[[str], str]) -> None:
+        self._tag = tag
+        self._sessions: dict[int, str | None] = {}  # tag of each session at the previous sample; None: it had none
         self._at_s = time.monotonic()
         self._ticks: dict[int, int] | None = None  # by process, at the previous sample; None: there was none
 
     def sample(self, attempts: Iterable[Attempt]) -> tuple[AttemptUse, ...]:
-        """Use by each running attempt, of all processes in the sessions of its ranks."""
-        sessions = {session: attempt for attempt in attempts if attempt.running for session in attempt.sessions}
+        """Use by each running attempt, of all processes in the sessions of its ranks and of shells beside them."""
+        running = [attempt for attempt in attempts if attempt.running]
+        of_ranks = {session: attempt for attempt in running for session in attempt.sessions}
+        tagged = {self._tag(attempt.name): attempt for attempt in running}
+        tags: dict[int, str | None] = {}
         now_s = time.monotonic()
         elapsed_s, self._at_s = max(now_s - self._at_s, 1e-3), now_s
         before = self._ticks
@@ -36,8 +44,14 @@ class CpuUse:
         known: dict[str, Attempt] = {}
         for pid in processes.everyone():
             found = processes.stat(pid)
-            attempt = sessions.get(found.session) if found is not None else None
-            if found is None or attempt is None:
+            if found is None:
+                continue
+            attempt = of_ranks.get(found.session)
+            if attempt is None and tagged:
+                if found.session not in tags:  # one that had none may have been looked at before it ran its program
+                    tags[found.session] = self._sessions.get(found.session) or processes.tag_of(pid)
+                attempt = tagged.get(tags[found.session] or "")
+            if attempt is None:
                 continue
             ticks[pid] = found.cpu_ticks
             name = attempt.name
@@ -46,7 +60,7 @@ class CpuUse:
             delta = max(found.cpu_ticks - before.get(pid, 0), 0) if before is not None else 0
             cores[name] = cores.get(name, 0.0) + delta / _TICKS_PER_S / elapsed_s
             memory[name] = memory.get(name, 0) + found.resident_pages * _PAGE_BYTES
-        self._ticks = ticks
+        self._ticks, self._sessions = ticks, tags
         return tuple(
             AttemptUse(each.job, each.attempt, round(cores[name], 3), memory[name]) for name, each in known.items()
         )

@@ -53,7 +53,7 @@ class Hardware:
     async def watch(self, sessions: Sessions) -> None:
         """Send samples of use, and facts when devices, or their use by foreign processes, change."""
         reported: object = None
-        cpu_use = CpuUse()
+        cpu_use = CpuUse(self._attempts.tag)
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(PERIOD_S)

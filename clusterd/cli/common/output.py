@@ -12,7 +12,7 @@ from typing import Any, TextIO, TypeVar
 import click
 
 from clusterd.errors import ClusterError
-from clusterd.units import duration
+from clusterd.units import duration, with_iso_times
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,6 +39,7 @@ def show_json(value: Any, form: str) -> None:
     """Print the value as JSON: whole and indented, or one line per element."""
     import json
 
+    value = with_iso_times(value)
     try:
         if form == "jsonl":
             for element in value if isinstance(value, list) else [value]:

@@ -196,6 +196,9 @@ def status(system: bool, output: str) -> None:
     print(f"  socket   {answer['socket']}")
     print(f"  accounts {_ACCOUNTS[answer.get('accounts')].format(account=answer.get('account'))}")
     print(f"  settings {answer['config'] or 'defaults (no file found or given)'}")
+    if web := answer.get("web"):
+        trouble = f"; FAILS: {web['trouble']}" if web["trouble"] else ""
+        print(f"  pages    {web['url']} (read-only, visibility {web['visibility']}){trouble}")
     for row in backups:
         print(f"  backup   {described(row)}")
     if aside := answer.get("set_aside"):

@@ -90,6 +90,8 @@ def show(file: Path | None) -> None:
         _show_table("datasets", known.datasets)
     if known.notify is not None:
         _show_table("notify", asdict(known.notify))
+    if known.web is not None:
+        _show_table("web", asdict(known.web))
 
 
 def _show_table(heading: str, values: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from clusterd.cli.common.completers import complete_job
-from clusterd.cli.common.output import note
+from clusterd.cli.common.output import escaped, note
 from clusterd.cli.common.resources import (
     container_options,
     has_devices,
@@ -30,13 +30,11 @@ from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.submission.job_file import command_line_job
 from clusterd.submission.submit import send
+from clusterd.types import RESERVATION_COMMAND
 
 CHUNK_BYTES = 1 << 15
 INPUT_TIMEOUT_S = 24 * 3600.0
 """Time limit for a command to read input; the other connection reports its end."""
-
-RESERVATION_COMMAND = ("sleep", "infinity")
-"""Command of a job that only reserves devices."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -81,6 +79,17 @@ def shell(arguments: tuple[str, ...], rank: int, **options: Any) -> int:
     return _attend(answer["id"], list(arguments), 0, holds=True)
 
 
+def _warn_when_idle(job: str, on_screen: bool) -> None:
+    """Print into the terminal that the job's devices do nothing, each time that this begins."""
+    since_s = None
+    with contextlib.suppress(ClusterError, OSError), Client() as cluster:  # the shell goes on without a warning
+        for row in cluster.stream("wait", job=job):
+            before_s, since_s = since_s, row.get("idle_since_s")
+            if since_s is not None and since_s != before_s:
+                line_end = "\r\n" if on_screen else "\n"  # in raw mode a line feed does not return
+                print(f"{line_end}clusterd: {escaped(row['reason'])}", end=line_end, file=sys.stderr, flush=True)
+
+
 def _refuse_reservation(options: dict[str, Any]) -> None:
     context = click.get_current_context()
     for name in options:
@@ -101,6 +110,7 @@ def _attend(job: str, argv: list[str], rank: int, *, holds: bool) -> int:
         if on_screen and not argv:
             where = f"{opened['host']} ({opened['device'] or 'CPU cores'})"
             note(f"{where}: exit {'releases the devices' if holds else 'leaves the job running'}")
+        threading.Thread(target=_warn_when_idle, args=[job, on_screen], daemon=True).start()
         try:
             with _forward_keyboard(typing, opened["terminal"], on_screen):
                 end = _print_output(job, stream)

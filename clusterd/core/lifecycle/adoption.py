@@ -19,7 +19,10 @@ from clusterd.core.state import Attempt, Job, Survivors
 from clusterd.core.transitions import SeriesState
 from clusterd.types import AttemptReport, AttemptState, HostId, HostState, JobId, RankEnd, Reason
 
-_OF_JOB = (TimerKind.RECOVER, TimerKind.CHECKPOINT, TimerKind.TRIAL, TimerKind.STALL, TimerKind.LIMIT, TimerKind.RETRY)
+_OF_JOB = (
+    TimerKind.RECOVER, TimerKind.CHECKPOINT, TimerKind.TRIAL, TimerKind.STALL, TimerKind.LIMIT, TimerKind.IDLE,
+    TimerKind.RETRY,
+)  # fmt: skip
 
 
 def adopt(

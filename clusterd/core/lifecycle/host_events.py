@@ -37,6 +37,8 @@ def on_daemon_started(ctx: HandlerContext, event: e.DaemonStarted) -> None:
         attempt = attempts.running(ctx.state, job_id)
         if attempt.migration is not None:
             stopping.abandon_migration(ctx, attempt, "the daemon ended in the middle of it")
+        attempt.idle_since_s = None  # nobody looked at its devices meanwhile
+        ctx.cancel_timer(TimerKind.IDLE, job_id)
     busy = {host for job in ctx.state.active for host in attempts.running(ctx.state, job).all_hosts}
     for host_id in sorted(busy - set(ctx.state.hosts)):
         _restore_host(ctx, host_id)
@@ -97,6 +99,7 @@ _TIMERS: dict[TimerKind, Callable[[HandlerContext, str], None]] = {
     TimerKind.TRIAL: lambda ctx, job: trial_events.trial_timed_out(ctx, JobId(job)),
     TimerKind.STALL: lambda ctx, job: attempt_events.check_stall(ctx, ctx.state.jobs.get(JobId(job))),
     TimerKind.LIMIT: _time_limit_reached,
+    TimerKind.IDLE: lambda ctx, job: attempt_events.end_idle(ctx, ctx.state.jobs.get(JobId(job))),
 }
 """Action of each timer; the others only cause a pass."""
 
@@ -132,6 +135,7 @@ def _shift_job(job: Job, by_s: float) -> None:
     for attempt in job.attempts:
         attempt.started_s += by_s
         attempt.ended_s = _shifted(attempt.ended_s, by_s)
+        attempt.idle_since_s = _shifted(attempt.idle_since_s, by_s)
         if attempt.migration is not None:
             attempt.migration.started_s += by_s
     if job.attempt is not None and job.attempt.pending_restart is not None:

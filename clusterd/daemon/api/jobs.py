@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from itertools import dropwhile, islice
 from pathlib import Path
@@ -69,8 +69,11 @@ class JobVerbs:
         stop: anyio.Event,
         accounts: Accounts,
         config_file: Path | None = None,
+        web: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
+        """`web`: returns where pages are served, for `status`."""
         self._config = config
+        self._web = web
         self._config_file = config_file
         self._engine = engine
         self._hosts = hosts
@@ -152,6 +155,7 @@ class JobVerbs:
             counts[job.state.value] = counts.get(job.state.value, 0) + 1
         return {
             "version": __version__,
+            "json_version": projection.JSON_VERSION,
             "pid": os.getpid(),
             "started_s": self._started_s,
             "epoch": state.epoch,
@@ -170,6 +174,7 @@ class JobVerbs:
             "recovering": sorted(state.recovering),
             "trouble": self._engine.trouble,
             "set_aside": self._engine.set_aside,
+            "web": self._web(),
         }
 
     async def stop(self, peer: Peer) -> dict[str, Any]:

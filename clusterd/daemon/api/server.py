@@ -197,14 +197,14 @@ class Server:
                 self._access.admit(peer, verb, request)
             if streaming := self._streams.get(verb):
                 client.memory.end_answer(await client.memory.begin_answer(verb))
-                async for item in streaming(peer, **_arguments(streaming, peer, request, verb)):
+                async for item in streaming(peer, **checked_arguments(streaming, peer, request, verb)):
                     await send(reply(number, Item(self._access.shown(peer, item))))
                 await send(reply(number, Ok(None)))
             elif answering := self._verbs.get(verb):
                 expected = await client.memory.begin_answer(verb)
                 try:
                     # Only the frame stays while the client reads: an answer of a megabyte is ten of Python's objects.
-                    answer = await answering(peer, **_arguments(answering, peer, request, verb))
+                    answer = await answering(peer, **checked_arguments(answering, peer, request, verb))
                     frame = protocol.encode(reply(number, Ok(self._access.shown(peer, answer))))
                     del answer
                     self._memory.answer_bytes[verb] = len(frame)
@@ -269,9 +269,13 @@ def _may_pass(directory: Path, group: int) -> bool:
     return bool(known.st_mode & bit) or "system.posix_acl_access" in os.listxattr(directory)
 
 
-def _arguments(verb: Verb | Streaming, peer: Peer, given: dict[str, Any], name: str) -> dict[str, Any]:
+def checked_arguments(
+    verb: Verb | Streaming, peer: Peer, given: dict[str, Any], name: str, *, strict: bool = True
+) -> dict[str, Any]:
     """Check arguments against the verb's annotations: a wrong type must not reach the journal.
 
+    Args:
+        strict: numbers and truth values do not come as text.
     Raises:
         UsageError: an argument is missing, unknown, or of another type.
     """
@@ -283,7 +287,7 @@ def _arguments(verb: Verb | Streaming, peer: Peer, given: dict[str, Any], name: 
     converted: dict[str, Any] = {}
     for key, value in given.items():
         try:
-            converted[key] = msgspec.convert(value, wanted[key])
+            converted[key] = msgspec.convert(value, wanted[key], strict=strict)
         except msgspec.ValidationError as error:
             raise UsageError(f"{name}: {key}: {error}") from None
     return converted

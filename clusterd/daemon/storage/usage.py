@@ -114,6 +114,18 @@ class UsageStore:
         at_s, usage = self._latest.get(host, (0.0, None))
         return usage if self._clock() - at_s <= STALE_S else None
 
+    def busy(self, device: Device, job: str) -> float | None:
+        """Share of the time in which a device of a job works now; None: not known.
+
+        Of a GPU that no driver measures, its job's use of cores counts.
+        """
+        usage = self.latest(device.host)
+        found = self._busy(device, job, usage)
+        if found is not None or usage is None:
+            return found
+        used = [use.cores for use in usage.attempts if use.job == job]
+        return min(sum(used), 1.0) if used else None
+
     async def run(self) -> None:
         """Account until cancelled."""
         while True:

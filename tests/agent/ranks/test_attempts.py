@@ -439,6 +439,26 @@ def test_shutdown_waits_for_nobody_but_is_refused_while_ranks_run(agent: AgentCl
     wait_until(lambda: not alive(pid), "the agent to end")
 
 
+def test_what_a_shell_beside_a_rank_uses_is_the_job_s(agent: AgentClient) -> None:
+    """Also where it left the shell's session, as the server of tmux does; else a shell at work would look idle."""
+    from clusterd.agent.host.attempt_records import load
+    from clusterd.agent.host.usage import CpuUse
+
+    agent.launch(["sleep", "1000"])
+    attempt = load(Home(agent.root).attempt("j", 1))
+    assert attempt is not None
+    tag = "an-agent/j.1"
+    busy = ["sh", "-c", "while :; do :; done"]
+    process = subprocess.Popen(busy, env={**os.environ, "CLUSTERD_TAG": tag}, start_new_session=True)
+    try:
+        sampler = CpuUse(lambda name: f"an-agent/{name}")
+        wait_until(lambda: [use for use in sampler.sample([attempt]) if use.cores > 0.2], "processor time")
+    finally:
+        process.kill()
+        process.wait()
+    agent.stop(grace_s=0.0)
+
+
 def test_the_agent_samples_the_use_of_a_job(agent: AgentClient, tmp_path: Path) -> None:
     from clusterd.agent.host.attempt_records import load
     from clusterd.agent.host.usage import CpuUse
@@ -447,7 +467,7 @@ def test_the_agent_samples_the_use_of_a_job(agent: AgentClient, tmp_path: Path) 
     wait_until(lambda: "begun" in agent.log(), "the job to begin")
     attempt = load(Home(agent.root).attempt("j", 1))
     assert attempt is not None
-    sampler = CpuUse()
+    sampler = CpuUse(lambda name: f"nobody/{name}")
     (first,) = sampler.sample([attempt])
     assert first.cores == 0.0
     used = wait_until(lambda: [use for use in sampler.sample([attempt]) if use.cores > 0.0], "processor time")

@@ -1,0 +1,98 @@
+"""``clusterd man``: the manual page, from the same declarations as ``--help``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import click
+
+from clusterd import __version__
+
+EXIT_CODES = (
+    ("0", "success"),
+    ("1", "an error"),
+    ("2", "wrong usage"),
+    ("69", "no daemon answers"),
+    ("70", "a bug in clusterd"),
+    ("75", "valid, but not possible now"),
+    ("124", "a time limit is over"),
+    ("130", "interrupted"),
+)
+
+VARIABLES = (
+    ("CLUSTERD_HOST", "ssh://HEAD: the daemon of that machine"),
+    ("CLUSTERD_SOCKET", "the daemon's socket"),
+    ("CLUSTERD_STATE_DIR", "the daemon's state directory; the socket is in it, too"),
+    ("CLUSTERD_CONFIG", "the daemon's configuration file"),
+    ("NO_COLOR", "print no colours"),
+)
+
+
+@click.command()
+def man() -> None:
+    """Print the manual page of all commands.
+
+    \b
+    clusterd man | man -l -                                           read it
+    clusterd man > ~/.local/share/man/man1/clusterd.1; man clusterd   install it
+    """
+    from clusterd.cli.main import cli
+
+    assert isinstance(cli, click.Group)
+    click.echo("\n".join(page(cli)))
+
+
+def page(root: click.Group) -> Iterator[str]:
+    """Lines of the manual page, in the language of man(7)."""
+    context = click.Context(root, info_name="clusterd")
+    yield f'.TH CLUSTERD 1 "" "clusterd {__version__}" "User Commands"'
+    yield from (".SH NAME", r"clusterd \- cluster manager for machines that SSH reaches", ".SH SYNOPSIS")
+    yield from (".B clusterd", r"\fICOMMAND\fR [\fIOPTION\fR]... [\fIARGUMENT\fR]...", ".SH DESCRIPTION")
+    yield from _paragraphs(root.help or "")
+    yield ".SH COMMANDS"
+    for name in root.list_commands(context):
+        command = root.get_command(context, name)
+        assert command is not None
+        yield from _command(command, click.Context(command, info_name=name, parent=context))
+    yield ".SH EXIT STATUS"
+    yield r"\fBrun\fR and \fBwait\fR return that of the job. Else:"
+    yield from _terms(EXIT_CODES)
+    yield ".SH ENVIRONMENT"
+    yield from _terms(VARIABLES)
+
+
+def _command(command: click.Command, context: click.Context) -> Iterator[str]:
+    usage = " ".join(command.collect_usage_pieces(context))
+    yield f".SS {_escaped(context.command_path)} {_escaped(usage)}"
+    yield from _paragraphs(command.help or "")
+    records = [record for option in command.get_params(context) if (record := option.get_help_record(context))]
+    yield from _terms(record for record in records if "--help" not in record[0])
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None
+            yield from _command(inner, click.Context(inner, info_name=name, parent=context))
+
+
+def _terms(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    for term, text in rows:
+        yield from (".TP", rf"\fB{_escaped(term)}\fR", _escaped(text))
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Paragraphs of a help text; those after click's mark for it are not filled."""
+    for paragraph in re.split(r"\n\s*\n", text.strip()):
+        lines = paragraph.splitlines()
+        is_verbatim = lines[0].strip() == "\b"
+        yield ".PP"
+        if is_verbatim:
+            yield from (".nf", *map(_escaped, lines[1:]), ".fi")
+        else:
+            yield from (_escaped(line.strip()) for line in lines)
+
+
+def _escaped(text: str) -> str:
+    """Text without meaning to troff: escapes, requests at the beginning of a line; hyphens as they are typed."""
+    text = text.replace("\\", r"\e").replace("-", r"\-")
+    return rf"\&{text}" if text[:1] in (".", "'") else text

@@ -1,0 +1,230 @@
+// The pages of clusterd: the rows of /api as tables. Text of jobs and hosts is only ever set as text, never as HTML.
+"use strict";
+
+const EVERY_MS = 3000;
+const SLOW_MS = 15000; // between looks at the metrics and the history of a job
+const STEPS_WHOLE = 5000; // a job of more steps is drawn from the newest STEPS_BYTES of its log
+const STEPS_BYTES = 400000;
+const HISTORY_ROWS = 2000;
+
+class Failure extends Error {}
+
+async function ask(path) {
+  const answer = await fetch("/api/" + path, {headers: {Accept: "application/json"}});
+  const value = await answer.json();
+  if (!answer.ok) throw new Failure(value.error || answer.statusText);
+  return value;
+}
+
+function element(name, attributes = {}, ...children) {
+  const svg = ["svg", "polyline", "text", "title"].includes(name);
+  const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) if (value !== null) made.setAttribute(key, value);
+  made.append(...children.flat().filter(child => child !== null && child !== ""));
+  return made;
+}
+
+const number = (value, digits = 4) => value === null || value === undefined ? "" : String(Number(value.toPrecision(digits)));
+
+function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "";
+  const whole = Math.max(0, Math.round(seconds));
+  if (whole < 60) return `${whole}s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)}m${String(whole % 60).padStart(2, "0")}s`;
+  if (whole < 86400) return `${Math.floor(whole / 3600)}h${String(Math.floor(whole / 60) % 60).padStart(2, "0")}m`;
+  return `${Math.floor(whole / 86400)}d${Math.floor(whole / 3600) % 24}h`;
+}
+
+const clock = seconds => new Date(seconds * 1000).toLocaleString();
+const size = bytes => bytes === null || bytes === undefined ? "" : `${number(bytes / 2 ** 30, 3)} GiB`;
+const jobLink = (id, text) => element("a", {href: "/jobs/" + encodeURIComponent(id)}, text || id);
+
+function table(columns, rows) {
+  const head = columns.map(([title, , kind]) => element("th", {class: kind || null}, title));
+  const body = rows.map(row => element("tr", {}, columns.map(([, cell, kind]) => element("td", {class: kind || null}, cell(row)))));
+  return element("table", {}, element("thead", {}, element("tr", {}, head)), element("tbody", {}, body));
+}
+
+function progress(job) {
+  if (!job.steps) return job.step ? String(job.step) : "";
+  const bar = element("progress", {max: job.steps, value: job.step || 0});
+  return element("span", {title: `step ${job.step || 0} of ${job.steps}`}, bar, ` ${job.step || 0}/${job.steps}`);
+}
+
+// Polyline of values over a box of 1000 x 100 units; points without a value are left out.
+function line(points, least, most) {
+  const first = points.length ? points[0][0] : 0;
+  const width = points.length ? points[points.length - 1][0] - first || 1 : 1;
+  const places = points.map(([x, y]) => `${((x - first) / width * 1000).toFixed(1)},${(97 - (y - least) / (most - least || 1) * 94).toFixed(1)}`);
+  return element("polyline", {points: places.join(" "), fill: "none", stroke: "currentColor", "stroke-width": 1.5, "vector-effect": "non-scaling-stroke"});
+}
+
+function chart(title, points) {
+  const values = points.map(([, y]) => y);
+  const least = values.reduce((a, b) => Math.min(a, b)), most = values.reduce((a, b) => Math.max(a, b));
+  const drawn = element("svg", {class: "chart", viewBox: "0 0 1000 100", preserveAspectRatio: "none", role: "img", "aria-label": title}, line(points, least, most));
+  const range = `${number(least)} to ${number(most)}, steps ${points[0][0]} to ${points[points.length - 1][0]}, last ${number(values[values.length - 1])}`;
+  return element("figure", {}, element("figcaption", {}, title, element("span", {class: "dim"}, ` ${range}`)), drawn);
+}
+
+// Values of each metric by step, from the lines of a job's step log; a restart drops the steps that it repeats.
+function series(text) {
+  const found = new Map();
+  const add = (name, step, value) => {
+    if (typeof value !== "number") return;
+    if (!found.has(name)) found.set(name, []);
+    found.get(name).push([step, value]);
+  };
+  for (const written of text.split("\n")) {
+    let row;
+    try { row = JSON.parse(written); } catch { continue; } // the first line may be cut, the last one incomplete
+    if (row.restart_from !== undefined) for (const points of found.values()) while (points.length && points[points.length - 1][0] > row.restart_from) points.pop();
+    if (row.step !== undefined) { add("loss", row.step, row.loss); add("step time (s)", row.step, row.time_s); }
+    const at = row.evaluated !== undefined ? row.evaluated : row.logged;
+    if (at !== undefined) for (const [name, value] of Object.entries(row.metrics || {})) add(name, at, value);
+  }
+  return found;
+}
+
+const STATES = ["running", "starting", "stopping", "queued", "failed", "cancelled", "finished"];
+
+// One row for the listed tasks of an array or sweep, in the place of the first.
+function folded(jobs) {
+  const arrays = Map.groupBy(jobs.filter(job => job.array), job => job.array.id);
+  return jobs.flatMap(job => {
+    const tasks = job.array ? arrays.get(job.array.id) : [];
+    if (tasks.length < 2) return [job];
+    if (tasks[0] !== job) return [];
+    const counts = STATES.map(state => [state, tasks.filter(task => task.state === state).length]).filter(([, count]) => count);
+    return [{...job, array_id: job.array.id, id: `${job.array.id}_*`, name: job.array.name, state: counts[0][0], loss: null, left_s: null,
+      devices: tasks.flatMap(task => task.holds_devices ? task.devices : []), asked: tasks.reduce((sum, task) => sum + task.asked, 0),
+      step: tasks.filter(task => task.ended_s !== null).length, steps: tasks.length,
+      reason: `${tasks.length} tasks: ${counts.map(([state, count]) => `${count} ${state}`).join(", ")}`}];
+  });
+}
+
+const queueLink = (job, text) => job.array_id ? element("a", {href: `/?all&array=${encodeURIComponent(job.array_id)}`}, text) : jobLink(job.id, text);
+
+async function queue() {
+  const asked = new URLSearchParams(location.search), all = asked.has("all"), array = asked.get("array");
+  const listed = await ask(all ? "jobs?all=true" : "jobs");
+  const jobs = array === null ? folded(listed) : listed.filter(job => job.array && job.array.id === array);
+  const columns = [
+    ["job", job => queueLink(job, job.id)],
+    ["name", job => queueLink(job, job.name)],
+    ["user", job => job.user],
+    ["state", job => element("span", {class: job.state}, job.state)],
+    ["devices", job => job.devices.length ? `${job.devices.length} of ${job.asked}` : String(job.asked), "number"],
+    ["step", progress],
+    ["loss", job => number(job.loss), "number"],
+    ["left", job => duration(job.left_s), "number"],
+    ["why", job => job.reason, "why"],
+  ];
+  const heading = element("h1", {}, array !== null ? `Tasks of ${array}` : all ? "All jobs" : "Queue");
+  const other = element("p", {}, element("a", {href: all ? "/" : "/?all"}, all ? "only jobs that are not over" : "also jobs that are over"));
+  return [heading, jobs.length ? table(columns, all ? jobs.reverse() : jobs) : element("p", {}, "No job waits or runs."), other];
+}
+
+function device(row, minutes, now_s) {
+  const state = row.job !== null ? "leased" : row.foreign ? "foreign" : "free";
+  const last = minutes[minutes.length - 1];
+  const points = minutes.filter(minute => minute.busy !== null).map(minute => [minute.minute, minute.busy]);
+  const use = last && last.busy !== null ? `${Math.round(last.busy * 100)} % busy` : "";
+  const memory = row.memory_bytes ? `${last && last.memory_bytes !== null ? size(last.memory_bytes) + " of " : ""}${size(row.memory_bytes)}` : "";
+  const title = element("title", {}, "use over the last hour");
+  const spark = points.length > 1 ? element("svg", {class: "spark", viewBox: "0 0 1000 100", preserveAspectRatio: "none"}, title, line(points, 0, 1)) : null;
+  return element("div", {class: `device ${state}`},
+    element("div", {}, row.id.split(":").pop(), " ", row.job !== null ? jobLink(row.job, row.job_name) : row.foreign ? `used by others: ${row.foreign}` : "free"),
+    element("div", {class: "dim"}, [row.name, memory, use].filter(Boolean).join(", ")), spark);
+}
+
+async function fleet() {
+  const [hosts, usage] = await Promise.all([ask("hosts"), ask("usage?minutes=60")]);
+  const devices = hosts.flatMap(host => host.devices);
+  const leased = devices.filter(one => one.job !== null).length;
+  const parts = [element("h1", {}, "Fleet"), element("p", {}, `${hosts.length} hosts, ${leased} of ${devices.length} devices leased`)];
+  for (const host of hosts) {
+    const facts = [host.drained ? `drained: ${host.drained}` : "", host.why, host.cpu_cores ? `${host.cores_used} of ${host.cpu_cores} cores` : "",
+      host.memory_bytes ? `${size(host.memory_used_bytes)} of ${size(host.memory_bytes)} booked` : "", host.labels.join(" ")];
+    const claims = host.claims.map(claim => element("p", {class: "dim"}, `claim ${claim.id}: ${claim.devices.join(", ")}: ${claim.reason} (${claim.by})`));
+    parts.push(element("section", {class: "host"}, element("h2", {}, host.name, " ", element("span", {class: host.state}, host.state)),
+      element("p", {class: "dim"}, facts.filter(Boolean).join(", ")), claims,
+      element("div", {class: "devices"}, host.devices.map(one => device(one, usage.devices[one.id] || [])))));
+  }
+  return parts;
+}
+
+async function charts(job) {
+  let steps;
+  const part = job.step > STEPS_WHOLE ? `?last_bytes=${STEPS_BYTES}` : "";
+  try { steps = await ask(`jobs/${encodeURIComponent(job.id)}/steps${part}`); } catch (error) {
+    if (error instanceof Failure) return [element("p", {class: "dim"}, error.message)];
+    throw error;
+  }
+  const drawn = [...series(steps.data)].filter(([, points]) => points.length > 1).map(([name, points]) => chart(name, points));
+  return drawn.length ? [element("div", {class: "charts"}, drawn)] : [element("p", {class: "dim"}, "No metrics yet.")];
+}
+
+let slow = {at: -Infinity};
+
+async function page(name) {
+  const job = await ask(`jobs/${encodeURIComponent(name)}`);
+  if (performance.now() - slow.at > SLOW_MS || slow.state !== job.state) {
+    const [past, drawn] = await Promise.all([ask(`history?limit=${HISTORY_ROWS}`), charts(job)]);
+    slow = {at: performance.now(), state: job.state, past, drawn};
+  }
+  const {past, drawn} = slow;
+  const rows = [...past.events, ...past.decisions].filter(row => row.job === job.id && !row.routine && row.text);
+  rows.sort((a, b) => a.at_s - b.at_s || ("cause" in a) - ("cause" in b));
+  const facts = [["state", element("span", {class: job.state}, job.state)], ["why", job.reason], ["user", job.user], ["kind", job.kind],
+    ["command", job.spec.command && job.spec.command.length ? element("code", {}, job.spec.command.join(" ")) : ""],
+    ["devices", job.devices.join(", ") || `asks for ${job.asked}`], ["plan", job.plan], ["step", progress(job)], ["loss", number(job.loss)],
+    ["step time", job.step_time_s ? `${number(job.step_time_s)} s` : ""], ["time left", duration(job.left_s)], ["submitted", clock(job.submitted_s)],
+    ["started", job.started_s ? clock(job.started_s) : ""], ["ended", job.ended_s ? clock(job.ended_s) : ""], ["exit code", job.exit_code === null ? "" : String(job.exit_code)]];
+  const shown = facts.filter(([, value]) => value).flatMap(([title, value]) => [element("dt", {}, title), element("dd", {}, value)]);
+  const attempts = [["attempt", one => String(one.number)], ["state", one => one.state], ["plan", one => one.plan || ""],
+    ["hosts", one => [...new Set(one.ranks.map(rank => rank.host))].join(", ")], ["started", one => one.started_s ? clock(one.started_s) : ""],
+    ["ended", one => one.ended_s ? clock(one.ended_s) : ""], ["why", one => one.why, "why"]];
+  const moves = [["to", one => one.to], ["started", one => clock(one.started_s)], ["downtime", one => one.downtime_s === null ? "" : `${number(one.downtime_s, 2)} s`, "number"],
+    ["why", one => one.failure || one.reason, "why"]];
+  const story = rows.map(row => element("li", {}, element("time", {}, clock(row.at_s)), " ", row.text));
+  return [element("h1", {}, `${job.name} (${job.id})`), element("dl", {}, shown), element("h2", {}, "Metrics"), ...drawn,
+    element("h2", {}, "Story"), story.length ? element("ol", {class: "story"}, story) : element("p", {class: "dim"}, "Nothing recent."),
+    ...(job.migrations.length ? [element("h2", {}, "Moves"), table(moves, job.migrations)] : []),
+    ...(job.attempts.length ? [element("h2", {}, "Attempts"), table(attempts, job.attempts)] : [])];
+}
+
+function chosen() {
+  const parts = location.pathname.split("/").filter(Boolean);
+  if (parts[0] === "jobs") return () => page(decodeURIComponent(parts[1]));
+  return parts[0] === "fleet" ? fleet : queue;
+}
+
+async function summary() {
+  const status = await ask("status");
+  const jobs = ["running", "queued"].map(state => `${status.jobs[state] || 0} ${state}`).join(", ");
+  return `${jobs}; ${status.leased} of ${status.devices} devices leased; clusterd ${status.version}`;
+}
+
+async function refresh() {
+  const trouble = document.getElementById("trouble");
+  try {
+    const [content, text] = await Promise.all([chosen()(), summary()]);
+    document.getElementById("content").replaceChildren(...content);
+    document.getElementById("summary").textContent = text;
+    trouble.hidden = true;
+  } catch (error) {
+    trouble.textContent = error instanceof Failure ? error.message : `The daemon does not answer: ${error.message}`;
+    trouble.hidden = false;
+  }
+}
+
+async function run() {
+  for (const link of document.querySelectorAll("nav a")) if (link.getAttribute("href") === location.pathname) link.className = "here";
+  for (;;) {
+    if (!document.hidden && getSelection().isCollapsed) await refresh(); // text that is selected to be copied stays
+    await new Promise(done => setTimeout(done, EVERY_MS));
+  }
+}
+
+run();

@@ -1,0 +1,63 @@
+"""The manual page has every command and option, and is one that man can set."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from clusterd.cli.main import _COMMANDS, _ELSEWHERE, cli
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    answer = CliRunner().invoke(cli, ["man"])
+    assert answer.exit_code == 0, answer.output
+    return answer.output
+
+
+def commands(group: click.Group, path: str) -> list[tuple[str, click.Command]]:
+    context = click.Context(group)
+    found = []
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        found.append((f"{path} {name}", command))
+        if isinstance(command, click.Group):
+            found += commands(command, f"{path} {name}")
+    return found
+
+
+def test_every_command_and_option_is_in_it(page: str) -> None:
+    plain = page.replace("\\-", "-")
+    assert isinstance(cli, click.Group)
+    for path, command in commands(cli, "clusterd"):
+        assert f".SS {path} " in plain, path
+        for option in command.params:
+            if isinstance(option, click.Option) and not option.hidden:
+                assert all(name in plain for name in option.opts), (path, option.opts)
+
+
+@pytest.mark.skipif(shutil.which("groff") is None, reason="no groff on PATH")
+def test_groff_sets_it_without_a_warning(page: str) -> None:
+    done = subprocess.run(
+        ["groff", "-man", "-ww", "-z", "-Tutf8"], input=page, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_no_line_of_help_is_taken_for_a_request(page: str) -> None:
+    known = (".TH", ".SH", ".SS", ".PP", ".TP", ".nf", ".fi", ".B ")
+    assert [line for line in page.splitlines() if line[:1] in (".", "'") and not line.startswith(known)] == []
+
+
+def test_commands_of_other_programs_lead_to_the_one_here() -> None:
+    for typed, here in (("squeue", "clusterd ls"), ("scancel", "clusterd cancel"), ("attach", "clusterd logs -f")):
+        answer = CliRunner().invoke(cli, [typed])
+        assert answer.exit_code == 2 and f"No such command '{typed}'. Here it is: {here}" in answer.output
+    for here in {text.split()[0].strip(",") for text in _ELSEWHERE.values()}:
+        assert here in _COMMANDS
+    assert not _ELSEWHERE.keys() & _COMMANDS.keys()
