@@ -26,19 +26,19 @@ from clusterd.units import counted, duration
 def devices_being_freed(view: View) -> list[Device]:
     """Devices that come free once the migrations and stops under way are done."""
     found: list[Device] = []
-    kept = {device for job in view.running for device in _shared_and_kept(job)}
+    in_use = {device for job in view.running for device in _shared_in_use(job)}
     for job in view.running:
         if (leaving := _leaving(job)) and job.attempt is not None:
             hosts = [host for name in sorted(job.attempt.all_hosts) if (host := view.free.hosts.get(name)) is not None]
-            found += [device for host in hosts for device in host.devices if device.id in leaving - kept]
+            found += [device for host in hosts for device in host.devices if device.id in leaving - in_use]
     return found
 
 
-def _shared_and_kept(job: Job) -> tuple[DeviceId, ...]:
+def _shared_in_use(job: Job) -> tuple[DeviceId, ...]:
     """Devices that a job shares and does not leave."""
     attempt = job.attempt
-    is_kept = job.spec.resources.share > 1 and attempt is not None and attempt.state is not AttemptState.STOPPING
-    return attempt.devices if attempt is not None and is_kept else ()
+    stays = job.spec.resources.share > 1 and attempt is not None and attempt.state is not AttemptState.STOPPING
+    return attempt.devices if attempt is not None and stays else ()
 
 
 def _leaving(job: Job) -> set[DeviceId]:
