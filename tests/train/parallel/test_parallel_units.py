@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clusterd.train.loop.step import clip_gradients
 from clusterd.train.parallel import build
@@ -20,8 +21,8 @@ from plans.plan import Plan
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    """Process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """Process group of this process alone; gloo's would listen on a port for the rest of the session."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
