@@ -59,7 +59,7 @@ class Session:
         ours = [os.fsencode(place) for place in (*self._directories, directory)]
         return [
             *(f"process {pid}: {command}" for pid, command in _processes(ours)),
-            *(f"shared memory {place}" for place in _shared_memory(ours)),
+            *(f"shared memory {place}" for place in shared_memory(ours)),
             *(f"directory {place}" for place in self._directories if place.exists()),
             *(f"port {port}, open {self._since(port)}" for port in sorted(set(_own_ports()) - self._ports)),
         ]
@@ -83,7 +83,7 @@ def _processes(ours: list[bytes]) -> Iterator[tuple[int, str]]:
             yield int(place.name), command.replace(b"\0", b" ").decode(errors="replace")[:200]
 
 
-def _shared_memory(ours: list[bytes]) -> Iterator[Path]:
+def shared_memory(ours: list[bytes]) -> Iterator[Path]:
     """Directories of agents in shared memory, each with the name of its agent's home."""
     for owner in Path("/dev/shm").glob("clusterd-*/owner"):
         try:

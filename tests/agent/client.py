@@ -21,6 +21,7 @@ from clusterd.protocol.codec import from_map
 from clusterd.protocol.launch import LaunchRequest
 from clusterd.protocol.proof import proof
 from tests.hang import HANG_S
+from tests.leftovers import shared_memory
 
 KEY = "5" * 64
 """Of the cluster whose agents the tests start."""
@@ -77,6 +78,8 @@ def end_all(root: Path) -> None:
         return not left
 
     wait_until(none_left, f"the processes of {root} to end")
+    for store in shared_memory([os.fsencode(root)]):
+        shutil.rmtree(store)
     for identity in [root / "identity.json", *root.glob("*/identity.json")]:
         # An agent that was killed removed nothing.
         if (sockets := Home(identity.parent).sockets).parent == Path("/tmp"):
