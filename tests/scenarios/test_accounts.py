@@ -11,6 +11,8 @@ import os
 import pwd
 import shutil
 import subprocess
+import sys
+import sysconfig
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ import pytest
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from tests.agent.client import end_all
-from tests.conftest import RunningCluster, until
+from tests.conftest import GPT, REPOSITORY, RunningCluster, until
 from tests.ssh.openssh import OpenSshServer, make_key, needs_sshd
 
 pytestmark = [
@@ -228,6 +230,36 @@ def test_each_job_runs_as_its_owner_who_alone_reaches_it(site: Site, people: tup
     until(lambda: not Path(f"/proc/{pid}").exists())
     bob.calls(site.socket, "cancel", job=other, now=True)
     site.cluster.wait_for(other, lambda row: row["state"] == "cancelled")
+
+
+SYSTEM_PYTHON = Path("/usr/bin/python3")
+"""Other than the tests' own, everybody may execute it; it finds torch where the tests do, if it is of their version."""
+
+
+def _is_of_our_version() -> bool:
+    return SYSTEM_PYTHON.resolve().name == f"python{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@pytest.mark.skipif(not _is_of_our_version(), reason=f"{SYSTEM_PYTHON} is not of the version of the tests' Python")
+def test_an_elastic_job_moves_under_its_owner_s_account(site: Site, people: tuple[Person, Person]) -> None:
+    """Fork server, ranks, shared memory and the move between them are the person's."""
+    ann, _ = people
+    start_and_let_in(site, ann)
+    packages = os.pathsep.join([str(REPOSITORY), sysconfig.get_path("purelib")])
+    spec = {
+        "name": "mine", "kind": "elastic", "command": ["python", "train.py", "--steps", "400"], "workdir": str(GPT),
+        "python": str(SYSTEM_PYTHON), "env": {"PYTHONPATH": packages}, "resources": {"devices": 1}, "trials": False,
+    }  # fmt: skip
+    job = ann.calls(site.socket, "submit", spec=spec)["id"]
+    site.cluster.wait_for(job, lambda row: row["state"] == "running" and row["step"] >= 3)
+    assert ann.calls(site.socket, "migrate", job=job, plan="dp=2")["plan"] == "dp=2"
+    site.cluster.wait_for(job, lambda row: row["plan"] == "dp=2" and row["state"] == "running")
+    stores = [owner.parent for owner in Path("/dev/shm").glob("clusterd-*/owner") if ann.name in owner.read_text()]
+    assert {store.stat().st_uid for store in stores} == {pwd.getpwnam(ann.name).pw_uid}
+    row = site.cluster.wait_for(job, lambda row: row["state"] == "finished")
+    assert row["attempt"] == 1
+    steps = [json.loads(line)["step"] for line in site.cluster.call("steps", job=job)["data"].splitlines()]
+    assert steps == list(range(1, 401))
 
 
 def test_a_person_whose_agent_is_killed_loses_nothing(site: Site, people: tuple[Person, Person]) -> None:
