@@ -106,7 +106,7 @@ class View:
         self.restart_costs_s: Mapping[str, float] = state.restart_costs_s
         self.run_times: Mapping[str, Sequence[float]] = state.run_times
         self.reservation = state.reservation
-        self.has_round = Timer(TimerKind.ROUND) in state.timers
+        self.round_s = state.timers.get(Timer(TimerKind.ROUND))  # time of the next round; None: none is due
         self.handovers: Mapping[JobId, Handover] = state.handovers
         self.running: list[Job] = [state.jobs[job] for job in state.active]
         self.calendar = ClaimCalendar(state, now_s)

@@ -6,6 +6,8 @@ like any other. Suspension and handover are one transaction in the state.
 
 from __future__ import annotations
 
+from math import inf
+
 from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.rights import may_preempt
 from clusterd.core.estimates.attained_service import executed_s, total_steps
@@ -13,7 +15,7 @@ from clusterd.core.estimates.can_migrate import is_settled
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.ledger import bind
 from clusterd.core.reservations import Handover
-from clusterd.core.state import Outcome
+from clusterd.core.state import Attempt, Outcome
 from clusterd.core.view import View
 from clusterd.types import Device, HostState, JobId, JobKind, JobState
 
@@ -75,10 +77,26 @@ def _can_stop(ctx: PassContext, v: JobForecast) -> bool:
         return False
     if any(ctx.view.hosts[host].state is not HostState.UP for host in attempt.hosts):
         return False
+    return _settles_in_s(ctx, v, attempt) <= 0.0
+
+
+def _settles_in_s(ctx: PassContext, v: JobForecast, attempt: Attempt) -> float:
+    """Seconds until a job has run long enough since its start or its last migration to be stopped."""
+    job = v.job
     restart_s = ctx.costs.restart_s(job) if job.spec.kind is not JobKind.COMMAND else 0.0  # it has no state to load
     settle_s = max(ctx.thresholds.settle * restart_s, ctx.thresholds.settle_s)
     last = max(attempt.started_s, *(m.ended_s or m.started_s for m in job.migrations[-1:]), 0.0)
-    return ctx.view.now_s - last >= settle_s
+    return last + settle_s - ctx.view.now_s
+
+
+def next_settled_s(ctx: PassContext) -> float:
+    """Seconds until the next of the running jobs may be stopped that have just started; infinite: there is none."""
+    waits = [
+        _settles_in_s(ctx, v, v.job.attempt)
+        for v in ctx.holding
+        if v.job.attempt is not None and (v.job.spec.kind is not JobKind.COMMAND or v.job.spec.preemptible)
+    ]
+    return min((wait_s for wait_s in waits if wait_s > 0.0), default=inf)
 
 
 def _keeps_guarantee(ctx: PassContext, v: JobForecast, lost_s: float) -> bool:

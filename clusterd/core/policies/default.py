@@ -12,7 +12,7 @@ from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.rebalance import rebalance
 from clusterd.core.allocation.scale_up import evacuate, restore_requested_sizes, scale_up
 from clusterd.core.allocation.start_waiting import exchange_devices, start_waiting
-from clusterd.core.allocation.suspend import take_handovers
+from clusterd.core.allocation.suspend import next_settled_s, take_handovers
 from clusterd.core.allocation.target_sizes import by_work, shares
 from clusterd.core.estimates.can_migrate import is_settled
 from clusterd.core.estimates.expected_time import limit_left_s, longest_left_s
@@ -130,6 +130,8 @@ class Default:
             rebalance(ctx)
         proposal.moves += restore_requested_sizes(view, short, skip={*known, *(move.job for move in proposal.moves)})
         cores.share_out(proposal)
-        if not view.has_round and any(refusal.is_shortage for refusal in proposal.refusals):
-            proposal.again_s = QUEUE_ROUND_S
+        if any(refusal.is_shortage for refusal in proposal.refusals):
+            again_s = min(QUEUE_ROUND_S, next_settled_s(ctx))
+            if view.round_s is None or view.round_s > view.now_s + again_s:
+                proposal.again_s = again_s
         return proposal

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.allocation.migration_cost import DEFAULT_THRESHOLDS
 from clusterd.core.events import Timer, TimerKind
 from clusterd.types import JobId, JobKind
 from tests.core.conftest import Lab
@@ -211,6 +212,20 @@ def test_a_higher_priority_stops_a_command_only_if_it_is_preemptible(lab: Lab, p
     lab.finish(urgent)
     assert lab.state(filler) == "starting", "it begins anew"
     assert lab.attempt(filler).number == 2
+
+
+def test_a_command_that_has_just_started_is_stopped_as_soon_as_it_may_be(lab: Lab) -> None:
+    """Not at the next round, half a minute later."""
+    lab.host("a", gpus=1)
+    filler, _ = lab.submit("filler", preemptible=True)
+    lab.run(filler)
+    started_s = lab.attempt(filler).started_s
+    lab.submit("urgent", priority=9)
+    assert lab.state(filler) == "running"
+    due_s = lab.scheduler.state.timers[Timer(TimerKind.ROUND)]
+    assert due_s == started_s + DEFAULT_THRESHOLDS.settle_s
+    lab.tell(e.TimerFired(at_s=due_s, id=e.EventId(len(lab.log) + 1), timer=Timer(TimerKind.ROUND)))
+    assert lab.state(filler) == "stopping"
 
 
 def test_a_preemptible_command_is_not_stopped_where_its_work_is_worth_more(lab: Lab) -> None:
