@@ -94,7 +94,7 @@ def _devices(kinds: Iterable[str]) -> Iterator[str]:
 
 
 def _samples(batch: int | None, shape: ModelShape) -> Iterator[str]:
-    if batch is not None and shape.samples < batch:
+    if batch is not None and 0 < shape.samples < batch:
         yield f"the data set has {shape.samples} samples, fewer than the global batch of {batch}"
 
 

@@ -91,7 +91,7 @@ class ModelShape:
     parameters: tuple[ParameterShape, ...]
     layers: tuple[LayerShape, ...]
     global_batch: int
-    samples: int  # of the data set
+    samples: int  # of the data set; 0: a stream
     steps: int = 0  # that the job trains; 0: unknown
     precision: str = "fp32"  # of the computation
     pipeline: bool = False  # the job names its layers in order of application

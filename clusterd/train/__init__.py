@@ -9,7 +9,8 @@ Guarantees under every plan, and across changes of plan:
 - **Loss and gradient** are those of the mean over the global batch, whatever the replicas' shares; losses equal those
   of one process to float tolerance. `loss` must return a mean over the samples it is given, or a sum and its weight.
 - **Sample order** is a function of (seed, epoch): global batch k of an epoch is entries [k * B, (k + 1) * B) of the
-  order, cut into contiguous shares; a partial last batch is dropped. The plan does not change it.
+  order, cut into contiguous shares; a partial last batch is dropped. The plan does not change it. A stream gives its
+  own order: every rank reads all of it, keeps its share, and goes on at its position.
 - **The script starts under one seed** of Python, NumPy and torch and one hash seed in every process of a job, also
   after migrations and restarts; the job's id determines it. A ``random_split`` before `run` splits alike everywhere.
   Length and a few samples of the data are compared between processes; a difference is refused.
@@ -106,7 +107,8 @@ def run(
             plan; or to a dict with one of these as ``loss`` and further values, which are reduced over replicas and
             micro-batches like it and logged as metrics.
         data: map-style data set of (input, target), either of them nested; or of mappings, for ``model(**batch)`` and
-            ``loss(output, batch)``.
+            ``loss(output, batch)``. Or a stream of such samples: an iterable whose ``state_dict`` and
+            ``load_state_dict`` save and set its position.
         optimizer: parameters to `torch.optim.Optimizer`; called more than once. Under some plans the parameters are
             this rank's shards of the model's parameters, with the same number of dimensions. A factory whose argument
             is named ``named_parameters`` gets pairs of global name and parameter.
@@ -120,7 +122,7 @@ def run(
             parallelism and nothing else.
         scheduler: optimizer to learning-rate scheduler, stepped once per step.
         clip_norm: limit of the gradients' global 2-norm.
-        num_workers: data-loader processes per rank; with 0 samples are read between steps.
+        num_workers: data-loader processes per rank, at most one for a stream; with 0 samples are read between steps.
         collate_fn: a list of samples to one batch: (input, target), or a mapping. Micro-batches (accumulation,
             pipelines) are cut along the first dimension of each tensor in it, which must be the sample dimension.
             Default: torch's own.

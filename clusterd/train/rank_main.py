@@ -22,6 +22,7 @@ from clusterd.train.checkpoint import dcp, dcp_files, export, pretrained
 from clusterd.train.checkpoint.weight_files import open_weights
 from clusterd.train.data import fingerprint, loader
 from clusterd.train.data.fingerprint import Fingerprint
+from clusterd.train.data.stream import Stream, first_samples, is_stream, stream_fingerprint
 from clusterd.train.inspect import describe, loss_mean
 from clusterd.train.loop.session import Session, Stopped
 from clusterd.train.loop.step import Stepper
@@ -59,6 +60,7 @@ class Training:
         attributes: plain attributes that the modules and the optimizer change.
         step: number of the last step done; with the seed it determines the data position and the RNG.
         fingerprint: of the data set.
+        stream: the data, if they are a stream.
         evaluations: schedule and results of the evaluations.
         registered: objects of the script.
 
@@ -83,7 +85,8 @@ class Training:
         plan = context.plan
         self.job, self.context, self.device, self.step = job, context, device, 0
         self.fingerprint = fingerprint
-        per_epoch = loader.check_length(job.data, job.global_batch)
+        self.stream = Stream(job.data) if is_stream(job.data) else None
+        per_epoch = loader.epoch_steps(job.data, job.global_batch) if self.stream is None else 0
         self.registered = Registered()
         self.evaluations = Evaluations(job.evaluate, steps=job.steps, steps_per_epoch=per_epoch)
         self._prefetched: Iterator[tuple[Any, Any]] | None = None
@@ -124,6 +127,15 @@ class Training:
         if self._prefetched is not None:
             prefetched, self._prefetched = self._prefetched, None
             return prefetched
+        if self.stream is not None:
+            return self.stream.batches(
+                self.job,
+                self.context.plan,
+                self.context.coordinates.replica,
+                self.device,
+                self.step,
+                collates=self.stepper.wants_inputs,
+            )
         if not self.stepper.wants_inputs:
             return itertools.repeat((None, None), self.job.steps - self.step)
         return loader.batches(
@@ -157,7 +169,7 @@ class Training:
         share = self.context.plan.batch_shares(self.job.global_batch)[self.context.coordinates.replica]
         batch: tuple[Any, Any] = (None, None)
         if self.stepper.wants_inputs:
-            batch = loader.pair_on_device(self.job.collate_fn([self.job.data[0]] * share), self.device)
+            batch = loader.pair_on_device(self.job.collate_fn(first_samples(self.job.data, 1) * share), self.device)
         self.stepper.rehearse(*batch)
 
 
@@ -189,6 +201,10 @@ def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
         if job.save_format not in export.FORMATS:
             raise Refused(f"save_format is {job.save_format!r}; it must be one of {', '.join(export.FORMATS)}")
         loggers.check(job.loggers)
+        if is_stream(job.data) and job.evaluate is not None and isinstance(job.evaluate.every, str):
+            raise Refused(
+                f"evaluate: every is {job.evaluate.every!r}, but a stream has no length: give steps, as every=500"
+            )
         context = contexts.read()
         if steps := os.environ.get(STEPS_VARIABLE):
             job = replace(job, steps=int(steps))
@@ -265,7 +281,11 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
     if context.final:
         dcp_files.check(context.final)
     # A single process that will never migrate has no other to compare with.
-    known = fingerprint.fingerprint_of(job.data, context.job) if context.launcher != "alone" else None
+    known = None
+    if is_stream(job.data):
+        known = stream_fingerprint(job.data, context.job)
+    elif context.launcher != "alone":
+        known = fingerprint.fingerprint_of(job.data, context.job)
     if context.rank == 0 and known is not None and known["draws"] and context.plan.dp > 1:
         _log(
             "the data set draws from the global random generators (augmentation), under "

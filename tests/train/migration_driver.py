@@ -80,7 +80,7 @@ class Mover:
         model = {
             k: v
             for k, v in self.options.items()
-            if k not in ("samples", "pace_s", "record", "filed", "unlike", "own_loop", "stand_in")
+            if k not in ("samples", "pace_s", "record", "filed", "unlike", "own_loop", "stand_in", "stream")
         }
         self.shape = describe(job(Recorded(self.options.get("samples", 128)), **model), trace=False)
 

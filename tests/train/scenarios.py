@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +41,7 @@ class Recorded(torch.utils.data.Dataset[Any]):
     """Random bytes that record the requested indices."""
 
     def __init__(self, samples: int, pace_s: float = 0.0) -> None:
-        self._pace_s = pace_s  # between the batches of a rank, for jobs that a test acts on while they run
+        self.pace_s = pace_s  # between the batches of a rank, for jobs that a test acts on while they run
         self._tokens = torch.randint(VOCABULARY, (samples, CONTEXT + 1), generator=torch.Generator().manual_seed(7))
         # Some structure to learn, so that losses change.
         self._tokens[:, 1::2] = (self._tokens[:, 0:-1:2] * 3 + 1) % VOCABULARY
@@ -54,12 +56,69 @@ class Recorded(torch.utils.data.Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         # Called by a data loader; the description of the model reads single samples.
-        time.sleep(self._pace_s)
+        time.sleep(self.pace_s)
         self.asked += indices
         return [self[i] for i in indices]
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._tokens[index, :-1], self._tokens[index, 1:]
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    """The same samples as a stream, in another order in each epoch.
+
+    Args:
+        kind: "late": it counts a sample after it was used; "noisy": it draws from the global generator; "drawn": it
+            draws its order from there; "once": it yields nothing after its end; "own": it draws from a generator of its
+            own, whose state is a part of its position.
+    """
+
+    def __init__(self, samples: Recorded, kind: str = "") -> None:
+        self.samples, self.kind = samples, kind
+        self.read = self.epoch = 0
+        self.asked: list[int] = []
+        self.random = random.Random(5)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read, "random": self.random.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+        self.random.setstate(state["random"])
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = None if self.kind == "drawn" else torch.Generator().manual_seed(self.epoch)
+        order = torch.randperm(len(self.samples), generator=generator).tolist()
+        while self.read < len(order):
+            index = order[self.read]
+            self.read += self.kind != "late"
+            self.asked.append(index)
+            time.sleep(self.samples.pace_s / 16)
+            tokens, following = self.samples[index]
+            if self.kind == "noisy":
+                tokens = tokens.roll(int(torch.randint(8, ())))
+            if self.kind == "own":
+                tokens = tokens.roll(self.random.randrange(8))
+            yield tokens, following
+            self.read += self.kind == "late"
+        if self.kind != "once":
+            self.read = 0
+
+
+class WithoutPosition(torch.utils.data.IterableDataset[Any]):
+    """A stream that only has samples."""
+
+    def __init__(self, samples: Recorded, _kind: str) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.samples[i] for i in range(len(self.samples))])
+
+
+STREAMS: dict[str, Any] = {"without": WithoutPosition}
 
 
 class Steps:
@@ -414,6 +473,7 @@ def rank(
     record: str = "",
     filed: bool = False,
     unlike: str = "",
+    stream: str | None = None,
     own_loop: dict[str, Any] | None = None,
     stand_in: bool = False,
     **options: Any,
@@ -427,6 +487,7 @@ def rank(
         own_loop: train in a loop of the script's own; see `loop_of_its_own`.
         stand_in: train as if on a GPU, and save what its stand-in recorded.
         unlike: entry of the rank file; processes in which it differs have other data.
+        stream: read the samples as a stream of this kind; see `Streamed`.
     """
     if way:
         rank_file = json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())
@@ -438,6 +499,8 @@ def rank(
     data = (Filed if filed else Recorded)(samples, pace_s)
     if unlike:
         data.shift(json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())[unlike])
+    if stream is not None:
+        data = STREAMS.get(stream, Streamed)(data, stream)
     left: dict[str, Any] = {"called": []}
 
     def on_end(training: rank_main.Training) -> None:
@@ -465,7 +528,7 @@ def rank(
     finally:
         if gpu is not None:
             left["gpu"] = {"calls": gpu.calls, "limits": gpu.limits, "registered": len(gpu.registered)}
-        result.write_text(json.dumps({**left, "asked": data.asked}))
+        result.write_text(json.dumps({**left, "asked": getattr(data, "asked", [])}))
 
 
 class Counter:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.data import IterableDataset
 
+from clusterd.train.data.loader import check_length
+from clusterd.train.data.stream import check_has_position, is_stream
 from clusterd.train.inspect.forward import FakeForward
 from clusterd.train.inspect.optimizer_traits import optimizer_traits
 from clusterd.train.inspect.temporaries import temporaries_ratio
@@ -43,8 +44,10 @@ def describe(
     Raises:
         Refused: `layers` name what the model does not have, or the data set has no pairs.
     """
-    if not hasattr(job.data, "__len__") or isinstance(job.data, IterableDataset):
-        raise Refused("data has no length; it must be a map-style data set (__len__ and __getitem__)")
+    if is_stream(job.data):
+        check_has_position(job.data)
+    else:
+        check_length(job.data)
     # Fake tensors, not the meta device, on which attention takes a different kernel that saves all its scores.
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, _fake_tensor_log_off():
         return _described(job, FakeForward(job, fake), tp_degrees, trace, pipeline)
@@ -103,7 +106,7 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
         parameters=parameters,
         layers=tuple(layers),
         global_batch=job.global_batch,
-        samples=len(job.data),
+        samples=0 if is_stream(job.data) else len(job.data),
         steps=job.steps,
         precision=job.precision,
         pipeline=bool(job.layers),

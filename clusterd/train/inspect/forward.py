@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from clusterd.train.data.loader import as_pair, call, check_sliceable, map_batch
+from clusterd.train.data.stream import first_samples
 from clusterd.train.inspect import loss_mean
 from clusterd.train.inspect.gradient_linearity import GradientLinearityTracer
 from clusterd.train.inspect.operations import OperationRecorder
@@ -34,7 +35,7 @@ class FakeForward:
     def __init__(self, job: Job, fake: FakeTensorMode) -> None:
         self._job, self._fake = job, fake
         with self.real():
-            self._inputs, self._target = as_pair(job.collate_fn([job.data[0]]))
+            self._inputs, self._target = as_pair(job.collate_fn(first_samples(job.data, 1)))
         self._inputs, self._target = self._faked(self._inputs), self._faked(self._target)
         self._runs: bool | None = None
         self._last: nn.Module | None = None
@@ -172,7 +173,7 @@ class FakeForward:
         if sum(p.numel() for p in self.model().parameters()) > loss_mean.PARAMETERS_MAX:
             return False
         with suppress(Exception), self.real(), torch.random.fork_rng(devices=[]):
-            inputs, target = as_pair(job.collate_fn([job.data[0]]))
+            inputs, target = as_pair(job.collate_fn(first_samples(job.data, 1)))
             model = build.build_model(job.model, job.seed)
             seed_everything(job.seed)
             before = all_generator_states()
@@ -185,13 +186,18 @@ class FakeForward:
         """Reason why a batch of two samples cannot be cut between them; empty: it can, or that is unknown."""
         job = self._job
         with suppress(Exception), self.real():
-            inputs, target = as_pair(job.collate_fn([job.data[0], job.data[1 % len(job.data)]]))
+            inputs, target = as_pair(job.collate_fn(self._two_samples()))
             try:
                 check_sliceable(inputs, 2)
                 check_sliceable(target, 2)
             except Refused as refusal:
                 return str(refusal)
         return ""
+
+    def _two_samples(self) -> list[Any]:
+        with suppress(IndexError):
+            return first_samples(self._job.data, 2)
+        return first_samples(self._job.data, 1) * 2
 
     def loss_kind(self) -> str:
         """Kind of the loss, as in `loss_mean`; the mean if unknown, or if the loss returns a sum and its weight."""
@@ -206,7 +212,7 @@ class FakeForward:
         for count in loss_mean.SAMPLES:
             with suppress(Exception):
                 with self.real():
-                    inputs, target = as_pair(job.collate_fn([job.data[i] for i in range(count)]))
+                    inputs, target = as_pair(job.collate_fn(first_samples(job.data, count)))
                 try:
                     with torch.no_grad():
                         outputs = call(self.model(), self._faked(inputs))

@@ -27,9 +27,9 @@ from clusterd.train.parallel.mesh import COLLECTIVE_TIMEOUT_S
 from clusterd.train.process import accelerator, exits
 from clusterd.train.process.control import Control
 from clusterd.train.process.job import Outcome
+from clusterd.train.process.plain_data import NotSerializable
 from clusterd.train.process.seeding import seed_step
 from clusterd.train.state import scalars
-from clusterd.train.state.plain_data import NotSerializable
 from clusterd.train.state.training import Training
 
 ORPHAN_WAIT_S = 600.0

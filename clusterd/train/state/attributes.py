@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from clusterd.train.process.plain_data import plain_value, restore_like
 from clusterd.train.state.attribute_tensors import AttributeTensors
-from clusterd.train.state.plain_data import plain_value, restore_like
 
 _EXCLUDED = frozenset({*vars(nn.Module()), "forward"})
 """torch's own attributes, and the wrapped forward method."""

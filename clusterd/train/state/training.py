@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from clusterd.train.data.fingerprint import Fingerprint
+from clusterd.train.data.stream import Stream
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process.context import Context
@@ -26,6 +27,7 @@ class Training(Protocol):
         attributes: plain attributes that modules and the optimizer change.
         step: number of the last step done.
         fingerprint: of the data set; None: unknown.
+        stream: the data, if they are a stream.
         evaluations: schedule and results of the evaluations.
         registered: objects of the script.
     """
@@ -39,6 +41,7 @@ class Training(Protocol):
     scheduler: Any
     step: int
     fingerprint: Fingerprint | None
+    stream: Stream | None
     evaluations: Evaluations
     registered: Registered
 
