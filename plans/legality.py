@@ -40,6 +40,7 @@ def check(
 def check_model(plan: Plan, shape: ModelShape) -> list[str]:
     """Reasons why the model cannot be cut this way, whatever its batch and the number of replicas."""
     return [
+        *_alternation(plan, shape),
         *_pipeline(plan, shape),
         *_tensor_parallelism(plan, shape),
         *_optimizer(plan, shape),
@@ -96,6 +97,15 @@ def _devices(kinds: Iterable[str]) -> Iterator[str]:
 def _samples(batch: int | None, shape: ModelShape) -> Iterator[str]:
     if batch is not None and 0 < shape.samples < batch:
         yield f"the data set has {shape.samples} samples, fewer than the global batch of {batch}"
+
+
+def _alternation(plan: Plan, shape: ModelShape) -> Iterator[str]:
+    others = plan.tp > 1 or plan.pp > 1 or plan.zero or plan.offload != "none" or plan.checkpointing
+    if shape.parts and others:
+        yield (
+            f"{plan} is not supported with several losses and optimizers (of {' and '.join(shape.parts)}): they call "
+            "parts of the model, which only dp and accumulation leave whole"
+        )
 
 
 def _pipeline(plan: Plan, shape: ModelShape) -> Iterator[str]:

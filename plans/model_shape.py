@@ -76,7 +76,7 @@ _SIGNED_SINCE = (
     "precision", "pipeline_refused", "optimizer_by_tensor", "find_unused_parameters", "noncontiguous", "repeated_block",
     "hooked", "loss", "loss_learns", "gradients_added", "gradients_bent", "sparse", "by_frequency", "counted",
     "written", "written_by_samples", "written_anew", "written_known",
-    "uncut_batch",
+    "uncut_batch", "parts",
 )  # fmt: skip
 """Fields added later: with their defaults, signatures are the same as before."""
 
@@ -108,6 +108,7 @@ class ModelShape:
     optimizer_by_tensor: bool = True  # tensors can be updated separately
     find_unused_parameters: bool = False  # steps or replicas may use different parameters
     noncontiguous: str = ""  # a non-contiguous parameter
+    parts: tuple[str, ...] = ()  # submodules that have losses and optimizers of their own, in the order of updates
     repeated_block: str = ""  # a block that is in a list more than once
     hooked: str = ""  # a parameter with a gradient hook
     uncut_batch: str = ""  # why a batch cannot be cut between its samples
@@ -203,6 +204,7 @@ class ModelShape:
             known["tp_degrees"] = tuple(known.get("tp_degrees", ()))
             known["tp_refused"] = tuple((int(n), str(why)) for n, why in known.get("tp_refused", ()))
             known["tied"] = tuple(tuple(names) for names in known.get("tied", ()))
+            known["parts"] = tuple(known.get("parts", ()))
             known["written"] = tuple(known.get("written", ()))
             known["parameter_groups"] = tuple(tuple(group) for group in known.get("parameter_groups", ()))
             known["slots"] = tuple(tuple((str(n), int(b)) for n, b in slots) for slots in known.get("slots", ()))

@@ -73,9 +73,9 @@ if SEED_VARIABLE in os.environ:
 def run(
     *,
     model: Callable[[], Any],
-    loss: Callable[[Any, Any], Any],
+    loss: Callable[[Any, Any], Any] | Mapping[str, Callable[[Any, Any], Any]],
     data: Any,
-    optimizer: Callable[[Any], Any],
+    optimizer: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]],
     global_batch: int,
     steps: int,
     seed: int = 0,
@@ -105,7 +105,8 @@ def run(
         loss: (model output, target) to the mean loss over the samples given; or to a pair (sum, weight), whose sums
             over the global batch are divided (masked words: the sum over them, and their number), exact under every
             plan; or to a dict with one of these as ``loss`` and further values, which are reduced over replicas and
-            micro-batches like it and logged as metrics.
+            micro-batches like it and logged as metrics. A dict of functions (model, batch), with `optimizer` a dict of
+            the same keys: losses of submodules, which a step updates in this order.
         data: map-style data set of (input, target), either of them nested; or of mappings, for ``model(**batch)`` and
             ``loss(output, batch)``. Or a stream of such samples: an iterable whose ``state_dict`` and
             ``load_state_dict`` save and set its position.
@@ -186,6 +187,7 @@ def _engine() -> tuple[Any, Callable[[dict[str, Any]], Any]]:
             torch_version as torch_version,
         )  # the version check comes before every use of torch
         from clusterd.train import rank_main  # isort: skip
+        from clusterd.train.parallel import alternating
         from clusterd.train.process import job
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "torch":
@@ -202,8 +204,13 @@ def _engine() -> tuple[Any, Callable[[dict[str, Any]], Any]]:
 
     def job_of(arguments: dict[str, Any]) -> Any:
         given = {name: value for name, value in arguments.items() if name != "collate_fn" or value is not None}
-        if "optimizer" in given:
-            given["optimizer"] = job.adapt_optimizer_factory(given["optimizer"])
+        if isinstance(given.get("loss"), Mapping):
+            given["losses"], given["loss"] = given["loss"], alternating.no_single_loss
+        if isinstance(factories := given.get("optimizer"), Mapping):
+            given["optimizer_parts"] = tuple(factories)
+            given["optimizer"] = alternating.alternating_factory(factories)
+        elif factories is not None:
+            given["optimizer"] = job.adapt_optimizer_factory(factories)
         given["layers"] = tuple(given.get("layers", ()))
         return job.Job(**given)
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,11 +25,13 @@ from clusterd.train.data import fingerprint, loader
 from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.data.stream import Stream, first_samples, is_stream, stream_fingerprint
 from clusterd.train.inspect import describe, loss_mean
+from clusterd.train.loop.alternating_step import AlternatingStepper
 from clusterd.train.loop.session import Session, Stopped
 from clusterd.train.loop.step import Stepper
 from clusterd.train.loop.training_loop import StepLog, TrainingLoop
 from clusterd.train.migration.target import MigrationTarget
 from clusterd.train.parallel import build, precision
+from clusterd.train.parallel.alternating import check_parts
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.mesh import device_of, process_groups, same_on_all_ranks
 from clusterd.train.parallel.meta_build import can_build_on_meta
@@ -103,7 +106,13 @@ class Training:
         model.forward = precision.with_precision(job.precision, device.type, model.forward)
         modules = dict(model.named_modules())  # before some plans wrap them under other names
         self.parallel = ParallelModel(
-            model, plan, device, mesh=mesh, tp_plan=job.tp_plan, find_unused_parameters=job.find_unused_parameters
+            model,
+            plan,
+            device,
+            mesh=mesh,
+            tp_plan=job.tp_plan,
+            find_unused_parameters=job.find_unused_parameters,
+            alternates=bool(job.losses),
         )
         if plan != Plan():
             self.parallel.guard_parameters(self.shape)
@@ -111,16 +120,20 @@ class Training:
             raise Refused("the model has no trainable parameter (requires_grad is False for all)")
         self.optimizer = RankOptimizer(self.parallel, job.optimizer)
         self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
-        self.attributes = Attributes(modules, self.optimizer.holder, job.loss)
-        self.stepper = Stepper(
-            self.parallel,
-            self.optimizer,
-            self.scheduler,
-            precision.with_precision(job.precision, device.type, job.loss),
-            coordinates=context.coordinates,
-            global_batch=job.global_batch,
-            clip_norm=job.clip_norm,
-        )
+        self.attributes = Attributes(modules, self.optimizer.holder, job.losses or job.loss)
+        options: dict[str, Any] = {
+            "coordinates": context.coordinates,
+            "global_batch": job.global_batch,
+            "clip_norm": job.clip_norm,
+        }
+        parts = self.parallel, self.optimizer, self.scheduler
+        in_precision = partial(precision.with_precision, job.precision, device.type)
+        self.stepper: Stepper
+        if job.losses:
+            losses = {part: in_precision(loss) for part, loss in job.losses.items()}
+            self.stepper = AlternatingStepper(*parts, losses, **options)
+        else:
+            self.stepper = Stepper(*parts, in_precision(job.loss), **options)
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """Batches of this replica's share, one per remaining step."""
@@ -198,6 +211,7 @@ def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
     control = None
     try:
         precision.check(job.precision)
+        check_parts(job)
         if job.save_format not in export.FORMATS:
             raise Refused(f"save_format is {job.save_format!r}; it must be one of {', '.join(export.FORMATS)}")
         loggers.check(job.loggers)

@@ -92,7 +92,10 @@ def test_a_schedule_reaches_all_of_a_sharded_optimizer(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"script": "gan"}, "optimizer() returned a list; it must return one optimizer"),
+        (
+            {"script": "gan_in_a_list"},
+            "optimizer() returned a list; it must return one optimizer. For several (a GAN), give",
+        ),
         ({"stream": "without"}, "data is a stream (WithoutPosition) without a position"),
         (
             {"optimizer": "with the loss"},

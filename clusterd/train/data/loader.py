@@ -139,6 +139,11 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
+def as_batch(inputs: Any, targets: Any) -> Any:
+    """Batch of which these are the inputs and targets; see `as_pair`."""
+    return inputs.data if isinstance(inputs, Keywords) else (inputs, targets)
+
+
 def pair_on_device(batch: Any, device: torch.device) -> tuple[Any, Any]:
     """Inputs and targets on `device`; see `as_pair`."""
     inputs, targets = as_pair(batch)

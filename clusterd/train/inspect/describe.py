@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clusterd.train.data.loader import check_length
+from clusterd.train.data.loader import as_batch, as_pair, check_length
 from clusterd.train.data.stream import check_has_position, is_stream
 from clusterd.train.inspect.forward import FakeForward
 from clusterd.train.inspect.optimizer_traits import optimizer_traits
@@ -26,6 +28,7 @@ from clusterd.train.parallel.optimizer_slots import OptimizerState, ParameterSpe
 from clusterd.train.parallel.tp_shards import tensor_parallel_cuts
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.job import NAME, Job
+from clusterd.train.process.weighted_means import is_pair, mean_of, split_loss
 from plans.model_shape import BufferShape, LayerShape, ModelShape, ParameterShape
 
 TP_DEGREES = (2, 3, 4, 6, 8, 12, 16)
@@ -48,6 +51,7 @@ def describe(
         check_has_position(job.data)
     else:
         check_length(job.data)
+    job = _with_one_loss(job)
     # Fake tensors, not the meta device, on which attention takes a different kernel that saves all its scores.
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, _fake_tensor_log_off():
         return _described(job, FakeForward(job, fake), tp_degrees, trace, pipeline)
@@ -122,6 +126,7 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
         optimizer_elementwise=elementwise,
         optimizer_by_tensor=by_tensor,
         find_unused_parameters=job.find_unused_parameters,
+        parts=tuple(job.losses),
         noncontiguous=next((name for name, p in build.named_parameters(model) if not p.is_contiguous()), ""),
         repeated_block=_repeated(model),
         loss=forward.loss_kind(),
@@ -149,6 +154,30 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
             for name, b in model.named_buffers(remove_duplicate=False)
         ),
     )
+
+
+def _with_one_loss(job: Job) -> Job:
+    """For a description, a job with one loss whose model computes all losses of `job` in a pass."""
+    if not job.losses:
+        return job
+
+    def all_losses(model: nn.Module, batch: Any) -> list[Any]:
+        return [loss(model, batch) for loss in job.losses.values()]
+
+    def factory() -> nn.Module:
+        model = job.model()
+        model.forward = MethodType(all_losses, model)
+        return model
+
+    def total(found: list[Any], _: Any) -> Any:
+        one = sum(mean_of(value) for value in found)
+        return (one, 1) if any(is_pair(split_loss(value)[0]) for value in found) else one
+
+    def collated(samples: list[Any]) -> Any:
+        batch = as_batch(*as_pair(job.collate_fn(samples)))
+        return batch, batch
+
+    return replace(job, model=factory, loss=total, collate_fn=collated, layers=(), tp_plan=None)
 
 
 def _optimizer_state(job: Job, parameters: Sequence[ParameterSpec]) -> OptimizerState | None:

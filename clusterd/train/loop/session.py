@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from clusterd.train.data.loader import Keywords, as_pair
+from clusterd.train.data.loader import as_batch, as_pair
 from clusterd.train.loop.consensus import StepConsensus
 from clusterd.train.loop.training_loop import TrainingLoop
 from clusterd.train.process.job import Outcome
@@ -67,7 +67,7 @@ class Session:
         """
         training = self._loop.training
         for inputs, targets in self._loop.batches():
-            yield training.step + 1, inputs.data if isinstance(inputs, Keywords) else (inputs, targets)
+            yield training.step + 1, as_batch(inputs, targets)
         if self._loop.stopped and training.context.launcher == "clusterd":
             raise Stopped(0)
 

@@ -93,13 +93,33 @@ class Stepper:
         plan = self._parallel.plan
         return max(micro_batch_sizes(max(plan.batch_shares(self._global_batch)), plan.accumulation))
 
-    def step(self, inputs: Any, targets: Any, on_gradients: Callable[[torch.Tensor], None] = lambda _: None) -> None:
+    def step(
+        self,
+        inputs: Any,
+        targets: Any,
+        on_gradients: Callable[[torch.Tensor], None] = lambda _: None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         """Run one step on this replica's share of a global batch.
 
         Args:
-            on_gradients: called when gradients are complete, before any parameter changes, with this rank's
-                contribution to
-                the mean loss over the global batch: a scalar on the device, not yet summed over ranks.
+            on_gradients: called when all gradients are complete, with this rank's contribution to the mean loss over
+                the global batch: a scalar on the device, not yet summed over ranks.
+            on_change: called before the first change of a parameter, if that is earlier.
+        Raises:
+            PlanRefused: micro-batches cannot be cut from such batches.
+        """
+        self.complete = False
+        loss = self.compute_gradients(inputs, targets)
+        self.complete = True
+        on_gradients(loss)
+        self.phases.lap("agree")
+        self.update()
+        self.phases.lap("optimizer")
+
+    def compute_gradients(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """Gradients of one step, clipped; return this rank's contribution to the loss.
+
         Raises:
             PlanRefused: micro-batches cannot be cut from such batches.
         """
@@ -107,7 +127,6 @@ class Stepper:
             for part in (inputs, targets):
                 check_sliceable(part, sum(self._sizes))
             self._batch_unchecked = False
-        self.complete = False
         self._parts = []
         self._optimizer.zero_grad()
         self._parallel.refresh_replication()
@@ -122,11 +141,7 @@ class Stepper:
         if self._clip_norm is not None:
             plan, device = self._parallel.plan, self._parallel.device
             self.gradient_norm = clip_gradients(self._trainable, plan, device, self._clip_norm)
-        self.complete = True
-        on_gradients(loss if self._reports_loss else torch.zeros_like(loss))
-        self.phases.lap("agree")
-        self.update()
-        self.phases.lap("optimizer")
+        return loss if self._reports_loss else torch.zeros_like(loss)
 
     def update(self) -> None:
         """Finish a step: update the parameters from their gradients."""
@@ -245,13 +260,17 @@ class Stepper:
             if len(self._sizes) > 1:
                 part_inputs, part_targets = (slice_batch(part, start, stop) for part in (inputs, targets))
             with self._parallel.micro_batch_context(index):
-                loss = self._contribution(call(self._parallel.runner, part_inputs), part_targets, size)
+                loss = self._loss_of(part_inputs, part_targets, size)
                 self.phases.lap("forward")
                 (loss * self._gradient_factor if self._gradient_factor != 1 else loss).backward()
             self.phases.lap("backward")
             total += loss.detach()
             start = stop
         return total
+
+    def _loss_of(self, inputs: Any, targets: Any, samples: int) -> torch.Tensor:
+        """Contribution of a micro-batch to the loss of the global batch."""
+        return self._contribution(call(self._parallel.runner, inputs), targets, samples)
 
     def _through_pipeline(self, inputs: Any, targets: Any) -> torch.Tensor:
         loss = self._run_schedule(inputs, targets)

@@ -188,7 +188,7 @@ class TrainingLoop:
         seed_step(training.job.seed, training.step, coordinates.replica, coordinates.stage)
         training.stepper.phases.lap("input")
         self._hang_detector.begin()
-        training.stepper.step(inputs, targets, self._reach_consensus)
+        training.stepper.step(inputs, targets, self._reach_consensus, self._snapshots.copied)
         self._ended_at_s = time.time()
         if self._gpu is not None:
             self._update_done = self._gpu.record_event()

@@ -16,8 +16,8 @@ offload=parameters   `CPUOffloadPolicy` of `fully_shard` (ZeRO-3)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class ParallelModel:
 
     Args:
         find_unused_parameters: the set of parameters that get a gradient may differ between steps and replicas.
+        alternates: a step trains one part of the module after another, by passes that the script's losses run.
 
     Attributes:
         module: the rank's own module; parameters have global names, sharded ones are DTensors.
@@ -72,6 +73,7 @@ class ParallelModel:
         mesh: Any = None,
         tp_plan: Mapping[str, str] | None = None,
         find_unused_parameters: bool = False,
+        alternates: bool = False,
     ) -> None:
         self.module, self.plan, self.device, self.mesh = module, plan, device, mesh
         self.runner: nn.Module = module
@@ -80,7 +82,7 @@ class ParallelModel:
         self._gradient_sum: GradientSum | None = None
         self._whole: list[nn.Parameter] = []  # trainable ones that FSDP2 cannot cut: they have no dimension
         self._mean_by_ddp = False  # by DistributedDataParallel, from the first or second step on
-        self._find_unused = find_unused_parameters
+        self._find_unused, self._alternates = find_unused_parameters, alternates
         self._tp_summed: frozenset[str] = frozenset()  # replicated over shards that each have a partial gradient
         self._all_trained: bool | None = None  # all parameters got a gradient in the last step; None: no step yet
         if plan.tp > 1:
@@ -170,11 +172,23 @@ class ParallelModel:
 
         After a step that trained every parameter, the next need not search for unused ones.
         """
-        if not self._mean_by_ddp or self._all_trained is None:
+        if not self._mean_by_ddp or self._all_trained is None or self._alternates:
             return
         is_ddp = isinstance(self.runner, nn.parallel.DistributedDataParallel)
         if not is_ddp or (self.runner.find_unused_parameters and self._all_trained and not self._find_unused):
             self.runner = self._replicated(look_for_unused=not self._all_trained)
+
+    @contextmanager
+    def training_only(self, part: str) -> Iterator[None]:
+        """Context in which only the parameters of a submodule get gradients."""
+        others = [p for name, p in self._trained if p.requires_grad and not name.startswith(f"{part}.")]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
 
     def drop_buckets(self) -> None:
         """Free the buckets in which gradients are summed; no step follows."""
@@ -304,7 +318,7 @@ class ParallelModel:
         # Only a step shows if the model leaves parameters unused. Without searching for them DDP fails at the second
         # step, and searching costs a walk of the graph. So the first step runs without DDP, unless the script asks.
         self._mean_by_ddp = self.averages = True
-        if self._find_unused:
+        if self._find_unused and not self._alternates:
             self.runner = self._replicated(look_for_unused=True)
 
     def _replicated(self, *, look_for_unused: bool) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ class Job:
     on_step: Callable[[int, dict[str, Any]], object] | None = None
     on_evaluate: Callable[[int, dict[str, float]], object] | None = None
     on_checkpoint: Callable[[int, str], object] | None = None
+    losses: Mapping[str, Callable[[nn.Module, Any], Any]] = field(default_factory=dict)  # by part of the model
+    optimizer_parts: Sequence[str] = ()  # of an optimizer of several
 
 
 @dataclass(frozen=True, kw_only=True)
