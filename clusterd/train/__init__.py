@@ -96,6 +96,7 @@ def run(
     on_step: Callable[[int, dict[str, Any]], object] | None = None,
     on_evaluate: Callable[[int, dict[str, float]], object] | None = None,
     on_checkpoint: Callable[[int, str], object] | None = None,
+    stage: str = "",
 ) -> Outcome:
     """Train to the last step, or until a stop, under the plan that the environment names.
 
@@ -145,6 +146,8 @@ def run(
             ``samples_per_s``, ``grad_norm`` (with `clip_norm`), ``metrics``. It may come one step later.
         on_evaluate: called on rank 0 with the step and the metrics of each evaluation.
         on_checkpoint: called on rank 0 with the step and the directory of each checkpoint that is complete.
+        stage: name, in a script that trains several times. Each stage is a job of its own under clusterd (``submit
+            --stages``), in which the calls for the other stages return at once; elsewhere they run one after another.
     Returns:
         The last step done, its loss, and the reason for a stop, if any. Under clusterd a stopped run does not
         return: the process exits with code 0.

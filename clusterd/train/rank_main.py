@@ -17,7 +17,7 @@ import torch
 
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.control import Ready
-from clusterd.protocol.launch import STEPS_VARIABLE
+from clusterd.protocol.launch import STAGE_VARIABLE, STEPS_VARIABLE
 from clusterd.protocol.rank import Probed
 from clusterd.train.checkpoint import dcp, dcp_files, export, pretrained
 from clusterd.train.checkpoint.weight_files import open_weights
@@ -26,7 +26,7 @@ from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.data.stream import Stream, first_samples, is_stream, stream_fingerprint
 from clusterd.train.inspect import describe, loss_mean
 from clusterd.train.loop.alternating_step import AlternatingStepper
-from clusterd.train.loop.session import Session, Stopped
+from clusterd.train.loop.session import Session, SkippedSession, Stopped
 from clusterd.train.loop.step import Stepper
 from clusterd.train.loop.training_loop import StepLog, TrainingLoop
 from clusterd.train.migration.target import MigrationTarget
@@ -220,6 +220,9 @@ def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
                 f"evaluate: every is {job.evaluate.every!r}, but a stream has no length: give steps, as every=500"
             )
         context = contexts.read()
+        if _belongs_to_another_job(job.stage, context):
+            yield SkippedSession()
+            return
         if steps := os.environ.get(STEPS_VARIABLE):
             job = replace(job, steps=int(steps))
         if os.environ.get("CLUSTERD_DESCRIBE") and context.directory is not None:
@@ -261,6 +264,26 @@ def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
         raise SystemExit(0)
 
 
+def _belongs_to_another_job(stage: str, context: Context) -> bool:
+    """True if this stage of the script is not the one that this job trains.
+
+    Raises:
+        Refused: the job should train one stage of several, but does not say which, or the script has no names for them.
+    """
+    chosen = os.environ.get(STAGE_VARIABLE, "")
+    if context.launcher == "clusterd" and bool(stage) != bool(chosen):
+        raise Refused(
+            f"the script trains the stage {stage!r}, but the job names none: submit a job for each stage, by clusterd "
+            "submit --stages FIRST,SECOND"
+            if stage
+            else f"the job is the stage {chosen!r} of its script, which trains without a name: pass stage={chosen!r}"
+        )
+    if chosen in ("", stage):
+        return False
+    _log(f"stage {stage} is left out: this job trains the stage {chosen}")
+    return True
+
+
 def refuse_second_run(context: Context) -> None:
     """Refuse a second training in this process: measurements and progress of a job belong to one training.
 
@@ -272,8 +295,8 @@ def refuse_second_run(context: Context) -> None:
     identity = (context.directory, context.attempt, context.generation, context.rank)
     if identity in _trained_here:
         raise TrainError(
-            "the script trains a second time (clusterd.train.run or session): a job trains once; make the second a job "
-            "--after it"
+            "the script trains a second time (clusterd.train.run or session): a job trains once; name each with "
+            'stage="...", and submit them as a chain of jobs: clusterd submit --stages FIRST,SECOND'
         )
     _trained_here.add(identity)
 

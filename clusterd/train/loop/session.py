@@ -111,3 +111,26 @@ class Session:
         loaded at once. Call it before the loop.
         """
         self._loop.training.registered.add(name, value)
+
+
+class SkippedSession(Session):
+    """Session of a stage of the script that another job trains: it has no step, and does nothing."""
+
+    def __init__(self) -> None:
+        self.outcome = Outcome(step=0, loss=float("nan"), skipped=True)
+
+    is_main = False
+    device = torch.device("cpu")
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return iter(())
+
+    def evaluate(self, *_: Any, **__: Any) -> Any:
+        """Return NaN."""
+        return float("nan")
+
+    def log(self, **_: Any) -> None:
+        """Record nothing."""
+
+    def register(self, *_: Any) -> None:
+        """Register nothing."""
