@@ -29,8 +29,9 @@ Guarantees under every plan, and across changes of plan:
 - **Parameter attributes and hooks** follow the parameter: attributes (``p.no_decay = True``), which the optimizer
   factory may use to form groups, and hooks, which see the gradient of one replica and one micro-batch, as everywhere
   in torch. A hook that does more than scale the gradient rules out plans that cut the batch.
-- **Unfaithful plans are refused**, with the reason: when the forward pass writes into parameters (``max_norm``, moving
-  averages kept as parameters), when the backward pass adds to gradients or clips them, when the loss is a sum or
+- **Unfaithful plans are refused**, with the reason: when the forward pass writes into parameters (``max_norm``; moving
+  averages of weights train under dp without sharding and accumulation), when the backward pass adds to gradients or
+  clips them, when the loss is a sum or
   computes with parameters. A loss that averages over a count in the samples (tokens that are not padding) is reported
   in the log: return it as (sum, weight) instead. The set of trainable parameters is fixed when the model is made: none
   can become trainable later.

@@ -114,7 +114,7 @@ class Training:
             find_unused_parameters=job.find_unused_parameters,
             alternates=bool(job.losses),
         )
-        if plan != Plan():
+        if plan != Plan() or context.launcher == "clusterd":
             self.parallel.guard_parameters(self.shape)
         if not any(p.requires_grad for _, p in self.parallel.parameters):
             raise Refused("the model has no trainable parameter (requires_grad is False for all)")

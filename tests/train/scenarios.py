@@ -244,6 +244,17 @@ class Graphs:
         return list(self.tokens[which])
 
 
+class LabelledGraphs(Graphs):
+    """A batch of graphs with their labels, as PyG's loaders make it."""
+
+    def __init__(self, tokens: torch.Tensor, y: torch.Tensor) -> None:
+        super().__init__(tokens)
+        self.y = y
+
+    def to(self, device: Any, non_blocking: bool = False) -> LabelledGraphs:
+        return LabelledGraphs(self.tokens.to(device), self.y.to(device))
+
+
 class OfGraphs(GPT):
     """Takes a batch of graphs."""
 
@@ -265,10 +276,20 @@ def triple(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
     return *default_collate(samples), 1
 
 
-COLLATE_FNS = {"turned": unusual_models.turned, "mapping": named, "graphs": of_graphs, "triple": triple}
+def of_labelled_graphs(samples: list[Any]) -> LabelledGraphs:
+    return LabelledGraphs(*default_collate(samples))
+
+
+COLLATE_FNS = {
+    "labelled graphs": of_labelled_graphs,
+    "turned": unusual_models.turned,
+    "mapping": named,
+    "graphs": of_graphs,
+    "triple": triple,
+}
 
 MODELS = {
-    "mapping": Named, "graphs": OfGraphs, "triple": GPT,
+    "mapping": Named, "graphs": OfGraphs, "labelled graphs": OfGraphs, "triple": GPT,
     "huge": Huge, "broken": Broken, "gpt": GPT, "tied": Tied, "stray": Stray, "tables": Tables, "frozen": Frozen,
     **unusual_models.MODELS, **writing_models.MODELS, **gradient_models.MODELS,
     **counting_models.MODELS, **changing_models.MODELS,
@@ -350,6 +371,7 @@ LOSSES = {
     ),
     "counted": Counted(),
     "in a list": lambda logits, target: cross_entropy(logits, target)[None],
+    "labelled": lambda logits, batch: cross_entropy(logits, batch.y),
     "mapping": lambda logits, batch: cross_entropy(logits, batch["labels"]["next"]),
     "pair": lambda logits, target: masked(logits, target),
     "dict": lambda logits, target: {

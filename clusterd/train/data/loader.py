@@ -122,17 +122,20 @@ class Keywords(UserDict[str, Any]):
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
-    """Inputs and targets of a batch; a mapping is both.
+    """Inputs and targets of a batch; a mapping is both, and so is an object with attributes (a batch of graphs).
 
     Raises:
-        Refused: it is neither a pair nor a mapping.
+        Refused: it is none of these.
     """
     if isinstance(batch, Mapping):
         return Keywords(batch), batch
+    if _is_object(batch):
+        return batch, batch
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise Refused(
             "a batch must be (input, target), either of them nested, or a mapping for model(**batch) and loss(output, "
-            f"batch); it is a {type(batch).__name__}"
+            "batch), or an object with .to(device) for model(batch) and loss(output, batch); it is a "
+            + type(batch).__name__
             + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
             + ": let data[i] or collate_fn return one of these"
         )
@@ -141,14 +144,22 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 
 def as_batch(inputs: Any, targets: Any) -> Any:
     """Batch of which these are the inputs and targets; see `as_pair`."""
-    return inputs.data if isinstance(inputs, Keywords) else (inputs, targets)
+    if isinstance(inputs, Keywords):
+        return inputs.data
+    return inputs if inputs is targets and _is_object(inputs) else (inputs, targets)
+
+
+def _is_object(batch: Any) -> bool:
+    return not isinstance(batch, torch.Tensor) and callable(getattr(batch, "to", None))
 
 
 def pair_on_device(batch: Any, device: torch.device) -> tuple[Any, Any]:
     """Inputs and targets on `device`; see `as_pair`."""
     inputs, targets = as_pair(batch)
     moved = to_device(inputs, device)
-    return moved, moved.data if isinstance(inputs, Keywords) else to_device(targets, device)
+    if isinstance(inputs, Keywords):
+        return moved, moved.data
+    return moved, moved if inputs is targets else to_device(targets, device)
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from clusterd.train.data.loader import as_batch, as_pair, check_length
 from clusterd.train.data.stream import check_has_position, is_stream
@@ -53,7 +53,7 @@ def describe(
         check_length(job.data)
     job = _with_one_loss(job)
     # Fake tensors, not the meta device, on which attention takes a different kernel that saves all its scores.
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _fake_tensor_log_off():
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _fake_tensor_log_off(), _fake_copies():
         return _described(job, FakeForward(job, fake), tp_degrees, trace, pipeline)
 
 
@@ -66,6 +66,24 @@ def _fake_tensor_log_off() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+@contextmanager
+def _fake_copies() -> Iterator[None]:
+    """Copy fake tensors by cloning them: `copy.deepcopy` reads their storage, which has no memory, and may crash."""
+
+    def cloned(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
+        if id(tensor) not in memo:
+            copied = tensor.detach().clone()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+        return memo[id(tensor)]
+
+    FakeTensor.__deepcopy__ = cloned
+    try:
+        yield
+    finally:
+        del FakeTensor.__deepcopy__
 
 
 def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace: bool, pipeline: bool) -> ModelShape:

@@ -228,9 +228,9 @@ class Stepper:
         return factor.float()
 
     def reported_values(self) -> list[torch.Tensor]:
-        """Values of this step to sum over ranks: gradient norm, then sums and weights of `metric_names`."""
+        """Values of this step to sum over ranks: of written parameters, gradient norm, sums and weights of metrics."""
         device = self._parallel.device
-        values: list[torch.Tensor] = []
+        values = self._parallel.written_values()
         if self.gradient_norm is not None:
             values.append(self.gradient_norm if self._is_first else torch.zeros_like(self.gradient_norm))
         if self.metric_names:
@@ -241,8 +241,15 @@ class Stepper:
         return values
 
     def read_values(self, values: Sequence[float]) -> dict[str, Any]:
-        """Entries of the step log from the sums of `reported_values` over all ranks."""
+        """Entries of the step log from the sums of `reported_values` over all ranks.
+
+        Raises:
+            PlanRefused: replicas wrote different values into parameters.
+        """
         found: dict[str, Any] = {}
+        if self._parallel.compares_writes:
+            total, squares, *values = values
+            self._parallel.check_same_writes(total, squares)
         if self._clip_norm is not None:
             found["grad_norm"], *values = values
         if count := len(self.metric_names):

@@ -121,7 +121,8 @@ class StateSnapshots:
         live = local_shards(training, training.shape)
         tensors = self._shared.tensors
         for tensor in (tensors[part.tensor] for part in self._outbox.parts):
-            written = tensor.kind == "parameter" and tensor.name in training.shape.written
+            names = {*training.shape.written, *training.parallel.written}
+            written = tensor.kind == "parameter" and tensor.name in names
             if tensor.kind == "buffer" or written:
                 key = tensor.name, tensor.kind
                 live[key] = replace(live[key], tensors=tuple(t.clone() for t in live[key].tensors if t is not None))
