@@ -29,10 +29,11 @@ PATIENCE_S = 300.0
 def run_in_fork(work: Callable[[], T]) -> T:
     """Run `work` in a forked child and return its result, which must be picklable.
 
-    If the fork is impossible or fails, run it in this process, so that the script's own error is raised here.
+    If the fork is impossible, hangs, or ends with an error, run it in this process, so that the script's own error is
+    raised here. If a signal ended it (a crash in native code, no memory), here it would end a rank without a message.
 
     Raises:
-        TrainError: as `work` does.
+        TrainError: as `work` does, or a signal ended the fork.
     """
     reply = _run_child(work)
     if reply is None:
@@ -65,6 +66,14 @@ def _run_child(work: Callable[[], object]) -> bytes | None:
             os.kill(pid, signal.SIGKILL)
         reply = file.read()
     _, status = os.waitpid(pid, 0)
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if in_time and number not in (0, signal.SIGTERM):  # a stop is the parent's matter too
+        known = {s.value: s.name for s in signal.Signals}
+        why = " (was there too little memory?)" if number == signal.SIGKILL else ""
+        raise TrainError(
+            f"{known.get(number, f'signal {number}')}{why} ended a process that tried the script's model, loss and "
+            "data before training; training would end alike"
+        )
     return reply if status == 0 else None
 
 
