@@ -264,21 +264,10 @@ def check_plan(job: Job, context: Context, shape: ModelShape | None = None) -> M
 
 def _warn_of_differences(plan: Plan, shape: ModelShape) -> None:
     """Log where a legal plan does not train exactly as one process does."""
-    if shape.counted and plan.accumulation > 1:
-        _log(
-            f"each forward pass changes {shape.counted}, and a step under {plan} has {plan.accumulation} "
-            "forward passes: losses that depend on it differ from those of one process",
-        )
     if shape.draws and (plan.ranks > 1 or plan.accumulation > 1):
         _log(
             f"the model draws random numbers (dropout, noise), under {plan} others than in one process: "
             "losses differ as between two seeds",
-        )
-    if shape.loss == loss_mean.UNKNOWN and (plan.dp > 1 or plan.accumulation > 1):
-        _log(
-            "the model returns a loss and is too large to verify that it is the mean over samples: if it "
-            f"divides by a count in them (padded or masked words) or compares them, losses under {plan} differ from "
-            "those of one process; a `loss` that returns (sum, weight) is exact",
         )
     if shape.loss == loss_mean.OTHER and (plan.dp > 1 or plan.accumulation > 1):
         _log(

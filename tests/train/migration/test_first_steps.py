@@ -22,8 +22,8 @@ ONE, TWO = Plan(), Plan.parse("dp=2")
 @pytest.mark.parametrize(
     "model, plan, difference",
     [
-        ("centring", "dp=2", "the loss of step 1 is"),
         ("remembering", "dp=2", "the loss of step 2 is"),
+        slow("centring", "dp=2", "the loss of step 1 is"),
         slow("stretching", "dp=2", "in step 1, the gradient of"),
         slow("centring", "accumulation=2", "the loss of step 1 is"),
         slow("remembering", "dp=2,zero=3", "the loss of step 2 is"),
@@ -63,6 +63,11 @@ def test_a_model_whose_losses_depend_on_the_plan_by_nature_is_not_refused(
         slow("remembering", "dp=2", "the loss of step 2 is"),
         slow("stretching", "dp=2,zero=3", "in step 1, the gradient of"),
         slow("centring", "accumulation=2", "the loss of step 1 is"),
+        ("balanced", "accumulation=2", "in step 1, the gradient of"),
+        slow("balanced", "dp=2,shares=6:10", "in step 1, the gradient of"),
+        slow("balanced", "dp=2,tp=2", "in step 1, the gradient of"),
+        slow("bent", "dp=2", "in step 1, the gradient of embed.token.weight"),
+        slow("frequent", "dp=2", "in step 1, the gradient of embed.token.weight"),
     ],
 )
 def test_a_job_that_begins_under_a_plan_is_compared_with_one_process(
@@ -72,6 +77,15 @@ def test_a_job_that_begins_under_a_plan_is_compared_with_one_process(
     assert run.ranks[0].exit_code == EXIT_CODE_OF[Reason.PLAN], run.ranks[0].output
     assert difference in run.ranks[0].output
     assert "under dp=1 from the same weights" in run.ranks[0].output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "dp=2,zero=1", "tp=2", "dp=2,tp=2,zero=3"])
+def test_an_auxiliary_gradient_counts_as_in_one_process(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+    """Of a loss that adds its gradient in the backward pass, where plans weight it as one process does."""
+    options = {"model": "balanced", "optimizer": "momentum", "steps": 5}
+    alone = ranks.run(tmp_path / "alone", "dp=1", **options).checked()
+    assert ranks.run(tmp_path / "plan", plan, **options).checked().losses == pytest.approx(alone.losses, rel=1e-5)
 
 
 @pytest.mark.slow
