@@ -40,6 +40,7 @@ def check(
 def check_model(plan: Plan, shape: ModelShape) -> list[str]:
     """Reasons why the model cannot be cut this way, whatever its batch and the number of replicas."""
     return [
+        *_alternation(plan, shape),
         *_pipeline(plan, shape),
         *_tensor_parallelism(plan, shape),
         *_optimizer(plan, shape),
@@ -94,8 +95,17 @@ def _devices(kinds: Iterable[str]) -> Iterator[str]:
 
 
 def _samples(batch: int | None, shape: ModelShape) -> Iterator[str]:
-    if batch is not None and shape.samples < batch:
+    if batch is not None and 0 < shape.samples < batch:
         yield f"the data set has {shape.samples} samples, fewer than the global batch of {batch}"
+
+
+def _alternation(plan: Plan, shape: ModelShape) -> Iterator[str]:
+    others = plan.tp > 1 or plan.pp > 1 or plan.zero or plan.offload != "none" or plan.checkpointing
+    if shape.parts and others:
+        yield (
+            f"{plan} is not supported with several losses and optimizers (of {' and '.join(shape.parts)}): they call "
+            "parts of the model, which only dp and accumulation leave whole"
+        )
 
 
 def _pipeline(plan: Plan, shape: ModelShape) -> Iterator[str]:
@@ -162,28 +172,10 @@ def _loss(plan: Plan, shape: ModelShape) -> Iterator[str]:
         yield f"accumulation={plan.accumulation} cuts batches: {shape.uncut_batch}"
     if shape.loss == "sum" and (plan.dp > 1 or plan.accumulation > 1):
         yield f"{plan} cuts the batch, but the loss sums over samples: return their mean"
-    if shape.gradients_bent and (plan.dp > 1 or plan.accumulation > 1):
-        yield (
-            f"{plan} cuts the batch, but the backward pass clips, or otherwise distorts, gradients of each part: let "
-            "clusterd.train.run clip them (clip_norm)"
-        )
-    if shape.by_frequency and (plan.dp > 1 or plan.accumulation > 1):
-        yield (
-            f"{plan} cuts the batch, but the gradient of {shape.by_frequency} is divided by the frequency of each row "
-            "in it (scale_grad_by_freq)"
-        )
     if shape.loss_learns and (plan.pp > 1 or plan.tp > 1 or plan.zero >= 2):
         yield (
             f"{plan} cuts the model, but the loss computes with its parameters: let the model compute that term and "
             "return it with its output, or the optimizer apply it (weight_decay)"
-        )
-    # Added gradients are weighted correctly only by a mean over equal shares.
-    unequal = len(set(plan.shares)) > 1
-    summed = plan.dp > 1 and plan.zero < 2 and (plan.tp > 1 or plan.pp > 1)
-    if shape.gradients_added and (plan.accumulation > 1 or unequal or summed):
-        yield (
-            f"{plan} weights parts of the batch through the loss, but the backward pass adds gradients of its own (an "
-            "auxiliary loss?): add it to the loss"
         )
 
 

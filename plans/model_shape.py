@@ -74,9 +74,9 @@ _NOT_SIGNED = ("steps", "samples", "optimizer_temporaries_ratio", "draws")
 
 _SIGNED_SINCE = (
     "precision", "pipeline_refused", "optimizer_by_tensor", "find_unused_parameters", "noncontiguous", "repeated_block",
-    "hooked", "loss", "loss_learns", "gradients_added", "gradients_bent", "sparse", "by_frequency", "counted",
+    "hooked", "loss", "loss_learns", "sparse",
     "written", "written_by_samples", "written_anew", "written_known",
-    "uncut_batch",
+    "uncut_batch", "parts",
 )  # fmt: skip
 """Fields added later: with their defaults, signatures are the same as before."""
 
@@ -91,7 +91,7 @@ class ModelShape:
     parameters: tuple[ParameterShape, ...]
     layers: tuple[LayerShape, ...]
     global_batch: int
-    samples: int  # of the data set
+    samples: int  # of the data set; 0: a stream
     steps: int = 0  # that the job trains; 0: unknown
     precision: str = "fp32"  # of the computation
     pipeline: bool = False  # the job names its layers in order of application
@@ -108,17 +108,14 @@ class ModelShape:
     optimizer_by_tensor: bool = True  # tensors can be updated separately
     find_unused_parameters: bool = False  # steps or replicas may use different parameters
     noncontiguous: str = ""  # a non-contiguous parameter
+    parts: tuple[str, ...] = ()  # submodules that have losses and optimizers of their own, in the order of updates
     repeated_block: str = ""  # a block that is in a list more than once
     hooked: str = ""  # a parameter with a gradient hook
     uncut_batch: str = ""  # why a batch cannot be cut between its samples
-    loss: str = "mean"  # over the given samples; "sum", "other", or "unknown"
+    loss: str = "mean"  # over the given samples; "sum", or "other"
     loss_learns: bool = False  # the loss computes with parameters of the model
-    gradients_added: bool = False  # the backward pass adds values independent of the loss
-    gradients_bent: bool = False  # the backward pass is not linear in the loss gradient
     sparse: str = ""  # a parameter with sparse gradients
-    by_frequency: str = ""  # one whose gradient is scaled by row frequency in the batch
     draws: bool = False  # the forward pass or the loss draws random numbers
-    counted: str = ""  # a numeric attribute that each forward pass changes
     written: tuple[str, ...] = ()  # parameters that the forward pass writes into
     written_by_samples: str = ""  # one of them, if the values depend on samples or random numbers
     written_anew: str = ""  # one of them, if a second pass would write other values
@@ -203,6 +200,7 @@ class ModelShape:
             known["tp_degrees"] = tuple(known.get("tp_degrees", ()))
             known["tp_refused"] = tuple((int(n), str(why)) for n, why in known.get("tp_refused", ()))
             known["tied"] = tuple(tuple(names) for names in known.get("tied", ()))
+            known["parts"] = tuple(known.get("parts", ()))
             known["written"] = tuple(known.get("written", ()))
             known["parameter_groups"] = tuple(tuple(group) for group in known.get("parameter_groups", ()))
             known["slots"] = tuple(tuple((str(n), int(b)) for n, b in slots) for slots in known.get("slots", ()))

@@ -18,6 +18,7 @@ from clusterd.cli.common.output import drop_output, note, output_option, show_js
 from clusterd.cli.common.resources import container_options, requested_resources, resource_options, with_container
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
+from clusterd.protocol.launch import STAGE_VARIABLE
 from clusterd.submission.batch_script import is_script, read_batch_script
 from clusterd.submission.job_edit import parse_changes, with_changes
 from clusterd.submission.job_file import (
@@ -28,7 +29,16 @@ from clusterd.submission.job_file import (
     variables,
 )
 from clusterd.submission.submit import hand_over, pack_workdir, plain, with_workdir
-from clusterd.submission.sweep import array_tasks, in_array, parse_array, parse_sweep, swept
+from clusterd.submission.sweep import (
+    array_tasks,
+    in_array,
+    in_chain,
+    parse_array,
+    parse_stages,
+    parse_sweep,
+    staged,
+    swept,
+)
 from clusterd.submission.workdir import commit_of
 from clusterd.types import JobId, JobSpec
 
@@ -79,6 +89,11 @@ _ARRAY = click.option(
 @_ENV
 @_SWEEP
 @_ARRAY
+@click.option(
+    "--stages",
+    metavar="A,B,...",
+    help="One job per stage of a training script, each after the one before; $CLUSTERD_STAGE, stage= of train.run.",
+)
 @_AFTER
 @_WAIT_FOR_HOSTS
 @click.option(
@@ -109,7 +124,8 @@ def submit(file: Path, output: str, **options: Any) -> int:
     spec = replace(spec, waits_for_hosts=spec.waits_for_hosts or options["wait_for_hosts"])
     spec = replace(spec, restore=options["restore"])
     spec = replace(spec, after=(*spec.after, *map(JobId, options["after"])))
-    expand = _expansion(options["sweep"], options["array"] or request.array)
+    stages = parse_stages(options["stages"] or request.stages)
+    expand = _expansion(options["sweep"], options["array"] or request.array, stages)
     with Client() as cluster:
         if options["dry_run"]:
             return _dry_run(cluster, spec, expand, output, snapshot=True)
@@ -210,7 +226,7 @@ Expansion = Callable[[JobSpec], list[JobSpec]]
 """From a job to the jobs of its sweep or array; a list of one where there is none."""
 
 
-def _expansion(sweep: Sequence[str], array: str) -> Expansion:
+def _expansion(sweep: Sequence[str], array: str, stages: Sequence[str] = ()) -> Expansion:
     """Expansion of a job by these options.
 
     Raises:
@@ -219,6 +235,10 @@ def _expansion(sweep: Sequence[str], array: str) -> Expansion:
     values = parse_sweep(sweep)
     if values and array:
         raise UsageError("--sweep and --array are both given: give one of them")
+    if stages and (values or array):
+        raise UsageError("stages are given together with --sweep or --array: give one of them")
+    if stages:
+        return lambda spec: staged(spec, stages)
     if array:
         parse_array(array)
         return lambda spec: array_tasks(spec, array)
@@ -235,6 +255,8 @@ def _queue(cluster: Client, request: Request, expand: Expansion, output: str) ->
     try:
         for spec in expand(request.spec):
             spec = in_array(spec, answers[0]["id"] if answers else "")
+            if STAGE_VARIABLE in spec.env:
+                spec = in_chain(spec, answers[-1]["id"] if answers else "")
             answers.append(hand_over(cluster, Request(spec, request.secrets)))
             if output == "table":
                 try:

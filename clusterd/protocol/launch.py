@@ -11,6 +11,9 @@ from clusterd.protocol.migration import Address, MigrationRequest
 STEPS_VARIABLE = "CLUSTERD_STEPS"
 """Environment variable of a rank: number of steps instead of that in the script."""
 
+STAGE_VARIABLE = "CLUSTERD_STAGE"
+"""Environment variable of a rank: the stage of the script that its job trains."""
+
 
 @dataclass(frozen=True)
 class DeviceSpec:

@@ -18,7 +18,7 @@ from plans.plan import Plan, PlanError
 _TOP = {
     "name", "kind", "command", "workdir", "python", "uv", "requirements", "container", "mounts", "priority",
     "guaranteed", "preemptible", "tenant", "resources", "limits", "env", "secrets", "trials", "datasets",
-    "snapshots", "checkpoints", "target_loss", "after", "wait_for_hosts", "array", "ports",
+    "snapshots", "checkpoints", "target_loss", "after", "wait_for_hosts", "array", "stages", "ports",
 }  # fmt: skip
 _RESOURCES = {
     "gpus", "devices", "cpus", "memory", "plan", "plans", "hosts", "gpu_type", "gpu_memory", "nodes", "gpus_per_node",
@@ -43,6 +43,7 @@ class Request:
     spec: JobSpec
     secrets: dict[str, str]
     array: str = ""  # indices of its tasks, "0-99%8"; empty: one job
+    stages: str = ""  # of its script, "pretrain,finetune", each of which is a job; empty: one job
 
 
 def read_job_file(file: Path) -> Request:
@@ -118,7 +119,8 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
         checkpoint_every_s=saved.duration_s("every", None),
     )
     check_environment(spec, where)
-    return Request(spec, secrets, get("array", str, ""))
+    stages = ",".join(_texts(get("stages", list, []), f"{where}: stages"))
+    return Request(spec, secrets, get("array", str, ""), stages)
 
 
 def parse_container(given: str, where: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from clusterd.errors import UsageError
+from clusterd.protocol.launch import STAGE_VARIABLE
 from clusterd.submission.job_file import NAME_LENGTH_MAX
 from clusterd.types import TEMPLATE_NAMES, ArrayTask, JobId, JobSpec
 
@@ -138,6 +139,36 @@ def swept(spec: JobSpec, values: Mapping[str, Sequence[str]]) -> list[JobSpec]:
         )
         for number, (name, each) in enumerate(zip(names, chosen, strict=True), 1)
     ]
+
+
+def parse_stages(text: str) -> tuple[str, ...]:
+    """Parse the stages of a training script: ``pretrain,finetune``.
+
+    Raises:
+        UsageError: a name is empty, unusable or there twice.
+    """
+    stages = tuple(part.strip() for part in text.split(",")) if text else ()
+    for stage in stages:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", stage) or stages.count(stage) > 1:
+            raise UsageError(f"stages {text!r}: write different names between commas, as in pretrain,finetune")
+    return stages
+
+
+def staged(spec: JobSpec, stages: Iterable[str]) -> list[JobSpec]:
+    """Job of each stage of a training script, with the stage in its name and environment; see `in_chain`.
+
+    Raises:
+        UsageError: a name is too long.
+    """
+    names = {stage: f"{spec.name}-{stage}" for stage in stages}
+    if longest := next((name for name in names.values() if len(name) > NAME_LENGTH_MAX), ""):
+        raise UsageError(f"name {longest!r} of a stage is longer than {NAME_LENGTH_MAX} characters")
+    return [replace(spec, name=name, env={**spec.env, STAGE_VARIABLE: stage}) for stage, name in names.items()]
+
+
+def in_chain(spec: JobSpec, previous: str) -> JobSpec:
+    """The job of a stage, after that of the previous one, if there was one."""
+    return replace(spec, after=(*spec.after, JobId(previous)), restore=None) if previous else spec
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:

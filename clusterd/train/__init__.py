@@ -9,7 +9,8 @@ Guarantees under every plan, and across changes of plan:
 - **Loss and gradient** are those of the mean over the global batch, whatever the replicas' shares; losses equal those
   of one process to float tolerance. `loss` must return a mean over the samples it is given, or a sum and its weight.
 - **Sample order** is a function of (seed, epoch): global batch k of an epoch is entries [k * B, (k + 1) * B) of the
-  order, cut into contiguous shares; a partial last batch is dropped. The plan does not change it.
+  order, cut into contiguous shares; a partial last batch is dropped. The plan does not change it. A stream gives its
+  own order: every rank reads all of it, keeps its share, and goes on at its position.
 - **The script starts under one seed** of Python, NumPy and torch and one hash seed in every process of a job, also
   after migrations and restarts; the job's id determines it. A ``random_split`` before `run` splits alike everywhere.
   Length and a few samples of the data are compared between processes; a difference is refused.
@@ -28,11 +29,11 @@ Guarantees under every plan, and across changes of plan:
 - **Parameter attributes and hooks** follow the parameter: attributes (``p.no_decay = True``), which the optimizer
   factory may use to form groups, and hooks, which see the gradient of one replica and one micro-batch, as everywhere
   in torch. A hook that does more than scale the gradient rules out plans that cut the batch.
-- **Unfaithful plans are refused**, with the reason: when the forward pass writes into parameters (``max_norm``, moving
-  averages kept as parameters), when the backward pass adds to gradients or clips them, when the loss is a sum or
-  computes with parameters. A loss that averages over a count in the samples (tokens that are not padding) is reported
-  in the log: return it as (sum, weight) instead. The set of trainable parameters is fixed when the model is made: none
-  can become trainable later.
+- **Unfaithful plans are refused**, with the reason: when the forward pass writes into parameters (``max_norm``; moving
+  averages of weights train under dp without sharding and accumulation), when the backward pass adds to gradients or
+  clips them, when the loss is a sum or computes with parameters. A loss that averages over a count in the samples
+  (tokens that are not padding) is reported in the log: return it as (sum, weight) instead. The set of trainable
+  parameters is fixed when the model is made: none can become trainable later.
 - **Evaluation** (`Evaluation`) counts each sample once under every plan, in evaluation mode, with the buffers of
   replica 0, and changes no state of training. A stop or a migration ends it between two batches, and it is repeated.
 - **A stop** (the agent's, or SIGTERM) takes effect at the end of a step, the same one on all ranks.
@@ -72,9 +73,9 @@ if SEED_VARIABLE in os.environ:
 def run(
     *,
     model: Callable[[], Any],
-    loss: Callable[[Any, Any], Any],
+    loss: Callable[[Any, Any], Any] | Mapping[str, Callable[[Any, Any], Any]],
     data: Any,
-    optimizer: Callable[[Any], Any],
+    optimizer: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]],
     global_batch: int,
     steps: int,
     seed: int = 0,
@@ -95,6 +96,7 @@ def run(
     on_step: Callable[[int, dict[str, Any]], object] | None = None,
     on_evaluate: Callable[[int, dict[str, float]], object] | None = None,
     on_checkpoint: Callable[[int, str], object] | None = None,
+    stage: str = "",
 ) -> Outcome:
     """Train to the last step, or until a stop, under the plan that the environment names.
 
@@ -104,9 +106,11 @@ def run(
         loss: (model output, target) to the mean loss over the samples given; or to a pair (sum, weight), whose sums
             over the global batch are divided (masked words: the sum over them, and their number), exact under every
             plan; or to a dict with one of these as ``loss`` and further values, which are reduced over replicas and
-            micro-batches like it and logged as metrics.
+            micro-batches like it and logged as metrics. A dict of functions (model, batch), with `optimizer` a dict of
+            the same keys: losses of submodules, which a step updates in this order.
         data: map-style data set of (input, target), either of them nested; or of mappings, for ``model(**batch)`` and
-            ``loss(output, batch)``.
+            ``loss(output, batch)``. Or a stream of such samples: an iterable whose ``state_dict`` and
+            ``load_state_dict`` save and set its position.
         optimizer: parameters to `torch.optim.Optimizer`; called more than once. Under some plans the parameters are
             this rank's shards of the model's parameters, with the same number of dimensions. A factory whose argument
             is named ``named_parameters`` gets pairs of global name and parameter.
@@ -120,7 +124,7 @@ def run(
             parallelism and nothing else.
         scheduler: optimizer to learning-rate scheduler, stepped once per step.
         clip_norm: limit of the gradients' global 2-norm.
-        num_workers: data-loader processes per rank; with 0 samples are read between steps.
+        num_workers: data-loader processes per rank, at most one for a stream; with 0 samples are read between steps.
         collate_fn: a list of samples to one batch: (input, target), or a mapping. Micro-batches (accumulation,
             pipelines) are cut along the first dimension of each tensor in it, which must be the sample dimension.
             Default: torch's own.
@@ -142,6 +146,8 @@ def run(
             ``samples_per_s``, ``grad_norm`` (with `clip_norm`), ``metrics``. It may come one step later.
         on_evaluate: called on rank 0 with the step and the metrics of each evaluation.
         on_checkpoint: called on rank 0 with the step and the directory of each checkpoint that is complete.
+        stage: name, in a script that trains several times. Each stage is a job of its own under clusterd (``submit
+            --stages``), in which the calls for the other stages return at once; elsewhere they run one after another.
     Returns:
         The last step done, its loss, and the reason for a stop, if any. Under clusterd a stopped run does not
         return: the process exits with code 0.
@@ -184,6 +190,7 @@ def _engine() -> tuple[Any, Callable[[dict[str, Any]], Any]]:
             torch_version as torch_version,
         )  # the version check comes before every use of torch
         from clusterd.train import rank_main  # isort: skip
+        from clusterd.train.parallel import alternating
         from clusterd.train.process import job
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "torch":
@@ -200,8 +207,13 @@ def _engine() -> tuple[Any, Callable[[dict[str, Any]], Any]]:
 
     def job_of(arguments: dict[str, Any]) -> Any:
         given = {name: value for name, value in arguments.items() if name != "collate_fn" or value is not None}
-        if "optimizer" in given:
-            given["optimizer"] = job.adapt_optimizer_factory(given["optimizer"])
+        if isinstance(given.get("loss"), Mapping):
+            given["losses"], given["loss"] = given["loss"], alternating.no_single_loss
+        if isinstance(factories := given.get("optimizer"), Mapping):
+            given["optimizer_parts"] = tuple(factories)
+            given["optimizer"] = alternating.alternating_factory(factories)
+        elif factories is not None:
+            given["optimizer"] = job.adapt_optimizer_factory(factories)
         given["layers"] = tuple(given.get("layers", ()))
         return job.Job(**given)
 

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.control import Ready
-from clusterd.protocol.launch import STEPS_VARIABLE
+from clusterd.protocol.launch import STAGE_VARIABLE, STEPS_VARIABLE
+from clusterd.protocol.migration import MigrationRequest
 from clusterd.protocol.rank import Probed
 from clusterd.train.checkpoint import dcp, dcp_files, export, pretrained
 from clusterd.train.checkpoint.weight_files import open_weights
-from clusterd.train.data import fingerprint, loader
+from clusterd.train.data import fingerprint
 from clusterd.train.data.fingerprint import Fingerprint
+from clusterd.train.data.stream import is_stream, stream_fingerprint
 from clusterd.train.inspect import describe, loss_mean
-from clusterd.train.loop.session import Session, Stopped
-from clusterd.train.loop.step import Stepper
+from clusterd.train.loop.rank_training import Training
+from clusterd.train.loop.session import Session, SkippedSession, Stopped
 from clusterd.train.loop.training_loop import StepLog, TrainingLoop
 from clusterd.train.migration.target import MigrationTarget
-from clusterd.train.parallel import build, precision
-from clusterd.train.parallel.apply_plan import ParallelModel
-from clusterd.train.parallel.mesh import device_of, process_groups, same_on_all_ranks
+from clusterd.train.parallel import precision
+from clusterd.train.parallel.alternating import check_parts
+from clusterd.train.parallel.mesh import device_of, process_groups
 from clusterd.train.parallel.meta_build import can_build_on_meta
-from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process import context as contexts
 from clusterd.train.process import exits, loggers
 from clusterd.train.process.context import Context
@@ -40,126 +42,16 @@ from clusterd.train.process.exits import PlanRefused, Refused, TrainError
 from clusterd.train.process.job import Job, Outcome
 from clusterd.train.process.loggers import Loggers
 from clusterd.train.process.probe import probe
-from clusterd.train.process.run_in_fork import run_in_fork
+from clusterd.train.process.run_in_fork import run_in_fork, try_in_fork
 from clusterd.train.process.steps_log import StepsLog
-from clusterd.train.state.attributes import Attributes
-from clusterd.train.state.evaluations import Evaluations
-from clusterd.train.state.registered import Registered
+from clusterd.train.state.first_steps import FirstSteps
+from clusterd.train.state.segments import available_memory_bytes
 from plans import legality
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
-
-class Training:
-    """A job under a plan on this rank, between steps: the object that a migration takes apart and rebuilds.
-
-    Attributes:
-        parallel: the module and its parallelization; parameters have global names.
-        optimizer: the optimizer over this rank's shards.
-        attributes: plain attributes that the modules and the optimizer change.
-        step: number of the last step done; with the seed it determines the data position and the RNG.
-        fingerprint: of the data set.
-        evaluations: schedule and results of the evaluations.
-        registered: objects of the script.
-
-    Args:
-        on_meta: build without values; they come from other ranks or a checkpoint.
-        uninitialized: values come from there, whether or not the model is built with some.
-        shape: of the whole model, if known.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        context: Context,
-        device: torch.device,
-        mesh: Any,
-        *,
-        uninitialized: bool = False,
-        on_meta: bool = False,
-        shape: ModelShape | None = None,
-        fingerprint: Fingerprint | None = None,
-    ) -> None:
-        plan = context.plan
-        self.job, self.context, self.device, self.step = job, context, device, 0
-        self.fingerprint = fingerprint
-        per_epoch = loader.check_length(job.data, job.global_batch)
-        self.registered = Registered()
-        self.evaluations = Evaluations(job.evaluate, steps=job.steps, steps_per_epoch=per_epoch)
-        self._prefetched: Iterator[tuple[Any, Any]] | None = None
-        self._shape = shape
-        model = build.build_model(job.model, job.seed, meta=on_meta)
-        if not uninitialized and not same_on_all_ranks(build.fingerprint(model), device):
-            raise PlanRefused(
-                "model() made different weights on different ranks; it must draw them from torch's generator only"
-            )
-        if context.rank == 0:
-            _warn_of_batch_norm(model, plan)
-        if plan.pp > 1:
-            model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[context.coordinates.stage])
-        model.forward = precision.with_precision(job.precision, device.type, model.forward)
-        modules = dict(model.named_modules())  # before some plans wrap them under other names
-        self.parallel = ParallelModel(
-            model, plan, device, mesh=mesh, tp_plan=job.tp_plan, find_unused_parameters=job.find_unused_parameters
-        )
-        if plan != Plan():
-            self.parallel.guard_parameters(self.shape)
-        if not any(p.requires_grad for _, p in self.parallel.parameters):
-            raise Refused("the model has no trainable parameter (requires_grad is False for all)")
-        self.optimizer = RankOptimizer(self.parallel, job.optimizer)
-        self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
-        self.attributes = Attributes(modules, self.optimizer.holder, job.loss)
-        self.stepper = Stepper(
-            self.parallel,
-            self.optimizer,
-            self.scheduler,
-            precision.with_precision(job.precision, device.type, job.loss),
-            coordinates=context.coordinates,
-            global_batch=job.global_batch,
-            clip_norm=job.clip_norm,
-        )
-
-    def batches(self) -> Iterator[tuple[Any, Any]]:
-        """Batches of this replica's share, one per remaining step."""
-        if self._prefetched is not None:
-            prefetched, self._prefetched = self._prefetched, None
-            return prefetched
-        if not self.stepper.wants_inputs:
-            return itertools.repeat((None, None), self.job.steps - self.step)
-        return loader.batches(
-            self.job.data,
-            self.context.plan,
-            self.context.coordinates.replica,
-            self.device,
-            global_batch=self.job.global_batch,
-            seed=self.job.seed,
-            first_step=self.step,
-            steps=self.job.steps,
-            num_workers=self.job.num_workers,
-            collate_fn=self.job.collate_fn,
-        )
-
-    @property
-    def shape(self) -> ModelShape:
-        """Shape of the whole model."""
-        if self._shape is None:
-            self._shape = run_in_fork(lambda: describe.describe(self.job, tp_degrees=[], trace=False, pipeline=False))
-        return self._shape
-
-    def read_ahead(self) -> None:
-        """Read the samples of the next step in advance."""
-        remaining = iter(self.batches())
-        first = next(remaining, None)
-        self._prefetched = itertools.chain([first], remaining) if first is not None else remaining
-
-    def rehearse(self) -> None:
-        """Run a step on copies of the first sample; see `Stepper.rehearse`."""
-        share = self.context.plan.batch_shares(self.job.global_batch)[self.context.coordinates.replica]
-        batch: tuple[Any, Any] = (None, None)
-        if self.stepper.wants_inputs:
-            batch = loader.pair_on_device(self.job.collate_fn([self.job.data[0]] * share), self.device)
-        self.stepper.rehearse(*batch)
-
+ALONE_S = 20.0
+"""Time limit for the first steps in one process, for which the other ranks of a new job wait."""
 
 OnEnd = Callable[[Training], None]
 """Called on every rank after its last step, while the process groups still exist."""
@@ -173,7 +65,7 @@ def run(job: Job, on_end: OnEnd | None = None) -> Outcome:
     Raises:
         SystemExit: 93 to 98 if this rank cannot train (see `clusterd.train.process.exits`), 0 after a stop.
     """
-    with session(job, on_end) as opened:
+    with session(job, on_end, own_loop=False) as opened:
         for _, batch in opened:
             opened.step(batch)
     assert opened.outcome is not None
@@ -181,15 +73,23 @@ def run(job: Job, on_end: OnEnd | None = None) -> Outcome:
 
 
 @contextmanager
-def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
+def session(job: Job, on_end: OnEnd | None = None, *, own_loop: bool = True) -> Iterator[Session]:
     """Context in which the script trains `job` by its own loop; raises as `run` does."""
-    control = None
+    control, job = None, replace(job, own_loop=own_loop)
     try:
         precision.check(job.precision)
+        check_parts(job)
         if job.save_format not in export.FORMATS:
             raise Refused(f"save_format is {job.save_format!r}; it must be one of {', '.join(export.FORMATS)}")
         loggers.check(job.loggers)
+        if is_stream(job.data) and job.evaluate is not None and isinstance(job.evaluate.every, str):
+            raise Refused(
+                f"evaluate: every is {job.evaluate.every!r}, but a stream has no length: give steps, as every=500"
+            )
         context = contexts.read()
+        if _belongs_to_another_job(job.stage, context):
+            yield SkippedSession()
+            return
         if steps := os.environ.get(STEPS_VARIABLE):
             job = replace(job, steps=int(steps))
         if os.environ.get("CLUSTERD_DESCRIBE") and context.directory is not None:
@@ -214,7 +114,7 @@ def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
             finally:  # a failed export must not prevent the checkpoint
                 loop.leave_checkpoint()
             if on_end is not None:
-                on_end(cast(Training, loop.training))
+                on_end(loop.training)
     except Exception as error:
         refusal = exits.classify_error(error, where=str(context) if control is not None else "starting")
         if control is not None:
@@ -231,6 +131,26 @@ def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
         raise SystemExit(0)
 
 
+def _belongs_to_another_job(stage: str, context: Context) -> bool:
+    """True if this stage of the script is not the one that this job trains.
+
+    Raises:
+        Refused: the job should train one stage of several, but does not say which, or the script has no names for them.
+    """
+    chosen = os.environ.get(STAGE_VARIABLE, "")
+    if context.launcher == "clusterd" and bool(stage) != bool(chosen):
+        raise Refused(
+            f"the script trains the stage {stage!r}, but the job names none: submit a job for each stage, by clusterd "
+            "submit --stages FIRST,SECOND"
+            if stage
+            else f"the job is the stage {chosen!r} of its script, which trains without a name: pass stage={chosen!r}"
+        )
+    if chosen in ("", stage):
+        return False
+    _log(f"stage {stage} is left out: this job trains the stage {chosen}")
+    return True
+
+
 def refuse_second_run(context: Context) -> None:
     """Refuse a second training in this process: measurements and progress of a job belong to one training.
 
@@ -242,8 +162,8 @@ def refuse_second_run(context: Context) -> None:
     identity = (context.directory, context.attempt, context.generation, context.rank)
     if identity in _trained_here:
         raise TrainError(
-            "the script trains a second time (clusterd.train.run or session): a job trains once; make the second a job "
-            "--after it"
+            "the script trains a second time (clusterd.train.run or session): a job trains once; name each with "
+            'stage="...", and submit them as a chain of jobs: clusterd submit --stages FIRST,SECOND'
         )
     _trained_here.add(identity)
 
@@ -265,7 +185,11 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
     if context.final:
         dcp_files.check(context.final)
     # A single process that will never migrate has no other to compare with.
-    known = fingerprint.fingerprint_of(job.data, context.job) if context.launcher != "alone" else None
+    known = None
+    if is_stream(job.data):
+        known = stream_fingerprint(job.data, context.job)
+    elif context.launcher != "alone":
+        known = fingerprint.fingerprint_of(job.data, context.job)
     if context.rank == 0 and known is not None and known["draws"] and context.plan.dp > 1:
         _log(
             "the data set draws from the global random generators (augmentation), under "
@@ -273,9 +197,18 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
             "own, seeded by the number of the sample, does not depend on the plan",
         )
     weights = open_weights(job.init_from) if job.init_from is not None and not context.restore else None
-    covered = weights is not None and target is None and pretrained.covers(weights, job.model, job.seed)
+    comparable = _are_first_steps_comparable(known, shape)
+    repeats = comparable and context.migration is not None and _can_repeat(context.migration, context, shape)
+    needs_values = target is None or repeats
+    covered = weights is not None and needs_values and pretrained.covers(weights, job.model, job.seed)
     uninitialized = target is not None or bool(context.restore) or covered
-    on_meta = uninitialized and can_build_on_meta(job.model, job.seed)
+    on_meta = uninitialized and (covered or not repeats) and can_build_on_meta(job.model, job.seed)
+    begins = comparable and context.launcher == "clusterd" and target is None and not context.restore
+    reference = None
+    if begins and context.rank == 0 and weights is None and context.plan != Plan():
+        reference = try_in_fork(partial(_first_steps_alone, job, shape), ALONE_S, available_memory_bytes() // 4)
+        if reference is None:
+            _log("the first steps were not compared with those of one process, which is too slow here or too large")
     # No fork from here on: a child of a process with a CUDA context and the threads of NCCL may hang.
     device = device_of(context)
     with process_groups(context, device) as mesh:
@@ -283,7 +216,11 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
         def make() -> Training:
             fingerprint.check_same_on_all_ranks(known)
             build_as: dict[str, bool] = {"uninitialized": uninitialized, "on_meta": on_meta}
-            return Training(job, context, device, mesh, **build_as, shape=shape, fingerprint=known)
+            build_as["repeats_first_steps"] = repeats
+            made = Training(job, context, device, mesh, **build_as, shape=shape, fingerprint=known)
+            if weights is not None and needs_values:
+                pretrained.load(made, weights, strict=job.init_strict)
+            return made
 
         if target is not None:
             training = target.take_over(make, device)
@@ -292,8 +229,8 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
             if context.restore:
                 training.optimizer.make_state()
                 dcp.restore(training, training.shape, dcp_files.find(context.restore))
-            elif weights is not None:
-                pretrained.load(training, weights, strict=job.init_strict)
+            elif begins:
+                training.record_first_steps(reference)
         control.send_status(Ready())
         if context.probe and target is None:
             figures = probe(device, context.hosts, precision.dtype_of(job.precision))
@@ -327,21 +264,10 @@ def check_plan(job: Job, context: Context, shape: ModelShape | None = None) -> M
 
 def _warn_of_differences(plan: Plan, shape: ModelShape) -> None:
     """Log where a legal plan does not train exactly as one process does."""
-    if shape.counted and plan.accumulation > 1:
-        _log(
-            f"each forward pass changes {shape.counted}, and a step under {plan} has {plan.accumulation} "
-            "forward passes: losses that depend on it differ from those of one process",
-        )
     if shape.draws and (plan.ranks > 1 or plan.accumulation > 1):
         _log(
             f"the model draws random numbers (dropout, noise), under {plan} others than in one process: "
             "losses differ as between two seeds",
-        )
-    if shape.loss == loss_mean.UNKNOWN and (plan.dp > 1 or plan.accumulation > 1):
-        _log(
-            "the model returns a loss and is too large to verify that it is the mean over samples: if it "
-            f"divides by a count in them (padded or masked words) or compares them, losses under {plan} differ from "
-            "those of one process; a `loss` that returns (sum, weight) is exact",
         )
     if shape.loss == loss_mean.OTHER and (plan.dp > 1 or plan.accumulation > 1):
         _log(
@@ -356,17 +282,30 @@ def _log(text: str) -> None:
     print(f"clusterd: {text}", flush=True)
 
 
-def _warn_of_batch_norm(model: torch.nn.Module, plan: Plan) -> None:
-    """Log where batch normalisation sees a part of the global batch only."""
-    kind = torch.nn.modules.batchnorm._BatchNorm
-    found = next((name for name, part in model.named_modules() if isinstance(part, kind) and part.training), None)
-    parts = plan.dp * plan.accumulation
-    if found is not None and parts > 1:
-        _log(
-            f"{found or 'the model'} normalises over the samples that it gets, under {plan} one of {parts} "
-            "parts of each batch: losses differ from those of one process, and running statistics are replica 0's; "
-            "group and layer normalisation do not depend on the plan",
-        )
+def _are_first_steps_comparable(known: Fingerprint | None, shape: ModelShape | None) -> bool:
+    """True if the first steps have the same losses under every faithful plan: nothing in them is drawn at random."""
+    if known is None or known["length"] is None or shape is None:  # a stream cannot be read again
+        return False
+    return not (known["draws"] or shape.draws)
+
+
+def _first_steps_alone(job: Job, shape: ModelShape | None) -> FirstSteps:
+    """The first steps of `job` in one process on the CPU."""
+    training = Training(job, Context(), torch.device("cpu"), None, shape=shape)
+    training.repeat_first_steps()
+    assert training.repeated_steps is not None
+    return training.repeated_steps
+
+
+def _can_repeat(migration: MigrationRequest, context: Context, shape: ModelShape | None) -> bool:
+    """True if the ranks of a migration have the time and the memory to repeat the job's first steps."""
+    source_waits = migration.makes_room or migration.snapshot is not None or migration.lost
+    if not migration.is_new_plan or source_waits or shape is None:
+        return False
+    # Each rank builds the model whole, and cuts it.
+    model_bytes = sum(math.prod(p.shape) * p.dtype_bytes for p in shape.parameters)
+    ranks_here = migration.new.hosts.count(migration.new.hosts[context.rank])
+    return 2 * model_bytes * ranks_here < available_memory_bytes()
 
 
 def write_description(job: Job, directory: Path) -> None:

@@ -47,3 +47,15 @@ def test_who_waits_for_a_job_in_vain_is_told(local_cluster: RunningCluster, tmp_
     answer = local_cluster.run("wait", late, check=False)
     assert answer.returncode == 1
     assert "failed: it was to start after slow (1), which was cancelled" in answer.stderr
+
+
+def test_stages_of_a_script_are_jobs_in_a_chain(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os\nprint(os.environ['CLUSTERD_STAGE'])\n")
+    file = tmp_path / "net.toml"
+    file.write_text('command = ["python3", "train.py"]\nstages = ["pretrain", "finetune"]\n')
+    jobs = local_cluster.run("submit", "--wait", str(file)).stdout.split()
+    assert [local_cluster.run("logs", job).stdout for job in jobs] == ["pretrain\n", "finetune\n"]
+    assert [local_cluster.job(job)["name"] for job in jobs] == ["net-pretrain", "net-finetune"]
+    assert f"after      {jobs[0]}" in local_cluster.run("show", jobs[1]).stdout
+    for options in (("--stages", "a,a"), ("--stages", "a,,b"), ("--sweep", "N=1,2")):
+        assert local_cluster.run("submit", *options, str(file), check=False).returncode == 2

@@ -44,16 +44,41 @@ def split_at_random() -> dict[str, Any]:
     return arguments(data=training)
 
 
-class Stream(IterableDataset[Any]):
+class Unnumbered(IterableDataset[Any]):
     """Samples without a number."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(points())
 
 
-@script(advice="a map-style data set")
+@script(advice="`state_dict` and `load_state_dict`, as `stream`")
 def iterable() -> dict[str, Any]:
-    """`IterableDataset`."""
+    """`IterableDataset` without a position."""
+    return arguments(data=Unnumbered())
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without a number, with a position."""
+
+    def __init__(self) -> None:
+        self.points, self.read = points(), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.read < SAMPLES:
+            self.read += 1
+            yield self.points[self.read - 1]
+        self.read = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
+@script("dp=2,accumulation=2")
+def stream() -> dict[str, Any]:
+    """`IterableDataset` with `state_dict` and `load_state_dict`."""
     return arguments(data=Stream())
 
 

@@ -130,23 +130,54 @@ class Adversaries(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator, self.discriminator = nn.Linear(8, 16), nn.Linear(16, 1)
+        self.generator = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16))
+        self.discriminator = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
 
     def forward(self, noise: torch.Tensor) -> torch.Tensor:
-        return self.discriminator(self.generator(noise))
+        return self.generator(noise)
 
 
-@script(advice="submit it as a `command` or `checkpointable` job")
+def judged(adversaries: Adversaries, batch: Any) -> torch.Tensor:
+    """Loss of the discriminator, which tells real samples from generated ones."""
+    noise, real = batch
+    judge, judgement = adversaries.discriminator, F.binary_cross_entropy_with_logits
+    genuine, forged = judge(real), judge(adversaries.generator(noise).detach())
+    return judgement(genuine, torch.ones_like(genuine)) + judgement(forged, torch.zeros_like(forged))
+
+
+def fooled(adversaries: Adversaries, batch: Any) -> torch.Tensor:
+    """Loss of the generator."""
+    forged = adversaries.discriminator(adversaries.generator(batch[0]))
+    return F.binary_cross_entropy_with_logits(forged, torch.ones_like(forged))
+
+
+def noise_and_real() -> TensorDataset:
+    random = torch.Generator().manual_seed(6)
+    return TensorDataset(*(torch.randn(SAMPLES, n, generator=random) for n in (8, 16)))
+
+
+@script("dp=2,accumulation=2", advice="dp and accumulation")
 def gan() -> dict[str, Any]:
-    """GAN: two optimizers."""
-    model = Adversaries()
+    """GAN: `loss` and `optimizer` are dicts with a discriminator and a generator."""
     return arguments(
-        lambda: model,
-        data=TensorDataset(torch.randn(SAMPLES, 8), torch.ones(SAMPLES, 1)),
-        loss=F.binary_cross_entropy_with_logits,
-        optimizer=lambda _: [
-            torch.optim.Adam(part.parameters(), lr=1e-3) for part in (model.generator, model.discriminator)
-        ],
+        Adversaries,
+        data=noise_and_real(),
+        loss={"discriminator": judged, "generator": fooled},
+        optimizer={
+            "discriminator": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
+            "generator": lambda parameters: torch.optim.SGD(parameters, lr=1e-1, momentum=0.9),
+        },
+    )
+
+
+@script(advice="as `gan`")
+def gan_in_a_list() -> dict[str, Any]:
+    """GAN: a list of two optimizers."""
+    return arguments(
+        Adversaries,
+        data=noise_and_real(),
+        loss=lambda output, real: F.mse_loss(output, real),
+        optimizer=lambda parameters: [torch.optim.Adam(parameters[:2]), torch.optim.Adam(parameters[2:])],
     )
 
 

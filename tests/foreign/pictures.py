@@ -89,7 +89,7 @@ class Distilled(nn.Module):
         return F.cross_entropy(logits, labels) + F.mse_loss(logits, aim)
 
 
-@script(advice="as `vit_average_in_buffers`")
+@script("dp=2,zero=1", advice="ZeRO up to stage 1")
 def vit_average() -> dict[str, Any]:
     """ViT with a moving average of its weights (`swa_utils.AveragedModel`) in the forward pass."""
     return arguments(Distilled, labelled(), loss=lambda output, batch: output)

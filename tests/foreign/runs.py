@@ -98,6 +98,9 @@ class Runner:
             found["move"] = self._move(script, directory / "move", alone.losses)
         return found
 
+    def _losses_of(self, script: Script, directory: Path, steps: int) -> list[float]:
+        return self._pools[0].run(directory, "dp=1", script=script.name, steps=steps).checked().losses
+
     def _move(self, script: Script, directory: Path, expected: list[float]) -> Verdict:
         directory.mkdir()
         mover = Mover(self._pools, directory, {"script": script.name, "pace_s": PACE_S})
@@ -109,8 +112,9 @@ class Runner:
             mover.train(5)
             losses = [step["loss"] for step in mover.stop()]
             assert moved is not None
-            assert moved.step + 5 <= len(expected), f"{moved.step} steps before the move: raise BASELINE_STEPS"
             losses = losses[: moved.step + 5]
+            if len(losses) > len(expected):  # compiling took the target ranks so long
+                expected = self._losses_of(script, directory / "one", len(losses))
         except Exception as error:
             failure = str(error)
         finally:

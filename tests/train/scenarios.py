@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import batch_models
 import changing_models
 import counting_models
 import fsspec
@@ -27,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from clusterd.train import rank_main
+from clusterd.train.loop.rank_training import Training
 from clusterd.train.parallel import build
 from clusterd.train.process.evaluation import Evaluation
 from clusterd.train.process.job import Job
@@ -39,7 +43,7 @@ class Recorded(torch.utils.data.Dataset[Any]):
     """Random bytes that record the requested indices."""
 
     def __init__(self, samples: int, pace_s: float = 0.0) -> None:
-        self._pace_s = pace_s  # between the batches of a rank, for jobs that a test acts on while they run
+        self.pace_s = pace_s  # between the batches of a rank, for jobs that a test acts on while they run
         self._tokens = torch.randint(VOCABULARY, (samples, CONTEXT + 1), generator=torch.Generator().manual_seed(7))
         # Some structure to learn, so that losses change.
         self._tokens[:, 1::2] = (self._tokens[:, 0:-1:2] * 3 + 1) % VOCABULARY
@@ -54,12 +58,69 @@ class Recorded(torch.utils.data.Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         # Called by a data loader; the description of the model reads single samples.
-        time.sleep(self._pace_s)
+        time.sleep(self.pace_s)
         self.asked += indices
         return [self[i] for i in indices]
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._tokens[index, :-1], self._tokens[index, 1:]
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    """The same samples as a stream, in another order in each epoch.
+
+    Args:
+        kind: "late": it counts a sample after it was used; "noisy": it draws from the global generator; "drawn": it
+            draws its order from there; "once": it yields nothing after its end; "own": it draws from a generator of its
+            own, whose state is a part of its position.
+    """
+
+    def __init__(self, samples: Recorded, kind: str = "") -> None:
+        self.samples, self.kind = samples, kind
+        self.read = self.epoch = 0
+        self.asked: list[int] = []
+        self.random = random.Random(5)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read, "random": self.random.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+        self.random.setstate(state["random"])
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = None if self.kind == "drawn" else torch.Generator().manual_seed(self.epoch)
+        order = torch.randperm(len(self.samples), generator=generator).tolist()
+        while self.read < len(order):
+            index = order[self.read]
+            self.read += self.kind != "late"
+            self.asked.append(index)
+            time.sleep(self.samples.pace_s / 16)
+            tokens, following = self.samples[index]
+            if self.kind == "noisy":
+                tokens = tokens.roll(int(torch.randint(8, ())))
+            if self.kind == "own":
+                tokens = tokens.roll(self.random.randrange(8))
+            yield tokens, following
+            self.read += self.kind == "late"
+        if self.kind != "once":
+            self.read = 0
+
+
+class WithoutPosition(torch.utils.data.IterableDataset[Any]):
+    """A stream that only has samples."""
+
+    def __init__(self, samples: Recorded, _kind: str) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.samples[i] for i in range(len(self.samples))])
+
+
+STREAMS: dict[str, Any] = {"without": WithoutPosition}
 
 
 class Steps:
@@ -185,6 +246,17 @@ class Graphs:
         return list(self.tokens[which])
 
 
+class LabelledGraphs(Graphs):
+    """A batch of graphs with their labels, as PyG's loaders make it."""
+
+    def __init__(self, tokens: torch.Tensor, y: torch.Tensor) -> None:
+        super().__init__(tokens)
+        self.y = y
+
+    def to(self, device: Any, non_blocking: bool = False) -> LabelledGraphs:
+        return LabelledGraphs(self.tokens.to(device), self.y.to(device))
+
+
 class OfGraphs(GPT):
     """Takes a batch of graphs."""
 
@@ -206,13 +278,23 @@ def triple(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
     return *default_collate(samples), 1
 
 
-COLLATE_FNS = {"turned": unusual_models.turned, "mapping": named, "graphs": of_graphs, "triple": triple}
+def of_labelled_graphs(samples: list[Any]) -> LabelledGraphs:
+    return LabelledGraphs(*default_collate(samples))
+
+
+COLLATE_FNS = {
+    "labelled graphs": of_labelled_graphs,
+    "turned": unusual_models.turned,
+    "mapping": named,
+    "graphs": of_graphs,
+    "triple": triple,
+}
 
 MODELS = {
-    "mapping": Named, "graphs": OfGraphs, "triple": GPT,
+    "mapping": Named, "graphs": OfGraphs, "labelled graphs": OfGraphs, "triple": GPT,
     "huge": Huge, "broken": Broken, "gpt": GPT, "tied": Tied, "stray": Stray, "tables": Tables, "frozen": Frozen,
     **unusual_models.MODELS, **writing_models.MODELS, **gradient_models.MODELS,
-    **counting_models.MODELS, **changing_models.MODELS,
+    **counting_models.MODELS, **changing_models.MODELS, **batch_models.MODELS,
 }  # fmt: skip
 OPTIMIZERS = {
     **unusual_optimizers.OPTIMIZERS,
@@ -291,6 +373,7 @@ LOSSES = {
     ),
     "counted": Counted(),
     "in a list": lambda logits, target: cross_entropy(logits, target)[None],
+    "labelled": lambda logits, batch: cross_entropy(logits, batch.y),
     "mapping": lambda logits, batch: cross_entropy(logits, batch["labels"]["next"]),
     "pair": lambda logits, target: masked(logits, target),
     "dict": lambda logits, target: {
@@ -414,6 +497,7 @@ def rank(
     record: str = "",
     filed: bool = False,
     unlike: str = "",
+    stream: str | None = None,
     own_loop: dict[str, Any] | None = None,
     stand_in: bool = False,
     **options: Any,
@@ -427,6 +511,7 @@ def rank(
         own_loop: train in a loop of the script's own; see `loop_of_its_own`.
         stand_in: train as if on a GPU, and save what its stand-in recorded.
         unlike: entry of the rank file; processes in which it differs have other data.
+        stream: read the samples as a stream of this kind; see `Streamed`.
     """
     if way:
         rank_file = json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())
@@ -438,9 +523,11 @@ def rank(
     data = (Filed if filed else Recorded)(samples, pace_s)
     if unlike:
         data.shift(json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())[unlike])
+    if stream is not None:
+        data = STREAMS.get(stream, Streamed)(data, stream)
     left: dict[str, Any] = {"called": []}
 
-    def on_end(training: rank_main.Training) -> None:
+    def on_end(training: Training) -> None:
         left["parameters"] = {name: projections(p) for name, p in build.named_parameters(training.parallel.module)}
         left["sums"] = {n: whole(p).double().sum().item() for n, p in build.named_parameters(training.parallel.module)}
         left["step"] = training.step
@@ -465,7 +552,7 @@ def rank(
     finally:
         if gpu is not None:
             left["gpu"] = {"calls": gpu.calls, "limits": gpu.limits, "registered": len(gpu.registered)}
-        result.write_text(json.dumps({**left, "asked": data.asked}))
+        result.write_text(json.dumps({**left, "asked": getattr(data, "asked", [])}))
 
 
 class Counter:

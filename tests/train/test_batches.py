@@ -51,3 +51,13 @@ def test_an_impossible_batch_is_refused_with_the_possible_ones(ranks: RankPool, 
     assert run.ranks[0].exit_code == 92
     assert "a batch must be (input, target), either of them nested, or a mapping" in run.ranks[0].output
     assert "it is a tuple of 3" in run.ranks[0].output
+
+
+@pytest.mark.slow
+def test_a_batch_object_with_its_labels_trains_under_replicas(ranks: RankPool, tmp_path: Path) -> None:
+    """``model(batch)`` and ``loss(output, batch)``, also in a loop of the script's own."""
+    options = {"depth": 2, "steps": 4, "global_batch": 8}
+    pair = ranks.run(tmp_path / "pair", "dp=2", **options).checked()
+    graphs = {"model": "labelled graphs", "loss": "labelled"}
+    assert ranks.run(tmp_path / "graphs", "dp=2", **options, **graphs, own_loop={}).checked().losses == pair.losses
+    assert ranks.run(tmp_path / "cut", "accumulation=2", **options, **graphs).ranks[0].exit_code == 96

@@ -98,8 +98,11 @@ def test_a_schedule_reaches_all_of_a_sharded_optimizer(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"script": "gan"}, "optimizer() returned a list; it must return one optimizer"),
-        ({"script": "iterable"}, "data has no length; it must be a map-style data set"),
+        (
+            {"script": "gan_in_a_list"},
+            "optimizer() returned a list; it must return one optimizer. For several (a GAN), give",
+        ),
+        ({"stream": "without"}, "data is a stream (WithoutPosition) without a position"),
         (
             {"optimizer": "with the loss"},
             "the optimizer has parameters that are not the model's: make parameters of the loss",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from model import GPT
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 class Renormed(GPT):
@@ -71,7 +72,28 @@ class LateFollowing(Following):
         return Following._follow(embed, inputs, output) if embed.passes > 3 else output
 
 
+class Averaged(GPT):
+    """torch's moving average of the trained weights, in a forward pass that fake tensors cannot run."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.embed.live = nn.Linear(sizes["width"], sizes["width"])
+        self.embed.average = AveragedModel(self.embed.live, multi_avg_fn=get_ema_multi_avg_fn(0.9)).requires_grad_(
+            False
+        )
+        self.embed.register_forward_hook(self._follow)
+
+    @staticmethod
+    def _follow(embed: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        if embed.training:
+            if torch._guards.detect_fake_mode(output):
+                raise RuntimeError("this model reads values")
+            embed.average.update_parameters(embed.live)
+        return embed.live(output) + embed.average(output)
+
+
 MODELS = {
+    "averaged": Averaged,
     "renormed": Renormed, "clipped": Clipped, "following": Following, "centred": Centred,
     "late following": LateFollowing,
 }  # fmt: skip

@@ -19,7 +19,7 @@ from clusterd.train.checkpoint.dcp import stage
 from clusterd.train.checkpoint.dcp_files import Staged, write
 from clusterd.train.process.control import Control
 from clusterd.train.process.exits import CheckpointFailed
-from clusterd.train.state.plain_data import NotSerializable
+from clusterd.train.process.plain_data import NotSerializable
 from clusterd.train.state.training import Training
 from plans.layout import layout
 

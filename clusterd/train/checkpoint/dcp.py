@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from clusterd.train.checkpoint import dcp_files as files
 from clusterd.train.checkpoint.dcp_files import Key, Staged, StagedTensor
 from clusterd.train.process.exits import PlanRefused, Refused
+from clusterd.train.process.plain_data import NotSerializable, plain_value
 from clusterd.train.state import lazy_optimizer_state, scalars
 from clusterd.train.state.local_shards import local_shards
-from clusterd.train.state.plain_data import NotSerializable, plain_value
 from clusterd.train.state.training import Training
 from plans.layout import Layout
 from plans.model_shape import ModelShape

@@ -23,8 +23,8 @@ MEANS = 8
 TOLERANCE = 1e-3
 
 Fingerprint = dict[str, Any]
-"""job, length, draws (True if samples draw from the global generators), and samples: [index, summary of each part, or
-None for a random sample]."""
+"""job, length (None of a stream), draws (True if samples draw from the global generators), and samples: [index, summary
+of each part, or None for a random sample]."""
 
 
 def fingerprint_of(data: Any, job: str) -> Fingerprint | None:
@@ -60,9 +60,12 @@ def difference(one: Fingerprint | None, other: Fingerprint | None) -> str:
     if not one or not other:
         return ""
     if one["length"] != other["length"]:
-        return f"{other['length']} samples instead of {one['length']}"
+        lengths = [f["length"] for f in (other, one)]
+        return " instead of ".join("a stream" if length is None else f"{length} samples" for length in lengths)
+    if len(one["samples"]) != len(other["samples"]):
+        return f"{len(other['samples'])} samples instead of {len(one['samples'])}"
     for (index, first), (_, second) in zip(one["samples"], other["samples"], strict=True):
-        if first is not None and second is not None and not _alike(first, second):
+        if first is not None and second is not None and not alike(first, second):
             return f"sample {index} is another one"
     return ""
 
@@ -78,16 +81,27 @@ def _read(data: Any, job: str) -> Fingerprint:
     return {"job": job, "length": length, "draws": draws, "samples": samples}
 
 
+def drop_random(one: list[Any], again: list[Any]) -> list[Any]:
+    """The summaries of one reading, with None for those of random samples, which another reading has otherwise."""
+    return [a if alike(a, b) else None for a, b in zip(one, again, strict=False)]
+
+
+def summary(sample: Any) -> list[Any]:
+    """Summary of each part of a nested sample."""
+    parts: list[Any] = []
+    _summarize(sample, parts)
+    return parts
+
+
 def _sample(data: Any, index: int) -> tuple[list[Any] | None, bool]:
     """Summary of a sample, None for a random one; and whether it draws from the global generators."""
     readings, drawn = [], False
     for seed in (index, index):
         seed_everything(seed)
-        before, parts = all_generator_states(), list[Any]()
-        _summarize(data[index], parts)
+        before = all_generator_states()
+        readings.append(summary(data[index]))
         drawn = drawn or all_generator_states() != before
-        readings.append(parts)
-    return readings[0] if _alike(*readings) else None, drawn
+    return readings[0] if alike(*readings) else None, drawn
 
 
 def _summarize(value: Any, parts: list[Any]) -> None:
@@ -130,7 +144,8 @@ def _array(value: Any) -> Any:
     return np.array(value)
 
 
-def _alike(one: list[Any], other: list[Any]) -> bool:
+def alike(one: list[Any], other: list[Any]) -> bool:
+    """True if two summaries are of the same sample."""
     if len(one) != len(other):
         return False
     for a, b in zip(one, other, strict=True):

@@ -7,6 +7,7 @@ import copy
 import signal
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from clusterd.train.process.seeding import seed_step
 from plans.plan import Plan, even_shares
 from plans.sample_order import TooFewSamples, mix, replica_indices, steps_per_epoch
 
-_DATA_STREAM = 0xFFFF
+DATA_STAGE = 0xFFFF
 """Stage number of the data set in `seed_step`: no pipeline stage draws the same numbers."""
 
 
@@ -58,7 +59,7 @@ def batches(
     Raises:
         Refused: the data set is too small, or has no length.
     """
-    check_length(dataset, global_batch)
+    epoch_steps(dataset, global_batch)
     samples = len(dataset)
     loader = DataLoader(
         dataset,
@@ -70,30 +71,48 @@ def batches(
         # Replicas, and runs resumed at another step, must not augment different samples with the same numbers.
         generator=torch.Generator().manual_seed(mix(mix(seed & 0xFFFFFFFF) ^ (first_step << 32 | replica)) >> 1),
     )
-    fetched = iter(loader)
-    end = partial(stop_workers, fetched)
-    atexit.register(end)  # runs before multiprocessing's own, which would wait for workers that ignore SIGTERM
-    try:
+    with running(iter(loader)) as fetched:
         for step in range(first_step, steps):
             # Without workers the data set draws here. The first and last stages of a replica read the same samples, for
             # inputs and targets: both must draw the same numbers.
-            seed_step(seed, step, replica, _DATA_STREAM)
+            seed_step(seed, step, replica, DATA_STAGE)
             yield pair_on_device(next(fetched), device)
+
+
+@contextmanager
+def running(fetched: Iterator[Any]) -> Iterator[Iterator[Any]]:
+    """Context of an iterator over a data loader, whose workers end with it, or with the process."""
+    end = partial(stop_workers, fetched)
+    atexit.register(end)  # runs before multiprocessing's own, which would wait for workers that ignore SIGTERM
+    try:
+        yield fetched
     finally:
         atexit.unregister(end)
         end()
 
 
-def check_length(dataset: Any, global_batch: int) -> int:
-    """Check that a data set has at least one global batch; return the steps of an epoch.
+def check_length(data: Any) -> None:
+    """Check that a data set has a length.
 
     Raises:
-        Refused: it is too small, or has no length.
+        Refused: it has none.
     """
+    if not hasattr(data, "__len__"):
+        raise Refused(
+            "data has no length; it must be a map-style data set (__len__ and __getitem__), or a stream (__iter__, "
+            "state_dict and load_state_dict)"
+        )
+
+
+def epoch_steps(dataset: Any, global_batch: int) -> int:
+    """Steps of an epoch.
+
+    Raises:
+        Refused: the data set is smaller than a global batch, or has no length.
+    """
+    check_length(dataset)
     try:
         return steps_per_epoch(len(dataset), global_batch)
-    except TypeError:
-        raise Refused("data has no length; it must be a map-style data set (__len__ and __getitem__)") from None
     except TooFewSamples as error:
         raise Refused(str(error)) from None
 
@@ -103,28 +122,44 @@ class Keywords(UserDict[str, Any]):
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
-    """Inputs and targets of a batch; a mapping is both.
+    """Inputs and targets of a batch; a mapping is both, and so is an object with attributes (a batch of graphs).
 
     Raises:
-        Refused: it is neither a pair nor a mapping.
+        Refused: it is none of these.
     """
     if isinstance(batch, Mapping):
         return Keywords(batch), batch
+    if _is_object(batch):
+        return batch, batch
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise Refused(
             "a batch must be (input, target), either of them nested, or a mapping for model(**batch) and loss(output, "
-            f"batch); it is a {type(batch).__name__}"
+            "batch), or an object with .to(device) for model(batch) and loss(output, batch); it is a "
+            + type(batch).__name__
             + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
             + ": let data[i] or collate_fn return one of these"
         )
     return batch[0], batch[1]
 
 
+def as_batch(inputs: Any, targets: Any) -> Any:
+    """Batch of which these are the inputs and targets; see `as_pair`."""
+    if isinstance(inputs, Keywords):
+        return inputs.data
+    return inputs if inputs is targets and _is_object(inputs) else (inputs, targets)
+
+
+def _is_object(batch: Any) -> bool:
+    return not isinstance(batch, torch.Tensor) and callable(getattr(batch, "to", None))
+
+
 def pair_on_device(batch: Any, device: torch.device) -> tuple[Any, Any]:
     """Inputs and targets on `device`; see `as_pair`."""
     inputs, targets = as_pair(batch)
     moved = to_device(inputs, device)
-    return moved, moved.data if isinstance(inputs, Keywords) else to_device(targets, device)
+    if isinstance(inputs, Keywords):
+        return moved, moved.data
+    return moved, moved if inputs is targets else to_device(targets, device)
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:

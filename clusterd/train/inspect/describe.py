@@ -9,13 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.data import IterableDataset
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from clusterd.train.data.loader import as_batch, as_pair, check_length
+from clusterd.train.data.stream import check_has_position, is_stream
 from clusterd.train.inspect.forward import FakeForward
 from clusterd.train.inspect.optimizer_traits import optimizer_traits
 from clusterd.train.inspect.temporaries import temporaries_ratio
@@ -25,6 +28,7 @@ from clusterd.train.parallel.optimizer_slots import OptimizerState, ParameterSpe
 from clusterd.train.parallel.tp_shards import tensor_parallel_cuts
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.job import NAME, Job
+from clusterd.train.process.weighted_means import is_pair, mean_of, split_loss
 from plans.model_shape import BufferShape, LayerShape, ModelShape, ParameterShape
 
 TP_DEGREES = (2, 3, 4, 6, 8, 12, 16)
@@ -43,10 +47,13 @@ def describe(
     Raises:
         Refused: `layers` name what the model does not have, or the data set has no pairs.
     """
-    if not hasattr(job.data, "__len__") or isinstance(job.data, IterableDataset):
-        raise Refused("data has no length; it must be a map-style data set (__len__ and __getitem__)")
+    if is_stream(job.data):
+        check_has_position(job.data)
+    else:
+        check_length(job.data)
+    job = _with_one_loss(job)
     # Fake tensors, not the meta device, on which attention takes a different kernel that saves all its scores.
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _fake_tensor_log_off():
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _fake_tensor_log_off(), _fake_copies():
         return _described(job, FakeForward(job, fake), tp_degrees, trace, pipeline)
 
 
@@ -61,12 +68,30 @@ def _fake_tensor_log_off() -> Iterator[None]:
         log.disabled = before
 
 
+@contextmanager
+def _fake_copies() -> Iterator[None]:
+    """Copy fake tensors by cloning them: `copy.deepcopy` reads their storage, which has no memory, and may crash."""
+
+    def cloned(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
+        if id(tensor) not in memo:
+            copied = tensor.detach().clone()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+        return memo[id(tensor)]
+
+    FakeTensor.__deepcopy__ = cloned
+    try:
+        yield
+    finally:
+        del FakeTensor.__deepcopy__
+
+
 def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace: bool, pipeline: bool) -> ModelShape:
     model = forward.model()
     paths = build.layer_paths(model, job.layers) if job.layers else build.block_paths(model)
     blocks = set(build.block_paths(model))
     styles, tp_dims, uncut = tensor_parallel_cuts(model, job.tp_plan or {})
-    writes, following, counted = forward.trace_passes()
+    writes = forward.trace_passes()
     if mutated := next((name for name in writes.names if name in tp_dims), ""):
         styles, tp_dims, uncut = {}, {}, f"the forward pass writes into {mutated}, and may need it whole"
     if writes.sparse in tp_dims:
@@ -103,7 +128,7 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
         parameters=parameters,
         layers=tuple(layers),
         global_batch=job.global_batch,
-        samples=len(job.data),
+        samples=0 if is_stream(job.data) else len(job.data),
         steps=job.steps,
         precision=job.precision,
         pipeline=bool(job.layers),
@@ -119,17 +144,14 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
         optimizer_elementwise=elementwise,
         optimizer_by_tensor=by_tensor,
         find_unused_parameters=job.find_unused_parameters,
+        parts=tuple(job.losses),
         noncontiguous=next((name for name, p in build.named_parameters(model) if not p.is_contiguous()), ""),
         repeated_block=_repeated(model),
         loss=forward.loss_kind(),
         uncut_batch=forward.uncut_batch(),
         loss_learns=forward.loss_uses_parameters(),
-        gradients_added=following.added,
-        gradients_bent=following.nonlinear,
         sparse=writes.sparse,
-        by_frequency=writes.by_frequency,
         draws=writes.draws,
-        counted=counted,
         written=writes.names,
         written_known=writes.complete,
         written_by_samples=writes.sample_dependent,
@@ -146,6 +168,30 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
             for name, b in model.named_buffers(remove_duplicate=False)
         ),
     )
+
+
+def _with_one_loss(job: Job) -> Job:
+    """For a description, a job with one loss whose model computes all losses of `job` in a pass."""
+    if not job.losses:
+        return job
+
+    def all_losses(model: nn.Module, batch: Any) -> list[Any]:
+        return [loss(model, batch) for loss in job.losses.values()]
+
+    def factory() -> nn.Module:
+        model = job.model()
+        model.forward = MethodType(all_losses, model)
+        return model
+
+    def total(found: list[Any], _: Any) -> Any:
+        one = sum(mean_of(value) for value in found)
+        return (one, 1) if any(is_pair(split_loss(value)[0]) for value in found) else one
+
+    def collated(samples: list[Any]) -> Any:
+        batch = as_batch(*as_pair(job.collate_fn(samples)))
+        return batch, batch
+
+    return replace(job, model=factory, loss=total, collate_fn=collated, layers=(), tp_plan=None)
 
 
 def _optimizer_state(job: Job, parameters: Sequence[ParameterSpec]) -> OptimizerState | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from clusterd.train.data.loader import Keywords, as_pair
+from clusterd.train.data.loader import as_batch, as_pair
 from clusterd.train.loop.consensus import StepConsensus
 from clusterd.train.loop.training_loop import TrainingLoop
 from clusterd.train.process.job import Outcome
@@ -67,7 +67,7 @@ class Session:
         """
         training = self._loop.training
         for inputs, targets in self._loop.batches():
-            yield training.step + 1, inputs.data if isinstance(inputs, Keywords) else (inputs, targets)
+            yield training.step + 1, as_batch(inputs, targets)
         if self._loop.stopped and training.context.launcher == "clusterd":
             raise Stopped(0)
 
@@ -111,3 +111,26 @@ class Session:
         loaded at once. Call it before the loop.
         """
         self._loop.training.registered.add(name, value)
+
+
+class SkippedSession(Session):
+    """Session of a stage of the script that another job trains: it has no step, and does nothing."""
+
+    def __init__(self) -> None:
+        self.outcome = Outcome(step=0, loss=float("nan"), skipped=True)
+
+    is_main = False
+    device = torch.device("cpu")
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return iter(())
+
+    def evaluate(self, *_: Any, **__: Any) -> Any:
+        """Return NaN."""
+        return float("nan")
+
+    def log(self, **_: Any) -> None:
+        """Record nothing."""
+
+    def register(self, *_: Any) -> None:
+        """Register nothing."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class Stepper:
     Attributes:
         metric_names: further values that the loss returns.
         gradient_norm: of the last step, before clipping; None without a limit.
+        measured_parameters: names of parameters, in the order of `gradient_norms`; the next step measures them.
+        gradient_norms: norm of each parameter's gradient, as measured.
         complete: True from the end of gradient reduction to the end of the update; the rest of the step needs no peer.
         stage_forward: forward pass of a pipeline stage, for passes outside of the schedule.
         updating: True from the first to the last change of a parameter; a step that fails in between leaves neither the
@@ -66,6 +69,8 @@ class Stepper:
         self.metric_names: list[str] = []
         self._metrics = WeightedMeans()
         self.gradient_norm: torch.Tensor | None = None
+        self.measured_parameters: Sequence[str] = ()
+        self.gradient_norms: list[float] = []
         self._stage = coordinates.stage
         self.complete = self.updating = False
         self.phases = PhaseClock(parallel.device)
@@ -93,13 +98,33 @@ class Stepper:
         plan = self._parallel.plan
         return max(micro_batch_sizes(max(plan.batch_shares(self._global_batch)), plan.accumulation))
 
-    def step(self, inputs: Any, targets: Any, on_gradients: Callable[[torch.Tensor], None] = lambda _: None) -> None:
+    def step(
+        self,
+        inputs: Any,
+        targets: Any,
+        on_gradients: Callable[[torch.Tensor], None] = lambda _: None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         """Run one step on this replica's share of a global batch.
 
         Args:
-            on_gradients: called when gradients are complete, before any parameter changes, with this rank's
-                contribution to
-                the mean loss over the global batch: a scalar on the device, not yet summed over ranks.
+            on_gradients: called when all gradients are complete, with this rank's contribution to the mean loss over
+                the global batch: a scalar on the device, not yet summed over ranks.
+            on_change: called before the first change of a parameter, if that is earlier.
+        Raises:
+            PlanRefused: micro-batches cannot be cut from such batches.
+        """
+        self.complete = False
+        loss = self.compute_gradients(inputs, targets)
+        self.complete = True
+        on_gradients(loss)
+        self.phases.lap("agree")
+        self.update()
+        self.phases.lap("optimizer")
+
+    def compute_gradients(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """Gradients of one step, clipped; return this rank's contribution to the loss.
+
         Raises:
             PlanRefused: micro-batches cannot be cut from such batches.
         """
@@ -107,7 +132,6 @@ class Stepper:
             for part in (inputs, targets):
                 check_sliceable(part, sum(self._sizes))
             self._batch_unchecked = False
-        self.complete = False
         self._parts = []
         self._optimizer.zero_grad()
         self._parallel.refresh_replication()
@@ -119,14 +143,13 @@ class Stepper:
         if self._weighs:
             loss = loss * self._divide_by_weight()
         self.phases.lap("sync")
+        plan, device = self._parallel.plan, self._parallel.device
+        if names := self.measured_parameters:
+            self.gradient_norms = gradient_norms(self._parallel.parameters, names, plan, device).tolist()
+            self.measured_parameters = ()
         if self._clip_norm is not None:
-            plan, device = self._parallel.plan, self._parallel.device
             self.gradient_norm = clip_gradients(self._trainable, plan, device, self._clip_norm)
-        self.complete = True
-        on_gradients(loss if self._reports_loss else torch.zeros_like(loss))
-        self.phases.lap("agree")
-        self.update()
-        self.phases.lap("optimizer")
+        return loss if self._reports_loss else torch.zeros_like(loss)
 
     def update(self) -> None:
         """Finish a step: update the parameters from their gradients."""
@@ -149,13 +172,14 @@ class Stepper:
         if (gpu := accelerator.of(self._parallel.device)) is not None:
             gpu.empty_cache()
 
-    def rehearse(self, inputs: Any, targets: Any) -> None:
-        """Run a step whose result is discarded, so that torch creates connections, buckets and kernels in advance.
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Context of steps whose updates are discarded; torch creates connections, buckets and kernels in them.
 
         Every rank of the plan must take part. Parameters and optimizer state are garbage afterwards.
         """
         scheduler, self._scheduler = self._scheduler, None
-        self.step(inputs, targets)
+        yield
         self._scheduler = scheduler
         self._optimizer.make_state()
         self._parallel.refresh_replication()
@@ -213,9 +237,9 @@ class Stepper:
         return factor.float()
 
     def reported_values(self) -> list[torch.Tensor]:
-        """Values of this step to sum over ranks: gradient norm, then sums and weights of `metric_names`."""
+        """Values of this step to sum over ranks: of written parameters, gradient norm, sums and weights of metrics."""
         device = self._parallel.device
-        values: list[torch.Tensor] = []
+        values = self._parallel.written_values()
         if self.gradient_norm is not None:
             values.append(self.gradient_norm if self._is_first else torch.zeros_like(self.gradient_norm))
         if self.metric_names:
@@ -226,8 +250,15 @@ class Stepper:
         return values
 
     def read_values(self, values: Sequence[float]) -> dict[str, Any]:
-        """Entries of the step log from the sums of `reported_values` over all ranks."""
+        """Entries of the step log from the sums of `reported_values` over all ranks.
+
+        Raises:
+            PlanRefused: replicas wrote different values into parameters.
+        """
         found: dict[str, Any] = {}
+        if self._parallel.compares_writes:
+            total, squares, *values = values
+            self._parallel.check_same_writes(total, squares)
         if self._clip_norm is not None:
             found["grad_norm"], *values = values
         if count := len(self.metric_names):
@@ -245,13 +276,17 @@ class Stepper:
             if len(self._sizes) > 1:
                 part_inputs, part_targets = (slice_batch(part, start, stop) for part in (inputs, targets))
             with self._parallel.micro_batch_context(index):
-                loss = self._contribution(call(self._parallel.runner, part_inputs), part_targets, size)
+                loss = self._loss_of(part_inputs, part_targets, size)
                 self.phases.lap("forward")
                 (loss * self._gradient_factor if self._gradient_factor != 1 else loss).backward()
             self.phases.lap("backward")
             total += loss.detach()
             start = stop
         return total
+
+    def _loss_of(self, inputs: Any, targets: Any, samples: int) -> torch.Tensor:
+        """Contribution of a micro-batch to the loss of the global batch."""
+        return self._contribution(call(self._parallel.runner, inputs), targets, samples)
 
     def _through_pipeline(self, inputs: Any, targets: Any) -> torch.Tensor:
         loss = self._run_schedule(inputs, targets)
@@ -313,6 +348,22 @@ def _checked(value: Any) -> torch.Tensor:
             f"loss returned {is_what}; it must return the mean over the samples it is given, a scalar, or (sum, weight)"
         )
     return value.reshape(())
+
+
+def gradient_norms(
+    parameters: Iterable[tuple[str, nn.Parameter]], names: Sequence[str], plan: Plan, device: torch.device
+) -> torch.Tensor:
+    """2-norm of the gradient of each parameter of `names` over all ranks; 0 without a gradient."""
+    places = {name: index for index, name in enumerate(names)}
+    squares = torch.zeros(len(names), dtype=torch.float64)
+    for name, parameter in parameters:
+        if name in places and parameter.grad is not None and (gradient := _gradient_values(parameter)).numel():
+            norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.promote_types(gradient.dtype, torch.float32))
+            squares[places[name]] = norm.double().square() / _holders(parameter, plan)
+    squares = squares.to(device)
+    if dist.is_initialized():
+        dist.all_reduce(squares)
+    return squares.sqrt().cpu()
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], plan: Plan, device: torch.device, limit: float) -> torch.Tensor:

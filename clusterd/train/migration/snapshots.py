@@ -20,11 +20,11 @@ from clusterd.protocol.messages import Request
 from clusterd.train.migration.spec import sums_to_bytes
 from clusterd.train.process import accelerator
 from clusterd.train.process.control import AgentAbsent, AgentRefused, Control
+from clusterd.train.process.plain_data import NotSerializable
 from clusterd.train.state import scalars
 from clusterd.train.state.copy_plan import segment_part
 from clusterd.train.state.copying import SegmentPart, copies_to_segment
 from clusterd.train.state.local_shards import local_shards
-from clusterd.train.state.plain_data import NotSerializable
 from clusterd.train.state.segments import Segment
 from clusterd.train.state.training import Training
 from plans.layout import Layout, layout
@@ -121,7 +121,8 @@ class StateSnapshots:
         live = local_shards(training, training.shape)
         tensors = self._shared.tensors
         for tensor in (tensors[part.tensor] for part in self._outbox.parts):
-            written = tensor.kind == "parameter" and tensor.name in training.shape.written
+            names = {*training.shape.written, *training.parallel.written}
+            written = tensor.kind == "parameter" and tensor.name in names
             if tensor.kind == "buffer" or written:
                 key = tensor.name, tensor.kind
                 live[key] = replace(live[key], tensors=tuple(t.clone() for t in live[key].tensors if t is not None))

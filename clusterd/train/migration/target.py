@@ -81,8 +81,8 @@ class MigrationTarget:
             self._gpu = accelerator.of(device)
             training = self._prepare_and_load(make)
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
             known = exits.classify_error(error, where="")
+            why = str(known) if isinstance(known, exits.PlanRefused) else f"{type(error).__name__}: {error}"
             full = isinstance(known, exits.DeviceOutOfMemory)
             refused = str(known) if isinstance(known, exits.PlanRefused) else ""
             self._control.report(Failed(self.migration_id, why, self._phase, full, refused))

@@ -16,8 +16,8 @@ offload=parameters   `CPUOffloadPolicy` of `fully_shard` (ZeRO-3)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ from plans.plan import Plan
 _DDP_OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
 _NO_BUFFER_SYNC = {"forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers": False}
 
+WRITES_TOLERANCE = 1e-6
+"""Relative difference of norms from which written values count as different; devices differ in the last digits."""
 
 FIND_UNUSED_HINT = (
     "if that differs between steps or replicas, pass find_unused_parameters=True to clusterd.train.run (gradients "
@@ -53,12 +55,14 @@ class ParallelModel:
 
     Args:
         find_unused_parameters: the set of parameters that get a gradient may differ between steps and replicas.
+        alternates: a step trains one part of the module after another, by passes that the script's losses run.
 
     Attributes:
         module: the rank's own module; parameters have global names, sharded ones are DTensors.
         parameters: all parameters by global name, as they are between steps; may be read at any time.
         runner: the module to call (the same, or DistributedDataParallel around it).
         averages: True if gradients come out as the mean over replicas (else as their sum).
+        compares_writes: True if replicas compare what their forward passes write into parameters.
         parameter_attributes: attributes that the script set on each parameter (``p.no_decay = True``), and its name, by
             global name.
     """
@@ -72,16 +76,18 @@ class ParallelModel:
         mesh: Any = None,
         tp_plan: Mapping[str, str] | None = None,
         find_unused_parameters: bool = False,
+        alternates: bool = False,
     ) -> None:
         self.module, self.plan, self.device, self.mesh = module, plan, device, mesh
         self.runner: nn.Module = module
-        self.averages = False
+        self.averages = self.compares_writes = False
         self.parameter_attributes = {name: {**vars(p), NAME: name} for name, p in build.named_parameters(module)}
         self._gradient_sum: GradientSum | None = None
         self._whole: list[nn.Parameter] = []  # trainable ones that FSDP2 cannot cut: they have no dimension
         self._mean_by_ddp = False  # by DistributedDataParallel, from the first or second step on
-        self._find_unused = find_unused_parameters
+        self._find_unused, self._alternates = find_unused_parameters, alternates
         self._tp_summed: frozenset[str] = frozenset()  # replicated over shards that each have a partial gradient
+        self._guard: ParameterMutationGuard | None = None
         self._all_trained: bool | None = None  # all parameters got a gradient in the last step; None: no step yet
         if plan.tp > 1:
             self._shard_tensors(tp_plan or {})
@@ -118,9 +124,42 @@ class ParallelModel:
         """
         plan = self.plan
         several_passes = plan.pp > 1 or plan.accumulation > 1 or plan.checkpointing
-        if plan.dp > 1 or plan.offload != "none" or several_passes:
+        keeps = not (several_passes or plan.tp > 1 or plan.zero > 1 or plan.offload != "none")
+        if plan.dp > 1 or plan.offload != "none" or several_passes or not shape.written_known:
             units = [m for m in self.module.modules() if hasattr(m, "set_reshard_after_backward")]  # FSDP2 units
-            ParameterMutationGuard(self.module, units or [self.module], shape.written, values=not shape.written_known)
+            self._guard = ParameterMutationGuard(
+                self.module,
+                units or [self.module],
+                shape.written,
+                values=not shape.written_known,
+                # ZeRO-1 updates copies of trainable parameters.
+                accepts=lambda parameter: keeps and not (plan.zero and parameter.requires_grad),
+            )
+            self.compares_writes = keeps and plan.dp > 1
+
+    @property
+    def written(self) -> Set[str]:
+        """Global names of parameters that forward passes were found to write into."""
+        return self._guard.written if self._guard is not None else frozenset()
+
+    def written_values(self) -> list[torch.Tensor]:
+        """Two numbers of this step, to sum over all replicas for `check_same_writes`; none if nothing is compared."""
+        if not self.compares_writes or self._guard is None:
+            return []
+        checksum = torch.as_tensor(self._guard.checksum(), dtype=torch.float64, device=self.device)
+        return [checksum, checksum.square()]
+
+    def check_same_writes(self, total: float, squares: float) -> None:
+        """Check the sums of `written_values`: the replicas' checksums must be equal.
+
+        Raises:
+            PlanRefused: on all ranks, if forward passes wrote different values.
+        """
+        if self.plan.dp * squares - total**2 > WRITES_TOLERANCE**2 * total**2:
+            raise PlanRefused(
+                f"dp={self.plan.dp} lets replicas diverge: the forward pass writes values into parameters (one is "
+                f"{min(self.written, default='unknown')}) that depend on its own samples"
+            )
 
     def micro_batch_context(self, micro_batch: int) -> AbstractContextManager[Any]:
         """Context around a micro-batch outside of pipelines: replicas communicate in the last one only."""
@@ -170,11 +209,23 @@ class ParallelModel:
 
         After a step that trained every parameter, the next need not search for unused ones.
         """
-        if not self._mean_by_ddp or self._all_trained is None:
+        if not self._mean_by_ddp or self._all_trained is None or self._alternates:
             return
         is_ddp = isinstance(self.runner, nn.parallel.DistributedDataParallel)
         if not is_ddp or (self.runner.find_unused_parameters and self._all_trained and not self._find_unused):
             self.runner = self._replicated(look_for_unused=not self._all_trained)
+
+    @contextmanager
+    def training_only(self, part: str) -> Iterator[None]:
+        """Context in which only the parameters of a submodule get gradients."""
+        others = [p for name, p in self._trained if p.requires_grad and not name.startswith(f"{part}.")]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
 
     def drop_buckets(self) -> None:
         """Free the buckets in which gradients are summed; no step follows."""
@@ -304,7 +355,7 @@ class ParallelModel:
         # Only a step shows if the model leaves parameters unused. Without searching for them DDP fails at the second
         # step, and searching costs a walk of the graph. So the first step runs without DDP, unless the script asks.
         self._mean_by_ddp = self.averages = True
-        if self._find_unused:
+        if self._find_unused and not self._alternates:
             self.runner = self._replicated(look_for_unused=True)
 
     def _replicated(self, *, look_for_unused: bool) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -20,10 +20,24 @@ class ParameterMutationGuard:
             until after it, whole or sharded.
         allowed: names of parameters whose mutation is known and legal under the plan.
         values: compare values in the first pass too, not only torch's version counters, which miss writes to ``.data``.
+        accepts: decides whether the plan keeps a write into a parameter, if it is the same on all replicas.
+
+    Attributes:
+        written: global names of the accepted parameters that were written into.
     """
 
-    def __init__(self, root: nn.Module, units: Iterable[nn.Module], allowed: Iterable[str], *, values: bool) -> None:
-        self._root, self._allowed = root, frozenset(allowed)
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Iterable[nn.Module],
+        allowed: Iterable[str],
+        *,
+        values: bool,
+        accepts: Callable[[nn.Parameter], bool],
+    ) -> None:
+        self._root, self._allowed, self._accepts = root, frozenset(allowed), accepts
+        self.written: set[str] = set()
+        self._changed: dict[str, nn.Parameter] = {}  # accepted ones, since the last checksum
         separate = set(units)
         for unit in separate:
             record = _ParameterRecord(list(_own_modules(unit, separate)), values=values)
@@ -39,11 +53,21 @@ class ParameterMutationGuard:
                     "parameters were resharded before the forward pass ended: if it computes gradients itself "
                     "(torch.autograd.grad), FSDP2 leaves only shards of them; zero=1 leaves them whole"
                 )
-            if name not in self._allowed:
+            if name in self._allowed:
+                continue
+            if not self._accepts(parameter):
                 raise PlanRefused(
-                    f"the forward pass writes into {name}, which only one process with one forward pass per step "
-                    "supports; make it a buffer, or write after the step"
+                    f"the forward pass writes into {name}, which this plan would lose or repeat; one process keeps it, "
+                    "and so does dp without sharding, accumulation and checkpointing"
                 )
+            self.written.add(name)
+            self._changed[name] = parameter
+
+    def checksum(self) -> float | torch.Tensor:
+        """Number that differs between replicas if values do that forward passes wrote since the last call."""
+        changed, self._changed = self._changed, {}
+        norms = [_norm(parameter.detach()) for _, parameter in sorted(changed.items())]
+        return torch.stack(norms).sum() if norms else 0.0
 
 
 class _ParameterRecord:

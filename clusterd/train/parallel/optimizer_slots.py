@@ -19,6 +19,11 @@ from clusterd.train.process.exits import Refused
 from clusterd.train.process.job import OptimizerFactory, SchedulerFactory
 from plans.model_shape import OddSlot, Slots
 
+PARTS_HOW_TO = (
+    "give `optimizer` and `loss` as dicts with the same keys, the submodules of the model in the order of their "
+    "updates: optimizer={'discriminator': ..., 'generator': ...}, loss={'discriminator': lambda model, batch: ..., ...}"
+)
+
 _SIZES = (7, 5, 3, 2)
 """Sizes of the stand-ins' dimensions, all different: a slot's shape tells which dimensions it follows."""
 
@@ -124,15 +129,15 @@ def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) ->
     optimizer = factory(list(parameters))
     if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
         raise Refused(
-            f"optimizer() returned a {type(optimizer).__name__}; it must return one optimizer. A script with several "
-            "(a GAN) can run as a `checkpointable` job"
+            f"optimizer() returned a {type(optimizer).__name__}; it must return one optimizer. For several (a GAN), "
+            f"{PARTS_HOW_TO}"
         )
     try:
         inspect.signature(optimizer.step).bind()
     except TypeError:
         raise Refused(
             f"{type(optimizer).__name__} computes the loss several times per step (its step() needs a closure), which "
-            "is not supported"
+            "is not supported: take one without, or submit the script as a `checkpointable` job"
         ) from None
     known = {id(p) for p in parameters}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):

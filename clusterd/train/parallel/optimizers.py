@@ -50,8 +50,8 @@ class RankOptimizer:
         else:
             self.optimizer = make_optimizer(factory, plain)
 
-    def step(self) -> None:
-        """Update the parameters from their gradients."""
+    def step(self, part: str = "") -> None:
+        """Update the parameters from their gradients: all, or those of a part of an `AlternatingOptimizer`."""
         for _, parameter, plain in self.local:
             if plain is parameter:
                 continue
@@ -71,7 +71,7 @@ class RankOptimizer:
                 plain.grad = gradient
         if self.in_host_memory and (gpu := accelerator.of(self._parallel.device)) is not None:
             gpu.current_stream().synchronize()
-        self.optimizer.step()
+        self.optimizer.step(**({"part": part} if part else {}))
         if self.in_host_memory:
             with torch.no_grad():
                 for _, parameter, plain in self.local:

@@ -117,7 +117,7 @@ def classify_error(error: BaseException, *, where: str) -> TrainError | None:
         if _SHARDED_PARAMETER in text:
             return PlanRefused(
                 "the plan shards parameters, and the script computes with one outside the forward pass of its module, "
-                f"where it is sharded{', ' * bool(where)}{where}: {first_line(text)}"
+                f"where a rank has a shard of it only{', ' * bool(where)}{where}; dp and zero=1 leave parameters whole"
             )
         if any(sign in text for sign in _DEVICE_FAULTS):
             return DeviceFault(f"the GPU failed, {where}: {first_line(text)}")

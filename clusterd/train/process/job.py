@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,10 @@ class Job:
     on_step: Callable[[int, dict[str, Any]], object] | None = None
     on_evaluate: Callable[[int, dict[str, float]], object] | None = None
     on_checkpoint: Callable[[int, str], object] | None = None
+    stage: str = ""  # of a script that trains several times
+    losses: Mapping[str, Callable[[nn.Module, Any], Any]] = field(default_factory=dict)  # by part of the model
+    optimizer_parts: Sequence[str] = ()  # of an optimizer of several
+    own_loop: bool = False  # the script may change the training between two steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,7 @@ class Outcome:
     loss: float  # of that step; NaN if none was done
     stopped: str = ""  # reason of the stop; empty if all steps were done
     done: bool = True  # the last step, or the target, is reached
+    skipped: bool = False  # another job trains this stage of the script
 
 
 def adapt_optimizer_factory(factory: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFactory:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import resource
 import select
 import signal
 import sys
@@ -22,6 +23,9 @@ from clusterd.train.process.exits import TrainError
 
 T = TypeVar("T")
 
+NICENESS = 10
+"""Of a child whose result is not needed."""
+
 PATIENCE_S = 300.0
 """Time limit: a child may hang on a lock of a thread that only the parent has."""
 
@@ -29,12 +33,13 @@ PATIENCE_S = 300.0
 def run_in_fork(work: Callable[[], T]) -> T:
     """Run `work` in a forked child and return its result, which must be picklable.
 
-    If the fork is impossible or fails, run it in this process, so that the script's own error is raised here.
+    If the fork is impossible, hangs, or ends with an error, run it in this process, so that the script's own error is
+    raised here. If a signal ended it (a crash in native code, no memory), here it would end a rank without a message.
 
     Raises:
-        TrainError: as `work` does.
+        TrainError: as `work` does, or a signal ended the fork.
     """
-    reply = _run_child(work)
+    reply = _run_child(work, PATIENCE_S)
     if reply is None:
         return work()
     succeeded, value = pickle.loads(reply)
@@ -44,7 +49,25 @@ def run_in_fork(work: Callable[[], T]) -> T:
     return result
 
 
-def _run_child(work: Callable[[], object]) -> bytes | None:
+def try_in_fork(work: Callable[[], T], patience_s: float, memory_bytes: int) -> T | None:
+    """Run `work` in a forked child; None if it failed, or needed more time or more new memory."""
+
+    def limited() -> T:
+        with open("/proc/self/status") as file:
+            data_bytes = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes + memory_bytes, resource.RLIM_INFINITY))
+        os.nice(NICENESS)
+        return work()
+
+    try:
+        reply = _run_child(limited, patience_s)
+    except TrainError:
+        return None
+    succeeded, value = pickle.loads(reply) if reply is not None else (False, None)
+    return value if succeeded else None
+
+
+def _run_child(work: Callable[[], object], patience_s: float) -> bytes | None:
     sys.stdout.flush()
     sys.stderr.flush()
     read_end, write_end = os.pipe()
@@ -60,11 +83,19 @@ def _run_child(work: Callable[[], object]) -> bytes | None:
         _child_main(work, write_end)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as file:
-        in_time = bool(select.select([file], [], [], PATIENCE_S)[0])  # the child writes once, at its end
+        in_time = bool(select.select([file], [], [], patience_s)[0])  # the child writes once, at its end
         if not in_time:
             os.kill(pid, signal.SIGKILL)
         reply = file.read()
     _, status = os.waitpid(pid, 0)
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if in_time and number not in (0, signal.SIGTERM):  # a stop is the parent's matter too
+        known = {s.value: s.name for s in signal.Signals}
+        why = " (was there too little memory?)" if number == signal.SIGKILL else ""
+        raise TrainError(
+            f"{known.get(number, f'signal {number}')}{why} ended a process that tried the script's model, loss and "
+            "data before training; training would end alike"
+        )
     return reply if status == 0 else None
 
 

@@ -80,6 +80,10 @@ class WeightedMeans:
             for i, part in enumerate(pair):
                 totals[i] = totals[i] + (part.detach().double() if isinstance(part, torch.Tensor) else float(part))
 
+    def merge(self, other: WeightedMeans) -> None:
+        """Add all that another one has added up."""
+        self.add({name: (total, weight) for name, (total, weight) in other._totals.items()})
+
     def __len__(self) -> int:
         return len(self._totals)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from clusterd.train.state.plain_data import from_plain, plain_with_tensors
+from clusterd.train.process.plain_data import from_plain, plain_with_tensors
 
 BYTES_MAX = 1 << 18
 """Limit for one tensor: it is part of a message, unlike parameters and buffers."""

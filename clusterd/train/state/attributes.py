@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from clusterd.train.process.plain_data import plain_value, restore_like
 from clusterd.train.state.attribute_tensors import AttributeTensors
-from clusterd.train.state.plain_data import plain_value, restore_like
 
 _EXCLUDED = frozenset({*vars(nn.Module()), "forward"})
 """torch's own attributes, and the wrapped forward method."""
@@ -48,7 +48,9 @@ class Attributes:
             modules: by the names that they have in the model.
             loss: included if it is an object and not a function.
         """
+        optimizers = getattr(optimizer, "parts", {})  # of an `AlternatingOptimizer`
         self._modules: dict[str, object] = {**modules, OPTIMIZER: optimizer}
+        self._modules |= {f"{OPTIMIZER}.{name}": part for name, part in optimizers.items()}
         losses = {f"{LOSS}.{name}": module for name, module in _parts(loss).items()}
         self._modules |= losses
         self.tensors = AttributeTensors(self._modules, frozenset(losses))
@@ -127,6 +129,9 @@ _SIMPLE = (bool, int, float, str, type(None), np.bool_, np.integer, np.floating)
 
 def _parts(loss: object) -> dict[str, object]:
     """Modules of a loss by name, or the object that it is or is a method of."""
+    if isinstance(loss, Mapping):  # several losses
+        parts = ((f"{name}.{path}", part) for name, one in loss.items() for path, part in _parts(one).items())
+        return dict(parts)
     if isinstance(loss, functools.partial):
         loss = loss.func
     loss = getattr(loss, "__self__", loss)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from clusterd.train.process.exits import Refused
-from clusterd.train.state.plain_data import NotSerializable, from_plain, plain_with_tensors
+from clusterd.train.process.plain_data import NotSerializable, from_plain, plain_with_tensors
 
 STATE_BYTES_MAX = 1 << 20
 """Limit for one object's state: it is part of a message, unlike parameters and buffers."""

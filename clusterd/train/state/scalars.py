@@ -19,8 +19,9 @@ from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.parallel import build
 from clusterd.train.parallel.optimizers import RankOptimizer, attribute_with_tensors
 from clusterd.train.process.exits import Refused
+from clusterd.train.process.plain_data import NotSerializable, plain_value, restore_like
+from clusterd.train.state.first_steps import FirstSteps, check_same
 from clusterd.train.state.lazy_optimizer_state import lazy_tensors
-from clusterd.train.state.plain_data import NotSerializable, plain_value, restore_like
 from clusterd.train.state.training import Training
 from plans.model_shape import ModelShape
 
@@ -37,8 +38,9 @@ def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: boo
     Args:
         lazy_saved_separately: the caller saves tensors that the optimizer created after its first update.
     Returns:
-        data: fingerprint of the data set; evaluations, registered: their states; attributes, attribute_tensors: changed
-        attributes of modules, the optimizer and the loss, by name;
+        first_steps: of the job; data: fingerprint of the data set; stream: position of a stream after this step;
+        evaluations, registered: their states; attributes, attribute_tensors: changed attributes of modules, the
+        optimizer and the loss, by name;
         counters: [values by slot, names of the parameters that have them]; absent: parameters without state yet;
         groups: names and values of each; common: optimizer state of no parameter; frozen: parameters no longer
         trainable; scheduler: its ``state_dict``, or None.
@@ -75,9 +77,11 @@ def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: boo
         }
         equal_values.setdefault(json.dumps(values, sort_keys=True), (values, []))[1].append(name)
     return {
+        "first_steps": training.first_steps.to_dict() if training.first_steps is not None else None,
         "attributes": training.attributes.changed(),
         "attribute_tensors": training.attributes.tensors.changed(),
         "data": training.fingerprint,
+        "stream": training.stream.position(training.step) if training.stream is not None else None,
         "evaluations": training.evaluations.state(),
         "registered": training.registered.states(),
         "counters": [[values, names_with] for values, names_with in equal_values.values() if values],
@@ -153,9 +157,13 @@ def restore(training: Training, shape: ModelShape, received: Iterable[Scalars]) 
     Raises:
         ScalarMismatch: a counter or a group that is needed was not received.
         Refused: the data set is another one.
+        PlanRefused: the first steps of the job differ under this plan.
     """
     sources = list(received)
-    _check_data(training.fingerprint, sources[0].get("data"))
+    _compare_first_steps(training, shape, sources[0])
+    same_data = _check_data(training.fingerprint, sources[0].get("data"))
+    if training.stream is not None:
+        training.stream.restore(sources[0].get("stream") if same_data else None)
     training.evaluations.restore(sources[0].get("evaluations"))
     training.registered.restore(sources[0].get("registered"))
     optimizer, scheduler = training.optimizer, training.scheduler
@@ -180,8 +188,25 @@ def restore(training: Training, shape: ModelShape, received: Iterable[Scalars]) 
         scheduler.load_state_dict(restore_like(fresh, _by_groups(states, sources, origins)))
 
 
-def _check_data(here: Fingerprint | None, before: Fingerprint | None) -> None:
-    """Compare the data set with that of the ranks before.
+def _compare_first_steps(training: Training, shape: ModelShape, source: Scalars) -> None:
+    """Take over the first steps of the job, and compare them with the same steps under this plan.
+
+    Raises:
+        PlanRefused: they differ.
+    """
+    training.first_steps = None
+    here, before = training.fingerprint, source.get("data")
+    is_same_job = bool(here and before and here["job"] == before["job"])
+    if not is_same_job or not source.get("first_steps"):  # another job's, or ranks of an earlier version
+        return
+    training.first_steps = FirstSteps.from_dict(source["first_steps"])
+    if training.repeated_steps is not None:
+        names = [parameter.name for parameter in shape.parameters]
+        check_same(training.first_steps, training.repeated_steps, training.job.precision, names)
+
+
+def _check_data(here: Fingerprint | None, before: Fingerprint | None) -> bool:
+    """Compare the data set with that of the ranks before; False: a new job has others.
 
     Raises:
         Refused: this job's data are others now.
@@ -189,8 +214,9 @@ def _check_data(here: Fingerprint | None, before: Fingerprint | None) -> None:
     if why := fingerprint.difference(before, here):
         if before and here and before["job"] != here["job"]:  # a new job from the state of another
             print(f"clusterd: the data are not those that the state was trained on: {why}", flush=True)
-            return
+            return False
         raise Refused(f"the data are not those that this job has trained on so far: {why}. {fingerprint.ADVICE}")
+    return True
 
 
 def _restore_counters(optimizer: RankOptimizer, tensors: dict[str, set[str]], sources: list[Scalars]) -> None:

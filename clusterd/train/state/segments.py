@@ -116,6 +116,12 @@ def memory_headroom_bytes(share: float) -> int:
     return max(0, int(share * peak_kb) - now_kb) << 10
 
 
+def available_memory_bytes() -> int:
+    """Bytes that new processes of this host may use without swapping."""
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
+
+
 def trim_heap() -> None:
     """Return freed memory that the C library caches to the system, so that segments can use it."""
     with contextlib.suppress(AttributeError, OSError):  # glibc only

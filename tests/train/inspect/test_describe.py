@@ -345,12 +345,12 @@ def test_random_draws_do_not_prevent_a_pipeline() -> None:
     assert describe(small(Deep, None, layers=("blocks",))).pipeline_refused == ""
 
 
-def test_a_stream_of_samples_is_refused_as_ranks_refuse_it() -> None:
+def test_a_stream_without_a_position_is_refused_as_ranks_refuse_it() -> None:
     class Stream(torch.utils.data.IterableDataset[Any]):  # type: ignore[misc]
         def __iter__(self) -> Any:
             yield torch.zeros(4), torch.zeros(4)
 
-    with pytest.raises(Refused, match="data has no length; it must be a map-style data set"):
+    with pytest.raises(Refused, match="without a position, so that no move"):
         describe(replace(small(lambda: nn.Linear(4, 4), None), data=Stream()))
 
 

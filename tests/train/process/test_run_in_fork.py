@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
 
 from clusterd.train.process import run_in_fork as module
-from clusterd.train.process.exits import Refused
+from clusterd.train.process.exits import Refused, TrainError
 from clusterd.train.process.run_in_fork import run_in_fork
 
 KEPT: list[int] = []
@@ -40,7 +41,7 @@ def test_an_exception_of_the_script_is_raised_with_its_traceback() -> None:
     assert os.getpid() == here
 
 
-@pytest.mark.parametrize("ends", [lambda: os._exit(3), lambda: os.kill(os.getpid(), 9), lambda: time.sleep(600)])
+@pytest.mark.parametrize("ends", [lambda: os._exit(3), lambda: time.sleep(600)])
 def test_a_fork_that_gives_no_answer_is_done_without(ends: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_S", 0.5)
     here = os.getpid()
@@ -51,6 +52,19 @@ def test_a_fork_that_gives_no_answer_is_done_without(ends: object, monkeypatch: 
         return "done here"
 
     assert run_in_fork(work) == "done here"
+
+
+@pytest.mark.parametrize("number, name", [(signal.SIGKILL, "SIGKILL .was there too"), (signal.SIGSEGV, "SIGSEGV")])
+def test_work_that_crashed_in_a_fork_is_not_repeated_here(number: int, name: str) -> None:
+    """Here the crash would end the rank without a message."""
+
+    def work() -> None:
+        KEPT.append(2)
+        os.kill(os.getpid(), number)
+
+    with pytest.raises(TrainError, match=f"{name}.* ended a process"):
+        run_in_fork(work)
+    assert KEPT == []
 
 
 def test_it_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:

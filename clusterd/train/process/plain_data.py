@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-_TENSOR = "tensor bytes"
-"""Key of the bytes of a tensor."""
+_TENSOR, _TUPLE = "tensor bytes", "tuple items"
+"""Keys of the bytes of a tensor, and of the items of a tuple."""
 
 
 class NotSerializable(Exception):
@@ -76,7 +76,8 @@ def plain_with_tensors(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         return {plain_value(k, f"a key of {where}"): plain_with_tensors(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain_with_tensors(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        items = [plain_with_tensors(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        return {_TUPLE: items} if isinstance(value, tuple) else items  # the state of a generator must be a tuple again
     return plain_value(value, where)
 
 
@@ -87,6 +88,8 @@ def from_plain(value: Any) -> Any:
         dtype = getattr(torch, value["dtype"])
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         return flat.reshape(value["shape"])
+    if isinstance(value, dict) and value.keys() == {_TUPLE}:
+        return tuple(from_plain(v) for v in value[_TUPLE])
     if isinstance(value, dict) and not ("tensor" in value and "dtype" in value):
         return {k: from_plain(v) for k, v in value.items()}
     if isinstance(value, list):
