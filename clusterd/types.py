@@ -199,6 +199,7 @@ class Device:
     exclusive: bool = False  # compute mode allows one process at a time
     compute_capability: str = ""  # of a GPU: "8.0"; empty: not reported
     excluded: bool = False  # by the configuration of its host; then `foreign` says so, too
+    fault: str = ""  # errors that its driver reports, after which it is unfit for jobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

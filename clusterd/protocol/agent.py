@@ -38,6 +38,7 @@ class GpuRow:
     unlisted_bytes: int | None = 0  # in use by no process that the driver lists
     compute_capability: str = ""  # "8.0"; empty: not known
     slice: int | None = None  # number of a MIG slice of the GPU; None: the whole GPU
+    fault: str = ""  # why it is unfit for jobs: fatal XIDs since boot, uncorrectable ECC errors
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.agent.host import processes
-from clusterd.agent.host.gpu_probe import Probe
+from clusterd.agent.host.gpu.probe import Probe
 
 _SIOCGIFADDR = 0x8915
 

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from clusterd.agent.host import facts
-from clusterd.agent.host.gpu_probe import Probe
+from clusterd.agent.host.gpu.probe import Probe
 from clusterd.agent.host.usage import CpuUse, device_uses
 from clusterd.agent.ranks import containers
 from clusterd.agent.ranks.attempts import Attempts
@@ -76,6 +76,9 @@ def _reportable(found: Message) -> object:
         (
             gpu["uuid"],
             gpu["unlisted_bytes"] >> 28,
+            gpu.get("fault"),
+            gpu.get("xids"),
+            gpu.get("ecc_corrected"),
             sorted((p["pid"], (p["memory_bytes"] or 0) >> 28) for p in gpu["processes"] if not p["ours"]),
         )
         for gpu in found["gpus"]

@@ -122,8 +122,11 @@ def _facts(host: Host, facts: Mapping[str, Any]) -> Iterator[Row]:
     for runtime, fault in sorted(facts.get("runtimes", {}).items()):
         text = f"{runtime} cannot be used: {fault}" if fault else f"{runtime} runs containers of jobs"
         yield _row(host.id, "containers", "warning" if fault else "ok", text)
+    for device_id, why in host.reported_faults.items():
+        again = f"reset or replace it; clusterd host undrain {host.id} then offers it again"
+        yield _row(host.id, "devices", "failed", f"{device_id} is not given to jobs: {why}; {again}")
     for device in host.devices:
-        if device.foreign:
+        if device.foreign and device.id not in host.reported_faults:
             yield _row(host.id, "devices", "warning", f"{device.id} is not given to jobs: {device.foreign}")
     shm, memory = facts.get("shm_bytes", 0), facts.get("memory_bytes", 0)
     shared_memory = f"{size(shm)} of shared memory"

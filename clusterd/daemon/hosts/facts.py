@@ -106,6 +106,7 @@ def _gpu(host: HostId, gpu: agent.GpuRow, ours: Container[int], offered_by: str)
         exclusive=gpu.exclusive,
         offered_by=offered_by,
         compute_capability=gpu.compute_capability,
+        fault=gpu.fault,
     )
 
 
