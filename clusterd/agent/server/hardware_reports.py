@@ -15,6 +15,7 @@ from clusterd.agent.server.connection import Message
 from clusterd.agent.server.sessions import Sessions
 from clusterd.agent.threads import in_thread
 from clusterd.protocol.agent import FactsChanged, Usage
+from clusterd.protocol.control import GpuState
 
 PERIOD_S = 10.0
 
@@ -49,6 +50,15 @@ class Hardware:
         is_uncertain = found["gpu_error"] or any("slice" in gpu for gpu in found["gpus"])
         self._attempts.gpu_indices = {} if is_uncertain else {gpu["uuid"]: int(gpu["index"]) for gpu in found["gpus"]}
         return found
+
+    async def inspect_gpu(self, uuid: str) -> GpuState:
+        """State of a GPU on which a rank runs: its faults, and the memory that is not clusterd's."""
+        found = await self.facts(anew=False)
+        gpu = next((gpu for gpu in found["gpus"] if gpu["uuid"] == uuid), None)
+        if gpu is None:
+            return GpuState(found["gpu_error"] or "its driver does not list it any more")
+        foreign = sum(process["memory_bytes"] or 0 for process in gpu["processes"] if not process["ours"])
+        return GpuState(gpu.get("fault", ""), foreign + gpu["unlisted_bytes"])
 
     async def watch(self, sessions: Sessions) -> None:
         """Send samples of use, and facts when devices, or their use by foreign processes, change."""

@@ -36,7 +36,7 @@ int nvmlDeviceGetComputeMode(void *h, unsigned *m) { *m = (unsigned long)h == 2 
 int nvmlDeviceGetMemoryInfo(void *h, memory *m) {
     if ((unsigned long)h == 2 && SECOND) return SECOND;
     if (SLICE(h) >= 0) { m->total = (SLICE(h) ? 40ULL : 20ULL) << 30; m->used = 1ULL << 30; return 0; }
-    if ((int)(unsigned long)h > seen) return 15;
+    if ((int)(unsigned long)h > seen || (SLICE(h) < 0 && state("lost", (unsigned long)h, 0))) return 15;
     m->total = 80ULL << 30; m->used = (unsigned long long)USED_GIB << 30; return 0; }
 int nvmlDeviceGetNumaNodeId(void *h, unsigned *n) { (void)h; *n = 1; return NUMA; }
 int nvmlDeviceGetUtilizationRates(void *h, utilisation *u) { u->gpu = 50; return (unsigned long)h >= 2 ? 3 : 0; }
