@@ -51,7 +51,8 @@ def check(peers: Mapping[str, Address], python: str | None, gpus: Sequence[str] 
         gpus: uuids of GPUs that no job uses, to compute on with this Python's torch.
     """
     environment = None if python is None else _environment(python)
-    kernels, all_reduce = {}, None
+    kernels: dict[str, dict[str, Any]] = {}
+    all_reduce = None
     if python is not None and environment is not None and "error" not in environment and gpus:
         kernels, all_reduce = compute.check(python, gpus)
     with ThreadPoolExecutor(AT_ONCE) as pool:
