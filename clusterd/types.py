@@ -298,6 +298,8 @@ class HostFacts:
     address: str  # under which other hosts reach it
     interface: str = ""  # network interface with the address
     link_mbit: int = 0  # reported by its driver; 0: unknown
+    rdma_mbit: int = 0  # of its slowest active port for InfiniBand or RoCE; 0: it has none
+    gpu_link_bytes_per_s: float = 0.0  # between its GPUs, by NVLink or PCIe; 0: unknown
     labels: tuple[str, ...] = ()  # set by operators, for constraints of jobs
     devices: tuple[Device, ...] = ()
     gpu_error: str = ""  # why GPUs that may be there are not offered

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 from clusterd.agent.host import facts
+from clusterd.agent.host.gpu import topology
 from clusterd.agent.host.gpu.probe import Probe
 from clusterd.agent.host.usage import CpuUse, device_uses
 from clusterd.agent.ranks import containers
@@ -46,6 +47,7 @@ class Hardware:
         if anew:
             self._runtimes = await in_thread(containers.runtimes, "runtimes")
         found["runtimes"] = dict(self._runtimes)
+        self._attempts.gpu_cores = topology.cores_by_gpu(found["gpus"], found["cpu_ids"])
         # A GPU that does not answer may be numbered here and not by CUDA, as one with MIG on is.
         is_uncertain = found["gpu_error"] or any("slice" in gpu for gpu in found["gpus"])
         self._attempts.gpu_indices = {} if is_uncertain else {gpu["uuid"]: int(gpu["index"]) for gpu in found["gpus"]}

@@ -82,3 +82,13 @@ int nvmlEventSetWait_v2(set *s, event *e, unsigned timeout_ms) {
         if (!s->registered[h] || xid == s->delivered[h]) continue;
         s->delivered[h] = xid; e->device = (void *)h; e->type = 8; e->data = xid; return 0; }
     return 10; }
+
+/* The two GPUs are linked by "nvlinks0" links, and sit in slots of PCIe 5. */
+int nvmlDeviceGetP2PStatus(void *a, void *b, int index, int *status) {
+    (void)a; (void)b; if (index != 2) return 2;
+    *status = state("nvlinks", 1, 0) ? 0 : 1; return 0; }
+int nvmlDeviceGetNvLinkState(void *h, unsigned link, unsigned *active) {
+    (void)h; *active = link < state("nvlinks", 1, 0); return 0; }
+int nvmlDeviceGetNvLinkVersion(void *h, unsigned link, unsigned *version) { (void)h; (void)link; *version = 4; return 0; }
+int nvmlDeviceGetMaxPcieLinkGeneration(void *h, unsigned *n) { (void)h; *n = 5; return 0; }
+int nvmlDeviceGetMaxPcieLinkWidth(void *h, unsigned *n) { (void)h; *n = 16; return 0; }

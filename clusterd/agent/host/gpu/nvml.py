@@ -89,6 +89,8 @@ _XID_EVENT = 8
 _RECOVERY_ACTION = 230  # a field, since driver 570
 _CORRECTED, _UNCORRECTED, _SINCE_LOAD = 0, 1, 0
 _EVENTS_MAX = 256  # at once
+_OVER_NVLINK, _P2P_WORKS = 2, 0
+_NVLINKS_MAX = 18
 _POWER, _CELSIUS = "nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperature"  # in milliwatts; of sensor 0, the GPU
 
 Gpu = dict[str, Any]
@@ -141,7 +143,42 @@ class Nvml:
             except NvmlError as error:  # a GPU that fell off the bus does not affect the others
                 wrong.append(f"GPU {index}: {error}")
                 self.is_stale |= not isinstance(error, _NotOffered)
+        self._add_nvlinks(found)
         return found, "; ".join(wrong) or None
+
+    def _add_nvlinks(self, gpus: list[Gpu]) -> None:
+        """Set the uuids of the GPUs that each reaches over NVLink, directly or through a switch."""
+        whole = [gpu for gpu in gpus if "slice" not in gpu]
+        for gpu in whole:
+            reached = [other["uuid"] for other in whole if self._is_nvlinked(gpu["index"], other["index"])]
+            gpu["nvlink_peers"] = [uuid for uuid in reached if uuid != gpu["uuid"]]
+
+    def _is_nvlinked(self, index: int, other: int) -> bool:
+        handles = [ctypes.c_void_p(), ctypes.c_void_p()]
+        for number, handle in zip((index, other), handles, strict=True):
+            if self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(number), ctypes.byref(handle)):
+                return False
+        status = ctypes.c_int(-1)
+        known = self._supports("nvmlDeviceGetP2PStatus", *handles, ctypes.c_int(_OVER_NVLINK), ctypes.byref(status))
+        return known and status.value == _P2P_WORKS
+
+    def _bus(self, handle: ctypes.c_void_p) -> Gpu:
+        """Generation and width of a GPU's PCIe slot, and its active NVLinks; 0: not reported."""
+        generation, width, version = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
+        self._supports("nvmlDeviceGetMaxPcieLinkGeneration", handle, ctypes.byref(generation))
+        self._supports("nvmlDeviceGetMaxPcieLinkWidth", handle, ctypes.byref(width))
+        links = 0
+        for number in map(ctypes.c_uint, range(_NVLINKS_MAX)):
+            active = ctypes.c_uint()
+            if self._supports("nvmlDeviceGetNvLinkState", handle, number, ctypes.byref(active)) and active.value:
+                links += 1
+                self._supports("nvmlDeviceGetNvLinkVersion", handle, number, ctypes.byref(version))
+        return {
+            "pcie_generation": generation.value,
+            "pcie_width": width.value,
+            "nvlinks": links,
+            "nvlink_version": version.value,
+        }
 
     def _devices(self, index: int) -> list[Gpu]:
         """The GPU at `index`, or its MIG slices: with MIG on, CUDA runs nothing on the whole GPU."""
@@ -152,7 +189,7 @@ class Nvml:
             mode.value = 0
         exclusive = self._is_exclusive(handle)
         whole = {"index": index, "exclusive": exclusive, "compute_capability": self._compute_capability(handle)}
-        whole |= self._health(handle)
+        whole |= self._health(handle) | self._bus(handle)
         if not mode.value:
             return [{**self._device(handle), **whole}]
         slices = []
