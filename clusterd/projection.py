@@ -294,6 +294,8 @@ def unusable(job: Job, state: State, now_s: float) -> list[str]:
                 left_s = max(state.timers.get(Timer(TimerKind.FAULT, device), 0.0) - now_s, 0.0)
                 again = f"clusterd host undrain {host.id} offers it again now"
                 reasons.append(f"{device} is left out for {duration(left_s)}: {fault.why}; {again}")
+        for device, why in host.reported_faults.items():
+            reasons.append(f"{device} is left out: {why}; once it is reset, clusterd host undrain {host.id} offers it")
     places = tuple(f"{host.id}:" for host in hosts)
     for claim in state.device_claims.values():
         if devices := [device for device in claim.devices if device.startswith(places)]:

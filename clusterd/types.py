@@ -208,6 +208,7 @@ class Device:
     exclusive: bool = False  # compute mode allows one process at a time
     compute_capability: str = ""  # of a GPU: "8.0"; empty: not reported
     excluded: bool = False  # by the configuration of its host; then `foreign` says so, too
+    fault: str = ""  # errors that its driver reports, after which it is unfit for jobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +307,8 @@ class HostFacts:
     address: str  # under which other hosts reach it
     interface: str = ""  # network interface with the address
     link_mbit: int = 0  # reported by its driver; 0: unknown
+    rdma_mbit: int = 0  # of its slowest active port for InfiniBand or RoCE; 0: it has none
+    gpu_link_bytes_per_s: float = 0.0  # between its GPUs, by NVLink or PCIe; 0: unknown
     labels: tuple[str, ...] = ()  # set by operators, for constraints of jobs
     devices: tuple[Device, ...] = ()
     gpu_error: str = ""  # why GPUs that may be there are not offered

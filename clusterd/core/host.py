@@ -42,6 +42,8 @@ class Host:
     claimed: dict[DeviceId, str] = field(default_factory=dict)  # by claims that are active, with their text
     withheld: dict[DeviceId, str] = field(default_factory=dict)  # account whose lost ranks may still use the device
     faults: dict[DeviceId, Fault] = field(default_factory=dict)  # since an operator or a reboot last cleared them
+    # errors that drivers reported before an operator last cleared them
+    cleared_faults: dict[DeviceId, str] = field(default_factory=dict)
     history: History = field(default_factory=list)
 
     def go(self, state: HostState, at_s: float, why: str = "") -> None:
@@ -91,10 +93,22 @@ class Host:
     def devices(self) -> tuple[Device, ...]:
         """Reported devices; faulty and claimed ones are marked like those in use by others, and are not offered."""
         reported = self.facts.devices if self.facts else ()
-        if not self.faults and not self.withheld and not self.claimed:
+        left_out = self.reported_faults
+        if not self.faults and not self.withheld and not self.claimed and not left_out:
             return reported
-        left_out = {d.id: self.why_left_out(d.id) for d in reported if self.is_faulty(d.id)} | self.claimed
+        left_out |= {d.id: self.why_left_out(d.id) for d in reported if self.is_faulty(d.id)} | self.claimed
         return tuple(replace(d, foreign=left_out[d.id]) if d.id in left_out else d for d in reported)
+
+    @property
+    def reported_faults(self) -> dict[DeviceId, str]:
+        """Errors that make devices unfit, as their driver reports them, without those that an operator cleared."""
+        reported = self.facts.devices if self.facts is not None else ()
+        return {d.id: d.fault for d in reported if d.fault and d.fault != self.cleared_faults.get(d.id)}
+
+    def clear_faults(self) -> None:
+        """Offer devices again that failed, until they fail again."""
+        self.faults.clear()
+        self.cleared_faults = {d.id: d.fault for d in self.facts.devices if d.fault} if self.facts is not None else {}
 
     def missing_labels(self, constraint: Iterable[str]) -> list[str]:
         """Labels that the host does not have."""

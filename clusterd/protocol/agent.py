@@ -38,6 +38,12 @@ class GpuRow:
     unlisted_bytes: int | None = 0  # in use by no process that the driver lists
     compute_capability: str = ""  # "8.0"; empty: not known
     slice: int | None = None  # number of a MIG slice of the GPU; None: the whole GPU
+    fault: str = ""  # why it is unfit for jobs: fatal XIDs since boot, uncorrectable ECC errors
+    pcie_generation: int = 0  # of its slot; 0: not reported
+    pcie_width: int = 0
+    nvlinks: int = 0  # that are active
+    nvlink_version: int = 0
+    nvlink_peers: tuple[str, ...] = ()  # uuids of GPUs of the host that it reaches over NVLink
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,14 @@ class AddressRow:
     interface: str
     address: str
     speed_mbit: int = 0
+
+
+@dataclass(frozen=True)
+class InfinibandPort:
+    """An active port of a card for InfiniBand or RoCE."""
+
+    card: str
+    speed_mbit: int
 
 
 @dataclass(frozen=True)
@@ -60,6 +74,7 @@ class Facts:
     cpu_model: str | None = None
     gpus: tuple[GpuRow, ...] = ()
     addresses: tuple[AddressRow, ...] = ()
+    infiniband: tuple[InfinibandPort, ...] = ()
     gpu_error: str | None = None  # why GPUs that may be there are not among `gpus`
     runtimes: dict[str, str] = field(default_factory=dict)  # of containers, each with why it cannot be used, or ""
 

@@ -237,6 +237,19 @@ class ReportFailure(Request[Done], verb="failed"):
 
 
 @dataclass(frozen=True)
+class GpuState:
+    """State of a rank's GPU by its driver."""
+
+    fault: str = ""  # why it is unfit; empty: it is fit, as far as the driver says
+    foreign_bytes: int = 0  # of its memory, held by processes outside the queue
+
+
+@dataclass(frozen=True)
+class InspectGpu(Request[GpuState], verb="gpu"):
+    """Ask the driver about the rank's GPU after an error of unknown cause."""
+
+
+@dataclass(frozen=True)
 class Flush(Request[Done], verb="flush"):
     """Answered once the rank's earlier reports are on their way to the daemon."""
 
@@ -281,6 +294,7 @@ REQUESTS = by_verb(
     FetchSegments,
     ListSegments,
     ReportFailure,
+    InspectGpu,
     Flush,
     LookUpData,
     ReadData,

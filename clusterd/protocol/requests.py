@@ -241,6 +241,8 @@ class HostCheck:
     environment: dict[str, Any] | None = None  # None: not checked
     enforced: tuple[str, ...] | None = None  # controllers that limit jobs; None: no control groups, or not known
     lingers: bool | None = None  # the user's service manager outlives logins; None: the agent is of an older version
+    kernels: dict[str, dict[str, Any]] = field(default_factory=dict)  # seconds or an error, by uuid of a GPU
+    all_reduce: dict[str, Any] | None = None  # likewise, over several GPUs; None: there are none
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,7 @@ class CheckHost(Request[HostCheck], verb="check"):
 
     peers: dict[str, Address]
     python: str | None = None
+    gpus: tuple[str, ...] = ()  # uuids of those to compute on with that Python
 
 
 # ---- migrations and state snapshots ------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from clusterd.train.parallel.alternating import check_parts
 from clusterd.train.parallel.mesh import device_of, process_groups
 from clusterd.train.parallel.meta_build import can_build_on_meta
 from clusterd.train.process import context as contexts
-from clusterd.train.process import exits, loggers
+from clusterd.train.process import device_faults, exits, loggers
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control, stop_on_sigterm
 from clusterd.train.process.exits import PlanRefused, Refused, TrainError
@@ -118,6 +118,7 @@ def session(job: Job, on_end: OnEnd | None = None, *, own_loop: bool = True) -> 
     except Exception as error:
         refusal = exits.classify_error(error, where=str(context) if control is not None else "starting")
         if control is not None:
+            refusal = device_faults.judge(error, refusal, context, control)
             reason = str(refusal.reason if refusal is not None else Reason.EXIT)
             message = str(refusal or f"{type(error).__name__}: {exits.first_line(error)}")
             control.report_failure(reason, message)

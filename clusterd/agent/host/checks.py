@@ -8,12 +8,13 @@ import pwd
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import cgroups, programs
+from clusterd.agent.host.gpu import compute
 from clusterd.protocol.migration import Address
 from clusterd.protocol.requests import HostCheck
 
@@ -41,19 +42,27 @@ print(json.dumps(found))
 _LOGIND = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager")
 
 
-def check(peers: Mapping[str, Address], python: str | None) -> HostCheck:
+def check(peers: Mapping[str, Address], python: str | None, gpus: Sequence[str] = ()) -> HostCheck:
     """Run all checks; blocks until they are done.
 
     Args:
         peers: address and port at which the agents of other hosts serve tensor slices, by host.
         python: an interpreter or a virtual environment, as jobs name it; None: not checked.
+        gpus: uuids of GPUs that no job uses, to compute on with this Python's torch.
     """
+    environment = None if python is None else _environment(python)
+    kernels: dict[str, dict[str, Any]] = {}
+    all_reduce = None
+    if python is not None and environment is not None and "error" not in environment and gpus:
+        kernels, all_reduce = compute.check(python, gpus)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         reached = pool.map(lambda place: _reach(*place), peers.values())
         return HostCheck(
             ends_at_logout=_ends_at_logout(),
-            environment=None if python is None else _environment(python),
+            all_reduce=all_reduce,
+            environment=environment,
             enforced=cgroups.enforced(),
+            kernels=kernels,
             lingers=cgroups.lingers(),
             peers=dict(zip(peers, reached, strict=True)),
         )

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.agent.host import processes
-from clusterd.agent.host.gpu_probe import Probe
+from clusterd.agent.host.gpu import topology
+from clusterd.agent.host.gpu.probe import Probe
 
 _SIOCGIFADDR = 0x8915
 
@@ -40,6 +41,7 @@ def gather(
     gpus, gpu_error = probe.gpus()
     if not gpus and gpu_error is None and amd.exists():
         gpu_error = f"AMD GPUs ({amd}) are not supported"
+    gpus = topology.with_numa_nodes(gpus)
     for gpu in gpus:
         gpu["processes"] = [_with_owner(process, own_tag, gpu["uuid"] in held) for process in gpu["processes"]]
         gpu["unlisted_bytes"] = 0 if gpu["uuid"] in held else _unlisted_bytes(gpu)
@@ -62,6 +64,7 @@ def gather(
         "boot_id": processes.boot_id(),
         "now_s": time.time(),
         "addresses": addresses(),
+        "infiniband": topology.infiniband(),
         "gpus": gpus,
         "gpu_error": gpu_error,
     }

@@ -64,6 +64,7 @@ class Attempts:
         self._exit_reports = ExitReports(emit, before_end, self.tag, self._background)
         self.fork_servers = ForkServers(home, self._on_exited, preload)
         self.gpu_indices: Mapping[str, int] = {}  # CUDA index by uuid; empty where the numbering is uncertain
+        self.gpu_cores: Mapping[str, tuple[int, ...]] = {}  # of each GPU's NUMA node, by uuid
         self._launcher = launching.Launcher(self.fork_servers, self.tag, self._group, self._background.start)
 
     # ---- look-up -------------------------------------------------------------------------------------------------
@@ -196,7 +197,7 @@ class Attempts:
             Refused: ``stale`` (the generation was stopped), ``environment`` or ``workdir`` (not on this host, or the
                 directory belongs to another job), ``disk-full``.
         """
-        launch = launching.launch_record(request, self._home.root / "data", self.gpu_indices)
+        launch = launching.launch_record(request, self._home.root / "data", self.gpu_indices, self.gpu_cores)
         directory = self._home.attempt(launch.job, launch.attempt, launch.generation)
         attempt = self._known.get(directory.name)
         if attempt is None:

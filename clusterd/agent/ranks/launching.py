@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from clusterd.agent.forkserver.client import ForkServers, SpawnFailed
 from clusterd.agent.host import cgroups, programs, rank_environment
@@ -19,14 +21,49 @@ from clusterd.protocol.forkserver import Spawn
 from clusterd.protocol.launch import LaunchRequest, RankSpec
 
 
-def launch_record(request: LaunchRequest, data: Path, gpu_indices: Mapping[str, int]) -> LaunchRequest:
+def launch_record(
+    request: LaunchRequest,
+    data: Path,
+    gpu_indices: Mapping[str, int],
+    gpu_cores: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> LaunchRequest:
     """Launch request as it is remembered: without its secrets.
 
     Args:
         data: cache directory of data sets, unless the request names one.
         gpu_indices: CUDA index by uuid; empty if uncertain.
+        gpu_cores: cores of each GPU's NUMA node, by uuid, to which ranks without cores of their own are pinned.
     """
-    return replace(request, secrets={}, data_cache=request.data_cache or str(data), gpu_indices=dict(gpu_indices))
+    return replace(
+        request,
+        secrets={},
+        data_cache=request.data_cache or str(data),
+        gpu_indices=dict(gpu_indices),
+        ranks=_pinned(request, gpu_cores),
+    )
+
+
+def _pinned(request: LaunchRequest, gpu_cores: Mapping[str, tuple[int, ...]]) -> tuple[RankSpec, ...]:
+    """The ranks, those on GPUs pinned to the cores near them: memory of another NUMA node is slower to copy from.
+
+    Nothing is pinned where the job has more cores than are near its GPUs.
+    """
+    near = {rank.rank: _cores_near(rank, gpu_cores) for rank in request.ranks}
+    each = request.cores / max(len(request.ranks), 1)
+    crowded = Counter(near.values())
+    return tuple(
+        replace(rank, device=replace(rank.device, cores=cores))
+        if (cores := near[rank.rank]) and max(each, rank.device.threads) * crowded[cores] <= len(cores)
+        else rank
+        for rank in request.ranks
+    )
+
+
+def _cores_near(rank: RankSpec, gpu_cores: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    uuids = rank.device.uuid.split(",")
+    if rank.device.kind != "cuda" or rank.device.cores or not all(uuid in gpu_cores for uuid in uuids):
+        return ()
+    return tuple(sorted({core for uuid in uuids for core in gpu_cores[uuid]}))
 
 
 class Launcher:

@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 
 from clusterd.agent.host import facts
-from clusterd.agent.host.gpu_probe import Probe
+from clusterd.agent.host.gpu import topology
+from clusterd.agent.host.gpu.probe import Probe
 from clusterd.agent.host.usage import CpuUse, device_uses
 from clusterd.agent.ranks import containers
 from clusterd.agent.ranks.attempts import Attempts
@@ -15,6 +16,7 @@ from clusterd.agent.server.connection import Message
 from clusterd.agent.server.sessions import Sessions
 from clusterd.agent.threads import in_thread
 from clusterd.protocol.agent import FactsChanged, Usage
+from clusterd.protocol.control import GpuState
 
 PERIOD_S = 10.0
 
@@ -45,10 +47,20 @@ class Hardware:
         if anew:
             self._runtimes = await in_thread(containers.runtimes, "runtimes")
         found["runtimes"] = dict(self._runtimes)
+        self._attempts.gpu_cores = topology.cores_by_gpu(found["gpus"], found["cpu_ids"])
         # A GPU that does not answer may be numbered here and not by CUDA, as one with MIG on is.
         is_uncertain = found["gpu_error"] or any("slice" in gpu for gpu in found["gpus"])
         self._attempts.gpu_indices = {} if is_uncertain else {gpu["uuid"]: int(gpu["index"]) for gpu in found["gpus"]}
         return found
+
+    async def inspect_gpu(self, uuid: str) -> GpuState:
+        """State of a GPU on which a rank runs: its faults, and the memory that is not clusterd's."""
+        found = await self.facts(anew=False)
+        gpu = next((gpu for gpu in found["gpus"] if gpu["uuid"] == uuid), None)
+        if gpu is None:
+            return GpuState(found["gpu_error"] or "its driver does not list it any more")
+        foreign = sum(process["memory_bytes"] or 0 for process in gpu["processes"] if not process["ours"])
+        return GpuState(gpu.get("fault", ""), foreign + gpu["unlisted_bytes"])
 
     async def watch(self, sessions: Sessions) -> None:
         """Send samples of use, and facts when devices, or their use by foreign processes, change."""
@@ -76,6 +88,9 @@ def _reportable(found: Message) -> object:
         (
             gpu["uuid"],
             gpu["unlisted_bytes"] >> 28,
+            gpu.get("fault"),
+            gpu.get("xids"),
+            gpu.get("ecc_corrected"),
             sorted((p["pid"], (p["memory_bytes"] or 0) >> 28) for p in gpu["processes"] if not p["ours"]),
         )
         for gpu in found["gpus"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from clusterd import protocol
@@ -40,10 +40,14 @@ DATA = (8 * RANGE_BYTES_MAX, 16 * RANGE_BYTES_MAX)
 """Budget of ranges of data sets on their way to ranks: of one attempt, and of all."""
 
 
+_Reply = Done | control.SegmentReply | control.SegmentsReply | control.GpuState
+
+
 class RankRequests:
     """Serves the connections of ranks.
 
     Args:
+        inspect_gpu: asks the driver about the GPU with a uuid.
         mark_needed: called at each message.
     """
 
@@ -53,8 +57,10 @@ class RankRequests:
         sessions: Sessions,
         moves: Moves,
         datasets: Datasets,
+        inspect_gpu: Callable[[str], Awaitable[control.GpuState]],
         mark_needed: Callable[[], None],
     ) -> None:
+        self._inspect_gpu = inspect_gpu
         self._attempts, self._sessions, self._moves, self._datasets = attempts, sessions, moves, datasets
         self._mark_needed = mark_needed
         self._frames, self._data_budget = ByteBudget(*FRAMES), ByteBudget(*DATA)
@@ -88,9 +94,7 @@ class RankRequests:
         finally:
             finish()
 
-    async def _answer(
-        self, connection: Connection, verb: str, message: Message
-    ) -> Done | control.SegmentReply | control.SegmentsReply:
+    async def _answer(self, connection: Connection, verb: str, message: Message) -> _Reply:
         kind = control.REQUESTS.get(verb)
         if connection.rank is None and kind not in (control.RankHello, control.DataHello):
             raise Refused("hello", f"{verb} came before a rank's hello")
@@ -114,9 +118,7 @@ class RankRequests:
             connection.send(missed.to_message())
         return Done()
 
-    async def _request(
-        self, attempt: Attempt, rank: int, request: Request[Any]
-    ) -> Done | control.SegmentReply | control.SegmentsReply:
+    async def _request(self, attempt: Attempt, rank: int, request: Request[Any]) -> _Reply:
         match request:
             case control.MakeSegment():
                 _check_own(attempt, request.name)
@@ -137,6 +139,9 @@ class RankRequests:
             case control.ReportFailure():
                 self._attempts.failed(attempt, rank, request.reason, request.message)
                 return Done()
+            case control.InspectGpu():
+                device = next(each.device for each in attempt.launch.ranks if each.rank == rank)
+                return await self._inspect_gpu(device.uuid) if device.kind == "cuda" else control.GpuState()
             case control.Flush():
                 return Done()  # messages of a connection are handled in their order
         raise AssertionError(request)

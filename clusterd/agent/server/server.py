@@ -92,7 +92,12 @@ class Agent:
         )  # fmt: skip
         self._frames = ByteBudget(protocol.FRAME_BYTES_MAX, protocol.FRAME_BYTES_MAX)
         self._ranks = RankRequests(
-            self._attempts, self._sessions, self._moves, self._datasets, self._housekeeping.mark_needed
+            self._attempts,
+            self._sessions,
+            self._moves,
+            self._datasets,
+            self._hardware.inspect_gpu,
+            self._housekeeping.mark_needed,
         )
         self._verbs: Handlers = {
             Facts: self._facts,

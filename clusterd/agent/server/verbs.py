@@ -188,7 +188,7 @@ class Verbs:
         return self._moves.serve(request.address)
 
     async def _check(self, request: r.CheckHost) -> r.HostCheck:
-        return await in_thread(lambda: checks.check(request.peers, request.python), "check")
+        return await in_thread(lambda: checks.check(request.peers, request.python, request.gpus), "check")
 
     async def _move(self, request: r.MoveRanks) -> r.Receivers:
         return self._forward(request, control.BeginMigration(request.move))

@@ -207,6 +207,7 @@ def on_host_connected(ctx: HandlerContext, event: e.HostConnected) -> None:
     host.go(HostState.UP, event.at_s)
     if host.facts is not None and host.facts.boot_id != event.facts.boot_id:
         _clear_faults(ctx, host)
+        host.cleared_faults.clear()  # what the driver reports now came after the reboot
         host.withheld.clear()
     host.facts, host.agent, host.agent_home = event.facts, event.agent, event.agent_home
     ctx.state.recovering.discard(host.id)
@@ -221,7 +222,7 @@ def _clear_faults(ctx: HandlerContext, host: Host) -> None:
     """Offer all devices of a host again: it was rebooted, or an operator has looked after it."""
     for device in host.faults:
         ctx.cancel_timer(TimerKind.FAULT, device)
-    host.faults.clear()
+    host.clear_faults()
 
 
 def _admit_host_again(state: State, host: HostId) -> None:

@@ -20,7 +20,7 @@ from clusterd.protocol.codec import to_map
 from clusterd.protocol.migration import Address
 from clusterd.protocol.requests import CheckHost, ServeSegments
 from clusterd.types import HostId, HostState
-from clusterd.units import duration, size
+from clusterd.units import counted, duration, size
 
 DISK_LEAST_BYTES = 10 << 30
 SHM_LEAST_SHARE = 1 / 8
@@ -68,7 +68,10 @@ class HostChecks:
                 name: place for name, place in places.items() if name in towards and name != host.id
             }
             mine = python if host.id in names else None
-            return to_map(await self._hosts.request(host.id, CheckHost(peers, mine), timeout_s=None))
+            # A context on a GPU that a job uses takes memory that the job may need.
+            idle = [d.uuid for d in host.devices if d.kind == "cuda" and not d.foreign and d.id not in state.leases]
+            request = CheckHost(peers, mine, tuple(idle) if mine is not None else ())
+            return to_map(await self._hosts.request(host.id, request, timeout_s=None))
 
         answers = await self._each(up, tried)
         return [
@@ -122,8 +125,11 @@ def _facts(host: Host, facts: Mapping[str, Any]) -> Iterator[Row]:
     for runtime, fault in sorted(facts.get("runtimes", {}).items()):
         text = f"{runtime} cannot be used: {fault}" if fault else f"{runtime} runs containers of jobs"
         yield _row(host.id, "containers", "warning" if fault else "ok", text)
+    for device_id, why in host.reported_faults.items():
+        again = f"reset or replace it; clusterd host undrain {host.id} then offers it again"
+        yield _row(host.id, "devices", "failed", f"{device_id} is not given to jobs: {why}; {again}")
     for device in host.devices:
-        if device.foreign:
+        if device.foreign and device.id not in host.reported_faults:
             yield _row(host.id, "devices", "warning", f"{device.id} is not given to jobs: {device.foreign}")
     shm, memory = facts.get("shm_bytes", 0), facts.get("memory_bytes", 0)
     shared_memory = f"{size(shm)} of shared memory"
@@ -158,6 +164,23 @@ def _tried(host: HostId, answer: Row, python: str | None) -> Iterator[Row]:
             has += f" for CUDA {found['cuda']}, which sees {found['gpus']} GPUs"
         state = "failed" if "error" in found else "ok"
         yield _row(host, "python", state, ": ".join(filter(None, (python, has, found.get("error")))))
+        yield from _computed(host, answer)
+
+
+def _computed(host: HostId, answer: Row) -> Iterator[Row]:
+    """Rows about the kernels and the all-reduce that ran on idle GPUs."""
+    kernels: Row = answer.get("kernels", {})
+    able = [result["seconds"] for result in kernels.values() if "seconds" in result]
+    for uuid, result in kernels.items():
+        if "error" in result:
+            yield _row(host, "compute", "failed", f"{uuid} does not compute: {result['error']}")
+    if able:
+        yield _row(host, "compute", "ok", f"{counted(len(able), 'idle GPU')} computed within {max(able):.1f} s")
+    reduced = answer.get("all_reduce")
+    if reduced is not None and "error" in reduced:
+        yield _row(host, "nccl", "failed", f"an all-reduce over its GPUs fails: {reduced['error']}")
+    elif reduced is not None:
+        yield _row(host, "nccl", "ok", f"an all-reduce over {len(able)} GPUs took {reduced['seconds']:.1f} s")
 
 
 def _limits(host: HostId, answer: Row) -> Row:

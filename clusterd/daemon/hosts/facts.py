@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +30,12 @@ FOREIGN_BYTES_MIN = 256 << 20
 
 MESSAGE_LETTERS = 400
 """Length to which a rank's exit message is cut; its log has all of it."""
+
+NVLINK_BYTES_PER_S = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
+"""Rate of one link in one direction, by version of NVLink."""
+
+PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
+"""Rate of one lane in one direction, by generation of PCIe."""
 
 UNLISTED_BYTES_MIN = 4 << 30
 UNLISTED_SHARE_MIN = 0.1
@@ -68,11 +74,23 @@ def host_facts(
         address=address,
         interface=near.interface if near is not None else "",
         link_mbit=near.speed_mbit if near is not None else 0,
+        rdma_mbit=min((port.speed_mbit for port in facts.infiniband), default=0),
+        gpu_link_bytes_per_s=_gpu_link_bytes_per_s(facts.gpus),
         devices=tuple(
             _excluded(device) if _number(device) in options.exclude_devices else device for device in devices
         ),
         labels=options.labels,
     )
+
+
+def _gpu_link_bytes_per_s(gpus: Sequence[agent.GpuRow]) -> float:
+    """Peak rate in one direction of the slowest link in a ring over a host's GPUs; 0: unknown, or no ring."""
+    uuids = {gpu.uuid for gpu in gpus}
+    if len(gpus) < 2 or any(gpu.slice is not None for gpu in gpus):
+        return 0.0
+    if all(uuids <= {gpu.uuid, *gpu.nvlink_peers} for gpu in gpus):
+        return min(gpu.nvlinks * NVLINK_BYTES_PER_S.get(gpu.nvlink_version, 25e9) for gpu in gpus)
+    return min(gpu.pcie_width * PCIE_LANE_BYTES_PER_S.get(gpu.pcie_generation, 0.0) for gpu in gpus)
 
 
 def _number(device: Device) -> int:
@@ -106,6 +124,7 @@ def _gpu(host: HostId, gpu: agent.GpuRow, ours: Container[int], offered_by: str)
         exclusive=gpu.exclusive,
         offered_by=offered_by,
         compute_capability=gpu.compute_capability,
+        fault=gpu.fault,
     )
 
 

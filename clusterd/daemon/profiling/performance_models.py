@@ -40,6 +40,9 @@ PLANS_PER_SHAPE = 4
 OVERHEAD_NOISE_BYTES = 32 << 20
 SHAPES_MOST = 256
 
+LINK_EFFICIENCY = 0.8
+"""Share of a link's peak rate that collectives of large messages reach, as NCCL's own tests do."""
+
 ENOUGH_CORES = 1.01
 """Limit of a guaranteed job's step time, relative to that with a fair share of the host's cores."""
 
@@ -224,7 +227,8 @@ class PerformanceModels:
         Other models are ignored on CPUs: their ranks disturb each other, which one fit attributes to a slow link and
         another to slow caches.
         """
-        prior = fleet.prior(devices.kind, self._probes.get(devices.name))
+        known = self._link_rates(devices) | self._probes.get(devices.name, {})
+        prior = fleet.prior(devices.kind, known)
         options = fleet.beliefs(devices.kind)
         others = {
             other: known.online.fit
@@ -247,6 +251,17 @@ class PerformanceModels:
         hosts = [h for h in self._state.hosts.values() if any(d.name == device_type for d in h.devices)]
         slowest = min((h.facts.link_mbit for h in hosts if h.facts is not None), default=0)
         return f"{slowest} Mbit/s" if slowest else ""
+
+    def _link_rates(self, devices: DeviceType) -> dict[str, float]:
+        """Rates of links of hosts with such GPUs by their hardware, until a probe measures them."""
+        if devices.kind != "cuda":
+            return {}
+        hosts = [h.facts for h in self._state.hosts.values() if any(d.name == devices.name for d in h.devices)]
+        facts = [known for known in hosts if known is not None]
+        local = [known.gpu_link_bytes_per_s for known in facts if len(known.devices) > 1]
+        network = [max(known.rdma_mbit, known.link_mbit) * 1e6 / 8 for known in facts]
+        rates = {"local_rate": min(local, default=0.0), "network_rate": min(network, default=0.0)}
+        return {name: LINK_EFFICIENCY * rate for name, rate in rates.items() if rate}
 
     def _load(self, key: Key, shape: ModelShape, devices: DeviceType, prior: Prior, options: FitOptions) -> Knowledge:
         """Knowledge from stored measurements of the model, of any job."""

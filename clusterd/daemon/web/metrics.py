@@ -56,6 +56,7 @@ def _families(
     ):
         samples = [({"host": d.rpartition(":")[0], "device": d}, minute[key]) for d, minute in newest.items()]
         yield name, help_text, [(labels, value) for labels, value in samples if value is not None]
+    yield from _gpu_errors(hosts)
     counted = Counter(job["state"] for job in jobs)
     yield "jobs", "Jobs by state.", [({"state": state.value}, counted[state.value]) for state in JobState]
     running = [job for job in jobs if job["state"] == "running"]
@@ -66,6 +67,23 @@ def _families(
     ):
         labelled = [({k: job[k] for k in ("id", "name", "user", "tenant")}, job[key]) for job in running]
         yield name, help_text, [(labels, value) for labels, value in labelled if value is not None]
+
+
+def _gpu_errors(hosts: list[dict[str, Any]]) -> Iterator[tuple[str, str, list[Sample]]]:
+    gpus = [
+        ({"host": host["name"], "gpu": gpu["uuid"]}, gpu)
+        for host in hosts
+        for gpu in host["link"].get("facts", {}).get("gpus", ())
+    ]
+    ecc = [
+        ({**labels, "corrected": corrected}, gpu[f"ecc_{kind}"])
+        for labels, gpu in gpus
+        for kind, corrected in (("corrected", "true"), ("uncorrected", "false"))
+        if gpu.get(f"ecc_{kind}") is not None
+    ]
+    yield "gpu_ecc_errors", "ECC errors of a GPU since its driver was loaded.", ecc
+    xids = [({**labels, "xid": xid}, count) for labels, gpu in gpus for xid, count in gpu.get("xids", {}).items()]
+    yield "gpu_xid_errors", "XIDs of a GPU since boot, or since its host's agent started.", xids
 
 
 def _devices(hosts: list[dict[str, Any]]) -> Iterator[Sample]:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from clusterd.train.data.loader import as_pair, call, check_sliceable, map_batch
 from clusterd.train.data.stream import first_samples
 from clusterd.train.inspect import loss_mean
+from clusterd.train.inspect.cuda_autocast import CudaAutocast
 from clusterd.train.inspect.operations import OperationRecorder
 from clusterd.train.inspect.parameter_mutation import ParameterMutationTracer
 from clusterd.train.inspect.tp_gradients import TpGradientTracer
@@ -97,6 +98,7 @@ class FakeForward:
             with (
                 trace.counter,
                 trace.casts,
+                CudaAutocast() if self._job.precision == "bf16" else nullcontext(),
                 torch.autograd.graph.saved_tensors_hooks(trace.save, lambda tensor: tensor),
             ):
                 outputs = call(self._computing(model), self._inputs)

@@ -21,7 +21,7 @@ from clusterd.protocol import control as events
 from clusterd.protocol.messages import Event
 from clusterd.protocol.rank import Failed, Loaded, Prepared
 from clusterd.train.migration.spec import MigrationSpec, sums_from_bytes
-from clusterd.train.process import accelerator, exits
+from clusterd.train.process import accelerator, device_faults, exits
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
 from clusterd.train.state import scalars
@@ -82,6 +82,7 @@ class MigrationTarget:
             training = self._prepare_and_load(make)
         except Exception as error:
             known = exits.classify_error(error, where="")
+            known = device_faults.judge(error, known, self._context, self._control)
             why = str(known) if isinstance(known, exits.PlanRefused) else f"{type(error).__name__}: {error}"
             full = isinstance(known, exits.DeviceOutOfMemory)
             refused = str(known) if isinstance(known, exits.PlanRefused) else ""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import shutil
 import stat
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -15,77 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from clusterd.agent.host.gpu_probe import Probe, parse_query
+from clusterd.agent.host.gpu.probe import Probe, parse_query
 from tests.agent.client import AgentClient, rank
+from tests.agent.host.fake_nvml import fake_driver, needs_gcc, set_state
 
 OUTSIDE = 1 << 30
 """A pid that no kernel gives."""
 
-FAKE = r"""
-#include <stdio.h>
-#include <string.h>
-#include <unistd.h>
-typedef struct { unsigned long long total, free, used; } memory;
-typedef struct { unsigned gpu, memory; } utilisation;
-typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } process_v2;
-typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; MORE } process_v3;
-static int holders, there = THERE, seen; /* what came back is seen by the first holder alone */
-void come_back(void) { there = 2; }
-int opened;
-int nvmlInit_v2(void) { opened++; if (INIT == 0 && holders++ == 0) seen = there; return INIT; }
-int nvmlShutdown(void) { holders--; return 0; }
-const char *nvmlErrorString(int code) { (void)code; return "Unknown Error"; }
-int nvmlDeviceGetCount_v2(unsigned *n) { while (access(HANG, 0) == 0) usleep(1000); *n = 2; return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **h) { *h = (void *)(unsigned long)(i + 1); return 0; }
-int nvmlDeviceGetMigMode(void *h, unsigned *now, unsigned *next) {
-    if ((unsigned long)h == 1) return 3;
-    *now = *next = MIG; return 0; }
-/* Slices 0 and 2 of the second GPU. */
-#define SLICE(h) ((unsigned long)h >= 100 ? (int)((unsigned long)h - 100) : -1)
-int nvmlDeviceGetMaxMigDeviceCount(void *h, unsigned *n) { (void)h; *n = 7; return 0; }
-int nvmlDeviceGetMigDeviceHandleByIndex(void *h, unsigned i, void **slice) {
-    (void)h; if (SLICES == 0 || (i != 0 && i != 2)) return 6;
-    *slice = (void *)(unsigned long)(100 + i); return 0; }
-int nvmlDeviceGetComputeMode(void *h, unsigned *m) { *m = (unsigned long)h == 2 ? COMPUTE : 0; return 0; }
-int nvmlDeviceGetMemoryInfo(void *h, memory *m) {
-    if ((unsigned long)h == 2 && SECOND) return SECOND;
-    if (SLICE(h) >= 0) { m->total = (SLICE(h) ? 40ULL : 20ULL) << 30; m->used = 1ULL << 30; return 0; }
-    if ((int)(unsigned long)h > seen) return 15;
-    m->total = 80ULL << 30; m->used = (unsigned long long)USED_GIB << 30; return 0; }
-int nvmlDeviceGetNumaNodeId(void *h, unsigned *n) { (void)h; *n = 1; return NUMA; }
-int nvmlDeviceGetUtilizationRates(void *h, utilisation *u) { u->gpu = 50; return (unsigned long)h >= 2 ? 3 : 0; }
-int nvmlDeviceGetUUID(void *h, char *b, unsigned n) {
-    if (SLICE(h) >= 0) { snprintf(b, n, "MIG-%d", SLICE(h)); return 0; }
-    snprintf(b, n, "GPU-%lu", (unsigned long)h); return 0; }
-int nvmlDeviceGetCudaComputeCapability(void *h, int *a, int *b) {
-    *a = 9; *b = 0; return (unsigned long)h == 2 ? 3 : 0; }
-int nvmlDeviceGetName(void *h, char *b, unsigned n) { /* drivers differ in whether slices have names of their own */
-    snprintf(b, n, SLICE(h) == 2 ? "Fake H100 MIG 3g.40gb" : "Fake H100"); return 0; }
-#define PROCESSES(version) \
-int nvmlDeviceGetComputeRunningProcesses_##version(void *h, unsigned *n, process_##version *p) { \
-    if ((unsigned long)h == 2 || (unsigned long)h == 100) { *n = 0; return 0; } \
-    p[0].pid = PID; p[0].used = 1ULL << 30; p[1].pid = 7; p[1].used = ~0ULL; *n = 2; return 0; } \
-int nvmlDeviceGetGraphicsRunningProcesses_##version(void *h, unsigned *n, process_##version *p) { \
-    (void)h; (void)p; *n = 0; return 0; }
-PROCESSES(v2)
-PROCESSES(v3)
-"""
-
-pytestmark = pytest.mark.skipif(
-    shutil.which("gcc") is None, reason="no gcc to build the stand-in for the driver's library"
-)
-
-
-def fake_driver(tmp_path: Path, name: str = "libfake.so", **answers: object) -> str:
-    source, library = tmp_path / "fake.c", tmp_path / name
-    source.write_text(FAKE)
-    usual = {
-        "init": 0, "second": 0, "more": "", "there": 2, "mig": 0, "slices": 1, "pid": 1, "used_gib": 1, "numa": 3,
-        "compute": 0, "hang": json.dumps("/nonexistent"),
-    }  # fmt: skip
-    defined = [f"-D{key.upper()}={value}" for key, value in {**usual, **answers}.items()]
-    subprocess.run(["gcc", "-shared", "-fPIC", *defined, "-o", library, source], check=True)
-    return str(library)
+pytestmark = needs_gcc
 
 
 def test_gpus_come_with_uuid_memory_and_the_processes_on_them(tmp_path: Path) -> None:
@@ -353,3 +288,51 @@ def test_mig_is_reported_by_the_program_too() -> None:
     assert [gpu["uuid"] for gpu in gpus] == ["GPU-b"]
     assert error is not None
     assert error.startswith("GPU 0: MIG is on")
+
+
+def probe_without_kernel_log(tmp_path: Path) -> Probe:
+    return Probe(fake_driver(tmp_path), kernel_log=tmp_path / "absent")
+
+
+def test_errors_of_a_gpu_are_its_facts_and_fatal_ones_its_fault(tmp_path: Path) -> None:
+    probe = probe_without_kernel_log(tmp_path)
+    first, second = probe.gpus()[0]
+    assert (first["fault"], first["xids"], first["ecc_corrected"], first["ecc_uncorrected"]) == ("", {}, 0, 0)
+    assert (second["ecc_corrected"], second["ecc_uncorrected"]) == (None, None)  # it does not count them
+    set_state(tmp_path, corrected0=7, ecc0=2, xid1=31)
+    first, second = probe.gpus()[0]
+    assert (first["ecc_corrected"], first["ecc_uncorrected"]) == (7, 2)
+    assert first["fault"] == "2 uncorrectable ECC errors"
+    assert (second["xids"], second["fault"]) == ({"31": 1}, "")  # a program's wrong address
+    set_state(tmp_path, xid1=79)
+    first, second = probe.gpus()[0]
+    assert first["fault"] == ""  # the counts begin anew with a reset
+    assert second["xids"] == {"31": 1, "79": 1}
+    assert second["fault"] == "XID 79 (it fell off the bus)"
+
+
+@pytest.mark.parametrize(
+    ("state", "text"), [("remap0", "no spare rows left"), ("recovery0", "its driver asks for a reset of the GPU")]
+)
+def test_a_gpu_that_its_driver_wants_replaced_or_reset_is_at_fault(tmp_path: Path, state: str, text: str) -> None:
+    probe = probe_without_kernel_log(tmp_path)
+    set_state(tmp_path, **{state: 1})
+    assert text in probe.gpus()[0][0]["fault"]
+
+
+def test_xids_since_boot_are_read_from_the_kernel_log(tmp_path: Path) -> None:
+    """It has those from before the agent started, too."""
+    log = tmp_path / "kmsg"
+    log.write_bytes(
+        b"4,1,1,-;NVRM: Xid (PCI:0000:20:00): 13, pid=7, Graphics Exception\n"
+        b"4,2,1,-;NVRM: Xid (PCI:0000:20:00): 79, pid='<unknown>', GPU has fallen off the bus.\n"
+        b"4,3,1,-;NVRM: Xid (PCI:0000:5e:00): 48, of a GPU that is not there\n"
+    )
+    probe = Probe(fake_driver(tmp_path), kernel_log=log)
+    set_state(tmp_path, xid1=79)  # the event of the same error
+    first, second = probe.gpus()[0]
+    assert (first["xids"], first["fault"]) == ({}, "")
+    assert second["xids"] == {"13": 1, "79": 1}
+    with log.open("ab") as more:
+        more.write(b"4,4,9,-;NVRM: Xid (PCI:0000:20:00): 79, pid=9\n")
+    assert probe.gpus()[0][1]["fault"] == "XID 79 (it fell off the bus) 2 times"

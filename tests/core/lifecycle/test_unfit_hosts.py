@@ -176,3 +176,35 @@ def test_a_model_is_told_by_another_host_where_one_cannot() -> None:
         lab.tell(e.ModelNotDescribed(**lab.at(), job=job, why=MISSING, is_infrastructure=True)), job=job
     )
     assert again is not None and again.host != first.host
+
+
+def test_a_gpu_with_fatal_errors_is_left_out_until_an_operator_clears_them_or_a_reboot() -> None:
+    """Its driver reports them; another error later leaves it out again."""
+    lab = lab_of("a")
+    host = lab.scheduler.state.hosts[HostId("a")]
+    assert host.facts is not None
+    healthy = host.facts
+
+    def report(fault: str, boot_id: str = healthy.boot_id) -> None:
+        devices = tuple(replace(device, fault=fault) for device in healthy.devices)
+        facts = replace(healthy, devices=devices, boot_id=boot_id)
+        if boot_id == healthy.boot_id:
+            lab.tell(e.HostChanged(**lab.at(), host=host.id, facts=facts))
+        else:
+            lab.tell(e.HostConnected(**lab.at(), host=host.id, facts=facts, attempts=()))
+
+    report("XID 79 (it fell off the bus)")
+    job, _ = lab.submit()
+    assert lab.state(job) == "queued"
+    [reason] = unusable(lab.scheduler.state.jobs[job], lab.scheduler.state, lab.now_s)
+    assert "is left out: XID 79 (it fell off the bus); once it is reset, clusterd host undrain a offers it" in reason
+    for _ in range(2):
+        lab.tell(e.HostUndrained(**lab.at(), host=host.id))
+        assert host.reported_faults == {}
+    assert lab.state(job) != "queued"
+    report("XID 79 (it fell off the bus) 2 times")
+    assert [device.foreign for device in host.devices] == ["XID 79 (it fell off the bus) 2 times"]
+    lab.tell(e.HostUndrained(**lab.at(), host=host.id))
+    lab.tell(e.HostDisconnected(**lab.at(), host=host.id, why="reboot"))
+    report("XID 79 (it fell off the bus) 2 times", boot_id="another")
+    assert host.reported_faults  # of the new boot

@@ -90,3 +90,24 @@ def test_slices_of_a_gpu_are_devices_with_names_of_their_own() -> None:
     assert [device.id for device in devices] == ["a:gpu0", "a:gpu1.0", "a:gpu1.2"]
     assert [device.excluded for device in devices] == [False, True, True]
     assert compact_devices([device.id for device in devices]) == "a:gpu0 a:gpu1.0,2"
+
+
+@pytest.mark.parametrize(("links", "peers", "expected"), [
+    ({"nvlinks": 18, "nvlink_version": 4}, 2, 450e9),  # through switches
+    ({"nvlinks": 4, "nvlink_version": 3}, 1, 31.52e9),  # pairs with bridges: a ring crosses PCIe
+    ({}, 0, 31.52e9),
+])  # fmt: skip
+def test_the_slowest_link_of_a_ring_is_that_of_its_gpus(links: dict[str, int], peers: int, expected: float) -> None:
+    uuids = ["A", "B", "C"]
+    gpus = [
+        {"uuid": uuid, "index": n, "name": "H100", "memory_bytes": GIB, "pcie_generation": 4, "pcie_width": 16,
+         "nvlink_peers": [other for other in uuids if other != uuid][:peers], **links}
+        for n, uuid in enumerate(uuids)
+    ]  # fmt: skip
+    ports = [{"card": "mlx5_0", "speed_mbit": 400_000}, {"card": "mlx5_1", "speed_mbit": 200_000}]
+    answer = {
+        "boot_id": "b", "cpu_cores": 4, "cpu_ids": [0], "memory_bytes": GIB, "gpus": gpus, "infiniband": ports,
+    }  # fmt: skip
+    facts = host_facts(HostId("a"), answer, HostOptions(), "10.0.0.1")
+    assert facts.gpu_link_bytes_per_s == pytest.approx(expected)
+    assert facts.rdma_mbit == 200_000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +12,11 @@ from typing import Any, cast
 import anyio
 import pytest
 
+from clusterd.core.host import Host
 from clusterd.core.state import State
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.profiling.performance_models import PerformanceModels, _enough_cores
+from clusterd.types import Device, DeviceId, HostFacts, HostId
 from plans.memory import OVERHEAD, MemoryEstimate
 from plans.plan import Plan
 from profiling.coefficients import INDEX
@@ -117,3 +121,29 @@ def test_links_learned_from_one_model_serve_the_next(tmp_path: Path, kind: str, 
     link = INDEX["network_rate"]
     assert bool(second.online.prior.width[link] < 0.9 * first.online.prior.width[link]) is shared
     assert (second.online.options.cards != first.online.options.cards) is shared
+
+
+def test_links_that_hosts_report_are_priors_until_a_probe_measures_them(tmp_path: Path) -> None:
+    devices = tuple(
+        Device(
+            id=DeviceId(f"a:gpu{n}"), host=HostId("a"), kind="cuda", uuid=f"{n}", name="x", memory_bytes=80 << 30
+        )
+        for n in range(4)
+    )  # fmt: skip
+    facts = HostFacts(
+        boot_id="b", cpu_cores=64, memory_bytes=1 << 40, address="10.0.0.1", devices=devices, link_mbit=25_000,
+        rdma_mbit=400_000, gpu_link_bytes_per_s=450e9,
+    )  # fmt: skip
+    state = State()
+    state.hosts[HostId("a")] = Host(HostId("a"), facts=facts)
+    probes = json.dumps({"x": {"local_rate": 200e9}})
+    engine = SimpleNamespace(scheduler=SimpleNamespace(state=state))
+
+    async def prior(figures: str) -> list[float]:
+        engine.journal = SimpleNamespace(fact=lambda name, default: figures if name == "probes" else default)
+        models = PerformanceModels(cast(Engine, engine), tmp_path / "measurements.db")
+        known = await models._on("m", gpt(), DeviceType("x", "cuda", (4,), 80 << 30, cores_per_device=12))
+        return [math.exp(known.online.prior.mean[INDEX[name]]) for name in ("local_rate", "network_rate")]
+
+    assert anyio.run(prior, "{}") == pytest.approx([360e9, 40e9])
+    assert anyio.run(prior, probes) == pytest.approx([200e9, 40e9])

@@ -459,3 +459,22 @@ def test_torch_warns_of_nothing_that_fake_tensors_cannot_run(caplog: pytest.LogC
     shape = describe(small(lambda: Experts(4, 4), None))
     assert sum(p.size_bytes for p in shape.parameters) == (4 * 4 + 4) * 4
     assert not caplog.records and not log.disabled
+
+
+class Powers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        powers: torch.Tensor = self.second(self.first(inputs).pow(2))
+        return powers
+
+
+def test_mixed_precision_counts_what_a_gpu_saves_in_float32() -> None:
+    """CUDA's autocast raises to a power in float32, a CPU's in bfloat16."""
+    whole, mixed = (
+        describe(small(lambda: nn.Sequential(Powers()), None, precision=precision)) for precision in ("fp32", "bf16")
+    )
+    assert [layer.activation_bytes for layer in whole.layers] == [3 * 16]  # the inputs of three operations
+    assert [layer.activation_bytes for layer in mixed.layers] == [8 + 16 + 8]

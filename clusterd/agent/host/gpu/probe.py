@@ -8,10 +8,12 @@ import subprocess
 import threading
 import time
 from concurrent.futures import Future, TimeoutError
+from pathlib import Path
 from typing import Any
 
 from clusterd.agent.host import processes
-from clusterd.agent.host.nvml import PROHIBITED, Gpu, Nvml, NvmlError
+from clusterd.agent.host.gpu.errors import KERNEL_LOG, Xids
+from clusterd.agent.host.gpu.nvml import PROHIBITED, Gpu, Nvml, NvmlError
 
 DRIVER_ANSWERS_S = 20.0
 """A driver that takes longer hangs, as after some hardware faults: its calls never return."""
@@ -28,11 +30,13 @@ class Probe:
         library: str = "libnvidia-ml.so.1",
         program: str = "nvidia-smi",
         answers_s: float = DRIVER_ANSWERS_S,
+        kernel_log: Path = KERNEL_LOG,
     ) -> None:
         self._library = library
         self._program = program
         self._answers_s = answers_s
         self._nvml: Nvml | None = None
+        self._xids = Xids(kernel_log)
         self._lock = threading.Lock()  # so that no thread closes the library while another uses it
         self._asked_at_s: float | None = None
         self._answer: Future[tuple[list[Gpu], str | None]] | None = None
@@ -67,7 +71,7 @@ class Probe:
     def _gpus(self) -> tuple[list[Gpu], str | None]:
         try:
             if self._nvml is None:
-                self._nvml = Nvml(ctypes.CDLL(self._library))
+                self._nvml = Nvml(ctypes.CDLL(self._library), self._xids)
             found, wrong = self._nvml.gpus()
         except OSError:
             return self._by_program()

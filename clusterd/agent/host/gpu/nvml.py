@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from clusterd.agent.host import processes
+from clusterd.agent.host.gpu import errors
 
 _SUCCESS = 0
 _NOT_SUPPORTED = 3
@@ -53,6 +54,43 @@ class _Process(ctypes.Structure):  # nvmlProcessInfo_v2_t, of the _v2 and _v3 en
     ]
 
 
+class _Pci(ctypes.Structure):  # nvmlPciInfo_t, of the _v3 entry point
+    _fields_ = [
+        ("legacy", ctypes.c_char * 16),
+        *((name, ctypes.c_uint) for name in ("domain", "bus", "device", "device_id", "subsystem_id")),
+        ("address", ctypes.c_char * 32),
+    ]
+
+
+class _Event(ctypes.Structure):  # nvmlEventData_t
+    _fields_ = [
+        ("device", ctypes.c_void_p),
+        ("type", ctypes.c_ulonglong),
+        ("data", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    ]
+
+
+class _Field(ctypes.Structure):  # nvmlFieldValue_t
+    _fields_ = [
+        ("id", ctypes.c_uint),
+        ("scope", ctypes.c_uint),
+        ("timestamp", ctypes.c_longlong),
+        ("latency", ctypes.c_longlong),
+        ("type", ctypes.c_int),
+        ("code", ctypes.c_int),
+        ("value", ctypes.c_uint),  # of a union of eight bytes
+        ("rest", ctypes.c_uint),
+    ]
+
+
+_XID_EVENT = 8
+_RECOVERY_ACTION = 230  # a field, since driver 570
+_CORRECTED, _UNCORRECTED, _SINCE_LOAD = 0, 1, 0
+_EVENTS_MAX = 256  # at once
+_OVER_NVLINK, _P2P_WORKS = 2, 0
+_NVLINKS_MAX = 18
 _POWER, _CELSIUS = "nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperature"  # in milliwatts; of sensor 0, the GPU
 
 Gpu = dict[str, Any]
@@ -65,13 +103,21 @@ class Nvml:
         is_stale: a call failed in a way that reloading the library may cure.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, xids: errors.Xids) -> None:
         self._library = library
+        self._xids = xids
         self.is_stale = False
         self._check(self._call("nvmlInit_v2"))
+        self._events: ctypes.c_void_p | None = ctypes.c_void_p()
+        if not self._supports("nvmlEventSetCreate", ctypes.byref(self._events)):
+            self._events = None
+        self._watched: set[str] = set()  # GPUs whose XIDs are events of the set
 
     def close(self) -> None:
         """Shut the library down. It is reference-counted: only the first `nvmlInit` after the last shutdown rescans."""
+        if self._events is not None:
+            self._call("nvmlEventSetFree", self._events)
+            self._events = None
         self._call("nvmlShutdown")
 
     def gpus(self) -> tuple[list[Gpu], str | None]:
@@ -89,13 +135,50 @@ class Nvml:
         self._check(self._call("nvmlDeviceGetCount_v2", ctypes.byref(count)))
         found, wrong = [], []
         self.is_stale = False
+        self._read_events()
+        self._xids.read()
         for index in range(count.value):
             try:
                 found += self._devices(index)
             except NvmlError as error:  # a GPU that fell off the bus does not affect the others
                 wrong.append(f"GPU {index}: {error}")
                 self.is_stale |= not isinstance(error, _NotOffered)
+        self._add_nvlinks(found)
         return found, "; ".join(wrong) or None
+
+    def _add_nvlinks(self, gpus: list[Gpu]) -> None:
+        """Set the uuids of the GPUs that each reaches over NVLink, directly or through a switch."""
+        whole = [gpu for gpu in gpus if "slice" not in gpu]
+        for gpu in whole:
+            reached = [other["uuid"] for other in whole if self._is_nvlinked(gpu["index"], other["index"])]
+            gpu["nvlink_peers"] = [uuid for uuid in reached if uuid != gpu["uuid"]]
+
+    def _is_nvlinked(self, index: int, other: int) -> bool:
+        handles = [ctypes.c_void_p(), ctypes.c_void_p()]
+        for number, handle in zip((index, other), handles, strict=True):
+            if self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(number), ctypes.byref(handle)):
+                return False
+        status = ctypes.c_int(-1)
+        known = self._supports("nvmlDeviceGetP2PStatus", *handles, ctypes.c_int(_OVER_NVLINK), ctypes.byref(status))
+        return known and status.value == _P2P_WORKS
+
+    def _bus(self, handle: ctypes.c_void_p) -> Gpu:
+        """Generation and width of a GPU's PCIe slot, and its active NVLinks; 0: not reported."""
+        generation, width, version = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
+        self._supports("nvmlDeviceGetMaxPcieLinkGeneration", handle, ctypes.byref(generation))
+        self._supports("nvmlDeviceGetMaxPcieLinkWidth", handle, ctypes.byref(width))
+        links = 0
+        for number in map(ctypes.c_uint, range(_NVLINKS_MAX)):
+            active = ctypes.c_uint()
+            if self._supports("nvmlDeviceGetNvLinkState", handle, number, ctypes.byref(active)) and active.value:
+                links += 1
+                self._supports("nvmlDeviceGetNvLinkVersion", handle, number, ctypes.byref(version))
+        return {
+            "pcie_generation": generation.value,
+            "pcie_width": width.value,
+            "nvlinks": links,
+            "nvlink_version": version.value,
+        }
 
     def _devices(self, index: int) -> list[Gpu]:
         """The GPU at `index`, or its MIG slices: with MIG on, CUDA runs nothing on the whole GPU."""
@@ -105,16 +188,16 @@ class Nvml:
         if not self._supports("nvmlDeviceGetMigMode", handle, ctypes.byref(mode), ctypes.byref(pending)):
             mode.value = 0
         exclusive = self._is_exclusive(handle)
-        capability = self._compute_capability(handle)
+        whole = {"index": index, "exclusive": exclusive, "compute_capability": self._compute_capability(handle)}
+        whole |= self._health(handle) | self._bus(handle)
         if not mode.value:
-            return [{**self._device(handle), "index": index, "exclusive": exclusive, "compute_capability": capability}]
+            return [{**self._device(handle), **whole}]
         slices = []
         for number, slice_handle in self._slices(handle):
             device = self._device(slice_handle)
             if " MIG " not in device["name"]:  # slices of another size are devices of another speed
                 device["name"] += f" MIG {round(device['memory_bytes'] / (1 << 30))}gb"
-            place = {"index": index, "slice": number}
-            slices.append({**device, **place, "exclusive": exclusive, "compute_capability": capability})
+            slices.append({**device, **whole, "slice": number})
         if not slices:
             raise _NotOffered(_NO_SLICES)
         return slices
@@ -163,6 +246,47 @@ class Nvml:
             "temperature_c": celsius.value if self._supports(_CELSIUS, handle, 0, ctypes.byref(celsius)) else None,
             "processes": self._processes(handle),
         }
+
+    def _health(self, handle: ctypes.c_void_p) -> Gpu:
+        """PCI address of a GPU, its errors, and the reason why they make it unfit for jobs."""
+        pci = self._pci_address(handle)
+        if self._events is not None and pci not in self._watched:
+            self._supports("nvmlDeviceRegisterEvents", handle, ctypes.c_ulonglong(_XID_EVENT), self._events)
+            self._watched.add(pci)
+        # Corrected and uncorrected rows, whether a reset is to replace rows, and whether that failed.
+        rows = [ctypes.c_uint() for _ in range(4)]
+        known = self._supports("nvmlDeviceGetRemappedRows", handle, *map(ctypes.byref, rows))
+        field = _Field(id=_RECOVERY_ACTION)
+        asked = self._supports("nvmlDeviceGetFieldValues", handle, ctypes.c_int(1), ctypes.byref(field))
+        recovery = int(field.value) if asked and field.code == _SUCCESS else 0
+        xids, uncorrected = self._xids.of(pci), self._ecc_errors(handle, _UNCORRECTED)
+        return {
+            "pci_address": pci,
+            "xids": {str(xid): count for xid, count in xids.items()},
+            "ecc_corrected": self._ecc_errors(handle, _CORRECTED),
+            "ecc_uncorrected": uncorrected,
+            "fault": errors.fault(xids, uncorrected or 0, known and rows[3].value != 0, recovery),
+        }
+
+    def _ecc_errors(self, handle: ctypes.c_void_p, kind: int) -> int | None:
+        """ECC errors since the driver was loaded or the GPU reset; None: the GPU does not count them."""
+        count = ctypes.c_ulonglong()
+        arguments = (ctypes.c_int(kind), ctypes.c_int(_SINCE_LOAD), ctypes.byref(count))
+        return count.value if self._supports("nvmlDeviceGetTotalEccErrors", handle, *arguments) else None
+
+    def _pci_address(self, handle: ctypes.c_void_p) -> str:
+        pci = _Pci()
+        known = self._supports("nvmlDeviceGetPciInfo_v3", handle, ctypes.byref(pci))
+        return pci.address.decode(errors="replace").lower() if known else ""
+
+    def _read_events(self) -> None:
+        """Take the XIDs that have come since the last call."""
+        for _ in range(_EVENTS_MAX):
+            event = _Event()
+            if self._events is None or self._call("nvmlEventSetWait_v2", self._events, ctypes.byref(event), 0):
+                return  # none, or this driver does not deliver them
+            if event.type == _XID_EVENT:
+                self._xids.add(self._pci_address(ctypes.c_void_p(event.device)), int(event.data))
 
     def _compute_capability(self, handle: ctypes.c_void_p) -> str:
         major, minor = ctypes.c_int(), ctypes.c_int()

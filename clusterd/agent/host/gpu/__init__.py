@@ -1,0 +1,1 @@
+"""GPUs of this host: what the driver and the kernel report about them."""

@@ -1,0 +1,62 @@
+"""A rank asks its agent about its GPU after an error that may be the GPU's or the job's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from clusterd.agent.host.home import Home
+from clusterd.train.process import context as contexts
+from clusterd.train.process import device_faults, exits
+from clusterd.train.process.context import Context
+from clusterd.train.process.control import Control
+from tests.agent.client import AgentClient, rank
+from tests.agent.host.fake_nvml import fake_driver, needs_gcc, set_state
+
+pytestmark = needs_gcc
+
+LAUNCH = RuntimeError("CUDA error: unspecified launch failure")
+MEMORY = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+Judge = Callable[[Exception], exits.TrainError | None]
+
+
+@pytest.fixture
+def judge(connect: Callable[..., AgentClient], tmp_path: Path) -> Iterator[Judge]:
+    """Judge an error of a rank on the first GPU of the stand-in's."""
+    fake_driver(tmp_path, "libnvidia-ml.so.1", used_gib=0)
+    set_state(tmp_path, used0=0)
+    agent = connect(env={"LD_LIBRARY_PATH": str(tmp_path)})
+    device = {"kind": "cuda", "uuid": "GPU-1", "cores": [], "threads": 1}
+    agent.launch(["sleep", "1000"], kind="elastic", ranks=[rank(device=device, plan={"dp": 1})])
+    context: Context = contexts.read(
+        {**os.environ, "CLUSTERD_RANK_FILE": str(Home(agent.root).attempt("j", 1) / "rank-0.json")}
+    )
+    control = Control(context)
+    control.start()
+    yield lambda error: device_faults.judge(error, exits.classify_error(error, where=""), context, control)
+    control.close()
+
+
+def test_a_launch_failure_is_the_scripts_unless_the_driver_knows_better(judge: Judge, tmp_path: Path) -> None:
+    assert judge(LAUNCH) is None
+    set_state(tmp_path, used0=0, ecc0=1)
+    found = judge(LAUNCH)
+    assert isinstance(found, exits.DeviceFault)
+    assert str(found).startswith("the GPU failed (1 uncorrectable ECC error), rank 0 of 1 (dp=1): CUDA error")
+    assert judge(ValueError("the script's own")) is None  # nothing is asked
+    set_state(tmp_path, used0=0, lost0=1)
+    for error in (LAUNCH, exits.NoTorch("torch cannot use it")):
+        assert "GPU 0: the NVIDIA driver reports: Unknown Error" in str(judge(error))
+
+
+def test_memory_that_others_hold_does_not_count_against_the_plan(judge: Judge, tmp_path: Path) -> None:
+    assert isinstance(judge(MEMORY), exits.DeviceOutOfMemory)
+    set_state(tmp_path)  # a process of another user holds 1 GiB
+    found = judge(MEMORY)
+    assert isinstance(found, exits.DeviceFault)
+    assert "processes outside the queue hold 1.0 GiB of the GPU's memory" in str(found)
+    assert judge(LAUNCH) is None  # which explains no launch failure
