@@ -1,9 +1,13 @@
-"""Command line of the performance model: ``python -m profiling evaluate TABLE.csv``."""
+"""Command line of the performance model: ``python -m profiling evaluate TABLE.csv``.
+
+``python -m profiling predictability JOBS.csv`` shows how well the end of jobs is foreseen.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from profiling.evaluate import AIMS, default_method, evaluate, met
+from profiling.predictability.classifier import judge
+from profiling.predictability.job_table import read_jobs
 from profiling.table import TableError, read_table
 
 
@@ -32,7 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--one-cluster", action="store_true", help="models share their estimates of links and network cards"
     )
     command.add_argument("--further", type=int, default=1, help="trials on more than two hosts per model (default 1)")
+    command = commands.add_parser("predictability", help="foresee which jobs of a table ran as long as requested")
+    command.add_argument("table", type=Path, help="CSV file with one job that is over per row")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
+    if given.command == "predictability":
+        return _predictability(given.table, as_json=given.json)
     for name, least in (("budget", 1), ("seeds", 1), ("further", 0)):
         if getattr(given, name) < least:
             parser.error(f"--{name} is {getattr(given, name)}; it must be at least {least}")
@@ -58,6 +69,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(result, indent=2))
     else:
         show(result, Console())
+    return 0
+
+
+def _predictability(path: Path, *, as_json: bool) -> int:
+    try:
+        jobs = read_jobs(path)
+        result = {"submit": judge(jobs, online=False)}
+        if any(not math.isnan(job.fit_error) for job in jobs):
+            result["online"] = judge(jobs, online=True)
+    except ValueError as error:
+        text = str(error) if isinstance(error, TableError) else f"{path}: {error}"
+        print(f"profiling: {text}", file=sys.stderr)
+        return 2
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return 0
+    console = Console()
+    for name, title in (("submit", "at submission"), ("online", "after the first steps")):
+        if name not in result:
+            continue
+        figures = result[name]
+        console.print(
+            f"{title}: AUC {figures['auc']:.3f}, Brier score {figures['brier']:.3f}, calibration error "
+            f"{figures['calibration_error']:.3f}; {figures['jobs']} jobs, "
+            f"{_percent(figures['predictable'])} predictable"
+        )
+        table = Table("jobs", "predicted", "actual")
+        for part in figures["bins"]:
+            table.add_row(str(part["jobs"]), _percent(part["predicted"]), _percent(part["actual"]))
+        console.print(table)
     return 0
 
 
