@@ -1,11 +1,16 @@
-"""Command line of the performance model: ``python -m profiling evaluate TABLE.csv``."""
+"""Command line of the performance model: ``python -m profiling evaluate TABLE.csv``.
+
+``python -m profiling predictability JOBS.csv`` shows how well the end of jobs is foreseen.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from profiling.evaluate import AIMS, evaluate, met
+from profiling.evaluate import AIMS, default_method, evaluate, met
+from profiling.predictability.classifier import judge
+from profiling.predictability.job_table import read_jobs
 from profiling.table import TableError, read_table
 
 
@@ -30,15 +37,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument(
         "--one-cluster", action="store_true", help="models share their estimates of links and network cards"
     )
+    command.add_argument("--further", type=int, default=1, help="trials on more than two hosts per model (default 1)")
+    command = commands.add_parser("predictability", help="foresee which jobs of a table ran as long as requested")
+    command.add_argument("table", type=Path, help="CSV file with one job that is over per row")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
-    for name, least in (("budget", 1), ("seeds", 1)):
+    if given.command == "predictability":
+        return _predictability(given.table, as_json=given.json)
+    for name, least in (("budget", 1), ("seeds", 1), ("further", 0)):
         if getattr(given, name) < least:
             parser.error(f"--{name} is {getattr(given, name)}; it must be at least {least}")
+    method = default_method()
     try:
         result = evaluate(
             read_table(given.table),
             budget=given.budget,
             seeds=given.seeds,
+            method=replace(method, design=replace(method.design, further=given.further)),
             leave_one_out=not given.fast,
             one_cluster=given.one_cluster,
         )
@@ -57,8 +72,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _predictability(path: Path, *, as_json: bool) -> int:
+    try:
+        jobs = read_jobs(path)
+        result = {"submit": judge(jobs, online=False)}
+        if any(not math.isnan(job.fit_error) for job in jobs):
+            result["online"] = judge(jobs, online=True)
+    except ValueError as error:
+        text = str(error) if isinstance(error, TableError) else f"{path}: {error}"
+        print(f"profiling: {text}", file=sys.stderr)
+        return 2
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return 0
+    console = Console()
+    for name, title in (("submit", "at submission"), ("online", "after the first steps")):
+        if name not in result:
+            continue
+        figures = result[name]
+        console.print(
+            f"{title}: AUC {figures['auc']:.3f}, Brier score {figures['brier']:.3f}, calibration error "
+            f"{figures['calibration_error']:.3f}; {figures['jobs']} jobs, "
+            f"{_percent(figures['predictable'])} predictable"
+        )
+        table = Table("jobs", "predicted", "actual")
+        for part in figures["bins"]:
+            table.add_row(str(part["jobs"]), _percent(part["predicted"]), _percent(part["actual"]))
+        console.print(table)
+    return 0
+
+
 def show(result: dict[str, Any], console: Console) -> None:
-    """Print two tables: the figures with their aims, and the errors of each model and family."""
+    """Print the figures with their aims, the errors of each model and family, and those by distance from the trials."""
     table = Table(title=f"{result['budget']} trials per model, {result['seeds']} seeds", title_justify="left")
     for column in ("figure", "measured", "aim", ""):
         table.add_column(column, justify="left" if column in ("figure", "") else "right")
@@ -82,6 +127,15 @@ def show(result: dict[str, Any], console: Console) -> None:
         table.add_row(escape(model), "all", *(_percent(values[k]) for k in keys))
         for family, of_family in values["families"].items():
             table.add_row("", escape(family), *(_percent(of_family.get(k)) for k in keys))
+    console.print(table)
+    few = ("mean_error", "max_error", "coverage_90")
+    table = Table("model", "rows", "held out", *few)
+    table.title, table.title_justify = "by hosts beyond the trials, and by devices on each of several hosts", "left"
+    for model, values in [("all", result), *result["models"].items()]:
+        for kind, suffix in (("hosts_beyond", " hosts beyond"), ("counts", "")):
+            for group, of_group in values[kind].items():
+                figures = (_percent(of_group[k]) for k in few)
+                table.add_row(escape(model), f"{group}{suffix}", str(of_group["rows"]), *figures)
     console.print(table)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -110,10 +110,16 @@ def _regrets(rows: Sequence[Measured], times: Array, predicted: Array) -> tuple[
 
 @dataclass(slots=True)
 class _Tally:
-    errors: list[float]
-    multi: list[float]
-    covered: list[float]
-    regrets: list[float]
+    errors: list[float] = field(default_factory=list)
+    multi: list[float] = field(default_factory=list)
+    covered: list[float] = field(default_factory=list)
+    regrets: list[float] = field(default_factory=list)
+
+    def add(self, one: Measured, error: float, covered: bool) -> None:
+        self.errors.append(error)
+        self.covered.append(float(covered))
+        if one.hosts > 1:
+            self.multi.append(error)
 
     def figures(self) -> dict[str, float | None]:
         return {
@@ -125,6 +131,39 @@ class _Tally:
             "regret_mean": _mean(self.regrets),
             "regret_max": max(self.regrets, default=None),
         }
+
+
+DISTANCES = ("0", "1", "2", "3-4", "5+")
+"""Groups of rows by their number of hosts beyond the most of a trial."""
+
+COUNTS = ("one host", "even", "odd")
+"""Groups of rows: on one host; an even number of devices on each of several; an odd one on some."""
+
+
+def _distance(beyond: int) -> str:
+    return DISTANCES[max(beyond, 0) if beyond <= 2 else 3 if beyond <= 4 else 4]
+
+
+def _parity(counts: Sequence[int]) -> str:
+    return COUNTS[0 if len(counts) == 1 else 2 if any(n % 2 for n in counts) else 1]
+
+
+def _ordered(groups: Mapping[str, _Tally], order: Sequence[str]) -> dict[str, dict[str, Any]]:
+    return {g: {**_without_regret(groups[g]), "rows": len(groups[g].errors)} for g in order if g in groups}
+
+
+def _average(by_model: Mapping[str, Any], name: str, order: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Errors and coverage of each group; models weighted equally, `rows` summed over models and seeds."""
+    found = {}
+    for group in order:
+        if some := [m[name][group] for m in by_model.values() if group in m[name]]:
+            found[group] = {
+                "mean_error": _mean([x["mean_error"] for x in some]),
+                "max_error": max(x["max_error"] for x in some),
+                "coverage_90": _mean([x["coverage_90"] for x in some]),
+                "rows": sum(x["rows"] for x in some),
+            }
+    return found
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -158,10 +197,12 @@ def evaluate(
     methods = [_methods(usable, chosen, budget, seed, one_cluster) for seed in range(seeds)]
     by_model: dict[str, dict[str, Any]] = {}
     families: dict[str, _Tally] = {}
+    distances: dict[str, dict[str, _Tally]] = {name: {} for name in usable}
+    parities: dict[str, dict[str, _Tally]] = {name: {} for name in usable}
     pooled: list[float] = []
     within: list[float] = []
     for name, rows in usable.items():
-        tally = _Tally([], [], [], [])
+        tally = _Tally()
         own: dict[str, _Tally] = {}
         multi_choice: list[float] = []
         for seed in range(seeds):
@@ -169,17 +210,19 @@ def evaluate(
             tally.regrets += outcome.regrets
             if outcome.regrets:
                 multi_choice.append(float(fmean(outcome.regrets) <= 0.05))
+            tried = max(rows[i].hosts for i in outcome.chosen)
             for i in outcome.held_out.tolist():
-                one, error = rows[i], abs(float(outcome.errors[i]))
-                for t in (
-                    tally,
-                    own.setdefault(one.family, _Tally([], [], [], [])),
-                    families.setdefault(one.family, _Tally([], [], [], [])),
+                one, error, covered = rows[i], abs(float(outcome.errors[i])), bool(outcome.covered[i])
+                tallies = [tally]
+                for groups, group in (
+                    (own, one.family),
+                    (families, one.family),
+                    (distances[name], _distance(one.hosts - tried)),
+                    (parities[name], _parity(one.row.allocation.counts)),
                 ):
-                    t.errors.append(error)
-                    t.covered.append(float(outcome.covered[i]))
-                    if one.hosts > 1:
-                        t.multi.append(error)
+                    tallies.append(groups.setdefault(group, _Tally()))
+                for t in tallies:
+                    t.add(one, error, covered)
         pooled += tally.covered
         within += multi_choice
         by_model[name] = {
@@ -188,6 +231,8 @@ def evaluate(
             "rows": len(rows),
             "trials": len(outcome.chosen),
             "families": {family: _without_regret(t) for family, t in own.items()},
+            "hosts_beyond": _ordered(distances[name], DISTANCES),
+            "counts": _ordered(parities[name], COUNTS),
         }
     figures = {
         key: _mean([m[key] for m in by_model.values() if m[key] is not None])
@@ -202,6 +247,8 @@ def evaluate(
         "figures": figures,
         "models": by_model,
         "families": {family: _without_regret(t) for family, t in families.items()},
+        "hosts_beyond": _average(by_model, "hosts_beyond", DISTANCES),
+        "counts": _average(by_model, "counts", COUNTS),
         "skipped": [name for name in models if name not in usable],
         "budget": budget,
         "seeds": seeds,

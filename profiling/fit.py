@@ -19,6 +19,9 @@ from profiling.model import Rows, Structure, predict
 
 _STEP = 1e-4
 
+_EXPLAINED = 3.0
+"""Largest residual of an explained measurement, in assumed errors."""
+
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
@@ -29,8 +32,9 @@ class FitOptions:
 
     noise: float = 0.025  # of a measurement
     misfit: float = 0.025  # of the performance model, on a plan unlike the measured ones
-    beyond: float = 0.06  # of the performance model, per doubling of hosts beyond those measured
-    few: float = 5.0  # number of measurements below which the misfit counts for much more
+    beyond: float = 0.06  # of the performance model, per doubling of hosts beyond two
+    assumed: float = 6.0  # number of measurements as which the assumed noise counts
+    few: float = 3.0  # number of measurements below which the misfit counts for much more
     robust: float = 2.0  # residuals above this many noises count less
     overlaps: tuple[tuple[float, float], ...] = ((0.1, 0.4), (0.5, 0.3), (2.0, 0.3))  # overlap: prior weights
     overlap_width: float = 0.6
@@ -71,7 +75,6 @@ class Fit:
     options: FitOptions
     noise: float  # of a measurement, pooled from the assumed noise and the residuals
     measured: int  # number of measurements
-    most_hosts: int  # most hosts of a measurement; 0 without measurements
 
     @property
     def best(self) -> Posterior:
@@ -93,9 +96,8 @@ class Fit:
         spread = (w * (np.array(variances) + (np.array(means) - mean) ** 2)).sum(axis=0)
         # With few measurements, errors of the performance model have not shown yet.
         untested = 1.0 + (self.options.few / max(self.measured, 1)) ** 2
-        further = np.maximum(np.log2(rows.column("hosts") / max(self.most_hosts, 1)), 0.0)
-        beyond = (self.options.beyond * further) ** 2 * (self.noise / DEFAULT_FIT.noise)
-        return Prediction(np.exp(mean), np.sqrt(spread + self.noise**2 + untested * self.options.misfit**2 + beyond))
+        error = row_error(rows, self.options, self.noise) ** 2
+        return Prediction(np.exp(mean), np.sqrt(spread + error + untested * self.options.misfit**2))
 
 
 def fit(
@@ -118,55 +120,70 @@ def fit(
     if times.shape != (len(rows),) or not np.all(np.isfinite(times)) or np.any(times <= 0):
         raise ValueError("each row needs one step time above 0 seconds")
     found = _fit_structures(rows, np.log(times), prior, options, start)
-    noise = _pooled_noise(found.residuals, options)
+    noise = _pooled_noise(found, options)
     if noise > 1.3 * options.noise:
         # Measurements or performance model are less accurate than assumed: fit again with a larger noise.
         looser = replace(options, noise=noise, misfit=options.misfit * noise / options.noise)
         found = _fit_structures(rows, np.log(times), prior, looser, found)
-        noise = max(noise, _pooled_noise(found.residuals, options))
+        noise = max(noise, _pooled_noise(found, options))
         options = looser
-    most_hosts = int(rows.column("hosts").max()) if len(rows) else 0
-    return Fit(found.posteriors, options, noise, len(rows), most_hosts)
+    return Fit(found.posteriors, options, noise, len(rows))
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     posteriors: tuple[Posterior, ...]
     residuals: Array  # under the most likely structure
+    free: float  # measurements less the coefficients that they determine, under that structure
 
 
 def _fit_structures(
     rows: Rows, target: Array, general: Prior, options: FitOptions, start: Fit | _Found | None
 ) -> _Found:
-    posteriors, evidences, residuals = [], [], []
+    posteriors, evidences, residuals, determined = [], [], [], []
     modes = [(c, o, wc * wo) for c, wc in options.cards for o, wo in options.overlaps]
     for index, (devices_per_card, overlap, weight) in enumerate(modes):
         structure = Structure(devices_per_card)
         prior = general.holding("overlap", overlap, options.overlap_width)
-        starts = [] if start is None else [start.posteriors[index].logs]
-        logs, cost = _optimise(rows, target, prior, options, structure, starts)
+        first = None if start is None else start.posteriors[index].logs
+        logs, cost = _optimise(rows, target, prior, options, structure, first)
         log_s, jacobian = linearise(logs, rows, structure)
-        misfit = (log_s - target) / options.noise
+        noise = row_error(rows, options)
+        misfit = (log_s - target) / noise
         robust = 1.0 / np.sqrt(1.0 + (misfit / options.robust) ** 2)
-        precision = np.diag(prior.width**-2) + (jacobian * (robust / options.noise**2)[:, None]).T @ jacobian
+        precision = np.diag(prior.width**-2) + (jacobian * (robust / noise**2)[:, None]).T @ jacobian
         covariance = np.linalg.inv(precision)
+        determined.append(len(prior.mean) - float((np.diag(covariance) / prior.width**2).sum()))
         _, determinant = np.linalg.slogdet(precision * np.outer(prior.width, prior.width))
         evidences.append(math.log(weight) - cost - 0.5 * float(determinant))
         posteriors.append(Posterior(structure, logs, (covariance + covariance.T) / 2.0, 0.0))
-        residuals.append(log_s - target)
+        residuals.append((log_s - target) * options.noise / noise)
     likeliest = max(evidences)
     weights = [math.exp(e - likeliest) for e in evidences]
     total = sum(weights)
     weighed = tuple(replace(p, weight=w / total) for p, w in zip(posteriors, weights, strict=True))
-    return _Found(weighed, residuals[int(np.argmax(weights))])
+    best = int(np.argmax(weights))
+    return _Found(weighed, residuals[best], len(rows) - determined[best])
 
 
-def _pooled_noise(residuals: Array, options: FitOptions) -> float:
-    """Noise estimated from the residuals, with the assumed noise weighted as ten measurements.
+def row_error(rows: Rows, options: FitOptions, noise: float | None = None) -> Array:
+    """Assumed error of a measurement of each row, shape (rows,): noise, and that of the model on many hosts.
+
+    Args:
+        noise: of a measurement; default: the assumed one. The model's errors grow in proportion.
+    """
+    own = options.noise if noise is None else noise
+    further = np.log2(np.maximum(rows.column("hosts") / 2.0, 1.0))
+    return own * np.sqrt(1.0 + (options.beyond / DEFAULT_FIT.noise * further) ** 2)
+
+
+def _pooled_noise(found: _Found, options: FitOptions) -> float:
+    """Noise estimated from the residuals, with the assumed noise weighted as several measurements.
 
     The weight is needed because a fit to few measurements leaves small residuals, whatever the noise.
     """
-    return math.sqrt((10.0 * options.noise**2 + float(residuals @ residuals)) / (10.0 + len(residuals)))
+    squares = options.assumed * options.noise**2 + float(found.residuals @ found.residuals)
+    return math.sqrt(squares / (options.assumed + max(found.free, 0.0)))
 
 
 def linearise(logs: Array, rows: Rows, structure: Structure) -> tuple[Array, Array]:
@@ -177,15 +194,19 @@ def linearise(logs: Array, rows: Rows, structure: Structure) -> tuple[Array, Arr
 
 
 def _optimise(
-    rows: Rows, target: Array, prior: Prior, options: FitOptions, structure: Structure, starts: list[Array]
+    rows: Rows, target: Array, prior: Prior, options: FitOptions, structure: Structure, start: Array | None
 ) -> tuple[Array, float]:
-    """Optimum, and the negative logarithm of the posterior there up to a constant."""
+    """Optimum, and the negative logarithm of the posterior there up to a constant.
+
+    The search begins at `start`; without one, or if a measurement is not explained there, on a rough grid.
+    """
     if not len(target):
         return prior.mean.copy(), 0.0
     low, high = prior.mean - 4.0 * prior.width, prior.mean + 4.0 * prior.width
+    noise = row_error(rows, options)
 
     def scaled(log_s: Array, logs: Array) -> tuple[Array, Array]:
-        z = (log_s - target) / options.noise
+        z = (log_s - target) / noise
         # Soft-L1 loss written as a residual, whose square is the loss: the prior's residuals stay plain squares.
         size = np.sqrt(1.0 + (z / options.robust) ** 2)
         soft = np.sign(z) * options.robust * np.sqrt(2.0 * (size - 1.0))
@@ -205,15 +226,14 @@ def _optimise(
 
     def jacobian(logs: Array) -> Array:
         log_s, slopes = at(logs)
-        z = (log_s - target) / options.noise
+        z = (log_s - target) / noise
         size = np.sqrt(1.0 + (z / options.robust) ** 2)
         soft = np.abs(options.robust * np.sqrt(2.0 * (size - 1.0)))
         # d soft / d z, which tends to 1 at z = 0.
         factor = np.where(soft > 1e-6, np.abs(z) / (size * np.maximum(soft, 1e-12)), 1.0)
-        return np.vstack([slopes * (factor / options.noise)[:, None], np.diag(1.0 / prior.width)])
+        return np.vstack([slopes * (factor / noise)[:, None], np.diag(1.0 / prior.width)])
 
-    best, least = prior.mean, math.inf
-    for first in starts or [_rough(rows, target, prior, structure)]:
+    def search(first: Array) -> tuple[Array, float]:
         found = scipy.optimize.least_squares(
             residual,
             np.clip(first, low + 1e-6, high - 1e-6),
@@ -224,23 +244,36 @@ def _optimise(
             ftol=1e-6,
             xtol=1e-6,
         )
-        if found.cost < least:
-            best, least = found.x, float(found.cost)
-    return best, least
+        return found.x, float(found.cost)
+
+    if start is not None:
+        best, least = search(start)
+        if np.all(np.abs(at(best)[0] - target) < _EXPLAINED * noise):
+            return best, least
+        again, cost = search(_rough(rows, target, prior, structure))
+        return (again, cost) if cost < least else (best, least)
+    return search(_rough(rows, target, prior, structure))
 
 
-_GRID = np.linspace(-3.0, 3.0, 13)
-_ROUGH = (INDEX["compute_rate"], INDEX["network_rate"])
+_GRID = tuple(
+    (INDEX[name], np.array(steps))
+    for name, steps in (
+        ("compute_rate", np.linspace(-3.0, 3.0, 13)),
+        ("network_rate", np.linspace(-3.0, 3.0, 13)),
+        ("part_used_card", (0.0, 1.4, 2.8)),
+    )
+)
 
 
 def _rough(rows: Rows, target: Array, prior: Prior, structure: Structure) -> Array:
-    """Starting point: the best of a grid over the two most uncertain coefficients.
+    """Starting point: the best of a grid over the three most uncertain coefficients.
 
     Far from the optimum a term that is too small to matter has no gradient, and the fit would adjust others instead.
     """
-    tries = np.tile(prior.mean, (len(_GRID) ** 2, 1))
-    steps = np.stack(np.meshgrid(_GRID, _GRID), axis=-1).reshape(-1, 2)
-    for column, index in enumerate(_ROUGH):
+    grid = [steps if np.any(rows.column("whole") % 2) else steps[:1] for _, steps in _GRID[2:]]
+    steps = np.stack(np.meshgrid(*(steps for _, steps in _GRID[:2]), *grid), axis=-1).reshape(-1, len(_GRID))
+    tries = np.tile(prior.mean, (len(steps), 1))
+    for column, (index, _) in enumerate(_GRID):
         tries[:, index] += steps[:, column] * prior.width[index]
     off = np.abs(np.log(predict(tries, rows, structure)) - target).mean(axis=-1) / 0.2
     return np.asarray(tries[int(np.argmin(off + 0.5 * (steps**2).sum(axis=-1) / max(len(rows), 1)))])

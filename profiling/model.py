@@ -9,6 +9,8 @@
     backward'           gradient traffic overlaps with the last micro-batch's backward pass: (a^k + b^k)^(1/k)
     gradient traffic    2 (d-1)/d of the gradients in a ring inside a host, or through the network cards in use on the
                         busiest host; ZeRO does half of it as a reduce-scatter, and gathers after the update
+    network             slower where a host uses a card with part of its devices only; on more than two hosts,
+                        collectives may use another algorithm
     pipe                stage boundaries crossed one after another, forward and backward
     update              on the device; or on the host, whose cores its ranks share, with copies over PCIe
     input               samples prepared by the job's cores while the step runs
@@ -19,6 +21,7 @@ computes a Jacobian.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
@@ -60,6 +63,7 @@ _COLUMNS = (
     "cores",
     "speed",
     "hosts",
+    "whole",
 )
 
 
@@ -151,6 +155,7 @@ def _features(row: Row) -> tuple[float, ...]:
         allocation.cores,
         allocation.slowest_speed(),
         len(counts),
+        math.gcd(*counts),
     )
 
 
@@ -194,8 +199,11 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
 
     (share, micro, dp, tp, pp, zero, offload, offload_p, checkpointing, layers, flops, boundary, tp_bytes, gradients,
      parameters, batch, tp_crosses, tp_flows, tp_devices, dp_hosts, dp_flows, dp_devices, pp_local, pp_far, pp_flows,
-     pp_devices, host_ranks, cores, speed, _hosts) = rows.values  # fmt: skip
+     pp_devices, host_ranks, cores, speed, hosts, whole) = rows.values  # fmt: skip
     local, network, growth = c("local_rate"), c("network_rate"), c("card_growth")
+    # Sums fall to the poorest channel, and a card that only part of its devices use is a poor one.
+    network = network / np.where(whole % structure.devices_per_card > 0, 1.0 + c("part_used_card"), 1.0)
+    network = network * np.where(hosts > 2, c("further_hosts"), 1.0)
 
     def through_network(flows: Array, devices: Array) -> Array:
         """Bandwidth of each of `flows` in byte/s."""
