@@ -25,7 +25,7 @@ REAPED_S = 5.0
 _PROGRAM = """\
 import sys
 sys.path.append(sys.argv[1])
-from clusterd.train.process import gpu_check
+from clusterd.train import gpu_check
 gpu_check.main(sys.argv[2:])
 """
 
