@@ -22,7 +22,7 @@ JOB = """
 kind = "elastic"
 command = ["python", "train.py", "--steps", "100000"]
 trials = false
-retries = 1
+limits = { retries = 1 }
 resources = { gpus = 1 }
 """
 
