@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,16 +18,17 @@ def gpu() -> Any:
     return accelerator.of(torch.device("cuda", 0))
 
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU here")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def segment() -> Iterator[Segment]:
+def segment(up_to_cuda: Callable[[str], None]) -> Iterator[Segment]:
     """In shared memory, as an agent's: a driver may refuse to pin a file on disk."""
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="clusterd-test-") as file:
         file.write(bytes(1 << 16))
         file.flush()
         made = Segment(file.name)
+        up_to_cuda("a segment in shared memory is mapped")
         yield made
         made.close()
 

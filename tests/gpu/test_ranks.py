@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ GPUS = torch.cuda.device_count()
 TOLERANCE = 1e-3
 """Other kernels, other roundings."""
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU here")]
+pytestmark = pytest.mark.gpu
 on_cuda = {"device": {"kind": "cuda"}}
 
 
@@ -34,12 +34,16 @@ def mover(pools: tuple[RankPool, RankPool], tmp_path: Path) -> Iterator[Mover]:
 
 
 @pytest.fixture(scope="module")
-def on_a_cpu(pools: tuple[RankPool, RankPool], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def on_a_cpu(
+    pools: tuple[RankPool, RankPool], tmp_path_factory: pytest.TempPathFactory, up_to_cuda: Callable[[str], None]
+) -> list[float]:
     options = {"depth": 2, "steps": 400}
     run = pools[0].run_each(
         tmp_path_factory.mktemp("cpu"), "dp=1", [options], more=lambda _: {"device": {"kind": "cpu"}}
     )
-    return run[0].checked().losses
+    losses: list[float] = run[0].checked().losses
+    up_to_cuda(f"ranks trained {len(losses)} steps on a CPU, to compare with")
+    return losses
 
 
 @pytest.mark.parametrize(
@@ -98,8 +102,11 @@ def test_a_job_moves_between_kinds_of_devices(walk: list[str], mover: Mover, on_
         ("dp=2,pp=2,accumulation=2", 3, "dp=2"),
     ],
 )
-def test_survivors_on_gpus_hand_over_what_they_hold(mover: Mover, plan: str, dead: int, after: str) -> None:
+def test_survivors_on_gpus_hand_over_what_they_hold(
+    mover: Mover, plan: str, dead: int, after: str, up_to_cuda: Callable[[str], None]
+) -> None:
     """torch would abort them with their peer, and only the agent notifies them."""
+    up_to_cuda("a pool of ranks has torch imported")
     mover.rank_file = on_cuda
     mover.start(plan)
     mover.train(3)

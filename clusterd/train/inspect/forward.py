@@ -14,11 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from clusterd.train.data.loader import as_pair, call, check_sliceable, map_batch
 from clusterd.train.data.stream import first_samples
 from clusterd.train.inspect import loss_mean
-from clusterd.train.inspect.cuda_autocast import CudaAutocast
 from clusterd.train.inspect.operations import OperationRecorder
 from clusterd.train.inspect.parameter_mutation import ParameterMutationTracer
 from clusterd.train.inspect.tp_gradients import TpGradientTracer
-from clusterd.train.inspect.trace import LOSS, Trace
+from clusterd.train.inspect.trace import LOSS, CudaAutocast, Trace
 from clusterd.train.parallel import build
 from clusterd.train.parallel.precision import with_precision
 from clusterd.train.parallel.tp_shards import shard_model

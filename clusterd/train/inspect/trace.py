@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -130,3 +131,36 @@ def _tensor_bytes(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(map(_tensor_bytes, value))
     return 0
+
+
+# Functions and methods that "CUDA Ops that can autocast to float32" of torch's documentation names.
+_IN_FLOAT32 = {
+    "__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin", "binary_cross_entropy_with_logits", "cosh",
+    "cosine_embedding_loss", "cdist", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "dist", "erfinv",
+    "exp", "expm1", "group_norm", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "layer_norm", "log",
+    "log10", "log_softmax", "log1p", "log2", "logsumexp", "margin_ranking_loss", "mse_loss",
+    "multilabel_margin_loss", "multi_margin_loss", "nll_loss", "norm", "normalize", "pdist", "poisson_nll_loss",
+    "pow", "prod", "reciprocal", "renorm", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "softmax",
+    "softmin", "softplus", "sum", "tan", "triplet_margin_loss",
+}  # fmt: skip
+
+
+class CudaAutocast(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed
+    """Context, inside autocast for CPUs, in which the operations of CUDA's list compute in float32.
+
+    A machine that inspects a model may have no GPU, and torch's autocast for CPUs computes in bfloat16 what CUDA's does
+    not: a trace would count half of the bytes that CUDA saves there.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        options = options or {}
+        if getattr(function, "__name__", "") in _IN_FLOAT32:
+            # Autocast is off inside: it would cast the inputs of parts of the function back.
+            with torch.autocast("cpu", enabled=False):
+                return function(*map(_widened, arguments), **{k: _widened(v) for k, v in options.items()})
+        return function(*arguments, **options)
+
+
+def _widened(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value
