@@ -1,6 +1,6 @@
 """Steps side by side: two jobs take turns of some seconds, so that both see the same noise of the machine.
 
-Turns are made with SIGSTOP and SIGCONT of the ranks; daemon and agents go on all the time. What a step costs is the
+Turns are made with SIGSTOP and SIGCONT of the ranks; daemon and agents go on all the time. The cost of a step is the
 processor time of all ranks over all turns by their steps: other processes on the machine change step times, but hardly
 processor times, and a step that a pause fell into is paid for by the turns on both sides of it.
 
@@ -99,7 +99,7 @@ def snapshot_overhead(width: int, depth: int, batch: int, turns: int) -> dict[st
 
 
 def compared(first: tuple[list[int], Times], second: tuple[list[int], Times], turns: int) -> dict[str, float]:
-    """What a step of the first costs more than one of the second, by processor time and by medians of step times."""
+    """Extra cost of a step of the first over one of the second, by processor time and by medians of step times."""
     means: list[list[float]] = [[], []]
     processor_s, steps = [0.0, 0.0], [0, 0]
     for _ in range(turns):
