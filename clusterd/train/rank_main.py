@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.control import Ready
@@ -231,7 +232,7 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
                 training.optimizer.make_state()
                 dcp.restore(training, training.shape, dcp_files.find(context.restore))
             elif begins:
-                training.record_first_steps(reference)
+                training.record_first_steps(_of_first_rank(reference))
         control.send_status(Ready())
         if context.probe and target is None:
             figures = probe(device, context.hosts, precision.dtype_of(job.precision))
@@ -296,6 +297,14 @@ def _first_steps_alone(job: Job, shape: ModelShape | None) -> FirstSteps:
     training.repeat_first_steps()
     assert training.repeated_steps is not None
     return training.repeated_steps
+
+
+def _of_first_rank(reference: FirstSteps | None) -> FirstSteps | None:
+    """Reference of rank 0 on all ranks, so that all of them refuse a plan at the same step."""
+    found = [reference.to_dict() if reference is not None else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    return FirstSteps.from_dict(found[0]) if found[0] is not None else None
 
 
 def _can_repeat(migration: MigrationRequest, context: Context, shape: ModelShape | None) -> bool:
