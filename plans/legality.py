@@ -172,10 +172,28 @@ def _loss(plan: Plan, shape: ModelShape) -> Iterator[str]:
         yield f"accumulation={plan.accumulation} cuts batches: {shape.uncut_batch}"
     if shape.loss == "sum" and (plan.dp > 1 or plan.accumulation > 1):
         yield f"{plan} cuts the batch, but the loss sums over samples: return their mean"
+    if shape.gradients_bent and (plan.dp > 1 or plan.accumulation > 1):
+        yield (
+            f"{plan} cuts the batch, but the backward pass clips, or otherwise distorts, gradients of each part: let "
+            "clusterd.train.run clip them (clip_norm)"
+        )
+    if shape.by_frequency and (plan.dp > 1 or plan.accumulation > 1):
+        yield (
+            f"{plan} cuts the batch, but the gradient of {shape.by_frequency} is divided by the frequency of each row "
+            "in it (scale_grad_by_freq)"
+        )
     if shape.loss_learns and (plan.pp > 1 or plan.tp > 1 or plan.zero >= 2):
         yield (
             f"{plan} cuts the model, but the loss computes with its parameters: let the model compute that term and "
             "return it with its output, or the optimizer apply it (weight_decay)"
+        )
+    # Added gradients are weighted correctly only by a mean over equal shares.
+    unequal = len(set(plan.shares)) > 1
+    summed = plan.dp > 1 and plan.zero < 2 and (plan.tp > 1 or plan.pp > 1)
+    if shape.gradients_added and (plan.accumulation > 1 or unequal or summed):
+        yield (
+            f"{plan} weights parts of the batch through the loss, but the backward pass adds gradients of its own (an "
+            "auxiliary loss?): add it to the loss"
         )
 
 

@@ -25,16 +25,15 @@ Guarantees under every plan, and across changes of plan:
   batch (batch normalisation), they depend on how the plan cuts the batch. Numbers, and lists and maps of numbers, in
   plain attributes of a module, the optimizer or the loss are migrated and saved too. So are tensors there that exist
   before the first step, keep their shape and have at most 256 KiB; the log names others, which must be buffers.
-  Counters of forward passes count micro-batches as well, which rules out accumulation if losses depend on them.
+  Counters of forward passes count micro-batches as well; the log says so.
 - **Parameter attributes and hooks** follow the parameter: attributes (``p.no_decay = True``), which the optimizer
   factory may use to form groups, and hooks, which see the gradient of one replica and one micro-batch, as everywhere
   in torch. A hook that does more than scale the gradient rules out plans that cut the batch.
 - **Unfaithful plans are refused**, with the reason: when the forward pass writes into parameters (``max_norm``; moving
-  averages of weights train under dp without sharding and accumulation), when the loss is a sum or computes with
-  parameters; and when the first steps of the job differ from those in one process, or under the plan before, by more
-  than rounding. A loss that averages over a count in the samples (tokens that are not padding) does: return it as
-  (sum, weight) instead. The set of trainable parameters is fixed when the model is made: none can become trainable
-  later.
+  averages of weights train under dp without sharding and accumulation), when the backward pass adds to gradients or
+  clips them, when the loss is a sum or computes with parameters. A loss that averages over a count in the samples
+  (tokens that are not padding) is reported in the log: return it as (sum, weight) instead. The set of trainable
+  parameters is fixed when the model is made: none can become trainable later.
 - **Evaluation** (`Evaluation`) counts each sample once under every plan, in evaluation mode, with the buffers of
   replica 0, and changes no state of training. A stop or a migration ends it between two batches, and it is repeated.
 - **A stop** (the agent's, or SIGTERM) takes effect at the end of a step, the same one on all ranks.

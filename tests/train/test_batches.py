@@ -53,7 +53,6 @@ def test_an_impossible_batch_is_refused_with_the_possible_ones(ranks: RankPool, 
     assert "it is a tuple of 3" in run.ranks[0].output
 
 
-@pytest.mark.slow
 def test_a_batch_object_with_its_labels_trains_under_replicas(ranks: RankPool, tmp_path: Path) -> None:
     """``model(batch)`` and ``loss(output, batch)``, also in a loop of the script's own."""
     options = {"depth": 2, "steps": 4, "global_batch": 8}

@@ -91,7 +91,7 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
     paths = build.layer_paths(model, job.layers) if job.layers else build.block_paths(model)
     blocks = set(build.block_paths(model))
     styles, tp_dims, uncut = tensor_parallel_cuts(model, job.tp_plan or {})
-    writes = forward.trace_passes()
+    writes, following, counted = forward.trace_passes()
     if mutated := next((name for name in writes.names if name in tp_dims), ""):
         styles, tp_dims, uncut = {}, {}, f"the forward pass writes into {mutated}, and may need it whole"
     if writes.sparse in tp_dims:
@@ -150,8 +150,12 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
         loss=forward.loss_kind(),
         uncut_batch=forward.uncut_batch(),
         loss_learns=forward.loss_uses_parameters(),
+        gradients_added=following.added,
+        gradients_bent=following.nonlinear,
         sparse=writes.sparse,
+        by_frequency=writes.by_frequency,
         draws=writes.draws,
+        counted=counted,
         written=writes.names,
         written_known=writes.complete,
         written_by_samples=writes.sample_dependent,

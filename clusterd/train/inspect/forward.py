@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from clusterd.train.data.loader import as_pair, call, check_sliceable, map_batch
 from clusterd.train.data.stream import first_samples
 from clusterd.train.inspect import loss_mean
+from clusterd.train.inspect.gradient_linearity import GradientLinearityTracer
 from clusterd.train.inspect.operations import OperationRecorder
 from clusterd.train.inspect.parameter_mutation import ParameterMutationTracer
 from clusterd.train.inspect.tp_gradients import TpGradientTracer
@@ -26,9 +27,6 @@ from clusterd.train.process.exits import Refused, first_line
 from clusterd.train.process.job import Job
 from clusterd.train.process.seeding import all_generator_states, generator_states, seed_everything
 from clusterd.train.process.weighted_means import is_pair, mean_of, split_loss
-
-PARAMETERS_MAX = 1 << 26
-"""Limit for a model that is tried with values, on one core."""
 
 
 class FakeForward:
@@ -139,10 +137,12 @@ class FakeForward:
             return f"the model does more than apply `layers` one after another ({differs})"
         return ""
 
-    def trace_passes(self) -> ParameterMutationTracer:
-        """Trace two forward passes, and what they write into parameters.
+    def trace_passes(self) -> tuple[ParameterMutationTracer, GradientLinearityTracer, str]:
+        """Trace two forward passes and a backward pass.
 
-        If fake tensors cannot run the model, the trace ends where it failed.
+        Returns:
+            Writes into parameters, treatment of the loss gradient, and the name of an attribute that counts passes. If
+            fake tensors cannot run the model, the traces end where it failed.
         """
         model, given, fresh = self.model(), [], generator_states()
 
@@ -152,24 +152,26 @@ class FakeForward:
             return part  # some batches (a PackedSequence) require the same type back
 
         map_batch((self._inputs, self._target), note)
-        writes = ParameterMutationTracer(model, *given)
+        writes, following, before = ParameterMutationTracer(model, *given), GradientLinearityTracer(), _numbers(model)
         with self.real(), torch.random.fork_rng(devices=[]), suppress(Exception), self._fake:
             for _ in range(2):  # some writes happen once, some from the second pass on
                 seed_everything(self._job.seed)
                 fresh = generator_states()
                 with writes:
-                    self._computing(self._loss)(call(self._computing(model), self._inputs), self._target)
+                    loss = self._computing(self._loss)(call(self._computing(model), self._inputs), self._target)
             writes.complete = True
+            following.run(model, loss)
         if not writes.complete:
             writes.draws = writes.draws or self._draws_for_real()
         elif generator_states() != fresh:
             writes.draws = True
-        return writes
+        now = _numbers(model)
+        return writes, following, next((name for name, number in before.items() if now.get(name) != number), "")
 
     def _draws_for_real(self) -> bool:
         """True if a real pass draws random numbers; False if unknown, as for a large model."""
         job = self._job
-        if sum(p.numel() for p in self.model().parameters()) > PARAMETERS_MAX:
+        if sum(p.numel() for p in self.model().parameters()) > loss_mean.PARAMETERS_MAX:
             return False
         with suppress(Exception), self.real(), torch.random.fork_rng(devices=[]):
             inputs, target = as_pair(job.collate_fn(first_samples(job.data, 1)))
@@ -212,12 +214,27 @@ class FakeForward:
             with suppress(Exception):
                 with self.real():
                     inputs, target = as_pair(job.collate_fn(first_samples(job.data, count)))
-                with torch.no_grad():
-                    outputs = call(self.model(), self._faked(inputs))
+                try:
+                    with torch.no_grad():
+                        outputs = call(self.model(), self._faked(inputs))
+                except Exception:  # code that reads values
+                    kind = self._computed_loss_kind(loss, inputs, target, count)
+                    return kind if kind != loss_mean.UNKNOWN else loss_mean.MEAN
+                if loss_mean.has_scalar(outputs):
+                    return self._computed_loss_kind(loss, inputs, target, count)
                 if loss_mean.small_enough(outputs):
                     with self.real():
                         return loss_mean.classify_loss(loss, outputs, target, count)
         return loss_mean.MEAN
+
+    def _computed_loss_kind(self, loss: Callable[[Any, Any], Any], inputs: Any, target: Any, samples: int) -> str:
+        """Kind of a loss that the model may have computed itself, found with its initial weights."""
+        parameters = self.model().parameters()
+        if sum(p.numel() for p in parameters) > loss_mean.PARAMETERS_MAX:
+            return loss_mean.UNKNOWN
+        with self.real():
+            model = build.build_model(self._job.model, self._job.seed).eval()
+            return loss_mean.classify_computed_loss(lambda i, t: loss(call(model, i), t), inputs, target, samples)
 
     def loss_uses_parameters(self) -> bool:
         """True if the loss computes with parameters of the model; False if unknown."""
@@ -268,6 +285,16 @@ class FakeForward:
 
     def _faked(self, value: Any) -> Any:
         return map_batch(value, lambda part: self._fake.from_tensor(part) if isinstance(part, torch.Tensor) else part)
+
+
+def _numbers(model: nn.Module) -> dict[str, float]:
+    """Numeric attributes of all submodules."""
+    return {
+        build.global_name(f"{path}.{name}" if path else name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
 
 
 def _is_sent(outputs: Any) -> bool:

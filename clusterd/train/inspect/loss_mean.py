@@ -24,7 +24,10 @@ ELEMENTS_MAX = 1 << 26
 
 TOLERANCE = 1e-5
 
-MEAN, SUM, OTHER = "mean", "sum", "other"
+PARAMETERS_MAX = 1 << 26
+"""Limit for a model that computes its loss itself: a trial needs its values, and runs on one core."""
+
+MEAN, SUM, OTHER, UNKNOWN = "mean", "sum", "other", "unknown"
 
 
 def classify_loss(loss: Callable[[Any, Any], Any], outputs: Any, target: Any, samples: int) -> str:
@@ -44,6 +47,29 @@ def classify_loss(loss: Callable[[Any, Any], Any], outputs: Any, target: Any, sa
         return float(loss(some, slice_batch(target, start, stop)))
 
     return _classify(of, samples)
+
+
+def classify_computed_loss(compute: Callable[[Any, Any], Any], inputs: Any, target: Any, samples: int) -> str:
+    """Classify a loss that the model computes, as CLIP's over pairs of samples, or a mean over words that count.
+
+    Args:
+        compute: the loss from inputs and targets.
+        inputs, target: a batch of `samples`.
+    Raises:
+        Exception: as `classify_loss`.
+    """
+    check_sliceable(inputs, samples)
+    check_sliceable(target, samples)
+    return _classify(
+        lambda start, stop: float(compute(slice_batch(inputs, start, stop), slice_batch(target, start, stop))), samples
+    )
+
+
+def has_scalar(outputs: Any) -> bool:
+    """True if a number without dimensions is among the outputs: the model may compute the loss itself."""
+    return any(
+        isinstance(part, torch.Tensor) and part.is_floating_point() and not part.dim() for part in tree_leaves(outputs)
+    )
 
 
 def _classify(of: Callable[[int, int], float], samples: int) -> str:

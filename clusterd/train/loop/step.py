@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +35,6 @@ class Stepper:
     Attributes:
         metric_names: further values that the loss returns.
         gradient_norm: of the last step, before clipping; None without a limit.
-        measured_parameters: names of parameters, in the order of `gradient_norms`; the next step measures them.
-        gradient_norms: norm of each parameter's gradient, as measured.
         complete: True from the end of gradient reduction to the end of the update; the rest of the step needs no peer.
         stage_forward: forward pass of a pipeline stage, for passes outside of the schedule.
         updating: True from the first to the last change of a parameter; a step that fails in between leaves neither the
@@ -69,8 +66,6 @@ class Stepper:
         self.metric_names: list[str] = []
         self._metrics = WeightedMeans()
         self.gradient_norm: torch.Tensor | None = None
-        self.measured_parameters: Sequence[str] = ()
-        self.gradient_norms: list[float] = []
         self._stage = coordinates.stage
         self.complete = self.updating = False
         self.phases = PhaseClock(parallel.device)
@@ -143,11 +138,8 @@ class Stepper:
         if self._weighs:
             loss = loss * self._divide_by_weight()
         self.phases.lap("sync")
-        plan, device = self._parallel.plan, self._parallel.device
-        if names := self.measured_parameters:
-            self.gradient_norms = gradient_norms(self._parallel.parameters, names, plan, device).tolist()
-            self.measured_parameters = ()
         if self._clip_norm is not None:
+            plan, device = self._parallel.plan, self._parallel.device
             self.gradient_norm = clip_gradients(self._trainable, plan, device, self._clip_norm)
         return loss if self._reports_loss else torch.zeros_like(loss)
 
@@ -172,14 +164,13 @@ class Stepper:
         if (gpu := accelerator.of(self._parallel.device)) is not None:
             gpu.empty_cache()
 
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Context of steps whose updates are discarded; torch creates connections, buckets and kernels in them.
+    def rehearse(self, inputs: Any, targets: Any) -> None:
+        """Run a step whose result is discarded, so that torch creates connections, buckets and kernels in advance.
 
         Every rank of the plan must take part. Parameters and optimizer state are garbage afterwards.
         """
         scheduler, self._scheduler = self._scheduler, None
-        yield
+        self.step(inputs, targets)
         self._scheduler = scheduler
         self._optimizer.make_state()
         self._parallel.refresh_replication()
@@ -348,22 +339,6 @@ def _checked(value: Any) -> torch.Tensor:
             f"loss returned {is_what}; it must return the mean over the samples it is given, a scalar, or (sum, weight)"
         )
     return value.reshape(())
-
-
-def gradient_norms(
-    parameters: Iterable[tuple[str, nn.Parameter]], names: Sequence[str], plan: Plan, device: torch.device
-) -> torch.Tensor:
-    """2-norm of the gradient of each parameter of `names` over all ranks; 0 without a gradient."""
-    places = {name: index for index, name in enumerate(names)}
-    squares = torch.zeros(len(names), dtype=torch.float64)
-    for name, parameter in parameters:
-        if name in places and parameter.grad is not None and (gradient := _gradient_values(parameter)).numel():
-            norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.promote_types(gradient.dtype, torch.float32))
-            squares[places[name]] = norm.double().square() / _holders(parameter, plan)
-    squares = squares.to(device)
-    if dist.is_initialized():
-        dist.all_reduce(squares)
-    return squares.sqrt().cpu()
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], plan: Plan, device: torch.device, limit: float) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import resource
 import select
 import signal
 import sys
@@ -22,9 +21,6 @@ import torch
 from clusterd.train.process.exits import TrainError
 
 T = TypeVar("T")
-
-NICENESS = 10
-"""Of a child whose result is not needed."""
 
 PATIENCE_S = 300.0
 """Time limit: a child may hang on a lock of a thread that only the parent has."""
@@ -39,7 +35,7 @@ def run_in_fork(work: Callable[[], T]) -> T:
     Raises:
         TrainError: as `work` does, or a signal ended the fork.
     """
-    reply = _run_child(work, PATIENCE_S)
+    reply = _run_child(work)
     if reply is None:
         return work()
     succeeded, value = pickle.loads(reply)
@@ -49,25 +45,7 @@ def run_in_fork(work: Callable[[], T]) -> T:
     return result
 
 
-def try_in_fork(work: Callable[[], T], patience_s: float, memory_bytes: int) -> T | None:
-    """Run `work` in a forked child; None if it failed, or needed more time or more new memory."""
-
-    def limited() -> T:
-        with open("/proc/self/status") as file:
-            data_bytes = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))
-        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes + memory_bytes, resource.RLIM_INFINITY))
-        os.nice(NICENESS)
-        return work()
-
-    try:
-        reply = _run_child(limited, patience_s)
-    except TrainError:
-        return None
-    succeeded, value = pickle.loads(reply) if reply is not None else (False, None)
-    return value if succeeded else None
-
-
-def _run_child(work: Callable[[], object], patience_s: float) -> bytes | None:
+def _run_child(work: Callable[[], object]) -> bytes | None:
     sys.stdout.flush()
     sys.stderr.flush()
     read_end, write_end = os.pipe()
@@ -83,7 +61,7 @@ def _run_child(work: Callable[[], object], patience_s: float) -> bytes | None:
         _child_main(work, write_end)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as file:
-        in_time = bool(select.select([file], [], [], patience_s)[0])  # the child writes once, at its end
+        in_time = bool(select.select([file], [], [], PATIENCE_S)[0])  # the child writes once, at its end
         if not in_time:
             os.kill(pid, signal.SIGKILL)
         reply = file.read()
