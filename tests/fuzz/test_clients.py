@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterd import protocol
-from clusterd.daemon.api.server import _arguments
+from clusterd.daemon.api.server import checked_arguments
 from clusterd.errors import ClusterError
 from tests.fuzz import examples, one_of
 from tests.soak import checks
@@ -89,7 +89,9 @@ def test_odd_requests_are_answered_or_refused_and_leave_a_sound_journal(
             except (protocol.ProtocolError, OverflowError):
                 continue
             with contextlib.suppress(ClusterError):
-                protocol.encode({"ok": await simulation.call(verb, **_arguments(answering, OPERATOR, sent, verb))})
+                protocol.encode(
+                    {"ok": await simulation.call(verb, **checked_arguments(answering, OPERATOR, sent, verb))}
+                )
         await asyncio.sleep(30.0)
         state, machines = simulation.state, simulation.network.machines.values()
         for what in (*checks.after_batch(state, machines), *checks.replay_equals(state, simulation.life.directory)):
