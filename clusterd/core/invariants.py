@@ -18,10 +18,12 @@ def _leases(state: State) -> list[str]:
         if attempt is None or device not in attempt.held_on(lease.host):
             wrong.append(f"{device} is leased to attempt {lease.job}.{lease.attempt}, which does not hold it")
     for device, others in state.sharers.items():
-        jobs = [state.jobs[job] for job in state.jobs_on(device)]
-        allowed = min((job.spec.resources.share for job in jobs), default=0)
-        if not others or len(jobs) > allowed or any(job.attempt is None for job in jobs):
-            wrong.append(f"{device} is shared by {', '.join(job.id for job in jobs)}, of whom {allowed} may share it")
+        if device not in state.leases:
+            wrong.append(f"{device} is shared by {', '.join(others)} without a lease")
+            continue
+        jobs, allowed = state.jobs_on(device), state.share_limit(device)
+        if not others or len(jobs) > allowed or any(state.jobs[job].attempt is None for job in jobs):
+            wrong.append(f"{device} is shared by {', '.join(jobs)}, of whom {allowed} may share it")
     for job_id in state.active:
         attempt = state.jobs[job_id].attempt
         if attempt is None:

@@ -423,6 +423,10 @@ class State:
         lease = self.leases.get(device)
         return [lease.job, *self.sharers.get(device, ())] if lease is not None else []
 
+    def share_limit(self, device: DeviceId) -> int:
+        """Jobs that may be on a leased device at a time, by those that are: the least number counts."""
+        return min(self.jobs[job].spec.resources.share for job in self.jobs_on(device))
+
     def attempts_on(self, host: HostId) -> Iterator[Attempt]:
         """Attempts with a rank of any generation on the host."""
         for job in self.jobs_by_host.get(host, ()):

@@ -128,10 +128,9 @@ def _shared(state: State) -> Iterator[SharedDevice]:
         if job.spec.resources.share < 2 or job.attempt is None or job.attempt.state is AttemptState.STOPPING:
             continue
         for device in of_ranks(state.hosts, job.attempt):
-            jobs = [state.jobs[each] for each in state.jobs_on(device.id)]
-            limit = min((each.spec.resources.share for each in jobs), default=0)
-            if len(jobs) < limit and not (device.exclusive or device.foreign):
-                yield SharedDevice(device, len(jobs), limit)
+            jobs, limit = len(state.jobs_on(device.id)), state.share_limit(device.id)
+            if jobs < limit and not (device.exclusive or device.foreign):
+                yield SharedDevice(device, jobs, limit)
 
 
 class Policy(Protocol):

@@ -76,9 +76,9 @@ def objection(state: State, job: Job, start: Start) -> str | None:
 
 def _may_join(state: State, job: Job, device: DeviceId) -> bool:
     """True where the device is free, or shared and has a place left for the job."""
-    jobs = state.jobs_on(device)
-    allowed = min(state.jobs[each].spec.resources.share for each in (*jobs, job.id))
-    return not jobs or len(jobs) < allowed
+    if device not in state.leases:
+        return True
+    return len(state.jobs_on(device)) < min(state.share_limit(device), job.spec.resources.share)
 
 
 def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import anyio
 import anyio.abc
@@ -21,12 +22,15 @@ from clusterd.core.decisions import Decision
 from clusterd.core.events import ClockSet, Event, EventId
 from clusterd.core.scheduler import Batch, Scheduler
 from clusterd.core.state import State
-from clusterd.core.view import Proposal, View
+from clusterd.core.view import Proposal
 from clusterd.daemon.journal import codec
 from clusterd.daemon.journal.journal import Journal, Statement, proposal_row
 from clusterd.errors import ClusterError, HostError
 
 log = logging.getLogger(__name__)
+
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 
 SNAPSHOT_EVERY = 2000
 """Least number of events between two journal snapshots."""
@@ -45,7 +49,7 @@ IDLE_TURNS = 4
 """Turns of the event loop without a new event, after which none is about to be posted."""
 
 THREAD_JOBS = 1000
-"""Jobs from which on a scheduling pass is worth a thread: the loop is then waited for by others for tens of ms."""
+"""Jobs from which on a scheduling pass takes tens of milliseconds, and runs on a thread."""
 
 SET_S = 1.0
 """Smaller clock steps are ignored."""
@@ -254,27 +258,23 @@ class Engine:
 
         Only the engine changes the state, and it waits, so that everybody reads the same state during the pass.
         """
-        begun_s = time.thread_time()
-        view = self.scheduler.begin(Batch(events))
-        proposal = None
+        view = self._measured(self.scheduler.begin, Batch(events))
+        proposal: Proposal | None = None
         if view is not None:
+            propose = self.scheduler.policy.propose
             if len(view.queued) + len(view.running) < THREAD_JOBS:
-                proposal = self.scheduler.policy.propose(view)
+                proposal = self._measured(propose, view)
             else:
-                self.scheduling_s += time.thread_time() - begun_s
                 # Not cancelled in the middle: a state with the events and without the pass must not be stored.
                 with anyio.CancelScope(shield=True):
-                    proposal = await anyio.to_thread.run_sync(self._propose, view)
-                begun_s = time.thread_time()
-        decisions = self.scheduler.finish(proposal)
-        self.scheduling_s += time.thread_time() - begun_s
-        return decisions
+                    proposal = await anyio.to_thread.run_sync(self._measured, propose, view)
+        return self._measured(self.scheduler.finish, proposal)
 
-    def _propose(self, view: View) -> Proposal:
-        """Ask the policy, on a thread."""
+    def _measured(self, function: Callable[[Argument], Result], argument: Argument) -> Result:
+        """Call a part of the scheduler, on whichever thread, and count its processor time."""
         begun_s = time.thread_time()
         try:
-            return self.scheduler.policy.propose(view)
+            return function(argument)
         finally:
             self.scheduling_s += time.thread_time() - begun_s
 
