@@ -170,6 +170,8 @@ def _optimizer(plan: Plan, shape: ModelShape) -> Iterator[str]:
 def _loss(plan: Plan, shape: ModelShape) -> Iterator[str]:
     if shape.uncut_batch and plan.accumulation > 1:
         yield f"accumulation={plan.accumulation} cuts batches: {shape.uncut_batch}"
+    if shape.gathers and plan.accumulation > 1:
+        yield f"accumulation={plan.accumulation} cuts batches, of which train.gather needs all samples at once"
     if shape.loss == "sum" and (plan.dp > 1 or plan.accumulation > 1):
         yield f"{plan} cuts the batch, but the loss sums over samples: return their mean"
     if shape.gradients_bent and (plan.dp > 1 or plan.accumulation > 1):

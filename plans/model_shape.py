@@ -76,7 +76,7 @@ _SIGNED_SINCE = (
     "precision", "pipeline_refused", "optimizer_by_tensor", "find_unused_parameters", "noncontiguous", "repeated_block",
     "hooked", "loss", "loss_learns", "gradients_added", "gradients_bent", "sparse", "by_frequency", "counted",
     "written", "written_by_samples", "written_anew", "written_known",
-    "uncut_batch", "parts",
+    "uncut_batch", "parts", "gathers",
 )  # fmt: skip
 """Fields added later: with their defaults, signatures are the same as before."""
 
@@ -113,6 +113,7 @@ class ModelShape:
     hooked: str = ""  # a parameter with a gradient hook
     uncut_batch: str = ""  # why a batch cannot be cut between its samples
     loss: str = "mean"  # over the given samples; "sum", "other", or "unknown"
+    gathers: bool = False  # the loss or the model gathers the samples of all replicas
     loss_learns: bool = False  # the loss computes with parameters of the model
     gradients_added: bool = False  # the backward pass adds values independent of the loss
     gradients_bent: bool = False  # the backward pass is not linear in the loss gradient

@@ -346,6 +346,10 @@ class Job:
         if plan not in dict(self.rejected_plans):
             self.rejected_plans.append((plan, why))
 
+    def has_trained_under(self, plan: Plan) -> bool:
+        """True if it migrated to this plan before, and trained."""
+        return any(m.plan == plan and m.state is MigrationState.DONE for m in self.migrations)
+
     def back_off_s(self, first_s: float) -> float:
         """Pause after failed migrations: `first_s`, doubled for each further failure in a row; 0 without a failure.
 

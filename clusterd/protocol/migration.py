@@ -37,6 +37,7 @@ class MigrationRequest:
     token: str = ""  # by which agents let each other read its segments
     lost: tuple[int, ...] = ()  # source ranks that are gone
     step: int | None = None  # with lost ranks: step that survivors must complete, if they can
+    is_new_plan: bool = False  # the job has not trained under it: target ranks repeat the job's first steps
     makes_room: bool = False  # source ranks free their memory before target ranks start
     fabric: dict[str, Address] = field(default_factory=dict)  # where agents serve segments, by host
     host: str | None = None  # of the receiving ranks

@@ -54,10 +54,12 @@ from clusterd.train.process.evaluation import Evaluation as Evaluation
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    import torch
+
     from clusterd.train.loop.session import Session
     from clusterd.train.process.job import Outcome
 
-__all__ = ["Evaluation", "run", "session"]
+__all__ = ["Evaluation", "gather", "run", "session"]
 
 with contextlib.suppress(ImportError):  # without fsspec nothing can open clusterd:// paths
     import fsspec
@@ -181,6 +183,25 @@ def session(**arguments: Any) -> AbstractContextManager[Session]:
     rank_main, job = _engine()
     opened: AbstractContextManager[Session] = rank_main.session(job(arguments))
     return opened
+
+
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows of `tensor` on all replicas, in the order of samples, for a loss or a model that compares samples.
+
+    A contrastive loss computes with the gathered features of the whole global batch, and is then the same under every
+    number of replicas; a queue of features (MoCo) that gets the gathered ones is the same on all of them. Gradients
+    flow back to the replica that has the sample. All replicas must make the same calls. Outside of a step, as in an
+    evaluation, it returns `tensor`.
+
+    Args:
+        tensor: its first dimension is that of this replica's samples, or a multiple.
+    Raises:
+        SystemExit: code 96: the plan cuts the samples into micro-batches; 92: there are no rows for each sample.
+    """
+    from clusterd.train.parallel import gather as replicas
+
+    gathered: torch.Tensor = replicas.gather(tensor)
+    return gathered
 
 
 def _engine() -> tuple[Any, Callable[[dict[str, Any]], Any]]:

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.control import Ready
 from clusterd.protocol.launch import STAGE_VARIABLE, STEPS_VARIABLE
+from clusterd.protocol.migration import MigrationRequest
 from clusterd.protocol.rank import Probed
 from clusterd.train.checkpoint import dcp, dcp_files, export, pretrained
 from clusterd.train.checkpoint.weight_files import open_weights
-from clusterd.train.data import fingerprint, loader
+from clusterd.train.data import fingerprint
 from clusterd.train.data.fingerprint import Fingerprint
-from clusterd.train.data.stream import Stream, first_samples, is_stream, stream_fingerprint
+from clusterd.train.data.stream import is_stream, stream_fingerprint
 from clusterd.train.inspect import describe, loss_mean
-from clusterd.train.loop.alternating_step import AlternatingStepper
+from clusterd.train.loop.rank_training import Training
 from clusterd.train.loop.session import Session, SkippedSession, Stopped
-from clusterd.train.loop.step import Stepper
 from clusterd.train.loop.training_loop import StepLog, TrainingLoop
 from clusterd.train.migration.target import MigrationTarget
-from clusterd.train.parallel import build, precision
+from clusterd.train.parallel import precision
 from clusterd.train.parallel.alternating import check_parts
-from clusterd.train.parallel.apply_plan import ParallelModel
-from clusterd.train.parallel.mesh import device_of, process_groups, same_on_all_ranks
+from clusterd.train.parallel.mesh import device_of, process_groups
 from clusterd.train.parallel.meta_build import can_build_on_meta
-from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process import context as contexts
 from clusterd.train.process import device_faults, exits, loggers
 from clusterd.train.process.context import Context
@@ -46,145 +43,10 @@ from clusterd.train.process.loggers import Loggers
 from clusterd.train.process.probe import probe
 from clusterd.train.process.run_in_fork import run_in_fork
 from clusterd.train.process.steps_log import StepsLog
-from clusterd.train.state.attributes import Attributes
-from clusterd.train.state.evaluations import Evaluations
-from clusterd.train.state.registered import Registered
+from clusterd.train.state.segments import available_memory_bytes
 from plans import legality
 from plans.model_shape import ModelShape
 from plans.plan import Plan
-
-
-class Training:
-    """A job under a plan on this rank, between steps: the object that a migration takes apart and rebuilds.
-
-    Attributes:
-        parallel: the module and its parallelization; parameters have global names.
-        optimizer: the optimizer over this rank's shards.
-        attributes: plain attributes that the modules and the optimizer change.
-        step: number of the last step done; with the seed it determines the data position and the RNG.
-        fingerprint: of the data set.
-        stream: the data, if they are a stream.
-        evaluations: schedule and results of the evaluations.
-        registered: objects of the script.
-
-    Args:
-        on_meta: build without values; they come from other ranks or a checkpoint.
-        uninitialized: values come from there, whether or not the model is built with some.
-        shape: of the whole model, if known.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        context: Context,
-        device: torch.device,
-        mesh: Any,
-        *,
-        uninitialized: bool = False,
-        on_meta: bool = False,
-        shape: ModelShape | None = None,
-        fingerprint: Fingerprint | None = None,
-    ) -> None:
-        plan = context.plan
-        self.job, self.context, self.device, self.step = job, context, device, 0
-        self.fingerprint = fingerprint
-        self.stream = Stream(job.data) if is_stream(job.data) else None
-        per_epoch = loader.epoch_steps(job.data, job.global_batch) if self.stream is None else 0
-        self.registered = Registered()
-        self.evaluations = Evaluations(job.evaluate, steps=job.steps, steps_per_epoch=per_epoch)
-        self._prefetched: Iterator[tuple[Any, Any]] | None = None
-        self._shape = shape
-        model = build.build_model(job.model, job.seed, meta=on_meta)
-        if not uninitialized and not same_on_all_ranks(build.fingerprint(model), device):
-            raise PlanRefused(
-                "model() made different weights on different ranks; it must draw them from torch's generator only"
-            )
-        if context.rank == 0:
-            _warn_of_batch_norm(model, plan)
-        if plan.pp > 1:
-            model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[context.coordinates.stage])
-        model.forward = precision.with_precision(job.precision, device.type, model.forward)
-        modules = dict(model.named_modules())  # before some plans wrap them under other names
-        self.parallel = ParallelModel(
-            model,
-            plan,
-            device,
-            mesh=mesh,
-            tp_plan=job.tp_plan,
-            find_unused_parameters=job.find_unused_parameters,
-            alternates=bool(job.losses),
-        )
-        if plan != Plan() or context.launcher == "clusterd":
-            self.parallel.guard_parameters(self.shape)
-        if not any(p.requires_grad for _, p in self.parallel.parameters):
-            raise Refused("the model has no trainable parameter (requires_grad is False for all)")
-        self.optimizer = RankOptimizer(self.parallel, job.optimizer)
-        self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
-        self.attributes = Attributes(modules, self.optimizer.holder, job.losses or job.loss)
-        options: dict[str, Any] = {
-            "coordinates": context.coordinates,
-            "global_batch": job.global_batch,
-            "clip_norm": job.clip_norm,
-        }
-        parts = self.parallel, self.optimizer, self.scheduler
-        in_precision = partial(precision.with_precision, job.precision, device.type)
-        self.stepper: Stepper
-        if job.losses:
-            losses = {part: in_precision(loss) for part, loss in job.losses.items()}
-            self.stepper = AlternatingStepper(*parts, losses, **options)
-        else:
-            self.stepper = Stepper(*parts, in_precision(job.loss), **options)
-
-    def batches(self) -> Iterator[tuple[Any, Any]]:
-        """Batches of this replica's share, one per remaining step."""
-        if self._prefetched is not None:
-            prefetched, self._prefetched = self._prefetched, None
-            return prefetched
-        if self.stream is not None:
-            return self.stream.batches(
-                self.job,
-                self.context.plan,
-                self.context.coordinates.replica,
-                self.device,
-                self.step,
-                collates=self.stepper.wants_inputs,
-            )
-        if not self.stepper.wants_inputs:
-            return itertools.repeat((None, None), self.job.steps - self.step)
-        return loader.batches(
-            self.job.data,
-            self.context.plan,
-            self.context.coordinates.replica,
-            self.device,
-            global_batch=self.job.global_batch,
-            seed=self.job.seed,
-            first_step=self.step,
-            steps=self.job.steps,
-            num_workers=self.job.num_workers,
-            collate_fn=self.job.collate_fn,
-        )
-
-    @property
-    def shape(self) -> ModelShape:
-        """Shape of the whole model."""
-        if self._shape is None:
-            self._shape = run_in_fork(lambda: describe.describe(self.job, tp_degrees=[], trace=False, pipeline=False))
-        return self._shape
-
-    def read_ahead(self) -> None:
-        """Read the samples of the next step in advance."""
-        remaining = iter(self.batches())
-        first = next(remaining, None)
-        self._prefetched = itertools.chain([first], remaining) if first is not None else remaining
-
-    def rehearse(self) -> None:
-        """Run a step on copies of the first sample; see `Stepper.rehearse`."""
-        share = self.context.plan.batch_shares(self.job.global_batch)[self.context.coordinates.replica]
-        batch: tuple[Any, Any] = (None, None)
-        if self.stepper.wants_inputs:
-            batch = loader.pair_on_device(self.job.collate_fn(first_samples(self.job.data, 1) * share), self.device)
-        self.stepper.rehearse(*batch)
-
 
 OnEnd = Callable[[Training], None]
 """Called on every rank after its last step, while the process groups still exist."""
@@ -198,7 +60,7 @@ def run(job: Job, on_end: OnEnd | None = None) -> Outcome:
     Raises:
         SystemExit: 93 to 98 if this rank cannot train (see `clusterd.train.process.exits`), 0 after a stop.
     """
-    with session(job, on_end) as opened:
+    with session(job, on_end, own_loop=False) as opened:
         for _, batch in opened:
             opened.step(batch)
     assert opened.outcome is not None
@@ -206,9 +68,9 @@ def run(job: Job, on_end: OnEnd | None = None) -> Outcome:
 
 
 @contextmanager
-def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
+def session(job: Job, on_end: OnEnd | None = None, *, own_loop: bool = True) -> Iterator[Session]:
     """Context in which the script trains `job` by its own loop; raises as `run` does."""
-    control = None
+    control, job = None, replace(job, own_loop=own_loop)
     try:
         precision.check(job.precision)
         check_parts(job)
@@ -247,7 +109,7 @@ def session(job: Job, on_end: OnEnd | None = None) -> Iterator[Session]:
             finally:  # a failed export must not prevent the checkpoint
                 loop.leave_checkpoint()
             if on_end is not None:
-                on_end(cast(Training, loop.training))
+                on_end(loop.training)
     except Exception as error:
         refusal = exits.classify_error(error, where=str(context) if control is not None else "starting")
         if control is not None:
@@ -331,9 +193,13 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
             "own, seeded by the number of the sample, does not depend on the plan",
         )
     weights = open_weights(job.init_from) if job.init_from is not None and not context.restore else None
-    covered = weights is not None and target is None and pretrained.covers(weights, job.model, job.seed)
+    comparable = _are_first_steps_comparable(known, shape)
+    repeats = comparable and context.migration is not None and _can_repeat(context.migration, context, shape)
+    needs_values = target is None or repeats
+    covered = weights is not None and needs_values and pretrained.covers(weights, job.model, job.seed)
     uninitialized = target is not None or bool(context.restore) or covered
-    on_meta = uninitialized and can_build_on_meta(job.model, job.seed)
+    on_meta = uninitialized and (covered or not repeats) and can_build_on_meta(job.model, job.seed)
+    begins = comparable and context.launcher == "clusterd" and target is None and not context.restore
     # No fork from here on: a child of a process with a CUDA context and the threads of NCCL may hang.
     device = device_of(context)
     with process_groups(context, device) as mesh:
@@ -341,7 +207,11 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
         def make() -> Training:
             fingerprint.check_same_on_all_ranks(known)
             build_as: dict[str, bool] = {"uninitialized": uninitialized, "on_meta": on_meta}
-            return Training(job, context, device, mesh, **build_as, shape=shape, fingerprint=known)
+            build_as["repeats_first_steps"] = repeats
+            made = Training(job, context, device, mesh, **build_as, shape=shape, fingerprint=known)
+            if weights is not None and needs_values:
+                pretrained.load(made, weights, strict=job.init_strict)
+            return made
 
         if target is not None:
             training = target.take_over(make, device)
@@ -350,8 +220,8 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
             if context.restore:
                 training.optimizer.make_state()
                 dcp.restore(training, training.shape, dcp_files.find(context.restore))
-            elif weights is not None:
-                pretrained.load(training, weights, strict=job.init_strict)
+            elif begins:
+                training.record_first_steps()
         control.send_status(Ready())
         if context.probe and target is None:
             figures = probe(device, context.hosts, precision.dtype_of(job.precision))
@@ -405,7 +275,7 @@ def _warn_of_differences(plan: Plan, shape: ModelShape) -> None:
         _log(
             "the loss of a batch is not the mean over its samples (does it divide by a count in them, or "
             f"compare them?): losses and gradients under {plan} differ from those of one process; "
-            "a loss that returns (sum, weight) is exact",
+            "a loss that returns (sum, weight) is exact, or one that compares samples by train.gather",
         )
 
 
@@ -414,17 +284,22 @@ def _log(text: str) -> None:
     print(f"clusterd: {text}", flush=True)
 
 
-def _warn_of_batch_norm(model: torch.nn.Module, plan: Plan) -> None:
-    """Log where batch normalisation sees a part of the global batch only."""
-    kind = torch.nn.modules.batchnorm._BatchNorm
-    found = next((name for name, part in model.named_modules() if isinstance(part, kind) and part.training), None)
-    parts = plan.dp * plan.accumulation
-    if found is not None and parts > 1:
-        _log(
-            f"{found or 'the model'} normalises over the samples that it gets, under {plan} one of {parts} "
-            "parts of each batch: losses differ from those of one process, and running statistics are replica 0's; "
-            "group and layer normalisation do not depend on the plan",
-        )
+def _are_first_steps_comparable(known: Fingerprint | None, shape: ModelShape | None) -> bool:
+    """True if the first steps can be repeated, and the log tells of no difference that plans make to them."""
+    if known is None or known["length"] is None or shape is None:  # a stream cannot be read again
+        return False
+    return not (known["draws"] or shape.draws or shape.counted or shape.loss in (loss_mean.OTHER, loss_mean.UNKNOWN))
+
+
+def _can_repeat(migration: MigrationRequest, context: Context, shape: ModelShape | None) -> bool:
+    """True if the ranks of a migration have the time and the memory to repeat the job's first steps."""
+    source_waits = migration.makes_room or migration.snapshot is not None or migration.lost
+    if not migration.is_new_plan or source_waits or shape is None:
+        return False
+    # Each rank builds the model whole, and cuts it.
+    model_bytes = sum(math.prod(p.shape) * p.dtype_bytes for p in shape.parameters)
+    ranks_here = migration.new.hosts.count(migration.new.hosts[context.rank])
+    return 2 * model_bytes * ranks_here < available_memory_bytes()
 
 
 def write_description(job: Job, directory: Path) -> None:

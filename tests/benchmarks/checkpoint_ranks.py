@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from train import Windows
 
+from clusterd.train.loop.rank_training import Training
 from clusterd.train.process.context import Context
 from clusterd.train.process.job import Job
-from clusterd.train.rank_main import Training
 from plans.plan import Plan
 
 

@@ -19,6 +19,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from clusterd import train
 from tests.foreign.registry import script
 
 SAMPLES = 64
@@ -124,9 +125,27 @@ def vit_average_in_buffers() -> dict[str, Any]:
     return arguments(DistilledByBuffers, labelled(), loss=lambda output, batch: output)
 
 
-@script(advice="a plan that does not cut the batch")
+@script(advice="compare gathered features, as `clip_gathered`")
 def clip() -> dict[str, Any]:
     """CLIP, contrastive loss of transformers."""
+    return arguments(*clip_and_pairs(return_loss=True))
+
+
+@script("dp=2,accumulation=2", advice="dp without accumulation")
+def clip_gathered() -> dict[str, Any]:
+    """CLIP, contrastive loss of features that `train.gather` gathers."""
+    model, pairs = clip_and_pairs()
+
+    def contrastive(output: Any, batch: Any) -> torch.Tensor:
+        texts, images = train.gather(output.text_embeds), train.gather(output.image_embeds)
+        logits, labels = texts @ images.T * 10, torch.arange(len(texts))
+        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+    return arguments(model, pairs, loss=contrastive)
+
+
+def clip_and_pairs(**options: Any) -> tuple[Any, Any]:
+    """A small CLIP, and pairs of text and picture."""
     text = {**LAYERS, "vocab_size": 64, "max_position_embeddings": 16, "eos_token_id": 1}
     vision = {**LAYERS, "image_size": 16, "patch_size": 4}
     config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
@@ -141,9 +160,9 @@ def clip() -> dict[str, Any]:
             self.clip = CLIPModel(config)
 
         def forward(self, **batch: torch.Tensor) -> Any:
-            return self.clip(**batch, return_loss=True)
+            return self.clip(**batch, **options)
 
-    return arguments(Contrastive, data)
+    return Contrastive, data
 
 
 @script()

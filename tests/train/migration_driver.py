@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from agent_double import HostAgent, Message, Network
 from rank_pool import RankPool, Run
 from scenarios import Recorded, job
@@ -132,6 +133,7 @@ class Mover:
             "lost": list(lost),
             "step": step,
             "makes_room": makes_room,
+            "is_new_plan": True,
             "old": old.side,
             "new": new.side,
             "fabric": {host: [host, 1] for host in self.hosts},
@@ -163,6 +165,18 @@ class Mover:
         if abort_after != "prepared":
             self.all_say(old, "resumed", move["id"])
         return None
+
+    def refused_move(self, plan: str) -> str:
+        """Migrate to a plan that target ranks must refuse; return the reason, once the source ranks train again."""
+        with pytest.raises(AssertionError, match=r"PlanRefused|refused"):
+            self.move(plan)
+        move = f"test.1.{len(self._launched)}"
+        refusals = [said["refused"] for said in self._said(self._launched[-1], "failed", move).values()]
+        assert refusals and all(refusals), refusals
+        self.undo()
+        self.all_say(self.now, "resumed", move)
+        self._launched[-1].run.result(HANG_S)
+        return str(refusals[0])
 
     def undo(self) -> None:
         """Let the source ranks of the last migration, which failed, go on."""
@@ -260,7 +274,13 @@ class Mover:
     def train(self, steps: int) -> None:
         """Wait until the current ranks have logged this many more steps."""
         last = self._last_step()
-        self.wait(lambda: self._last_step() >= last + steps)
+
+        def done() -> bool:
+            if self.now.run.done():
+                self.now.run.result()[0].checked()
+            return self._last_step() >= last + steps
+
+        self.wait(done)
 
     def evaluations(self) -> list[Message]:
         """Evaluations in the logs of all generations."""

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import batch_models
 import changing_models
 import counting_models
 import fsspec
@@ -29,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from clusterd.train import rank_main
+from clusterd.train.loop.rank_training import Training
 from clusterd.train.parallel import build
 from clusterd.train.process.evaluation import Evaluation
 from clusterd.train.process.job import Job
@@ -292,7 +294,7 @@ MODELS = {
     "mapping": Named, "graphs": OfGraphs, "labelled graphs": OfGraphs, "triple": GPT,
     "huge": Huge, "broken": Broken, "gpt": GPT, "tied": Tied, "stray": Stray, "tables": Tables, "frozen": Frozen,
     **unusual_models.MODELS, **writing_models.MODELS, **gradient_models.MODELS,
-    **counting_models.MODELS, **changing_models.MODELS,
+    **counting_models.MODELS, **changing_models.MODELS, **batch_models.MODELS,
 }  # fmt: skip
 OPTIMIZERS = {
     **unusual_optimizers.OPTIMIZERS,
@@ -362,6 +364,7 @@ class CentredModule(nn.Module):
 
 
 LOSSES = {
+    **batch_models.LOSSES,
     "centred": Centred(),
     "centred module": CentredModule(),
     "mean": cross_entropy,
@@ -525,7 +528,7 @@ def rank(
         data = STREAMS.get(stream, Streamed)(data, stream)
     left: dict[str, Any] = {"called": []}
 
-    def on_end(training: rank_main.Training) -> None:
+    def on_end(training: Training) -> None:
         left["parameters"] = {name: projections(p) for name, p in build.named_parameters(training.parallel.module)}
         left["sums"] = {n: whole(p).double().sum().item() for n, p in build.named_parameters(training.parallel.module)}
         left["step"] = training.step

@@ -197,7 +197,8 @@ class MigrationSaga:
 
     async def _describe(self) -> MigrationRequest:
         """Description from which every rank computes the same copy plan."""
-        shape = self._engine.scheduler.state.jobs[self.decision.job].shape
+        job = self._engine.scheduler.state.jobs[self.decision.job]
+        shape = job.shape
         assert shape is not None
         fabric: dict[str, Address] = {}
         for host in self.all_hosts:
@@ -209,6 +210,7 @@ class MigrationSaga:
             shape=shape,
             lost=decision.lost,
             step=decision.step,
+            is_new_plan=not job.has_trained_under(decision.new_plan),
             makes_room=decision.source_releases_memory,
             old=_side(decision.generation, decision.plan.to_dict(), decision.ranks),
             new=_side(decision.new_generation, decision.new_plan.to_dict(), decision.new_ranks),

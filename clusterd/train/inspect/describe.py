@@ -19,11 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from clusterd.train.data.loader import as_batch, as_pair, check_length
 from clusterd.train.data.stream import check_has_position, is_stream
+from clusterd.train.inspect import loss_mean
 from clusterd.train.inspect.forward import FakeForward
 from clusterd.train.inspect.optimizer_traits import optimizer_traits
 from clusterd.train.inspect.temporaries import temporaries_ratio
 from clusterd.train.inspect.trace import layer_shapes
 from clusterd.train.parallel import build
+from clusterd.train.parallel.gather import Gathering, gathering
 from clusterd.train.parallel.optimizer_slots import OptimizerState, ParameterSpec, optimizer_state
 from clusterd.train.parallel.tp_shards import tensor_parallel_cuts
 from clusterd.train.process.exits import Refused
@@ -53,8 +55,11 @@ def describe(
         check_length(job.data)
     job = _with_one_loss(job)
     # Fake tensors, not the meta device, on which attention takes a different kernel that saves all its scores.
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _fake_tensor_log_off(), _fake_copies():
-        return _described(job, FakeForward(job, fake), tp_degrees, trace, pipeline)
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    with fakes as fake, _fake_tensor_log_off(), _fake_copies(), gathering(Gathering()) as seen:
+        shape = _described(job, FakeForward(job, fake), tp_degrees, trace, pipeline)
+    # A loss that compares gathered samples is that of the whole batch on each replica.
+    return replace(shape, gathers=True, loss=loss_mean.MEAN) if seen.used else shape
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from clusterd.train.data.loader import call, check_sliceable, micro_batch_sizes,
 from clusterd.train.loop.phases import PhaseClock
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.buffers import isolate_first_pass
+from clusterd.train.parallel.gather import Gathering, gathering
 from clusterd.train.parallel.gradient_sync import local_gradient
 from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process import accelerator
@@ -35,6 +37,8 @@ class Stepper:
     Attributes:
         metric_names: further values that the loss returns.
         gradient_norm: of the last step, before clipping; None without a limit.
+        measured_parameters: names of parameters, in the order of `gradient_norms`; the next step measures them.
+        gradient_norms: norm of each parameter's gradient, as measured.
         complete: True from the end of gradient reduction to the end of the update; the rest of the step needs no peer.
         stage_forward: forward pass of a pipeline stage, for passes outside of the schedule.
         updating: True from the first to the last change of a parameter; a step that fails in between leaves neither the
@@ -66,11 +70,15 @@ class Stepper:
         self.metric_names: list[str] = []
         self._metrics = WeightedMeans()
         self.gradient_norm: torch.Tensor | None = None
+        self.measured_parameters: Sequence[str] = ()
+        self.gradient_norms: list[float] = []
         self._stage = coordinates.stage
         self.complete = self.updating = False
         self.phases = PhaseClock(parallel.device)
         self._global_batch, self._clip_norm = global_batch, clip_norm
-        self._sizes = micro_batch_sizes(plan.batch_shares(global_batch)[coordinates.replica], plan.accumulation)
+        shares = plan.batch_shares(global_batch)
+        self._sizes = micro_batch_sizes(shares[coordinates.replica], plan.accumulation)
+        self._gathering = Gathering(shares, coordinates.replica, parallel.dp_group, plan.accumulation)
         self._batch_unchecked = plan.accumulation > 1  # the first batch tells if batches can be cut
         self._gradient_factor = plan.dp if parallel.averages else 1
         self._trainable: list[nn.Parameter] = [p for p in parallel.module.parameters() if p.requires_grad]
@@ -130,7 +138,8 @@ class Stepper:
         self._parts = []
         self._optimizer.zero_grad()
         self._parallel.refresh_replication()
-        loss = self._through_pipeline(inputs, targets) if self._schedule else self._accumulate(inputs, targets)
+        with gathering(self._gathering):
+            loss = self._through_pipeline(inputs, targets) if self._schedule else self._accumulate(inputs, targets)
         self._parallel.finish_gradients()
         self._add_parts()
         if self._weighs is None:
@@ -138,8 +147,11 @@ class Stepper:
         if self._weighs:
             loss = loss * self._divide_by_weight()
         self.phases.lap("sync")
+        plan, device = self._parallel.plan, self._parallel.device
+        if names := self.measured_parameters:
+            self.gradient_norms = gradient_norms(self._parallel.parameters, names, plan, device).tolist()
+            self.measured_parameters = ()
         if self._clip_norm is not None:
-            plan, device = self._parallel.plan, self._parallel.device
             self.gradient_norm = clip_gradients(self._trainable, plan, device, self._clip_norm)
         return loss if self._reports_loss else torch.zeros_like(loss)
 
@@ -164,13 +176,14 @@ class Stepper:
         if (gpu := accelerator.of(self._parallel.device)) is not None:
             gpu.empty_cache()
 
-    def rehearse(self, inputs: Any, targets: Any) -> None:
-        """Run a step whose result is discarded, so that torch creates connections, buckets and kernels in advance.
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Context of steps whose updates are discarded; torch creates connections, buckets and kernels in them.
 
         Every rank of the plan must take part. Parameters and optimizer state are garbage afterwards.
         """
         scheduler, self._scheduler = self._scheduler, None
-        self.step(inputs, targets)
+        yield
         self._scheduler = scheduler
         self._optimizer.make_state()
         self._parallel.refresh_replication()
@@ -339,6 +352,22 @@ def _checked(value: Any) -> torch.Tensor:
             f"loss returned {is_what}; it must return the mean over the samples it is given, a scalar, or (sum, weight)"
         )
     return value.reshape(())
+
+
+def gradient_norms(
+    parameters: Iterable[tuple[str, nn.Parameter]], names: Sequence[str], plan: Plan, device: torch.device
+) -> torch.Tensor:
+    """2-norm of the gradient of each parameter of `names` over all ranks; 0 without a gradient."""
+    places = {name: index for index, name in enumerate(names)}
+    squares = torch.zeros(len(names), dtype=torch.float64)
+    for name, parameter in parameters:
+        if name in places and parameter.grad is not None and (gradient := _gradient_values(parameter)).numel():
+            norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.promote_types(gradient.dtype, torch.float32))
+            squares[places[name]] = norm.double().square() / _holders(parameter, plan)
+    squares = squares.to(device)
+    if dist.is_initialized():
+        dist.all_reduce(squares)
+    return squares.sqrt().cpu()
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], plan: Plan, device: torch.device, limit: float) -> torch.Tensor:

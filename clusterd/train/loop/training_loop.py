@@ -20,7 +20,7 @@ from clusterd.train.loop import peers
 from clusterd.train.loop.consensus import StepConsensus
 from clusterd.train.loop.evaluation import Evaluator, Interrupted
 from clusterd.train.loop.phases import MemoryUse
-from clusterd.train.loop.step import Stepper
+from clusterd.train.loop.rank_training import Training
 from clusterd.train.migration.snapshots import StateSnapshots
 from clusterd.train.migration.source import MigrationSource
 from clusterd.train.parallel.mesh import COLLECTIVE_TIMEOUT_S
@@ -30,7 +30,6 @@ from clusterd.train.process.job import Outcome
 from clusterd.train.process.plain_data import NotSerializable
 from clusterd.train.process.seeding import seed_step
 from clusterd.train.state import scalars
-from clusterd.train.state.training import Training
 
 ORPHAN_WAIT_S = 600.0
 
@@ -60,15 +59,6 @@ class StepLog(Protocol):
         """Record the script's own metrics after a step."""
 
 
-class SteppedTraining(Training, Protocol):
-    """The parts of `clusterd.train.rank_main.Training` that the loop uses."""
-
-    stepper: Stepper
-
-    def batches(self) -> Iterator[tuple[Any, Any]]:
-        """Batches of this replica's share, one per remaining step."""
-
-
 class TrainingLoop:
     """Runs steps to the last one, or until all ranks agree to stop.
 
@@ -80,7 +70,7 @@ class TrainingLoop:
         migration_id: the migration that created this rank; the rank reports its first step under it.
     """
 
-    def __init__(self, training: SteppedTraining, control: Control, log: StepLog, *, migration_id: str = "") -> None:
+    def __init__(self, training: Training, control: Control, log: StepLog, *, migration_id: str = "") -> None:
         self.training, self._control, self._log = training, control, log
         self._ends_early = False
         self.stopped = ""
@@ -187,6 +177,8 @@ class TrainingLoop:
         coordinates = training.context.coordinates
         seed_step(training.job.seed, training.step, coordinates.replica, coordinates.stage)
         training.stepper.phases.lap("input")
+        if training.step == 0 and training.first_steps is not None:
+            training.stepper.measured_parameters = training.parameter_names
         self._hang_detector.begin()
         training.stepper.step(inputs, targets, self._reach_consensus, self._snapshots.copied)
         self._ended_at_s = time.time()
@@ -364,6 +356,8 @@ class TrainingLoop:
             self.training.parallel.check_same_gradients(consensus.missing)
             self._missing_checksum = missing
         self._pending = None
+        if step <= self.training.first_steps_limit:
+            self.training.record(step, self._loss)
         details = self._measured(consensus, time_s) | self._details()
         self._log.step(step, self._loss, time_s, details)
         if self._is_first:

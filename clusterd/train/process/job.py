@@ -52,6 +52,7 @@ class Job:
     stage: str = ""  # of a script that trains several times
     losses: Mapping[str, Callable[[nn.Module, Any], Any]] = field(default_factory=dict)  # by part of the model
     optimizer_parts: Sequence[str] = ()  # of an optimizer of several
+    own_loop: bool = False  # the script may change the training between two steps
 
 
 @dataclass(frozen=True, kw_only=True)

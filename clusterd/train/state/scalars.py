@@ -20,6 +20,7 @@ from clusterd.train.parallel import build
 from clusterd.train.parallel.optimizers import RankOptimizer, attribute_with_tensors
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.plain_data import NotSerializable, plain_value, restore_like
+from clusterd.train.state.first_steps import FirstSteps, check_same
 from clusterd.train.state.lazy_optimizer_state import lazy_tensors
 from clusterd.train.state.training import Training
 from plans.model_shape import ModelShape
@@ -37,8 +38,9 @@ def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: boo
     Args:
         lazy_saved_separately: the caller saves tensors that the optimizer created after its first update.
     Returns:
-        data: fingerprint of the data set; stream: position of a stream after this step; evaluations, registered: their
-        states; attributes, attribute_tensors: changed attributes of modules, the optimizer and the loss, by name;
+        first_steps: of the job; data: fingerprint of the data set; stream: position of a stream after this step;
+        evaluations, registered: their states; attributes, attribute_tensors: changed attributes of modules, the
+        optimizer and the loss, by name;
         counters: [values by slot, names of the parameters that have them]; absent: parameters without state yet;
         groups: names and values of each; common: optimizer state of no parameter; frozen: parameters no longer
         trainable; scheduler: its ``state_dict``, or None.
@@ -75,6 +77,7 @@ def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: boo
         }
         equal_values.setdefault(json.dumps(values, sort_keys=True), (values, []))[1].append(name)
     return {
+        "first_steps": training.first_steps.to_dict() if training.first_steps is not None else None,
         "attributes": training.attributes.changed(),
         "attribute_tensors": training.attributes.tensors.changed(),
         "data": training.fingerprint,
@@ -154,8 +157,10 @@ def restore(training: Training, shape: ModelShape, received: Iterable[Scalars]) 
     Raises:
         ScalarMismatch: a counter or a group that is needed was not received.
         Refused: the data set is another one.
+        PlanRefused: the first steps of the job differ under this plan.
     """
     sources = list(received)
+    _compare_first_steps(training, shape, sources[0])
     same_data = _check_data(training.fingerprint, sources[0].get("data"))
     if training.stream is not None:
         training.stream.restore(sources[0].get("stream") if same_data else None)
@@ -181,6 +186,23 @@ def restore(training: Training, shape: ModelShape, received: Iterable[Scalars]) 
             raise ScalarMismatch("this rank has a scheduler, but the source had none")
         fresh = scheduler.state_dict()
         scheduler.load_state_dict(restore_like(fresh, _by_groups(states, sources, origins)))
+
+
+def _compare_first_steps(training: Training, shape: ModelShape, source: Scalars) -> None:
+    """Take over the first steps of the job, and compare them with the same steps under this plan.
+
+    Raises:
+        PlanRefused: they differ.
+    """
+    training.first_steps = None
+    here, before = training.fingerprint, source.get("data")
+    is_same_job = bool(here and before and here["job"] == before["job"])
+    if not is_same_job or not source.get("first_steps"):  # another job's, or ranks of an earlier version
+        return
+    training.first_steps = FirstSteps.from_dict(source["first_steps"])
+    if training.repeated_steps is not None:
+        names = [parameter.name for parameter in shape.parameters]
+        check_same(training.first_steps, training.repeated_steps, training.job.precision, names)
 
 
 def _check_data(here: Fingerprint | None, before: Fingerprint | None) -> bool:

@@ -14,12 +14,13 @@ from clusterd.train.process.context import Context
 from clusterd.train.process.job import Job
 from clusterd.train.state.attributes import Attributes
 from clusterd.train.state.evaluations import Evaluations
+from clusterd.train.state.first_steps import FirstSteps
 from clusterd.train.state.registered import Registered
 from plans.model_shape import ModelShape
 
 
 class Training(Protocol):
-    """The parts of `clusterd.train.rank_main.Training` below the training loop.
+    """The parts of `clusterd.train.loop.rank_training.Training` below the training loop.
 
     Attributes:
         parallel: the module and its parallelization; parameters have global names.
@@ -30,6 +31,8 @@ class Training(Protocol):
         stream: the data, if they are a stream.
         evaluations: schedule and results of the evaluations.
         registered: objects of the script.
+        first_steps: of the job, as recorded; None: they cannot be compared.
+        repeated_steps: the same steps under this rank's plan, if it has repeated them.
     """
 
     job: Job
@@ -44,6 +47,8 @@ class Training(Protocol):
     stream: Stream | None
     evaluations: Evaluations
     registered: Registered
+    first_steps: FirstSteps | None
+    repeated_steps: FirstSteps | None
 
     @property
     def shape(self) -> ModelShape:

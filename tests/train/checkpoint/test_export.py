@@ -12,8 +12,8 @@ from rank_pool import RankPool
 from scenarios import Recorded, job
 
 from clusterd.train.checkpoint import export
+from clusterd.train.loop.rank_training import Training
 from clusterd.train.process.context import Context
-from clusterd.train.rank_main import Training
 
 TOLERANCE = 1e-3
 

@@ -19,11 +19,11 @@ from snapshot_agent import Agent, at_step, settle
 from torch import nn
 
 from clusterd.train.inspect.describe import describe
+from clusterd.train.loop.rank_training import Training
 from clusterd.train.migration import snapshots
 from clusterd.train.migration.snapshots import StateSnapshots
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
-from clusterd.train.rank_main import Training
 from clusterd.train.state.copying import CopyBatch
 from clusterd.train.state.segments import Segment
 from plans.layout import layout

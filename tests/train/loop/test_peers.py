@@ -12,10 +12,10 @@ from stand_in import StandIn
 
 from clusterd.protocol.rank import Orphaned
 from clusterd.train.loop import peers
+from clusterd.train.loop.rank_training import Training
 from clusterd.train.loop.training_loop import INCONSISTENT_STEP, TrainingLoop
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
-from clusterd.train.rank_main import Training
 
 
 def test_groups_are_aborted_together() -> None:

@@ -14,11 +14,11 @@ from scenarios import Recorded, Steps, job
 
 from clusterd.train.loop import peers
 from clusterd.train.loop.consensus import StepConsensus
+from clusterd.train.loop.rank_training import Training
 from clusterd.train.loop.training_loop import TrainingLoop
 from clusterd.train.parallel import build
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
-from clusterd.train.rank_main import Training
 from tests.hang import HANG_S
 
 

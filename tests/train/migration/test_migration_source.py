@@ -14,11 +14,11 @@ from scenarios import Recorded, job
 from clusterd.protocol.control import MakeSegment, SegmentReply
 from clusterd.protocol.rank import RankMessage
 from clusterd.train.inspect.describe import describe
+from clusterd.train.loop.rank_training import Training
 from clusterd.train.migration import source
 from clusterd.train.migration.source import MigrationSource
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
-from clusterd.train.rank_main import Training
 from clusterd.train.state.copying import CopyBatch
 from clusterd.train.state.segments import Segment
 

@@ -16,6 +16,7 @@ from cases import slow
 from migration_driver import Mover
 from scenarios import Filed
 
+from clusterd.train.state import first_steps
 from plans.plan import Plan
 
 TOLERANCE = 1e-4
@@ -180,7 +181,9 @@ def test_no_sample_of_an_epoch_is_skipped_or_seen_twice(
             at = plan.coordinates(number)
             if (at.stage, at.shard) != (0, 0):
                 continue
-            asked, share = rank.result["asked"], shares[at.replica]
+            share = shares[at.replica]
+            repeated = first_steps.STEPS * share * (generation.number > 1)
+            asked = rank.result["asked"][repeated:]
             assert len(asked) == len(logged) * share
             for place, step in enumerate(logged):
                 ledger.setdefault(step, []).extend(asked[place * share : (place + 1) * share])
