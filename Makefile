@@ -26,10 +26,11 @@ test: $(STAMP)
 
 # On a machine with NVIDIA GPUs, by a Python that has torch, pytest and msgpack: nothing is installed. Packages that it
 # lacks can lie, unpacked, in the folder GPU_PACKAGES. What is measured goes to GPU_FIGURES; without a GPU nothing is, and
-# tests go on up to their first CUDA call. GPU_STAND_IN=1 takes a CPU for a GPU. test-gpus is for several GPUs.
+# tests go on up to their first CUDA call. GPU_STAND_IN=1 takes a CPU for a GPU. test-gpus is for several GPUs. Ranks that
+# hang are killed after HANG_S, before the time limits of tests.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_FIGURES ?= $(if $(GPU_STAND_IN),,docs/measured/gpu.json)
-GPU_TESTS = PYTHONPATH=.:$(GPU_PACKAGES) GPU_FIGURES=$(GPU_FIGURES) GPU_STAND_IN=$(GPU_STAND_IN) \
+GPU_TESTS = PYTHONPATH=.:$(GPU_PACKAGES) GPU_FIGURES=$(GPU_FIGURES) GPU_STAND_IN=$(GPU_STAND_IN) HANG_S=90 \
 	$(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir=tests/gpu -p no:cacheprovider tests/gpu $(GPU_OPTIONS)
 test-gpu:
 	$(GPU_TESTS) -m 'not gpus'
