@@ -34,9 +34,12 @@ def run(work: Callable[[], None], limit_s: float) -> None:
         _child_main(work, write_end)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as file:
-        in_time = bool(select.select([file], [], [], limit_s)[0])  # the child writes once, at its end
-        if not in_time:
-            os.kill(pid, signal.SIGKILL)
+        in_time = False
+        try:
+            in_time = bool(select.select([file], [], [], limit_s)[0])  # the child writes once, at its end
+        finally:  # an alarm of the parent may come first
+            if not in_time:
+                os.kill(pid, signal.SIGKILL)
         reply = file.read() if in_time else b""
     status = _wait(pid)
     if not in_time:

@@ -16,7 +16,7 @@ from figures import Figures
 for _package in ("asyncssh", "msgspec", "platformdirs", "hypothesis"):
     pytest.importorskip(_package, reason=f"no {_package} here: unpack it into the folder GPU_PACKAGES")
 
-from tests.conftest import RunningCluster, new_cluster  # noqa: E402  # a missing package skips it
+from tests.conftest import RunningCluster, new_cluster, until  # noqa: E402  # a missing package skips it
 
 pytestmark = [pytest.mark.gpu, pytest.mark.time_limit(90)]
 
@@ -163,8 +163,7 @@ def test_a_move_too_large_to_fit_beside_goes_through_host_memory(
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         cluster.start(1, devices=max(total // (600 << 20), 4) if kind == "cpu" else 2)
         up_to_cuda("daemon, SSH and agent run")
-        [host] = cluster.call("hosts")
-        usable = min(device["memory_bytes"] for device in host["devices"])
+        usable = min(device["memory_bytes"] for device in _devices(cluster, kind))
         text = ACTIVATIONS.replace("BYTES", str(usable // 2 if kind == "cuda" else 1 << 20))
         job = _submit(cluster, text, "large", devices)
         _train_further(cluster, job, 1)
@@ -188,7 +187,7 @@ def test_a_gpu_that_another_process_uses_is_offered_once_that_has_ended(
             [sys.executable, "-c", HOLDS_MEMORY],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
         )
-        for gpu in map(str, range(len(running.call("hosts")[0]["devices"])))
+        for gpu in map(str, range(len(_devices(running, "cuda"))))
     ]  # fmt: skip
     try:
         for holder in holders:
@@ -206,9 +205,13 @@ def test_a_gpu_that_another_process_uses_is_offered_once_that_has_ended(
 
 
 def _wait_for_devices(cluster: RunningCluster, condition: Callable[[dict[str, Any]], bool]) -> None:
-    from tests.conftest import until
+    until(lambda: all(condition(device) for device in _devices(cluster, "cuda")), 60.0, cluster.log)
 
-    until(lambda: all(condition(device) for device in cluster.call("hosts")[0]["devices"]), 60.0, cluster.log)
+
+def _devices(cluster: RunningCluster, kind: str) -> list[dict[str, Any]]:
+    """Devices of that kind of the only host."""
+    [host] = cluster.call("hosts")
+    return [device for device in host["devices"] if device["kind"] == kind]
 
 
 def _submit(cluster: RunningCluster, script: str, name: str, devices: str) -> str:
