@@ -30,7 +30,7 @@ test: $(STAMP)
 # hang are killed after HANG_S, before the time limits of tests.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_FIGURES ?= $(if $(GPU_STAND_IN),,docs/measured/gpu.json)
-GPU_TESTS = PYTHONPATH=.:$(GPU_PACKAGES) GPU_FIGURES=$(GPU_FIGURES) GPU_STAND_IN=$(GPU_STAND_IN) HANG_S=90 \
+GPU_TESTS = PYTHONPATH=$(CURDIR):$(abspath $(GPU_PACKAGES)) GPU_FIGURES=$(GPU_FIGURES) GPU_STAND_IN=$(GPU_STAND_IN) HANG_S=90 \
 	$(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir=tests/gpu -p no:cacheprovider tests/gpu $(GPU_OPTIONS)
 test-gpu:
 	$(GPU_TESTS) -m 'not gpus'
