@@ -113,7 +113,7 @@ def test_a_host_is_checked_by_computing_on_its_gpus(
     assert "computed within" in checked or kind == "cpu"
 
 
-@pytest.mark.time_limit(150)
+@pytest.mark.time_limit(180)
 def test_a_gpt_is_profiled_moves_to_offload_and_back_and_survives_a_killed_rank(
     running: RunningCluster, kind: str, devices: str, up_to_cuda: Callable[[str], None], figures: Figures
 ) -> None:
