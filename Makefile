@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # Hundreds of processes that import the same modules: compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-gpu test-slow test-all soak bench check docs binary clean
+.PHONY: setup demo test test-gpu test-gpus test-slow test-all soak bench check docs binary clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -25,10 +25,18 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow and not gpu' -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # On a machine with NVIDIA GPUs, by a Python that has torch, pytest and msgpack: nothing is installed. Packages that it
-# lacks can lie, unpacked, in the folder GPU_PACKAGES.
+# lacks can lie, unpacked, in the folder GPU_PACKAGES. What is measured goes to GPU_FIGURES; without a GPU nothing is, and
+# tests go on up to their first CUDA call. GPU_STAND_IN=1 takes a CPU for a GPU. test-gpus is for several GPUs. Ranks that
+# hang are killed after HANG_S, before the time limits of tests.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_FIGURES ?= $(if $(GPU_STAND_IN),,docs/measured/gpu.json)
+GPU_TESTS = PYTHONPATH=$(CURDIR):$(abspath $(GPU_PACKAGES)) GPU_FIGURES=$(GPU_FIGURES) GPU_STAND_IN=$(GPU_STAND_IN) HANG_S=90 \
+	$(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir=tests/gpu -p no:cacheprovider tests/gpu $(GPU_OPTIONS)
 test-gpu:
-	PYTHONPATH=.:$(GPU_PACKAGES) $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir=tests/gpu -p no:cacheprovider tests/gpu
+	$(GPU_TESTS) -m 'not gpus'
+
+test-gpus:
+	$(GPU_TESTS) -m gpus
 
 # The slow scenarios alone: real OpenSSH servers, eight ranks, failures in the middle of moves.
 test-slow: $(STAMP)

@@ -59,8 +59,11 @@ PRIOR_WEIGHT = 0.1
 
 
 def communicators(plan: Plan) -> int:
-    """Number of communicators of a rank: of all ranks, and of each dimension of the plan unless that is all ranks."""
-    dimensions = sum(size > 1 for size in (plan.pp, plan.dp, plan.tp))
+    """Number of communicators of a rank: of all ranks, and of each dimension of the plan unless that is all ranks.
+
+    FSDP2 has one even for a single replica.
+    """
+    dimensions = sum((plan.pp > 1, plan.dp > 1 or plan.zero >= 2, plan.tp > 1))
     return dimensions if dimensions < 2 else 1 + dimensions
 
 

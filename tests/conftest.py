@@ -257,8 +257,10 @@ def until(condition: Callable[[], bool], timeout_s: float = HANG_S, explain: Cal
 def new_cluster() -> Iterator[RunningCluster]:
     """Cluster that is not started, in a directory whose path is short enough for a socket."""
     made = RunningCluster(Path(tempfile.mkdtemp(prefix="cl-", dir="/tmp")))
-    yield made
-    made.close()
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 @pytest.fixture

@@ -1,21 +1,35 @@
-"""Ranks for tests on real GPUs, on a machine that may have no more than torch and pytest; `make test-gpu` runs them."""
+"""Limits, figures and devices of tests on real GPUs, on a machine that may have no more than torch and pytest.
+
+`make test-gpu` runs them. With `GPU_STAND_IN=1` their bodies run on a CPU that is taken for a GPU.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import own_process
 import pytest
 import torch
+from figures import Figures
+
+from clusterd.agent.host.gpu.probe import Probe
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / path) for path in ("tests/train", "examples/gpt", "examples/hf")]
 
-TEST_S = int(os.environ.get("CLUSTERD_GPU_TEST_S", "100"))
+STAND_IN = bool(os.environ.get("GPU_STAND_IN"))
+TEST_S = 100.0
 """Time limit of one test: a hung collective must not cost the others their turn."""
+TOTAL_S = float(os.environ.get("GPU_TOTAL_S", "540"))
+"""Time limit of all tests; those that have no time left fail."""
+
+_BEGAN_S = time.monotonic()
 
 
 @pytest.fixture(scope="session")
@@ -23,22 +37,94 @@ def up_to_cuda() -> Callable[[str], None]:
     """Ends a test before its first CUDA call on a machine without a GPU, with what it has done until there."""
 
     def check(done: str) -> None:
-        if torch.cuda.device_count() == 0:
+        if torch.cuda.device_count() == 0 and not STAND_IN:
             pytest.skip(f"dry run, no GPU here: {done}; the next step calls CUDA")
 
     return check
 
 
+@pytest.fixture(scope="session")
+def needs_driver() -> Callable[[str], None]:
+    """Ends a test before what no stand-in for a GPU can do."""
+
+    def check(done: str) -> None:
+        if torch.cuda.device_count() == 0:
+            pytest.skip(f"no GPU here: {done}; the next step asks the driver")
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def kind() -> str:
+    """Kind of device that takes the part of the GPU."""
+    return "cpu" if STAND_IN else "cuda"
+
+
+@pytest.fixture
+def before_context(up_to_cuda: Callable[[str], None]) -> Callable[[], None]:
+    """Called by tests in a process of their own that create their CUDA context later."""
+
+    def prepare() -> None:
+        up_to_cuda("a process of the test's own has torch and clusterd imported")
+        if STAND_IN:
+            from stand_in import use_stand_in
+
+            use_stand_in(pin_bytes=1 << 18)
+
+    return prepare
+
+
+@pytest.fixture
+def gpu(before_context: Callable[[], None]) -> Callable[[], Any]:
+    """Returns the accelerator; called by tests in a process of their own, in which it creates the CUDA context."""
+    from clusterd.train.process import accelerator
+
+    def select() -> Any:
+        before_context()
+        return accelerator.of(torch.device("cpu") if STAND_IN else accelerator.select(0))
+
+    return select
+
+
+@pytest.fixture(scope="session")
+def figures() -> Figures:
+    """Takes the figures that tests measure; on a dry run nothing is written."""
+    path, card = os.environ.get("GPU_FIGURES", ""), "CPU as a stand-in"
+    if not STAND_IN:
+        found, _ = Probe().gpus()
+        card = found[0]["name"] if found else ""
+    return Figures(Path(path) if path and card else None, card, torch.__version__)
+
+
 @pytest.fixture(autouse=True)
 def limited(request: pytest.FixtureRequest) -> Iterator[None]:
-    marker = request.node.get_closest_marker("time_limit")
-    seconds = marker.args[0] if marker is not None else TEST_S
+    seconds = _limit_s(request.node)
 
     def stop(*_: object) -> None:
-        pytest.fail(f"not over after {seconds} s")
+        pytest.fail(f"not over after {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     yield
-    signal.alarm(0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run tests marked so in a process of their own."""
+    if pyfuncitem.get_closest_marker("own_process") is None:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    # A second before the alarm, which would not end the process.
+    own_process.run(lambda: pyfuncitem.obj(**arguments), max(_limit_s(pyfuncitem) - 1.0, 1.0))
+    return True
+
+
+def _limit_s(test: pytest.Item) -> float:
+    """Seconds that a test may take: its limit, or what is left of that of all tests."""
+    marker = test.get_closest_marker("time_limit")
+    left_s = TOTAL_S - (time.monotonic() - _BEGAN_S)
+    if left_s < 1.0:
+        pytest.fail(f"not run: the {TOTAL_S:.0f} s of all tests are over", pytrace=False)
+    return min(marker.args[0] if marker is not None else TEST_S, left_s)

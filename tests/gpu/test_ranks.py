@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from figures import Figures
 from migration_driver import Mover
 from rank_pool import RankPool
 
@@ -14,8 +16,7 @@ GPUS = torch.cuda.device_count()
 TOLERANCE = 1e-3
 """Other kernels, other roundings."""
 
-pytestmark = pytest.mark.gpu
-on_cuda = {"device": {"kind": "cuda"}}
+pytestmark = [pytest.mark.gpu, pytest.mark.time_limit(100)]
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +27,15 @@ def pools() -> Iterator[tuple[RankPool, RankPool]]:
         pool.close()
 
 
+@pytest.fixture(scope="module")
+def stand_in(kind: str) -> dict[str, Any]:
+    """Further options of a job whose ranks take their CPU for a GPU."""
+    return {"stand_in": True} if kind == "cpu" else {}
+
+
 @pytest.fixture
-def mover(pools: tuple[RankPool, RankPool], tmp_path: Path) -> Iterator[Mover]:
-    made = Mover(pools, tmp_path, {"depth": 2, "pace_s": 0.03})
+def mover(pools: tuple[RankPool, RankPool], tmp_path: Path, stand_in: dict[str, Any]) -> Iterator[Mover]:
+    made = Mover(pools, tmp_path, {"depth": 2, "pace_s": 0.03, **stand_in})
     yield made
     made.close()
 
@@ -66,9 +73,15 @@ def on_a_cpu(
     ],
 )
 def test_a_gpu_trains_as_a_cpu_does(
-    plan: str, pools: tuple[RankPool, RankPool], on_a_cpu: list[float], tmp_path: Path
+    plan: str,
+    pools: tuple[RankPool, RankPool],
+    on_a_cpu: list[float],
+    kind: str,
+    stand_in: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    run = pools[0].run_each(tmp_path, plan, [{"depth": 2, "steps": 20}], more=lambda _: on_cuda)[0]
+    device = {"device": {"kind": kind}}
+    run = pools[0].run_each(tmp_path, plan, [{"depth": 2, "steps": 20, **stand_in}], more=lambda _: device)[0]
     assert run.checked().losses == pytest.approx(on_a_cpu[:20], rel=TOLERANCE)
 
 
@@ -80,12 +93,16 @@ def test_a_gpu_trains_as_a_cpu_does(
         ["cuda dp=2,tp=2", "cuda dp=4,zero=1", "cuda dp=2", "cuda pp=4,accumulation=4"],
     ],
 )
-def test_a_job_moves_between_kinds_of_devices(walk: list[str], mover: Mover, on_a_cpu: list[float]) -> None:
+def test_a_job_moves_between_kinds_of_devices(
+    walk: list[str], mover: Mover, on_a_cpu: list[float], kind: str, figures: Figures
+) -> None:
     for number, place in enumerate(walk):
-        kind, plan = place.split(" ")
-        mover.rank_file = {"device": {"kind": kind}}
+        where, plan = place.split(" ")
+        mover.rank_file = {"device": {"kind": "cpu" if where == "cpu" else kind}}
         if number:
-            assert mover.move(plan) is not None
+            moved = mover.move(plan)
+            assert moved is not None
+            figures.record(f"downtime of a small job: {walk[number - 1]} to {place}", moved.downtime_s * 1e3, "ms")
         else:
             mover.start(plan)
         mover.train(3)
@@ -103,11 +120,11 @@ def test_a_job_moves_between_kinds_of_devices(walk: list[str], mover: Mover, on_
     ],
 )
 def test_survivors_on_gpus_hand_over_what_they_hold(
-    mover: Mover, plan: str, dead: int, after: str, up_to_cuda: Callable[[str], None]
+    mover: Mover, plan: str, dead: int, after: str, kind: str, up_to_cuda: Callable[[str], None]
 ) -> None:
     """torch would abort them with their peer, and only the agent notifies them."""
     up_to_cuda("a pool of ranks has torch imported")
-    mover.rank_file = on_cuda
+    mover.rank_file = {"device": {"kind": kind}}
     mover.start(plan)
     mover.train(3)
     mover.kill(dead, told=True)
@@ -115,3 +132,16 @@ def test_survivors_on_gpus_hand_over_what_they_hold(
     mover.train(3)
     steps = mover.stop()
     assert [s["step"] for s in steps] == list(range(1, len(steps) + 1))
+
+
+def test_a_job_resumes_from_the_state_snapshot_of_killed_ranks(mover: Mover, on_a_cpu: list[float], kind: str) -> None:
+    """Copied from GPUs while steps ran; under another plan afterwards."""
+    mover.rank_file = {"device": {"kind": kind}, "snapshot_every": 2}
+    mover.start("dp=2")
+    mover.wait(lambda: mover.newest_snapshot()[1] >= 4, "a state snapshot")
+    step = mover.recover("tp=2")
+    mover.train(3)
+    mover.stop()
+    after = mover.now.steps()
+    assert [s["step"] for s in after] == list(range(step + 1, step + 1 + len(after)))
+    assert [s["loss"] for s in after] == pytest.approx(on_a_cpu[step : step + len(after)], rel=TOLERANCE)

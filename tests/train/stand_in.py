@@ -121,7 +121,12 @@ class StandIn:
         self.limits.append(size_bytes)
 
     def check_copy(self, tensor: torch.Tensor) -> None:
-        """Fail where CUDA would refuse to copy from or to this host memory: in two registrations, or half in one."""
+        """Fail where CUDA would refuse to copy from or to this host memory: in two registrations, or half in one.
+
+        Torch copies a tensor with gaps through a buffer of its own, which is not pinned.
+        """
+        if not tensor.is_contiguous():
+            return
         start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         for low, size_bytes in self.registered.items():
             inside = low <= start and stop <= low + size_bytes

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
@@ -154,11 +155,28 @@ class CudaAutocast(TorchFunctionMode):  # type: ignore[misc]  # torch is not fol
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         options = options or {}
+        if function is F.cross_entropy:
+            with torch.autocast("cpu", enabled=False):
+                return _cross_entropy(*arguments, **options)
         if getattr(function, "__name__", "") in _IN_FLOAT32:
             # Autocast is off inside: it would cast the inputs of parts of the function back.
             with torch.autocast("cpu", enabled=False):
                 return function(*map(_widened, arguments), **{k: _widened(v) for k, v in options.items()})
         return function(*arguments, **options)
+
+
+def _cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, weight: Any = None, *positional: Any, **options: Any
+) -> torch.Tensor:
+    """Cross entropy under CUDA's autocast: it takes the logarithm in the dtype of the logits, and then casts.
+
+    Both are saved, which for half precision is more than float32 alone.
+    """
+    if positional or target.is_floating_point() or options.get("label_smoothing"):
+        return F.cross_entropy(_widened(logits), _widened(target), _widened(weight), *positional, **options)
+    logarithms = F.log_softmax(logits, min(1, logits.dim() - 1))
+    options.pop("label_smoothing", None)
+    return F.nll_loss(logarithms.float(), target, _widened(weight), **options)
 
 
 def _widened(value: Any) -> Any:

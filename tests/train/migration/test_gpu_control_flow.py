@@ -42,3 +42,19 @@ def test_moves_beside_pinned_memory_change_no_loss(
         if place < len(mover.generations) - 1:  # a source rank frees what it caches when a migration begins
             assert all(gpu["calls"]["empty_cache"] > bool(place) for gpu in gpus)
             assert sum(gpu["calls"].get("register", 0) for gpu in gpus) > 0
+
+
+@pytest.mark.slow
+def test_a_job_resumes_from_pinned_state_snapshots_under_another_plan(
+    moving: Callable[..., Any], undisturbed: Callable[..., list[float]]
+) -> None:
+    """Tensor-parallel ranks read columns of whole tensors: copies with gaps, beside the borders of pinned memory."""
+    mover = moving(stand_in=True, rank_file={"snapshot_every": 2})
+    mover.start("dp=2")
+    mover.wait(lambda: mover.newest_snapshot()[1] >= 4)
+    step = mover.recover("tp=2")
+    mover.train(5)
+    mover.stop()
+    after = mover.now.steps()
+    assert [s["step"] for s in after] == list(range(step + 1, step + 1 + len(after)))
+    assert [s["loss"] for s in after] == pytest.approx(undisturbed()[step : step + len(after)], rel=1e-4)
