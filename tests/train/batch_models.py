@@ -20,7 +20,7 @@ class Centring(GPT):
         self.head.register_forward_pre_hook(lambda _, x: (x[0] - x[0].mean((0, 1)),))
 
 
-class Remembering(GPT):
+class Echoing(GPT):
     """Adds the features of the pass before, which each process has of its own samples."""
 
     def __init__(self, **sizes: int) -> None:
@@ -89,7 +89,7 @@ class Queueing(GPT):
 MODELS = {
     "queueing": Queueing,
     "centring": Centring,
-    "remembering": Remembering,
+    "echoing": Echoing,
     "stretching": Stretching,
     "dropping": Dropping,
     "normalising": Normalising,

@@ -21,10 +21,10 @@ ONE, TWO = Plan(), Plan.parse("dp=2")
     "model, plan, difference",
     [
         ("centring", "dp=2", "the loss of step 1 is"),
-        ("remembering", "dp=2", "the loss of step 2 is"),
+        ("echoing", "dp=2", "the loss of step 2 is"),
         slow("stretching", "dp=2", "in step 1, the gradient of"),
         slow("centring", "accumulation=2", "the loss of step 1 is"),
-        slow("remembering", "dp=2,zero=3", "the loss of step 2 is"),
+        slow("echoing", "dp=2,zero=3", "the loss of step 2 is"),
     ],
 )
 def test_a_plan_that_changes_losses_is_refused_and_the_job_goes_on(
