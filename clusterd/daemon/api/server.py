@@ -49,6 +49,8 @@ ANSWERS_WITHIN_S = 1.0
 
 Verb = Callable[..., Awaitable[Any]]
 Streaming = Callable[..., AsyncIterator[Any]]
+Before = Callable[[str, dict[str, Any]], Awaitable[None]]
+"""Called with the user and the arguments of a request before it is served."""
 
 
 class Server:
@@ -62,14 +64,16 @@ class Server:
         verbs: dict[str, Verb],
         streams: dict[str, Streaming],
         on_gone: Callable[[Peer], None] = lambda peer: None,
+        before: Before | None = None,
     ) -> None:
-        """`on_gone`: called after each connection ended."""
+        """`on_gone`: called after each connection ended; `before`: with the arguments of each request."""
         self._path = path
         self._group = group
         self._access = access
         self._verbs = verbs
         self._streams = streams
         self._on_gone = on_gone
+        self._before = before
         self._connections = itertools.count(1)
         self._memory = SharedMemory()
         self._made: int | None = None  # inode of the socket that is ours
@@ -194,6 +198,8 @@ class Server:
             if not isinstance(verb, str):
                 raise UsageError(f"a request names its verb as text, not as {verb!r}")
             if verb in self._streams or verb in self._verbs:
+                if self._before is not None:
+                    await self._before(peer.user, request)
                 self._access.admit(peer, verb, request)
             if streaming := self._streams.get(verb):
                 client.memory.end_answer(await client.memory.begin_answer(verb))
