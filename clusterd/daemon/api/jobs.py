@@ -37,7 +37,7 @@ from clusterd.daemon.api.queue import QueueVerbs
 from clusterd.daemon.api.retention import RetentionVerbs
 from clusterd.daemon.api.server import Streaming, Verb
 from clusterd.daemon.api.validation import refuse_malformed, refuse_secrets, refuse_unsatisfiable
-from clusterd.daemon.api.watch import Change, Feed
+from clusterd.daemon.api.watch import Change, Feed, SharedRow
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
@@ -415,7 +415,7 @@ class JobVerbs:
     def _change(self, change: Change) -> dict[str, Any]:
         if change.row is None:
             number, events, decisions = change.number, change.events, change.decisions
-            change.row = projection.change_row(self._state, number, events, decisions, self._hosts.link_row)
+            change.row = SharedRow(projection.change_row(self._state, number, events, decisions, self._hosts.link_row))
         return change.row
 
 

@@ -28,6 +28,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from clusterd import __version__, protocol
 from clusterd.daemon.access import Access, Peer
 from clusterd.daemon.api.memory import CONNECTIONS_PER_USER, ClientMemory, SharedMemory
+from clusterd.daemon.api.watch import SharedRow
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.calls import Failure, Item, Ok, reply
 from clusterd.socket_files import inode, is_still
@@ -204,7 +205,11 @@ class Server:
             if streaming := self._streams.get(verb):
                 client.memory.end_answer(await client.memory.begin_answer(verb))
                 async for item in streaming(peer, **checked_arguments(streaming, peer, request, verb)):
-                    await send(reply(number, Item(self._access.shown(peer, item))))
+                    shown = self._access.shown(peer, item)
+                    if isinstance(shown, SharedRow):
+                        await client.send_frame(protocol.encode_around({"id": number}, "item", shown.packed))
+                    else:
+                        await send(reply(number, Item(shown)))
                 await send(reply(number, Ok(None)))
             elif answering := self._verbs.get(verb):
                 expected = await client.memory.begin_answer(verb)
@@ -313,7 +318,9 @@ class _Client:
         self._lock = anyio.Lock()
 
     async def send(self, message: dict[str, Any]) -> None:
-        frame = protocol.encode(message)
+        await self.send_frame(protocol.encode(message))
+
+    async def send_frame(self, frame: bytes) -> None:
         self.memory.add_unread(len(frame))
         await self.send_counted(frame)
 

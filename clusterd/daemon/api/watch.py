@@ -10,10 +10,12 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import anyio
 
+from clusterd import protocol
 from clusterd.core.decisions import Decision
 from clusterd.core.events import Event
 
@@ -25,6 +27,15 @@ ROWS_MAX = 16
 """Changes whose rows are kept for other watchers; few watchers are further behind, and rows are large."""
 
 
+class SharedRow(dict[str, Any]):
+    """Row that goes to many clients, and is packed once for all of them."""
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The row as a part of a frame."""
+        return protocol.pack(self)
+
+
 @dataclass(slots=True)
 class Change:
     """Events and decisions of one batch."""
@@ -32,7 +43,7 @@ class Change:
     number: int  # of its last event
     events: tuple[Event, ...]
     decisions: tuple[Decision, ...]
-    row: dict[str, Any] | None = None  # as watchers get it, once one of them did
+    row: SharedRow | None = None  # as watchers get it, once one of them did
 
 
 class Feed:
