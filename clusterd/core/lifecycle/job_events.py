@@ -121,6 +121,9 @@ def archivable(state: State, jobs: Iterable[JobId]) -> list[JobId]:
 def on_jobs_archived(ctx: HandlerContext, event: e.JobsArchived) -> None:
     for job_id in archivable(ctx.state, event.jobs):
         ctx.state.jobs.pop(job_id, None)
+    models = {job.model for job in ctx.state.jobs.values()}
+    for model in [model for model in ctx.state.performance_tables if model not in models]:
+        del ctx.state.performance_tables[model]  # the next job of this model causes a new one
 
 
 def on_job_recalled(ctx: HandlerContext, event: e.JobRecalled) -> None:
