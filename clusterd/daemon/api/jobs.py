@@ -37,7 +37,7 @@ from clusterd.daemon.api.queue import QueueVerbs
 from clusterd.daemon.api.retention import RetentionVerbs
 from clusterd.daemon.api.server import Streaming, Verb
 from clusterd.daemon.api.validation import refuse_malformed, refuse_secrets, refuse_unsatisfiable
-from clusterd.daemon.api.watch import Change, Feed, SharedRow
+from clusterd.daemon.api.watch import Baselines, Change, Feed, SharedRow
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
@@ -93,6 +93,7 @@ class JobVerbs:
         self._stop = stop
         self._accounts = accounts
         self._started_s = time.time()
+        self._baselines = Baselines(feed, lambda: self._listed(all=True), self._baseline_item)
         self._ids = JobIds({*engine.scheduler.state.jobs, *archive.jobs(), archived.newest or ""})
         hosts.reports.subscribe(HostUp, self._on_host_up)
 
@@ -382,9 +383,9 @@ class JobVerbs:
         while True:
             changes = self._feed.after(number) if number is not None else None
             if changes is None:
-                number = self._feed.number
-                async for item in self._baseline(peer, number):
+                async for item in self._baselines.items(peer):
                     yield item
+                    number = item["number"]
                 continue
             for change in changes:
                 yield self._change(change)
@@ -394,23 +395,13 @@ class JobVerbs:
             if quiet.cancelled_caught:
                 yield {"alive_s": time.time(), "number": number}
 
-    async def _baseline(self, peer: Peer, number: int) -> AsyncIterator[dict[str, Any]]:
-        """The state with its first jobs, then the other jobs as changes without events.
-
-        Rows may be newer than `number`: the changes after it bring them once more. The items before the last have
-        number 0, from which nobody can resume.
-        """
-        jobs = await self._listed(all=True)
-        pages = [jobs[at : at + JOBS_PER_PAGE] for at in range(0, len(jobs), JOBS_PER_PAGE)] or [[]]
-        for page in pages:
-            rows = [projection.job_row(job, self._state) for job in page]
-            item_number = number if page is pages[-1] else 0
-            if page is pages[0]:
-                hosts = await self._membership.hosts(peer)
-                state = {"status": await self.status(peer), "jobs": rows, "hosts": hosts}
-                yield {"snapshot": state, "number": item_number}
-            else:
-                yield {**projection.change_row(self._state, item_number, (), ()), "jobs": rows}
+    async def _baseline_item(self, peer: Peer, jobs: list[Job], number: int, is_first: bool) -> dict[str, Any]:
+        """The state with the first jobs of a baseline, or further jobs as a change without events; for any peer."""
+        rows = [projection.job_row(job, self._state) for job in jobs]
+        if not is_first:
+            return {**projection.change_row(self._state, number, (), ()), "jobs": rows}
+        hosts = await self._membership.hosts(peer)
+        return {"snapshot": {"status": await self.status(peer), "jobs": rows, "hosts": hosts}, "number": number}
 
     def _change(self, change: Change) -> dict[str, Any]:
         if change.row is None:
@@ -423,7 +414,7 @@ ROWS_AT_ONCE = 100
 """Rows between two turns of the event loop."""
 
 JOBS_PER_PAGE = 1000
-"""Jobs that are over in one answer, and jobs in one item of a baseline; a year of them would not fit into a frame."""
+"""Jobs that are over in one answer; a year of them would not fit into a frame."""
 
 
 def _in_order(job: str) -> tuple[int, str]:
