@@ -34,7 +34,7 @@ TABLES = ("hosts", "tenants", "users", "datasets", "notify", "web")
 
 SPELLED = {
     "host_lost_after_s": "host_lost_after", "workdir_bytes_max": "workdir_max", "idle_after_s": "idle_after",
-    "reclaim_idle_s": "reclaim_idle",
+    "reclaim_idle_s": "reclaim_idle", "archive_jobs_after_s": "archive_jobs_after",
 }  # fmt: skip
 """Keys in the file of settings whose value may have a unit; all others have the field's name."""
 
@@ -104,6 +104,7 @@ class Config:
     workdir_bytes_max: int = 256 << 20
     idle_after_s: float = 3600.0  # devices that do nothing for this long are told of; 0: never
     reclaim_idle_s: float | None = None  # shells whose devices do nothing for this long are ended; None: never
+    archive_jobs_after_s: float = 30 * 86400.0  # jobs that are over for so long leave the daemon's memory
     ssh_config: str | None = None  # instead of ~/.ssh/config
     log_level: str = "info"
     trials: bool = True  # jobs may run a few steps under other plans, to measure their speed
@@ -236,6 +237,7 @@ def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = Fa
             workdir_bytes_max=_parsed(daemon, "workdir_max", 256 << 20, parse_size),
             idle_after_s=_parsed(daemon, "idle_after", 3600.0, parse_duration_s),
             reclaim_idle_s=_parsed(daemon, "reclaim_idle", 0.0, parse_duration_s) if "reclaim_idle" in daemon else None,
+            archive_jobs_after_s=_parsed(daemon, "archive_jobs_after", 30 * 86400.0, parse_duration_s),
             ssh_config=_path(daemon, "ssh_config"),
             trials=_yes_or_no(daemon.get("trials", True), "trials"),
             log_level=_one_of(daemon.get("log_level", "info"), LOG_LEVELS, "log_level"),
@@ -252,7 +254,11 @@ def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = Fa
         raise ConfigError(
             f"{where}: [daemon]: a path begins with the home of a user who has none: write it out"
         ) from None
-    for key, value in (("host_lost_after", made.host_lost_after_s), ("workdir_max", made.workdir_bytes_max)):
+    for key, value in (
+        ("host_lost_after", made.host_lost_after_s),
+        ("workdir_max", made.workdir_bytes_max),
+        ("archive_jobs_after", made.archive_jobs_after_s),
+    ):
         if not 0 < value < 1 << 63:  # sent over the wire
             raise ConfigError(f"{where}: [daemon]: {key} is {daemon[key]!r}; it must be above 0, and fit 64 bits")
     if not 0 <= made.idle_after_s < 1 << 63:

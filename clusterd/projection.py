@@ -28,11 +28,11 @@ from clusterd.core.events import (
     Timer,
     TimerFired,
     TimerKind,
-    account_on,
 )
 from clusterd.core.host import Host
 from clusterd.core.ledger import of_ranks
 from clusterd.core.state import Attempt, Job, Migration, State
+from clusterd.core.timers import account_on
 from clusterd.types import AttemptState, DeviceClaim, HostId, HostState, JobId, JobSpec
 from clusterd.units import duration
 
@@ -330,6 +330,7 @@ def event_row(event: Event, state: State) -> Row:
     row.pop("shape", None)
     if isinstance(event, HostConnected | AccountConnected):
         row["adopted"] = [job.id for job in event.adopted]
+    row.pop("record", None)
     if isinstance(event, JobSubmitted | JobEdited):
         row["spec"] = spec_row(event.spec)
     return row

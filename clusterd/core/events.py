@@ -31,20 +31,12 @@ EventId = NewType("EventId", int)
 NO_EVENT = EventId(0)
 
 
-def account_on(host: HostId, account: str) -> str:
-    """Subject of a timer of an account on a host; neither name has a space."""
-    return f"{host} {account}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """Base of all events."""
 
     at_s: float
     id: EventId = NO_EVENT
-
-
-# --- the daemon's own -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +59,6 @@ class TimerFired(Event):
     """A timer set by `SetTimer` is due."""
 
     timer: Timer
-
-
-# --- hosts ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +216,21 @@ class JobRequeued(Event):
     job: JobId
     by: str = ""
     hold: bool = False  # and stay there until it is released
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsArchived(Event):
+    """Jobs that ended long ago left the state; the journal's table of jobs holds them."""
+
+    jobs: tuple[JobId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecalled(Event):
+    """An archived job is back in the state, as somebody asked for it."""
+
+    job: JobId
+    record: Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -483,12 +487,12 @@ EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
         DaemonStarted, ClockSet, TimerFired, HostAdded, HostRemoved, HostDrained, HostUndrained, HostConnected,
-        HostDisconnected, HostChanged, DevicesClaimed, DeviceClaimRemoved, AccountConnected,
-        AccountDisconnected, JobSubmitted, JobCancelled, JobReprioritised, JobEdited, JobHeld, JobReleased,
-        JobRequeued, ModelDescribed, ModelNotDescribed, SpeedLearned, CompletionPredicted, TrialProposed,
-        TrialMeasured, EnvironmentBuildStarted, EnvironmentBuilt, AttemptLaunched, LaunchFailed, RankExited,
-        RankOrphaned, AttemptStopped, AttemptProgressed, IdlenessObserved, CheckpointTaken, MigrationRequested,
-        JobUnpinned, MigrationAdvanced, MigrationVerified, MigrationFinished, MigrationFailed,
+        HostDisconnected, HostChanged, DevicesClaimed, DeviceClaimRemoved, AccountConnected, AccountDisconnected,
+        JobSubmitted, JobCancelled, JobReprioritised, JobEdited, JobHeld, JobReleased, JobRequeued, JobsArchived,
+        JobRecalled, ModelDescribed, ModelNotDescribed, SpeedLearned, CompletionPredicted, TrialProposed, TrialMeasured,
+        EnvironmentBuildStarted, EnvironmentBuilt, AttemptLaunched, LaunchFailed, RankExited, RankOrphaned,
+        AttemptStopped, AttemptProgressed, IdlenessObserved, CheckpointTaken, MigrationRequested, JobUnpinned,
+        MigrationAdvanced, MigrationVerified, MigrationFinished, MigrationFailed,
     )
 }  # fmt: skip
 """Event classes by the name that the journal stores."""

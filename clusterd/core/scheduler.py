@@ -256,6 +256,8 @@ _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.JobHeld: job_events.on_job_held,
     e.JobReleased: job_events.on_job_released,
     e.JobRequeued: job_events.on_job_requeued,
+    e.JobsArchived: job_events.on_jobs_archived,
+    e.JobRecalled: job_events.on_job_recalled,
     e.ModelDescribed: job_events.on_model_described,
     e.ModelNotDescribed: job_events.on_model_not_described,
     e.SpeedLearned: trials.on_speed_learned,

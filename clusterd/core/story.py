@@ -92,6 +92,10 @@ def _of_job(event: e.Event) -> Line | None:
             return Line(f"released{_by(by)}")
         case e.JobRequeued(by=by):
             return Line(f"sent back to the queue{_by(by)}")
+        case e.JobsArchived(jobs=jobs):
+            return Line(f"{counted(len(jobs), 'job')} that ended long ago went to the archive", is_routine=True)
+        case e.JobRecalled():
+            return Line("read back from the archive", is_routine=True)
         case e.JobUnpinned(by=by):
             return Line(f"unpinned{_by(by)}")
         case e.MigrationRequested(plan=plan, devices=devices, by=by):

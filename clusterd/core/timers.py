@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from clusterd.types import HostId
+
 
 class TimerKind(StrEnum):
     """Purposes of timers."""
@@ -24,6 +26,11 @@ class TimerKind(StrEnum):
     IDLE = "idle"  # a reservation whose devices do nothing ends
     RETRY = "retry"  # the back-off of a job is over
     SETTLE = "settle"  # a job may be migrated again
+
+
+def account_on(host: HostId, account: str) -> str:
+    """Subject of a timer of an account on a host; neither name has a space."""
+    return f"{host} {account}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import grp
 import os
 import pwd
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -122,6 +122,7 @@ class Access:
     Args:
         operators, readers: names of users, and of groups as ``@group``.
         state: returns the scheduler's state.
+        archived: returns users and names of the archived jobs.
         visibility: of other users' jobs; one of `clusterd.config.VISIBILITY`.
     """
 
@@ -129,6 +130,7 @@ class Access:
     visibility: str = "all"
     operators: tuple[str, ...] = ()
     readers: tuple[str, ...] = ()
+    archived: Callable[[], Iterable[tuple[str, str]]] = tuple
 
     def peer(self, uid: int, connection: int) -> Peer:
         """The user of a connection. Who is operator is no reader."""
@@ -162,12 +164,15 @@ class Access:
 
     def shown(self, peer: Peer, answer: Any) -> Any:
         """The part of an answer that a user may see."""
-        return answer if self._sees_all(peer) else _Filter(self.state(), peer, self.visibility).shown(answer)
+        return answer if self._sees_all(peer) else self._filter(peer).shown(answer)
 
     def text(self, peer: Peer, message: str) -> str:
         """A message, without names that the user may not see."""
         hides_names = self.visibility == "own" and not peer.is_operator
-        return _Filter(self.state(), peer, self.visibility).text(message) if hides_names else message
+        return self._filter(peer).text(message) if hides_names else message
+
+    def _filter(self, peer: Peer) -> _Filter:
+        return _Filter(self.state(), peer, self.visibility, self.archived())
 
     def _sees_all(self, peer: Peer) -> bool:
         return self.visibility == "all" or peer.is_operator
@@ -176,20 +181,17 @@ class Access:
 class _Filter:
     """Hides other users' jobs in one answer to one user."""
 
-    def __init__(self, state: State, peer: Peer, visibility: str) -> None:
+    def __init__(self, state: State, peer: Peer, visibility: str, archived: Iterable[tuple[str, str]]) -> None:
         self._state, self._user, self._hides_names = state, peer.user, visibility == "own"
         self._replaced: dict[str, str] = {}
         if self._hides_names:
-            others = [job for job in state.jobs.values() if self._is_others(job)]
-            mine = {job.spec.name for job in state.jobs.values() if not self._is_others(job)}
-            self._replaced = {job.spec.user: SOMEBODY for job in others}
-            self._replaced |= {job.spec.name: THEIR_JOB for job in others if job.spec.name not in mine}
-            arrays = (job.spec.array.name for job in others if job.spec.array is not None)
-            self._replaced |= dict.fromkeys(set(arrays) - mine, THEIR_JOB)
+            known = [(job.spec.user, job.spec.name) for job in state.jobs.values()]
+            known += [(j.spec.user, j.spec.array.name) for j in state.jobs.values() if j.spec.array is not None]
+            known += archived
+            mine = {name for user, name in known if user == peer.user}
+            self._replaced = {user: SOMEBODY for user, _ in known}
+            self._replaced |= {name: THEIR_JOB for user, name in known if user != peer.user and name not in mine}
             self._replaced.pop(peer.user, None)
-
-    def _is_others(self, job: Job | None) -> bool:
-        return job is not None and job.spec.user != self._user
 
     def text(self, text: str) -> str:
         """A text with hidden names replaced."""
@@ -221,7 +223,10 @@ class _Filter:
         return "job_name" not in item and self._is_event_of_others(item)
 
     def _is_event_of_others(self, row: dict[str, Any]) -> bool:
-        return "kind" in row and self._is_others(self._state.jobs.get(row.get("job", "")))
+        if "kind" not in row or not row.get("job"):
+            return False
+        job: Job | None = self._state.jobs.get(row["job"])
+        return job is None or job.spec.user != self._user  # whose an archived one is, is not looked up
 
     def _row(self, row: dict[str, Any]) -> dict[str, Any]:
         owner = row.get("user")

@@ -57,6 +57,7 @@ from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.daemon.profiling.profiler import Profiler
 from clusterd.daemon.settings import refuse_unknown
 from clusterd.daemon.storage.archive import Archive
+from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.daemon.storage.backups import Backups
 from clusterd.daemon.storage.idle_jobs import IdleJobs
 from clusterd.daemon.storage.log_tails import LogTails
@@ -162,6 +163,9 @@ class Daemon:
             hosts = HostRegistry(engine, journal, config, tasks, make_link, make_account_link)
             joined = JoinedHosts(engine, hosts, dialers, tasks, config.host_lost_after_s)
             archive = Archive(config.state_dir, journal)
+            is_hidden = "own" in (config.visibility, config.web.visibility if config.web is not None else "all")
+            archived = ArchivedJobs(engine, config.archive_jobs_after_s, is_hidden)
+            await archived.load()
             await archive.keep_secrets_of({job.id for job in scheduler.state.jobs.values() if not job.state.is_final})
             key = journal.fact("data_key", secrets.token_hex(16))
             datasets = DataSets(engine, hosts, key)
@@ -197,9 +201,11 @@ class Daemon:
                         tasks.start_soon(guarded, datasets.host_is_up, event.host)
 
             accounts = Accounts(config, engine.scheduler.state, hosts, login_key)
-            pages = Pages(config.web, lambda: scheduler.state) if config.web is not None else None
+            pages = Pages(config.web, lambda: scheduler.state, archived) if config.web is not None else None
             where = pages.row if pages is not None else lambda: None
-            api = JobVerbs(config, engine, hosts, archive, feed, invite, stop, accounts, self._config_file, where)
+            api = JobVerbs(
+                config, engine, hosts, archive, archived, feed, invite, stop, accounts, self._config_file, where
+            )
             speed = PerformanceVerbs(
                 engine,
                 learned,
@@ -215,7 +221,7 @@ class Daemon:
             backups = Backups(config.state_dir, self._config_file, engine, journal, dialer, invite)
             checks = HostChecks(engine, hosts)
             joining = JoinVerbs(config, joined, cluster)
-            used = UsageVerbs(usage, scheduler.state)
+            used = UsageVerbs(usage, scheduler.state, archived)
             served = (api, accounts, speed, terminals, checks, BackupVerbs(backups), used, joining)
             verbs = {verb: method for each in served for verb, method in each.verbs.items()}
 
@@ -224,13 +230,17 @@ class Daemon:
                 archive.drop_partial(peer.connection)
                 speed.drop_partial(peer.connection)
 
+            access = Access(
+                lambda: scheduler.state, config.visibility, config.operators, config.readers, lambda: archived.names
+            )
             server = Server(
                 config.socket,
                 config.socket_group,
-                Access(lambda: scheduler.state, config.visibility, config.operators, config.readers),
+                access,
                 verbs,
                 {**api.streams, **terminals.streams, **joining.streams},
                 gone,
+                archived.recall_named,
             )
             listener = await server.listen()
             stack.callback(server.withdraw)
@@ -240,6 +250,7 @@ class Daemon:
             tasks.start_soon(profiler.run)
             tasks.start_soon(terminals.run)
             tasks.start_soon(guarded, usage.run)
+            tasks.start_soon(guarded, archived.run)
             if config.idle_after_s:
                 tasks.start_soon(guarded, IdleJobs(engine, usage.busy, config.idle_after_s, config.reclaim_idle_s).run)
             tasks.start_soon(guarded, LogTails(engine, hosts, archive).run)

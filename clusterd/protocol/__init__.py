@@ -15,6 +15,7 @@ from clusterd.protocol.frames import ProtocolError as ProtocolError
 from clusterd.protocol.frames import Reader as Reader
 from clusterd.protocol.frames import decode as decode
 from clusterd.protocol.frames import encode as encode
+from clusterd.protocol.frames import encode_around as encode_around
 from clusterd.protocol.frames import pack as pack
 from clusterd.protocol.frames import read as read
 from clusterd.protocol.frames import read_length as read_length

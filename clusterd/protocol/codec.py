@@ -36,7 +36,9 @@ def from_map(kind: type[T], data: object, where: str = "") -> T:
     for name, hint, required in _fields(kind):  # type: ignore[arg-type]
         key = name.rstrip("_")
         if key in data:
-            values[name] = _checked(hint, data[key], f"{where}.{key}")
+            value = data[key]
+            # Most fields are plain, and agents send thousands of messages.
+            values[name] = value if type(value) is hint else _checked(hint, value, f"{where}.{key}")
         elif required:
             raise ProtocolError(f"{where}.{key} is absent")
     return kind(**values)

@@ -8,6 +8,7 @@ What is sent unasked carries ``event``. Runs on hosts: standard library and msgp
 from __future__ import annotations
 
 import struct
+from itertools import chain
 from typing import Any, Protocol
 
 import msgpack
@@ -43,13 +44,22 @@ def encode(message: Message, strict: bool = False) -> bytes:
     Args:
         strict: text that is no UTF-8 is refused with a UnicodeEncodeError, as what a person wrote should be.
     """
-    body = pack(message, strict)
+    return _framed(pack(message, strict))
+
+
+def encode_around(message: Message, last: str, packed: bytes) -> bytes:
+    """Frame of a message with one more field, whose value is packed already: it goes to many."""
+    head = msgpack.Packer().pack_map_header(len(message) + 1)
+    return _framed(b"".join([head, *map(pack, chain(*message.items(), (last,))), packed]))
+
+
+def _framed(body: bytes) -> bytes:
     if len(body) > FRAME_BYTES_MAX:
         raise ProtocolError(f"a frame of {len(body)} bytes is longer than {FRAME_BYTES_MAX}")
     return _LENGTH.pack(len(body)) + body
 
 
-def pack(message: Message, strict: bool = False) -> bytes:
+def pack(message: Any, strict: bool = False) -> bytes:
     """A frame's body. A path that is no UTF-8 travels as the bytes that it is; other text that cannot be, escaped."""
     packed: bytes
     for odd in (None, "surrogateescape"):

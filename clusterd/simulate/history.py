@@ -36,6 +36,7 @@ class _Seen:
 
     hosts: dict[HostId, HostFacts] = field(default_factory=dict)
     step_times_s: dict[str, dict[Key, list[float]]] = field(default_factory=dict)  # by model
+    archived: dict[JobId, Job] = field(default_factory=dict)
     set_s: dict[JobId, float] = field(default_factory=dict)  # by how much the clock was set since these jobs were over
 
 
@@ -64,6 +65,7 @@ def history(batches: Iterable[Batch], policy: str = "default") -> History:
         for by_s in (event.by_s for event in batch.events if isinstance(event, e.ClockSet)):
             over = [job.id for job in state.jobs.values() if job.state.is_final]
             seen.set_s |= {job: seen.set_s.get(job, 0.0) + by_s for job in over}
+        known = dict(state.jobs) if any(isinstance(event, e.JobsArchived) for event in batch.events) else {}
         try:
             scheduler.replay(batch)
         except InvalidTransition as error:
@@ -71,9 +73,11 @@ def history(batches: Iterable[Batch], policy: str = "default") -> History:
                 f"the journal's event {batch.events[0].id} does not follow from what policy {policy!r} would have "
                 f"decided ({error}): name the policy that was at work with --journal-policy"
             ) from None
+        seen.archived |= {job_id: job for job_id, job in known.items() if job_id not in state.jobs}
         for event in batch.events:
             _see(event, state, seen)
-    ran = {job.id: job for job in state.jobs.values() if _has_run(job) and _held(job, seen)}
+    jobs = {**seen.archived, **state.jobs}
+    ran = {job.id: job for job in jobs.values() if _has_run(job) and _held(job, seen)}
     if not ran or not any(facts.devices for facts in seen.hosts.values()):
         raise ClusterError("no job of this journal has run yet: there is nothing to simulate")
     models = _models(ran.values(), state, seen)
@@ -84,7 +88,7 @@ def history(batches: Iterable[Batch], policy: str = "default") -> History:
         before = [ran[other] for other, _ in map(split, job.spec.after) if at_s.get(other, math.inf) <= at_s[job.id]]
         arrivals.append(_arrival(job, at_s[job.id] - first_s, models, before))
     left: dict[str, int] = {}
-    for job in state.jobs.values():
+    for job in jobs.values():
         if job.id not in ran:
             why = "without devices" if _has_run(job) else job.state.value
             left[why] = left.get(why, 0) + 1

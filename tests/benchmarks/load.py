@@ -119,7 +119,7 @@ def measure(report: Report, load: Load, name: str, seconds: float, jobs: int) ->
     assert load.daemon is not None
     pid, waits = load.daemon.pid, defaultdict(list)
     begun_s, used_s, count = time.monotonic(), cpu_s(load.daemon.pid), 0
-    with Client(load.socket) as client:
+    with Client(load.socket, timeout_s=WAIT_S) as client:
         while time.monotonic() < begun_s + seconds:
             verb = "jobs" if count % LIST_EVERY == LIST_EVERY - 1 else ("status", "job", "why", "hello")[count % 4]
             wanted = {"job": str(count % jobs + 1)} if verb in ("job", "why") else {}
@@ -151,7 +151,7 @@ def lag(report: Report, name: str, lags: list[tuple[float, float]], window: tupl
 def fill(report: Report, load: Load, hosts: int, devices: int, queued: int) -> None:
     """Add hosts and jobs until every device runs a job, and the others wait."""
     running = hosts * devices
-    with Client(load.socket) as client:
+    with Client(load.socket, timeout_s=WAIT_S) as client:
         begun_s = time.perf_counter()
         client.call_many("host_add", [{"address": f"host{n:04}", "accept": []} for n in range(hosts)])
         until(lambda: all(state == "up" for state in client.call("status")["hosts"].values()), WAIT_S)

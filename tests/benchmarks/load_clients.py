@@ -24,6 +24,7 @@ from clusterd import protocol
 from clusterd.client import Client
 
 BATCH_MAX = 256
+WAIT_S = 600.0
 SPEC: dict[str, Any] = {"command": ["sim", "1000000"], "workdir": "/work", "resources": {"devices": 1}}
 
 
@@ -96,7 +97,7 @@ async def follow(socket: str, count: int) -> dict[str, Any]:
 def submit(socket: str, rate: int) -> dict[str, Any]:
     """Submit at a rate, several at a time if the daemon cannot keep up, until the input ends or has something."""
     begun_s, count = time.monotonic(), 0
-    with Client(Path(socket)) as client:
+    with Client(Path(socket), timeout_s=WAIT_S) as client:
         while not select.select([sys.stdin], [], [], 0.0)[0]:
             due = min(int((time.monotonic() - begun_s) * rate) - count, BATCH_MAX)
             if due <= 0:

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from clusterd.core import events as e
-from clusterd.core.events import Timer, TimerKind, account_on
 from clusterd.core.policies import POLICIES
 from clusterd.core.state import Job
+from clusterd.core.timers import Timer, TimerKind, account_on
+from clusterd.daemon.journal import codec
 from clusterd.types import DeviceClaim, DeviceId, HostId, JobId, JobKind, JobSpec, JobState, RankEnd, Reason
 from plans.plan import Plan
 from tests.core import strategies
@@ -38,6 +39,7 @@ class Chaos(RuleBasedStateMachine):
         self.world = World(POLICIES[self.policy]())
         self.jobs = 0
         self.claims = 0
+        self.archived: dict[JobId, Job] = {}
         self.epoch = 0
         self.kill_daemon()
         for host in HOSTS:
@@ -45,7 +47,17 @@ class Chaos(RuleBasedStateMachine):
             self.world.connect(host)
 
     def some_job(self, data: st.DataObject) -> Job:
-        return self.world.scheduler.state.jobs[JobId(str(data.draw(st.integers(1, self.jobs))))]
+        """Any job; an archived one is recalled, as by the daemon before it serves a request about it."""
+        state, job = self.world.scheduler.state, JobId(str(data.draw(st.integers(1, self.jobs))))
+        if job not in state.jobs:
+            self.world.tell(e.JobRecalled(**self.world.at(), job=job, record=self.archived[job]))
+            self.world.handle()
+        return state.jobs[job]
+
+    def reported_job(self, data: st.DataObject) -> Job:
+        """Any job, perhaps archived: something is reported late."""
+        job = JobId(str(data.draw(st.integers(1, self.jobs))))
+        return self.world.scheduler.state.jobs.get(job) or self.archived[job]
 
     def trains(self) -> list[Job]:
         """Elastic jobs whose ranks are known to run."""
@@ -99,7 +111,7 @@ class Chaos(RuleBasedStateMachine):
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), since_s=st.sampled_from([None, 0.0, 3600.0]), reclaim_s=st.sampled_from([None, 60.0]))
     def idle(self, data: st.DataObject, since_s: float | None, reclaim_s: float | None) -> None:
-        job, now_s = self.some_job(data), self.world.now_s
+        job, now_s = self.reported_job(data), self.world.now_s
         event = e.IdlenessObserved(
             **self.world.at(),
             job=job.id,
@@ -157,10 +169,30 @@ class Chaos(RuleBasedStateMachine):
     @rule(data=st.data(), host=HOST, done=st.booleans())
     def build_environment(self, data: st.DataObject, host: HostId, done: bool) -> None:
         """A host builds the environment of a job, perhaps of an attempt that is over by now."""
-        job, at = self.some_job(data), self.world.at()
+        job, at = self.reported_job(data), self.world.at()
         attempt = {"job": job.id, "attempt": len(job.attempts), "generation": 1, "host": host}
         built = e.EnvironmentBuilt(**at, **attempt, seconds=1.0)
         self.world.tell(built if done else e.EnvironmentBuildStarted(**at, **attempt))
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def archive(self, data: st.DataObject) -> None:
+        """Jobs that are over leave the state, however much is still reported about them."""
+        self.world.handle()
+        state = self.world.scheduler.state
+        over = [job.id for job in state.jobs.values() if job.state.is_final]
+        jobs = tuple(data.draw(st.lists(st.sampled_from(over), unique=True))) if over else ()
+        jobs = tuple(
+            dict.fromkeys((*jobs, self.reported_job(data).id))
+        )  # in any state: the scheduler leaves what is still needed
+        self.archived |= {job: codec.job(codec.encode(state.jobs[job])) for job in jobs if job in state.jobs}
+        self.world.tell(e.JobsArchived(**self.world.at(), jobs=jobs))
+
+    @precondition(lambda self: self.archived)
+    @rule(data=st.data())
+    def recall(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(sorted(self.archived)))
+        self.world.tell(e.JobRecalled(**self.world.at(), job=job, record=self.archived[job]))
 
     @rule(host=HOST, drained=st.booleans())
     def drain(self, host: HostId, drained: bool) -> None:
@@ -182,7 +214,7 @@ class Chaos(RuleBasedStateMachine):
     @rule(data=st.data(), plan=PLAN)
     def propose_trial(self, data: st.DataObject, plan: Plan | None) -> None:
         """None: that was all."""
-        self.world.tell(e.TrialProposed(**self.world.at(), job=self.some_job(data).id, plan=plan, steps=10))
+        self.world.tell(e.TrialProposed(**self.world.at(), job=self.reported_job(data).id, plan=plan, steps=10))
 
     @precondition(lambda self: self.trains())
     @rule(data=st.data(), tried=st.booleans())
@@ -365,6 +397,7 @@ class Chaos(RuleBasedStateMachine):
         for _ in range(ROUNDS):
             if not self.one_round():
                 break
+        assert {*state.jobs, *self.archived} == {str(number + 1) for number in range(self.jobs)}
         left = {job.id: (job.state.value, job.reason) for job in state.jobs.values() if not job.state.is_final}
         waits = {job for job in left if state.jobs[job].state is JobState.QUEUED}
         assert set(left) <= (waits if world.gone else set()), f"{self.policy}: {left}"

@@ -27,7 +27,7 @@ def broken(state: State) -> list[str]:
             wrong.append(f"job {job.id} is {job.state.value}, and still holds something")
         if job.state is JobState.QUEUED and not job.reason:
             wrong.append(f"job {job.id} waits without a reason")
-        awaited = [(state.jobs[other], condition) for other, condition in map(split, job.spec.after)]
+        awaited = [(state.jobs[job], condition) for job, condition in map(split, job.spec.after) if job in state.jobs]
         early = [other.id for other, condition in awaited if not is_satisfied(other, condition)]
         if early and job.attempts:
             wrong.append(f"job {job.id} was started before {', '.join(early)} had finished")

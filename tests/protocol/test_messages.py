@@ -129,3 +129,12 @@ def test_a_launch_of_the_version_before_is_understood() -> None:
     assert {key: again[key] for key in sent} == {**sent, "ranks": again["ranks"], "move": again["move"]}
     assert all(again["ranks"][0][k] == v for k, v in rank.items())
     assert all(again["move"][k] == v for k, v in sent["move"].items())
+
+
+@pytest.mark.parametrize(
+    "value", [{}, {"path": "odd-\udcff", "n": 1}, {"text": "half of a pair \ud800", "rows": [{"a": None}]}]
+)
+def test_a_frame_around_a_packed_value_is_that_of_the_message(value: dict[str, Any]) -> None:
+    """The row of a change is packed once for all watchers."""
+    together = protocol.encode_around({"id": 7}, "item", protocol.pack(value))
+    assert together == protocol.encode({"id": 7, "item": value})

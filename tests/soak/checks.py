@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 from clusterd.core.invariants import violations
 from clusterd.core.scheduler import Scheduler
-from clusterd.core.state import State
-from clusterd.daemon.journal import codec
+from clusterd.core.state import Job, State
+from clusterd.daemon.journal import codec, job_table
 from clusterd.daemon.journal.journal import Journal
 from clusterd.types import DeviceId, HostId, HostState, JobId, JobKind, JobState
 from tests.core.properties import broken
@@ -37,20 +39,29 @@ def after_batch(state: State, machines: Iterable[Machine]) -> Iterator[str]:
                     yield f"{device} is leased to {lease.job}.{lease.attempt}, and {key} runs on it"
 
 
-def accepted_jobs(state: State, accepted: Iterable[str]) -> Iterator[str]:
-    """Jobs whose submission was acknowledged and that the state does not have."""
+def all_jobs(state: State, directory: Path) -> dict[JobId, Job]:
+    """Jobs of the state and archived ones."""
+    with closing(sqlite3.connect(directory / "journal.db")) as db:
+        archived = [job_table.decoded(row) for row in db.execute(f"SELECT {job_table.COLUMNS} FROM archived_jobs")]
+    return {job.id: job for job in archived} | state.jobs
+
+
+def accepted_jobs(jobs: Mapping[JobId, Job], accepted: Iterable[str]) -> Iterator[str]:
+    """Jobs whose submission was acknowledged and that are neither in the state nor archived."""
     for job in accepted:
-        if JobId(job) not in state.jobs:
+        if JobId(job) not in jobs:
             yield f"job {job} was accepted, and is lost"
 
 
-def at_end(state: State, machines: Iterable[Machine], cancelled: Iterable[str]) -> Iterator[str]:
+def at_end(
+    state: State, jobs: Mapping[JobId, Job], machines: Iterable[Machine], cancelled: Iterable[str]
+) -> Iterator[str]:
     """Promises that are broken after all faults are over."""
-    for job in state.jobs.values():
+    for job in jobs.values():
         if not job.state.is_final:
             yield f"job {job.id} is {job.state.value} ({job.reason}) long after the last fault"
     for job_id in cancelled:
-        ended = state.jobs[JobId(job_id)]
+        ended = jobs[JobId(job_id)]
         if ended.state not in (JobState.CANCELLED, JobState.FINISHED, JobState.FAILED):
             yield f"job {job_id} was cancelled, and is {ended.state.value}"
     yield from (f"{device} is still leased to {lease.job}" for device, lease in state.leases.items())
@@ -61,9 +72,9 @@ def at_end(state: State, machines: Iterable[Machine], cancelled: Iterable[str]) 
             yield f"{host.id} is not usable: {host.unusable}"
 
 
-def trained_to_the_end(state: State, trained: set[str]) -> Iterator[str]:
+def trained_to_the_end(jobs: Mapping[JobId, Job], trained: set[str]) -> Iterator[str]:
     """Elastic jobs that count as finished, and of which no ranks made the last step."""
-    for job in state.jobs.values():
+    for job in jobs.values():
         if job.spec.kind is JobKind.ELASTIC and job.state is JobState.FINISHED and job.id not in trained:
             yield f"job {job.id} counts as finished, and steps of it are missing"
 

@@ -171,8 +171,16 @@ class _Journal(Journal):
 class _Server:
     """Stands in for the socket: clients of a simulation call the verbs."""
 
-    def __init__(self, life: Life, verbs: dict[str, Any]) -> None:
-        self._life, self._verbs = life, verbs
+    def __init__(self, life: Life, verbs: dict[str, Any], before: Any) -> None:
+        self._life, self._before = life, before
+        self._verbs = {verb: self._served(method) for verb, method in verbs.items()}
+
+    def _served(self, verb: Any) -> Any:
+        async def call(peer: Peer, **arguments: Any) -> Any:
+            await self._before(peer.user, arguments)
+            return await verb(peer, **arguments)
+
+        return call
 
     async def listen(self) -> None:
         pass
@@ -216,7 +224,7 @@ def simulated_surroundings(current: Callable[[], Life], network: Network, seed: 
     doubles = {
         "clusterd.daemon.main.Journal": lambda path: current().journal(path),
         "clusterd.daemon.main.Engine": lambda *rest: current().make_engine(*rest),
-        "clusterd.daemon.main.Server": lambda _path, _group, _operators, verbs, *_rest: _Server(current(), verbs),
+        "clusterd.daemon.main.Server": lambda _path, _group, _access, verbs, *rest: _Server(current(), verbs, rest[-1]),
         "clusterd.daemon.main.Dialer": lambda *_rest: network,
         "clusterd.daemon.main.HostKeyEnrolment": Enrolment,
         "clusterd.daemon.main._signals": _no_signals,
@@ -228,6 +236,10 @@ def simulated_surroundings(current: Callable[[], Life], network: Network, seed: 
         "clusterd.daemon.journal.engine.SNAPSHOT_EVERY": 30,
         "clusterd.daemon.journal.blocks.BLOCK_EVENTS": 15,
         "clusterd.daemon.journal.blocks.UNCOMPRESSED_EVENTS": 30,
+        "clusterd.daemon.storage.archived_jobs.EVERY_S": 5.0,
+        "clusterd.daemon.storage.archived_jobs.ENDED_MAX": 3,
+        "clusterd.daemon.storage.archived_jobs.LEAST_S": 20.0,
+        "clusterd.daemon.storage.archived_jobs.RECALLED_S": 30.0,
         "clusterd.ssh.host.attach": network.attach,
         "clusterd.ssh.host.bundle": lambda: SimpleNamespace(version=AGENT_VERSION),
         "clusterd.ssh.host.random": SimpleNamespace(Random=lambda: random.Random(jitter.random())),

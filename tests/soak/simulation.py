@@ -202,18 +202,19 @@ class Simulation:
 
     def _conclude(self) -> None:
         state, machines = self.state, self.network.machines.values()
+        jobs = checks.all_jobs(state, self.life.directory)
         for what in (
             *checks.after_batch(state, machines),
-            *checks.accepted_jobs(state, self.users.accepted),
-            *checks.at_end(state, machines, self.users.cancelled),
-            *checks.trained_to_the_end(state, self.trainings.finished),
+            *checks.accepted_jobs(jobs, self.users.accepted),
+            *checks.at_end(state, jobs, machines, self.users.cancelled),
+            *checks.trained_to_the_end(jobs, self.trainings.finished),
             *checks.replay_equals(state, self.life.directory),
         ):
             self.wrong(what)
         assert self.life.engine is not None
         if self.life.engine.set_aside:
             self.wrong(f"{self.life.engine.set_aside} events were set aside")
-        self.outcome.jobs = len(state.jobs)
+        self.outcome.jobs = len(jobs)
         self.outcome.moves = self.trainings.moves
         self.outcome.requests = self.users.requests
         self.outcome.faults = self._faults.counts

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from clusterd import protocol
 from clusterd.agent import CODE_ROOT
@@ -70,7 +71,7 @@ class ForkServers:
         self._on_exited = on_exited
         self._preload = preload
         self._servers: dict[str, _Server] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._processes: list[subprocess.Popen[bytes]] = []  # those started here, until their exit was seen
 
     async def adopt(self) -> None:

@@ -59,7 +59,8 @@ class Attempts:
         self._ask = ask
         self._cgroup_base = cgroup_base
         self._known: dict[str, Attempt] = {}
-        self._fences: dict[tuple[str, int], int] = {}  # generations that were stopped before their launch arrived
+        # Generations that were stopped before their launch arrived; few, so that they stay until the agent restarts.
+        self._fences: dict[tuple[str, int], int] = {}
         self._background = Background()
         self._exit_reports = ExitReports(emit, before_end, self.tag, self._background)
         self.fork_servers = ForkServers(home, self._on_exited, preload)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from clusterd.agent.host import processes, programs
 from clusterd.agent.host.attempt_records import Refused
@@ -57,7 +58,7 @@ class Environments:
         self._directory = directory
         self._tag = tag
         self._builds: dict[str, _Build] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._requests: dict[Key, set[asyncio.Task[BuiltEnvironment]]] = {}
 
     async def adopt(self) -> None:

@@ -35,7 +35,8 @@ class Datasets:
     """Folders that this host serves, and the addresses of data sets on other hosts."""
 
     def __init__(self) -> None:
-        self._served: dict[str, tuple[str, Folders]] = {}  # name and folder by token
+        # Name and folder by token: one for each data set of the cluster.
+        self._served: dict[str, tuple[str, Folders]] = {}
         self._tokens: dict[str, str] = {}  # by public name
         self._elsewhere: dict[str, dict[str, DatasetSpec]] = {}  # by attempt, by data set
         self._lock = threading.Lock()

@@ -37,6 +37,10 @@ _REMEMBERED = (control.BeginMigration, control.Quiesce, control.Abort, control.R
 """Events that a rank gets on connecting if it missed them."""
 
 
+ENDED_MAX = 1000
+"""Migrations that are over and whose late requests are recognised."""
+
+
 class Moves:
     """Tensor store, slice server and message forwarding of this host's migrations.
 
@@ -61,7 +65,7 @@ class Moves:
         self._tokens: dict[str, str] = {}
         self.replicas = SnapshotReplicas(self._store, self._tokens, send_to_daemon)
         self._last: dict[str, Event] = {}
-        self._ended: set[str] = set()
+        self._ended: dict[str, None] = {}  # the newest last
         self._send_to_ranks = send_to_ranks
         self._send_to_attempt = send_to_attempt
         self._fetching: set[asyncio.Task[None]] = set()
@@ -95,7 +99,7 @@ class Moves:
     def admit_reader(self, move: str, token: str) -> None:
         """Accept a token for the segments of a migration, or of a set of state snapshots."""
         self._tokens[move] = token
-        self._ended.discard(move)
+        self._ended.pop(move, None)
 
     def forward(self, attempt: Attempt, event: Event) -> Receivers:
         """Forward a daemon's event to the ranks of one generation, also to those that connect later."""
@@ -109,7 +113,9 @@ class Moves:
 
     def drop(self, move: str) -> None:
         """End a migration, completed or aborted, and drop its segments."""
-        self._ended.add(move)
+        self._ended[move] = None
+        if len(self._ended) > ENDED_MAX:
+            del self._ended[next(iter(self._ended))]
         self._tokens.pop(move, None)
         self._arrived.pop(move, None)
         self._store.drop(move)

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.events import TimerKind, account_on
 from clusterd.core.host import Host
 from clusterd.core.lifecycle import attempt_events, jobs, stopping
 from clusterd.core.lifecycle.adoption import adopt
@@ -18,6 +17,7 @@ from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.lifecycle.migration_events import resume
 from clusterd.core.lifecycle.reconcile import attempts_of, reconcile
 from clusterd.core.state import Attempt, Job, Outcome, State
+from clusterd.core.timers import TimerKind, account_on
 from clusterd.types import AttemptReport, AttemptState, HostId, JobId
 
 

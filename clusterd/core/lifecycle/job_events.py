@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from copy import deepcopy
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.lifecycle import jobs, migrations, stopping
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.queueing.admission import hosts_without_login
-from clusterd.core.queueing.dependencies import waits_for
+from clusterd.core.queueing.dependencies import split, waits_for
 from clusterd.core.queueing.edits import refused_now
-from clusterd.core.state import Description, Job, Outcome
-from clusterd.types import AttemptState, JobKind, JobState
+from clusterd.core.state import Description, Job, Outcome, State
+from clusterd.types import AttemptState, JobId, JobKind, JobState
 
 DESCRIPTIONS_PER_HOST = 2
 """Concurrent inspections on one host: they share the memory and cores that its jobs leave, and a sweep has hundreds."""
@@ -105,9 +107,32 @@ def on_job_requeued(ctx: HandlerContext, event: e.JobRequeued) -> None:
     ctx.pass_due = True
 
 
+def archivable(state: State, jobs: Iterable[JobId]) -> list[JobId]:
+    """Those of the jobs that are over and on which nothing in the state depends.
+
+    A host that was lost before it reported the end may still run ranks of a job: they are recognised, and stopped, by
+    the job in the state.
+    """
+    awaited = {other for queued in state.queue for other, _ in map(split, state.jobs[queued].spec.after)}
+    known = [job for job_id in jobs if (job := state.jobs.get(job_id)) is not None and job.state.is_final]
+    return [j.id for j in known if j.id not in awaited and not any(a.unconfirmed_hosts for a in j.attempts)]
+
+
+def on_jobs_archived(ctx: HandlerContext, event: e.JobsArchived) -> None:
+    for job_id in archivable(ctx.state, event.jobs):
+        ctx.state.jobs.pop(job_id, None)
+    models = {job.model for job in ctx.state.jobs.values()}
+    for model in [model for model in ctx.state.performance_tables if model not in models]:
+        del ctx.state.performance_tables[model]  # the next job of this model causes a new one
+
+
+def on_job_recalled(ctx: HandlerContext, event: e.JobRecalled) -> None:
+    ctx.state.jobs.setdefault(event.job, deepcopy(event.record))
+
+
 def on_model_described(ctx: HandlerContext, event: e.ModelDescribed) -> None:
-    job = ctx.state.jobs[event.job]
-    if not job.state.is_final:
+    job = ctx.state.jobs.get(event.job)
+    if job is not None and not job.state.is_final:
         job.shape, job.description, job.described_on = event.shape, Description.DONE, None
         job.building.clear()
         job.model = event.model
@@ -115,8 +140,8 @@ def on_model_described(ctx: HandlerContext, event: e.ModelDescribed) -> None:
 
 
 def on_model_not_described(ctx: HandlerContext, event: e.ModelNotDescribed) -> None:
-    job = ctx.state.jobs[event.job]
-    if job.state is not JobState.QUEUED:
+    job = ctx.state.jobs.get(event.job)
+    if job is None or job.state is not JobState.QUEUED:
         return
     host, job.description, job.described_on = job.described_on, Description.NEEDED, None
     job.building.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 
 from clusterd.core.state import Job, State
 from clusterd.types import JobId
@@ -27,13 +28,13 @@ class ArrayLimits:
         return None
 
 
-def tasks_of(state: State, text: str, user: str) -> list[Job]:
+def tasks_of(jobs: Iterable[Job], text: str, user: str) -> list[Job]:
     """Tasks of the array that a name or an id means, by index; empty: there is none.
 
     Of several arrays of a name the user's own is meant, and of these the newest.
     """
     text = text.removesuffix("_*")
-    tasks = [job for job in state.jobs.values() if (a := job.spec.array) is not None and text in (a.id, a.name)]
+    tasks = [job for job in jobs if (a := job.spec.array) is not None and text in (a.id, a.name)]
     known = {job.spec.array.id: job.spec.user for job in tasks if job.spec.array is not None}
     if not known:
         return []

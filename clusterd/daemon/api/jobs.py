@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
-from itertools import dropwhile, islice
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,14 @@ from clusterd.daemon.api.queue import QueueVerbs
 from clusterd.daemon.api.retention import RetentionVerbs
 from clusterd.daemon.api.server import Streaming, Verb
 from clusterd.daemon.api.validation import refuse_malformed, refuse_secrets, refuse_unsatisfiable
-from clusterd.daemon.api.watch import Change, Feed
+from clusterd.daemon.api.watch import Baselines, Change, Feed, SharedRow
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal import codec
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
+from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.errors import ClusterError, UsageError, first_of
 from clusterd.types import HostId, JobId, JobSpec, JobState
 
@@ -64,6 +66,7 @@ class JobVerbs:
         engine: Engine,
         hosts: HostRegistry,
         archive: Archive,
+        archived: ArchivedJobs,
         feed: Feed,
         invite: HostKeyEnrolment,
         stop: anyio.Event,
@@ -78,9 +81,10 @@ class JobVerbs:
         self._engine = engine
         self._hosts = hosts
         self._archive = archive
+        self._archived = archived
         self._feed = feed
         self._membership = HostVerbs(engine, hosts, invite)
-        self._queue = QueueVerbs(engine, self.submit)
+        self._queue = QueueVerbs(engine, archived, self.submit)
         self._claims = ClaimVerbs(engine)
         self._by_hand = MigrationVerbs(engine, hosts, feed)
         self._forgetting = RetentionVerbs(engine, hosts, archive)
@@ -89,7 +93,8 @@ class JobVerbs:
         self._stop = stop
         self._accounts = accounts
         self._started_s = time.time()
-        self._ids = JobIds({*engine.scheduler.state.jobs, *archive.jobs()})
+        self._baselines = Baselines(feed, lambda: self._listed(all=True), self._baseline_item)
+        self._ids = JobIds({*engine.scheduler.state.jobs, *archive.jobs(), archived.newest or ""})
         hosts.reports.subscribe(HostUp, self._on_host_up)
 
     def _on_host_up(self, host: HostId, report: HostUp) -> None:
@@ -150,9 +155,10 @@ class JobVerbs:
     async def status(self, peer: Peer) -> dict[str, Any]:
         """Status of the daemon and its journal."""
         state = self._state
-        counts: dict[str, int] = {}
-        for job in state.jobs.values():
-            counts[job.state.value] = counts.get(job.state.value, 0) + 1
+        # Most of thousands of jobs are queued, and `value` is slow.
+        others = Counter(job.state.value for job in state.jobs.values() if job.state is not JobState.QUEUED)
+        queued = Counter({JobState.QUEUED.value: len(state.jobs) - others.total()})
+        counts = self._archived.counts + others + queued
         return {
             "version": __version__,
             "json_version": projection.JSON_VERSION,
@@ -165,7 +171,7 @@ class JobVerbs:
             "policy": self._engine.scheduler.policy.name,
             "accounts": self._config.accounts,
             "account": daemon_account(),
-            "jobs": counts,
+            "jobs": dict(counts),
             "hosts": {h.id: h.state.value for h in state.hosts.values()},
             "devices": sum(len(h.devices) for h in state.hosts.values()),
             "leased": len(state.leases),
@@ -265,22 +271,21 @@ class JobVerbs:
             before: the next page: only jobs that are over and were submitted before this one.
         """
         rows = []
-        for number, job in enumerate(self._listed(all, before)):
+        for number, job in enumerate(await self._listed(all, before)):
             if number % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
                 await anyio.lowlevel.checkpoint()  # others are served meanwhile: there may be many thousands
             rows.append(projection.job_row(job, self._state))
         return rows
 
-    def _listed(self, all: bool, before: str | None = None) -> list[Job]:
+    async def _listed(self, all: bool, before: str | None = None) -> list[Job]:
         """Jobs of `jobs`."""
+        archived = await self._archived.page(before, JOBS_PER_PAGE) if all else []
         state = self._state
         active = [] if before is not None else [state.jobs[job] for job in {**state.queue, **state.active}]
-        older = reversed(state.jobs.values())
-        if before is not None:
-            older = dropwhile(lambda job: job.id != before, older)
-        over = (job for job in older if job.state.is_final and job.id != before)
-        shown = [*active, *islice(over, JOBS_PER_PAGE)] if all else active
-        return sorted(shown, key=lambda job: (len(job.id), job.id))
+        over = (job for job in state.jobs.values() if job.state.is_final) if all else ()
+        over = (job for job in over if before is None or _in_order(job.id) < _in_order(before))
+        newest = nlargest(JOBS_PER_PAGE, {job.id: job for job in (*archived, *over)}.values(), key=_of_job)
+        return sorted([*active, *newest], key=_of_job)
 
     async def job(self, peer: Peer, job: str) -> dict[str, Any]:
         """Everything about one job."""
@@ -381,9 +386,9 @@ class JobVerbs:
         while True:
             changes = self._feed.after(number) if number is not None else None
             if changes is None:
-                number = self._feed.number
-                async for item in self._baseline(peer, number):
+                async for item in self._baselines.items(peer):
                     yield item
+                    number = item["number"]
                 continue
             for change in changes:
                 yield self._change(change)
@@ -393,28 +398,18 @@ class JobVerbs:
             if quiet.cancelled_caught:
                 yield {"alive_s": time.time(), "number": number}
 
-    async def _baseline(self, peer: Peer, number: int) -> AsyncIterator[dict[str, Any]]:
-        """The state with its first jobs, then the other jobs as changes without events.
-
-        Rows may be newer than `number`: the changes after it bring them once more. The items before the last have
-        number 0, from which nobody can resume.
-        """
-        jobs = self._listed(all=True)
-        pages = [jobs[at : at + JOBS_PER_PAGE] for at in range(0, len(jobs), JOBS_PER_PAGE)] or [[]]
-        for page in pages:
-            rows = [projection.job_row(job, self._state) for job in page]
-            item_number = number if page is pages[-1] else 0
-            if page is pages[0]:
-                hosts = await self._membership.hosts(peer)
-                state = {"status": await self.status(peer), "jobs": rows, "hosts": hosts}
-                yield {"snapshot": state, "number": item_number}
-            else:
-                yield {**projection.change_row(self._state, item_number, (), ()), "jobs": rows}
+    async def _baseline_item(self, peer: Peer, jobs: list[Job], number: int, is_first: bool) -> dict[str, Any]:
+        """The state with the first jobs of a baseline, or further jobs as a change without events; for any peer."""
+        rows = [projection.job_row(job, self._state) for job in jobs]
+        if not is_first:
+            return {**projection.change_row(self._state, number, (), ()), "jobs": rows}
+        hosts = await self._membership.hosts(peer)
+        return {"snapshot": {"status": await self.status(peer), "jobs": rows, "hosts": hosts}, "number": number}
 
     def _change(self, change: Change) -> dict[str, Any]:
         if change.row is None:
             number, events, decisions = change.number, change.events, change.decisions
-            change.row = projection.change_row(self._state, number, events, decisions, self._hosts.link_row)
+            change.row = SharedRow(projection.change_row(self._state, number, events, decisions, self._hosts.link_row))
         return change.row
 
 
@@ -422,7 +417,16 @@ ROWS_AT_ONCE = 100
 """Rows between two turns of the event loop."""
 
 JOBS_PER_PAGE = 1000
-"""Jobs that are over in one answer, and jobs in one item of a baseline; a year of them would not fit into a frame."""
+"""Jobs that are over in one answer; a year of them would not fit into a frame."""
+
+
+def _in_order(job: str) -> tuple[int, str]:
+    """Key of the order of submission."""
+    return len(job), job
+
+
+def _of_job(job: Job) -> tuple[int, str]:
+    return _in_order(job.id)
 
 
 class JobIds:

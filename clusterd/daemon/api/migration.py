@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import anyio
 
@@ -59,7 +59,7 @@ class MigrationVerbs:
 
     def __init__(self, engine: Engine, hosts: HostRegistry, feed: Feed) -> None:
         self._engine, self._hosts, self._feed = engine, hosts, feed
-        self._asking: dict[JobId, anyio.Lock] = defaultdict(anyio.Lock)
+        self._asking: WeakValueDictionary[JobId, anyio.Lock] = WeakValueDictionary()
 
     @property
     def verbs(self) -> dict[str, Verb]:
@@ -92,7 +92,8 @@ class MigrationVerbs:
                     f"{known.spec.name} is a checkpointable job: it starts where there is room, not on --devices"
                 )
             return await self._restart(peer, known, requested, dry_run)
-        async with self._asking[known.id]:  # of two at once the second finds the job being moved
+        lock = self._asking.setdefault(known.id, anyio.Lock())
+        async with lock:  # of two at once the second finds the job being moved
             return await self._asked(peer, known, requested, chosen, pin, dry_run)
 
     async def _asked(

@@ -21,6 +21,7 @@ from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
 from clusterd.daemon.api.validation import refuse_malformed, refuse_unsatisfiable
 from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.errors import ClusterError, UsageError
 from clusterd.submission.job_edit import with_changes
 from clusterd.types import JobSpec, JobState
@@ -32,8 +33,8 @@ Submit = Callable[[Peer, dict[str, Any], dict[str, str]], Awaitable[dict[str, An
 class QueueVerbs:
     """Answers requests about one submitted job, each with one event."""
 
-    def __init__(self, engine: Engine, submit: Submit) -> None:
-        self._engine, self._submit = engine, submit
+    def __init__(self, engine: Engine, archived: ArchivedJobs, submit: Submit) -> None:
+        self._engine, self._archived, self._submit = engine, archived, submit
         # An edit is computed from the specification of the moment: another one must not come between it and its event.
         self._editing = anyio.Lock()
 
@@ -147,20 +148,23 @@ class QueueVerbs:
         """Arrays with a task that is not over, or all: id, name, limit, and the number of tasks in each state."""
         state = self._state
         current = {a.id for job in (*state.queue, *state.active) if (a := state.jobs[job].spec.array) is not None}
+        if not (current or all):
+            return []
         rows: dict[str, dict[str, Any]] = {}
-        for job in state.jobs.values() if current or all else ():
+        for job, count in [*await self._archived.arrays(), *((job, 1) for job in state.jobs.values())]:
             array = job.spec.array
             if array is None or not (all or array.id in current):
                 continue
             fields = {"id": array.id, "name": array.name, "user": job.spec.user, "most": array.most, "tasks": 0}
             row = rows.setdefault(array.id, {**fields, "states": {}})
-            row["tasks"] += 1
-            row["states"][job.state.value] = row["states"].get(job.state.value, 0) + 1
+            row["tasks"] += count
+            row["states"][job.state.value] = row["states"].get(job.state.value, 0) + count
         return list(rows.values())
 
     async def tasks(self, peer: Peer, array: str) -> list[dict[str, Any]]:
         """Rows of all tasks of an array or a sweep, by index."""
-        found = tasks_of(self._state, array, peer.user)
+        archived = await self._archived.tasks(array.removesuffix("_*"))
+        found = tasks_of([*archived, *self._state.jobs.values()], array, peer.user)
         if not found:
             raise UsageError(f"there is no array or sweep {array!r}: clusterd ls --all shows the jobs")
         return [projection.job_row(job, self._state) for job in found]

@@ -28,6 +28,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from clusterd import __version__, protocol
 from clusterd.daemon.access import Access, Peer
 from clusterd.daemon.api.memory import CONNECTIONS_PER_USER, ClientMemory, SharedMemory
+from clusterd.daemon.api.watch import SharedRow
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.calls import Failure, Item, Ok, reply
 from clusterd.socket_files import inode, is_still
@@ -49,6 +50,8 @@ ANSWERS_WITHIN_S = 1.0
 
 Verb = Callable[..., Awaitable[Any]]
 Streaming = Callable[..., AsyncIterator[Any]]
+Before = Callable[[str, dict[str, Any]], Awaitable[None]]
+"""Called with the user and the arguments of a request before it is served."""
 
 
 class Server:
@@ -62,14 +65,16 @@ class Server:
         verbs: dict[str, Verb],
         streams: dict[str, Streaming],
         on_gone: Callable[[Peer], None] = lambda peer: None,
+        before: Before | None = None,
     ) -> None:
-        """`on_gone`: called after each connection ended."""
+        """`on_gone`: called after each connection ended; `before`: with the arguments of each request."""
         self._path = path
         self._group = group
         self._access = access
         self._verbs = verbs
         self._streams = streams
         self._on_gone = on_gone
+        self._before = before
         self._connections = itertools.count(1)
         self._memory = SharedMemory()
         self._made: int | None = None  # inode of the socket that is ours
@@ -194,11 +199,17 @@ class Server:
             if not isinstance(verb, str):
                 raise UsageError(f"a request names its verb as text, not as {verb!r}")
             if verb in self._streams or verb in self._verbs:
+                if self._before is not None:
+                    await self._before(peer.user, request)
                 self._access.admit(peer, verb, request)
             if streaming := self._streams.get(verb):
                 client.memory.end_answer(await client.memory.begin_answer(verb))
                 async for item in streaming(peer, **checked_arguments(streaming, peer, request, verb)):
-                    await send(reply(number, Item(self._access.shown(peer, item))))
+                    shown = self._access.shown(peer, item)
+                    if isinstance(shown, SharedRow):
+                        await client.send_frame(protocol.encode_around({"id": number}, "item", shown.packed))
+                    else:
+                        await send(reply(number, Item(shown)))
                 await send(reply(number, Ok(None)))
             elif answering := self._verbs.get(verb):
                 expected = await client.memory.begin_answer(verb)
@@ -307,7 +318,9 @@ class _Client:
         self._lock = anyio.Lock()
 
     async def send(self, message: dict[str, Any]) -> None:
-        frame = protocol.encode(message)
+        await self.send_frame(protocol.encode(message))
+
+    async def send_frame(self, frame: bytes) -> None:
         self.memory.add_unread(len(frame))
         await self.send_counted(frame)
 

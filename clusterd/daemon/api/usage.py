@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from clusterd.core.state import Job, State
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
+from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.daemon.storage.usage import RETENTION_MINUTES, JobUse, UsageStore
 from clusterd.errors import UsageError
 from clusterd.protocol.codec import to_map
@@ -38,11 +40,22 @@ class _Sums:
         self.busy_s += use.busy_s
 
 
+class _Counted:
+    """Row of a job for the report, small as there may be years of jobs."""
+
+    __slots__ = ("group", "submitted_s", "waited_s")
+
+    def __init__(self, job: Job, by: str) -> None:
+        self.group, self.submitted_s = _group_of(job, by), job.submitted_s
+        started_s = job.attempts[0].started_s if job.attempts else job.ended_s or time.time()
+        self.waited_s = max(started_s - job.submitted_s, 0.0)
+
+
 class UsageVerbs:
     """Answers from the store of use and from the state."""
 
-    def __init__(self, store: UsageStore, state: State) -> None:
-        self._store, self._state = store, state
+    def __init__(self, store: UsageStore, state: State, archived: ArchivedJobs) -> None:
+        self._store, self._state, self._archived = store, state, archived
 
     @property
     def verbs(self) -> dict[str, Verb]:
@@ -70,30 +83,31 @@ class UsageVerbs:
         """
         if by not in BY:
             raise UsageError(f"report: by is {by!r}; it must be one of {', '.join(BY)}")
+        used = await self._store.jobs(since_s)
+        jobs: dict[JobId, _Counted] = {}
+        if by != "host":
+            # Who used a device since then is not over, or ended since then; use is stored by day.
+            jobs = {job.id: _Counted(job, by) async for job in self._archived.ended_since(since_s - 86400.0)}
+            jobs |= {job.id: _Counted(job, by) for job in self._state.jobs.values()}
         groups: dict[str, _Sums] = defaultdict(_Sums)
-        for use in await self._store.jobs(since_s):
-            group = use.host if by == "host" else self._group(use.job, by)
+        for use in used:
+            known = jobs.get(JobId(use.job))  # None: idle devices, or a job that is no longer known
+            group = use.host if by == "host" else known.group if known is not None else None
             if group is not None:
                 groups[group].add(use)
-        waits = self._waits(since_s, by) if by != "host" else {}
+        waits = _waits(jobs.values(), since_s)
         for group in waits:
             groups[group]  # a job that only waited has a row, too
         return [_row(group, groups[group], waits.get(group, [])) for group in sorted(groups)]
 
-    def _group(self, job: str, by: str) -> str | None:
-        """Group of a job's use; None for idle devices and for a job that is no longer known."""
-        known = self._state.jobs.get(JobId(job))
-        return _group_of(known, by) if known is not None else None
 
-    def _waits(self, since_s: float, by: str) -> dict[str, list[float]]:
-        """Seconds from submission to start, or to now, of the jobs submitted since then, by group."""
-        now_s = time.time()
-        waits: dict[str, list[float]] = defaultdict(list)
-        for job in self._state.jobs.values():
-            if job.submitted_s >= since_s:
-                started_s = job.attempts[0].started_s if job.attempts else job.ended_s or now_s
-                waits[_group_of(job, by)].append(max(started_s - job.submitted_s, 0.0))
-        return waits
+def _waits(jobs: Iterable[_Counted], since_s: float) -> dict[str, list[float]]:
+    """Seconds from submission to start, or to now, of the jobs submitted since then, by group."""
+    waits: dict[str, list[float]] = defaultdict(list)
+    for job in jobs:
+        if job.submitted_s >= since_s:
+            waits[job.group].append(job.waited_s)
+    return waits
 
 
 def _group_of(job: Job, by: str) -> str:

@@ -7,15 +7,22 @@ one costs the daemon nothing.
 from __future__ import annotations
 
 import itertools
+import time
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import anyio
 
+from clusterd import protocol
 from clusterd.core.decisions import Decision
 from clusterd.core.events import Event
+from clusterd.core.state import Job
+from clusterd.daemon.access import Peer
 
 WINDOW = 4096
 """Changes that a watcher may be behind."""
@@ -25,6 +32,22 @@ ROWS_MAX = 16
 """Changes whose rows are kept for other watchers; few watchers are further behind, and rows are large."""
 
 
+class SharedRow(dict[str, Any]):
+    """Row that goes to many clients, and is packed once for all of them."""
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The row as a part of a frame."""
+        return protocol.pack(self)
+
+
+JOBS_PER_ITEM = 1000
+"""Jobs in one item of a baseline."""
+
+SHARED_S = 5.0
+"""Age up to which watchers share a baseline: what changed since comes after it."""
+
+
 @dataclass(slots=True)
 class Change:
     """Events and decisions of one batch."""
@@ -32,7 +55,7 @@ class Change:
     number: int  # of its last event
     events: tuple[Event, ...]
     decisions: tuple[Decision, ...]
-    row: dict[str, Any] | None = None  # as watchers get it, once one of them did
+    row: SharedRow | None = None  # as watchers get it, once one of them did
 
 
 class Feed:
@@ -69,3 +92,52 @@ class Feed:
         """Wait for a change newer than `number`."""
         while self.number <= number:
             await self._bell.wait()
+
+
+class _Baseline:
+    """One baseline; an item is made when the first watcher comes to it, and lives while it is sent to one."""
+
+    def __init__(self, number: int, jobs: list[Job]) -> None:
+        self.number, self.begun_s = number, time.monotonic()
+        self.pages = [jobs[at : at + JOBS_PER_ITEM] for at in range(0, len(jobs), JOBS_PER_ITEM)] or [[]]
+        self.items: WeakValueDictionary[int, SharedRow] = WeakValueDictionary()
+        self.lock = anyio.Lock()
+
+
+class Baselines:
+    """First items of `watch`; watchers that connect at about the same time share them.
+
+    Rows may be newer than the number of their baseline: the changes after it bring them once more. The items before the
+    last have number 0, from which nobody can resume.
+
+    Args:
+        listed: returns the jobs of a baseline.
+        made: returns an item with these jobs, its number, and true if it is the first.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        listed: Callable[[], Awaitable[list[Job]]],
+        made: Callable[[Peer, list[Job], int, bool], Awaitable[dict[str, Any]]],
+    ) -> None:
+        self._feed, self._listed, self._made = feed, listed, made
+        self._current: Callable[[], _Baseline | None] = lambda: None  # it lives while a watcher reads it
+
+    async def items(self, peer: Peer) -> AsyncIterator[SharedRow]:
+        """Items of a baseline that is at most `SHARED_S` old."""
+        current = self._fresh()
+        if current is None:
+            number, jobs = self._feed.number, await self._listed()
+            current = self._fresh() or _Baseline(number, jobs)  # another watcher may have been as fast
+            self._current = weakref.ref(current)
+        for index, jobs in enumerate(current.pages):
+            async with current.lock:
+                if (item := current.items.get(index)) is None:
+                    number = current.number if index == len(current.pages) - 1 else 0
+                    item = current.items[index] = SharedRow(await self._made(peer, jobs, number, index == 0))
+            yield item
+
+    def _fresh(self) -> _Baseline | None:
+        current = self._current()
+        return current if current is not None and time.monotonic() - current.begun_s < SHARED_S else None

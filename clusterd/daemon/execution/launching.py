@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import anyio
 
@@ -48,7 +49,7 @@ class LaunchRequests:
         self._hosts = hosts
         self._archive = archive
         self._datasets = datasets
-        self._sending: dict[tuple[str, str, str], anyio.Lock] = {}
+        self._sending: WeakValueDictionary[tuple[str, str, str], anyio.Lock] = WeakValueDictionary()
         self.wants_probe: Callable[[Iterable[str], int], bool] = lambda device_types, hosts: False
         """True where devices of these types, or links between so many hosts, have not been measured."""
 
@@ -219,7 +220,8 @@ class LaunchRequests:
         if digest is None:
             return
         # Two launches at a time on one host must not send the same content twice.
-        async with self._sending.setdefault((host, spec.account, digest), anyio.Lock()):
+        lock = self._sending.setdefault((host, spec.account, digest), anyio.Lock())
+        async with lock:
             if (await self._hosts.request(host, HasWorkdir(digest), account=spec.account)).have:
                 return
             offset = 0

@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import anyio
 
@@ -46,7 +47,7 @@ class ModelInspector:
         self._datasets = datasets
         self._launches = launches
         self._asked: dict[JobId, anyio.CancelScope] = {}
-        self._locks: dict[tuple[HostId, str], anyio.Lock] = {}
+        self._locks: WeakValueDictionary[tuple[HostId, str], anyio.Lock] = WeakValueDictionary()
 
     async def describe(self, decision: d.DescribeModel) -> None:
         """Inspect the model of a queued job; the outcome becomes an event."""

@@ -30,6 +30,9 @@ FIRST_STEP_BYTES = 512
 
 ReadRequest = Callable[[HostId, ReadSteps], Awaitable[Chunk]]
 
+ENDED_MAX = 1000
+"""Attempts that are over and of which the time of the last report is known."""
+
 
 class Progress:
     """Progress of all attempts.
@@ -59,6 +62,7 @@ class Progress:
             return
         self._posted_at[key] = now_s
         self._held_back.pop(key, None)
+        self._forget_ended()
         await self._engine.report(
             e.AttemptProgressed(
                 at_s=time.time(),
@@ -70,6 +74,13 @@ class Progress:
                 first_loss=first_loss,
             )
         )
+
+    def _forget_ended(self) -> None:
+        """Drop the times of attempts that are over, once they are most of what is known."""
+        state = self._engine.scheduler.state
+        if len(self._posted_at) > 2 * len(state.active) + ENDED_MAX:
+            there = (key for key in self._posted_at if state.attempt(JobId(key[0]), key[1]) is not None)
+            self._posted_at = {key: self._posted_at[key] for key in there}
 
     def _every_s(self, job: str, number: int) -> float:
         attempt = self._engine.scheduler.state.attempt(JobId(job), number)

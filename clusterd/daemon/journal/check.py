@@ -15,7 +15,7 @@ DAMAGES_MAX = 100
 
 
 def check_file(file: Path) -> tuple[int, list[str]]:
-    """Check a journal file whole: the structure of the database, every event, proposal and journal snapshot.
+    """Check a journal file whole: its structure, every event, proposal, archived job and journal snapshot.
 
     Opens the file read-only, so a daemon may write at the same time.
 
@@ -54,6 +54,8 @@ def check_file(file: Path) -> tuple[int, list[str]]:
             sound += 1
 
     def check_bodies(table: str, key: str, name: str) -> None:
+        if db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone() is None:
+            return  # a daemon of this version has not opened the file yet
         for number, body, checksum in db.execute(f"SELECT {key}, body, checksum FROM {table} ORDER BY {key}"):
             if not isinstance(body, bytes) or of_body(body) != checksum:
                 damages.append(f"{name} {number} does not match its checksum")
@@ -62,5 +64,6 @@ def check_file(file: Path) -> tuple[int, list[str]]:
     attempt(check_events)
     attempt(lambda: check_bodies("proposals", "batch", "the proposal of batch"))
     attempt(lambda: check_bodies("snapshots", "event", "the journal snapshot at event"))
+    attempt(lambda: check_bodies("archived_jobs", "job", "archived job"))
     db.close()
     return sound, damages[:DAMAGES_MAX]

@@ -7,18 +7,19 @@ from typing import Any
 import msgspec
 
 from clusterd.core import decisions, events
-from clusterd.core.state import State
+from clusterd.core.state import Job, State
 from clusterd.core.view import Proposal
 
 _EVENT_DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in events.EVENTS.items()}
 _DECISION_DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in decisions.DECISIONS.items()}
 _STATE = msgspec.msgpack.Decoder(State)
+_JOB = msgspec.msgpack.Decoder(Job)
 _PROPOSAL = msgspec.msgpack.Decoder(Proposal)
 _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(value: Any) -> bytes:
-    """Encode an event, a decision, a proposal or a state."""
+    """Encode an event, a decision, a proposal, a job or a state."""
     return _encoder.encode(value)
 
 
@@ -47,6 +48,12 @@ def decision(kind: str, body: bytes) -> decisions.Decision:
 def state(body: bytes) -> State:
     """Decode a state."""
     decoded: State = _STATE.decode(body)
+    return decoded
+
+
+def job(body: bytes) -> Job:
+    """Decode a job."""
+    decoded: Job = _JOB.decode(body)
     return decoded
 
 

@@ -97,6 +97,7 @@ class Engine:
         self.journal = journal
         self.scheduler = scheduler
         self._on_handled = on_handled
+        # Bounded by who waits for them: the requests of clients at once, and each host's one report at a time.
         self._posted: list[_Posted] = []
         self._one_by_one = 0  # waiting events of a batch in which one raised
         self._wake = anyio.Event()

@@ -24,7 +24,7 @@ import anyio
 from clusterd.core.events import Event
 from clusterd.core.scheduler import Batch
 from clusterd.core.view import Proposal
-from clusterd.daemon.journal import blocks, checksums, codec
+from clusterd.daemon.journal import blocks, checksums, codec, job_table
 from clusterd.daemon.journal.checksums import FORMAT, Damaged
 from clusterd.errors import ClusterError
 
@@ -109,7 +109,8 @@ class Journal:
             db.executescript(SCHEMA)
         if version in (0, FORMAT):
             db.execute(SET_ASIDE)
-            db.execute(blocks.SCHEMA)
+            for statement in (blocks.SCHEMA, *job_table.SCHEMA):
+                db.execute(statement)
         elif version > FORMAT:
             raise ClusterError(
                 f"{self.path} was written by a newer clusterd (format {version}, this one knows {FORMAT}): "

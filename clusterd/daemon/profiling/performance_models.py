@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -207,6 +207,13 @@ class PerformanceModels:
         self._known.clear()
         self._published_s.clear()
         self._forgot += 1
+
+    def forget_others(self, models: Container[str]) -> None:
+        """Drop fits of all models but these; their measurements stay in the store."""
+        self._known = {key: known for key, known in self._known.items() if key[0] in models}
+        self._software = {model: found for model, found in self._software.items() if model in models}
+        self._published_s = {model: at_s for model, at_s in self._published_s.items() if model in models}
+        self._stale = {model for model in self._stale if model in models}
 
     def _alive(self, model: str) -> Iterator[Job]:
         return (job for job in self._state.jobs.values() if job.model == model and not job.state.is_final)

@@ -35,6 +35,9 @@ from profiling.store import Measurement
 
 log = logging.getLogger(__name__)
 
+INBOX_MAX = 10_000
+"""Waiting pieces of work beyond which reports of steps are ignored."""
+
 TRIAL_S_MOST = 4.0
 """Time after which a trial of slow steps ends with fewer of them."""
 
@@ -64,7 +67,7 @@ class Profiler:
         self._trial_selection = TrialSelection(engine, models.of, trials=trials)
         self._runs: dict[str, _Run] = {}
         self._forecasts: dict[str, LossForecast] = {}
-        self._inbox: list[Any] = []
+        self._inbox: dict[Any, None] = {}  # work in order; the same work waits once
         self._wake = anyio.Event()
 
     @property
@@ -94,14 +97,17 @@ class Profiler:
                     self._put(partial(self._described, event.model))
                 case e.HostConnected() | e.HostRemoved() | e.HostChanged():
                     self._put(self._devices_changed)
+                case e.JobsArchived():
+                    self._put(self._forget_models)
                 case e.MigrationFinished() | e.MigrationFailed() | e.TimerFired() | e.TrialMeasured():
                     self._put(self._trial_selection.look)
                 case _:
                     pass
 
     def on_progress(self, _host: HostId, report: Progress) -> None:
-        """Queue the steps of a running attempt."""
-        self._put(partial(self._on_steps, report))
+        """Queue the steps of a running attempt; a few are ignored where fits take longer than reports to come."""
+        if len(self._inbox) < INBOX_MAX:
+            self._put(partial(self._on_steps, report))
 
     def on_rank_message(self, _host: HostId, report: FromRank) -> None:
         """Queue what a rank measured of its device and links before its first step."""
@@ -113,8 +119,11 @@ class Profiler:
         self._models.forget()
         self._put(self._devices_changed)
 
+    async def _forget_models(self) -> None:
+        self._models.forget_others({job.model for job in self._state.jobs.values()})
+
     def _put(self, work: Any) -> None:
-        self._inbox.append(work)
+        self._inbox[work] = None
         self._wake.set()
 
     async def run(self) -> None:
@@ -124,7 +133,8 @@ class Profiler:
             await self._wake.wait()
             self._wake = anyio.Event()
             while self._inbox:
-                work = self._inbox.pop(0)
+                work = next(iter(self._inbox))
+                del self._inbox[work]
                 try:
                     await work()
                 except ClusterError as error:  # the disk is full: a trial is proposed again

@@ -179,21 +179,22 @@ class Backups:
             copied += await _put(target, copy, JOURNAL)
         finally:
             copy.unlink(missing_ok=True)
-        for name in set(await target.sizes(WORKDIRS)) - self._workdirs():
+        for name in set(await target.sizes(WORKDIRS)) - await self._workdirs():
             await target.remove(f"{WORKDIRS}/{name}")
         return event, copied
 
     async def _put_workdirs(self, target: Target, journal: Path) -> int:
         """Copy the working directories that jobs need and that are not there; their names are their content's."""
         there, copied = await target.sizes(WORKDIRS), 0
-        for name in sorted(self._workdirs() - set(there)):
+        for name in sorted(await self._workdirs() - set(there)):
             copied += await _put(target, self._directory / WORKDIRS / name, f"{WORKDIRS}/{name}")
         return copied
 
-    def _workdirs(self) -> set[str]:
+    async def _workdirs(self) -> set[str]:
         """Packed working directories, without those whose jobs are over."""
         jobs = self._engine.scheduler.state.jobs.values()
-        over = {job.spec.snapshot for job in jobs if job.state.is_final}
+        archived = await self._journal.query("SELECT DISTINCT workdir FROM archived_jobs")
+        over = {job.spec.snapshot for job in jobs if job.state.is_final} | {digest for (digest,) in archived}
         needed = {job.spec.snapshot for job in jobs if not job.state.is_final}
         stored = {file.name for file in (self._directory / WORKDIRS).glob("*.tar")}
         return stored - {f"{digest}.tar" for digest in over - needed}

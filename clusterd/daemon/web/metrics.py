@@ -57,7 +57,7 @@ def _families(
         samples = [({"host": d.rpartition(":")[0], "device": d}, minute[key]) for d, minute in newest.items()]
         yield name, help_text, [(labels, value) for labels, value in samples if value is not None]
     yield from _gpu_errors(hosts)
-    counted = Counter(job["state"] for job in jobs)
+    counted = Counter(status["jobs"])  # `jobs` has the newest of those that are over
     yield "jobs", "Jobs by state.", [({"state": state.value}, counted[state.value]) for state in JobState]
     running = [job for job in jobs if job["state"] == "running"]
     for name, key, help_text in (

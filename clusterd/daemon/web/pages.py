@@ -16,6 +16,7 @@ from clusterd.config import Web
 from clusterd.core.state import State
 from clusterd.daemon.access import RULES, Access, Callers, Others, Peer
 from clusterd.daemon.api.server import Verb, checked_arguments
+from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.daemon.web.metrics import CONTENT_TYPE, USAGE_MINUTES, prometheus_text
 from clusterd.daemon.web.server import Answer, HttpServer, Request
 from clusterd.errors import ClusterError, UsageError
@@ -56,9 +57,10 @@ TYPES = {
 class Pages:
     """Answers requests from files and verbs, as `settings` of the daemon say."""
 
-    def __init__(self, settings: Web, state: Callable[[], State]) -> None:
+    def __init__(self, settings: Web, state: Callable[[], State], archived: ArchivedJobs) -> None:
         self._server = HttpServer(settings.port)
-        self._access = Access(state, settings.visibility)
+        self._access = Access(state, settings.visibility, archived=lambda: archived.names)
+        self._before = archived.recall_named
         self._verbs: dict[str, Verb] = {}
         folder = importlib.resources.files(__package__) / "static"
         self._files = {name: Answer(HTTPStatus.OK, (folder / name).read_bytes(), kind) for name, kind in TYPES.items()}
@@ -110,6 +112,7 @@ class Pages:
         if rule.others is not Others.NONE and self._access.visibility == "own":  # found or not: no name can be guessed
             raise ClusterError('jobs have no pages of their own here: [web] visibility is "own" in clusterd.toml')
         arguments = checked_arguments(method, VISITOR, given, verb, strict=False)
+        await self._before(VISITOR.user, arguments)
         self._access.admit(VISITOR, verb, arguments)
         answer = await method(VISITOR, **arguments)
         if verb == "steps":

@@ -55,6 +55,6 @@ def test_tasks_are_found_by_index_and_by_name(lab: Lab) -> None:
     state = lab.scheduler.state
     assert admission.find_job(state, f"{newer[0]}_2", "").id == newer[2]
     assert admission.find_job(state, "net_2", "").id == newer[2]
-    assert [job.id for job in tasks_of(state, "net", "")] == newer
-    assert [job.id for job in tasks_of(state, f"{older[0]}_*", "")] == older
-    assert tasks_of(state, "none", "") == []
+    assert [job.id for job in tasks_of(state.jobs.values(), "net", "")] == newer
+    assert [job.id for job in tasks_of(state.jobs.values(), f"{older[0]}_*", "")] == older
+    assert tasks_of(state.jobs.values(), "none", "") == []
