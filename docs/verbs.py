@@ -1,5 +1,6 @@
 """Write the arguments of the verbs in docs/client.md from the methods that serve them, which also check what is sent,
-and the rules of the verbs in docs/security.md from the table that the server enforces.
+the rules of the verbs in docs/security.md from the table that the server enforces, and the manual page from the
+commands: docs/clusterd.1.
 
 ``python docs/verbs.py`` rewrites the pages; ``--check`` fails if one is out of date, or a verb has no row or no rule.
 """
@@ -14,12 +15,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
+
+from clusterd.cli.main import cli
+from clusterd.cli.man import page
 from clusterd.daemon import api
 from clusterd.daemon.access import RULES, Callers, Others
 from clusterd.daemon.api import job_logs
 
 PAGE = Path(__file__).with_name("client.md")
 RULES_PAGE = Path(__file__).with_name("security.md")
+MANUAL_PAGE = Path(__file__).with_name("clusterd.1")
 TABLE = re.compile(r"(?<=<!-- rules -->\n).*?(?=<!-- end of rules -->)", re.DOTALL)
 ROW = re.compile(r"^\| `(\w+)\(([\w, ]*)\)`", re.MULTILINE)
 
@@ -71,8 +77,11 @@ def main(options: list[str]) -> int:
             return 1
     wanted = ROW.sub(lambda row: f"| `{row[1]}({known[row[1]]})`", text)
     table = RULES_PAGE.read_text(encoding="utf-8")
+    manual = MANUAL_PAGE.read_text(encoding="utf-8") if MANUAL_PAGE.exists() else ""
+    assert isinstance(cli, click.Group)
     return max(
         _write(PAGE, text, wanted, "--check" in options),
+        _write(MANUAL_PAGE, manual, "\n".join(page(cli)) + "\n", "--check" in options),
         _write(RULES_PAGE, table, TABLE.sub(lambda _: rules(), table), "--check" in options),
     )
 

@@ -275,3 +275,28 @@ def local_cluster(cluster: RunningCluster) -> RunningCluster:
     """Started cluster with two embedded hosts of two CPU devices each."""
     cluster.start(hosts=2)
     return cluster
+
+
+@pytest.fixture(scope="module")
+def _cluster_of_module() -> Iterator[RunningCluster]:
+    with new_cluster() as made:
+        made.start(hosts=2)
+        yield made
+
+
+@pytest.fixture
+def shared_cluster(_cluster_of_module: RunningCluster) -> Iterator[RunningCluster]:
+    """The same as `local_cluster`, shared by the tests of a module.
+
+    For tests that only use jobs of their own: jobs of earlier tests are over, and hosts are not drained. Claims are the
+    test's to remove.
+    """
+    made = _cluster_of_module
+    yield made
+    for row in (left := made.call("jobs")):
+        made.call("cancel", job=row["id"])
+    for row in left:
+        made.wait_for(row["id"], lambda row: row["ended_s"] is not None and not row["holds_devices"])
+    for host in made.call("hosts"):
+        if host["drained"] is not None:
+            made.call("host_undrain", host=host["name"])

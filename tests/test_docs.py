@@ -13,7 +13,7 @@ from clusterd import config as configuration
 from clusterd import projection
 from clusterd.core import events as e
 from clusterd.core.state import Migration
-from clusterd.submission import job_file
+from clusterd.submission.job_keys import CheckpointKeys, JobKeys, LimitKeys, ResourceKeys
 from clusterd.types import DeviceClaim, DeviceId, HostId, Tenant
 from clusterd.units import TIMES
 from plans.plan import Plan
@@ -47,7 +47,7 @@ def test_the_menu_of_the_site_has_every_page() -> None:
 def test_the_reference_of_job_files_has_every_key() -> None:
     page = (ROOT / "docs" / "job_file.md").read_text()
     named = {word for code in re.findall(r"`([^`]+)`", page) for word in re.split(r"[^a-z_]+", code)}
-    keys = job_file._TOP | job_file._RESOURCES | job_file._LIMITS | job_file._CHECKPOINTS
+    keys = {key for table in (JobKeys, ResourceKeys, LimitKeys, CheckpointKeys) for key in table.__struct_fields__}
     assert keys - named == set()
 
 

@@ -66,7 +66,7 @@ _COMMANDS = {
     "advise": ("advise", "advise", "Answer scheduling situations, one JSON object per line."),
     "man": ("man", "man", "Print the manual page of all commands."),
     "completion": ("completion", "completion", "Print the shell's completion script."),
-    "config": ("head_node.settings", "config", "Check a configuration or job file."),
+    "config": ("head_node.settings", "config", "Check a configuration or job file; print their schemas."),
 }
 
 

@@ -34,8 +34,8 @@ def man() -> None:
     """Print the manual page of all commands.
 
     \b
-    clusterd man | man -l -                                           read it
-    clusterd man > ~/.local/share/man/man1/clusterd.1; man clusterd   install it
+    man clusterd              where pip installed it, with its bin on PATH
+    clusterd man | man -l -   with the one-file program
     """
     from clusterd.cli.main import cli
 

@@ -162,7 +162,7 @@ def _of_attempt(event: e.Event, state: State) -> Line:
             moved = f"{size(network)} over the network, {size(local)} within hosts"
             return Line(f"move: the state of step {step:,} is complete ({moved})", is_routine=True)
         case e.MigrationFinished(downtime_s=downtime_s):
-            return Line(f"{_moved(state, event)}, stood still for {duration(downtime_s)}")
+            return Line(f"{_moved(state, event)}, downtime {duration(downtime_s)}")
         case e.MigrationFailed(phase=phase, why=why):
             return Line(f"a move was undone in {phase}, and the old plan goes on: {why}")
     raise AssertionError(f"no line for {type(event).__name__}")

@@ -10,23 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.errors import ConfigError, UsageError
+from clusterd.submission.job_keys import CheckpointKeys, JobKeys, LimitKeys, ResourceKeys
 from clusterd.toml import check_keys, data_folders, read_toml, text_table
 from clusterd.types import CONTAINER_RUNTIMES, HostId, JobId, JobKind, JobSpec, Resources
 from clusterd.units import counted, parse_capability, parse_duration_s, parse_gpus, parse_size
 from plans.plan import Plan, PlanError
-
-_TOP = {
-    "name", "kind", "command", "workdir", "python", "uv", "requirements", "container", "mounts", "priority",
-    "guaranteed", "preemptible", "tenant", "resources", "limits", "env", "secrets", "trials", "datasets",
-    "snapshots", "checkpoints", "target_loss", "after", "wait_for_hosts", "array", "stages", "ports",
-}  # fmt: skip
-_RESOURCES = {
-    "gpus", "devices", "cpus", "memory", "plan", "plans", "hosts", "gpu_type", "gpu_memory", "nodes", "gpus_per_node",
-    "devices_per_node", "compute_capability", "constraint", "min_gpus", "max_gpus", "min_devices", "max_devices",
-    "grow", "share",
-}  # fmt: skip
-_LIMITS = {"time", "stall", "grace", "retries", "retry_on", "on_nan"}
-_CHECKPOINTS = {"directory", "every"}
 
 NAME_LENGTH_MAX = 63
 
@@ -61,14 +49,14 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
     Raises:
         ConfigError: names file and key.
     """
-    check_keys(values, _TOP, where)
+    check_keys(values, JobKeys.__struct_fields__, where)
     get = _Getter(values, where)
     resources = _resources(get.table("resources"), f"{where}: [resources]")
     limits = get.table("limits")
-    check_keys(limits, _LIMITS, f"{where}: [limits]")
+    check_keys(limits, LimitKeys.__struct_fields__, f"{where}: [limits]")
     limit = _Getter(limits, f"{where}: [limits]")
     checkpoints = get.table("checkpoints")
-    check_keys(checkpoints, _CHECKPOINTS, f"{where}: [checkpoints]")
+    check_keys(checkpoints, CheckpointKeys.__struct_fields__, f"{where}: [checkpoints]")
     if "every" in checkpoints and "directory" not in checkpoints:
         raise ConfigError(f'{where}: [checkpoints] needs a place: directory = "/shared/folder", seen by all its hosts')
     saved = _Getter(checkpoints, f"{where}: [checkpoints]")
@@ -264,7 +252,7 @@ def _default_name(argv: Sequence[str]) -> str:
 
 
 def _resources(table: Mapping[str, Any], where: str) -> Resources:
-    check_keys(table, _RESOURCES, where)
+    check_keys(table, ResourceKeys.__struct_fields__, where)
     get = _Getter(table, where)
     given, devices = get("gpus", object, None), get("devices", int, None)
     try:

@@ -9,21 +9,20 @@ from tests.conftest import RunningCluster, until
 from tests.hang import HANG_S
 
 
-def test_thousands_of_calls_at_once_are_answered(cluster: RunningCluster) -> None:
+def test_thousands_of_calls_at_once_are_answered(shared_cluster: RunningCluster) -> None:
     """Client and daemon waited for each other, for ever: neither read before the other did."""
-    cluster.start()
-    with Client(cluster.socket, timeout_s=HANG_S) as client:
+    with Client(shared_cluster.socket, timeout_s=HANG_S) as client:
         assert len(client.call_many("hello", [{}] * 5000)) == 5000
 
 
-def test_hosts_that_are_drained_together_pass_no_job_on(local_cluster: RunningCluster) -> None:
-    answer = local_cluster.run("host", "drain", "local0", "nosuch", "local1", check=False)
+def test_hosts_that_are_drained_together_pass_no_job_on(shared_cluster: RunningCluster) -> None:
+    answer = shared_cluster.run("host", "drain", "local0", "nosuch", "local1", check=False)
     assert answer.returncode == 2
     assert "there is no host 'nosuch'" in answer.stderr
-    rows = {row["name"]: row for row in local_cluster.call("hosts")}
+    rows = {row["name"]: row for row in shared_cluster.call("hosts")}
     assert rows["local0"]["drained"] is not None
     assert rows["local1"]["drained"] is not None
-    drains = [event["at_s"] for event in local_cluster.call("history")["events"] if event["kind"] == "HostDrained"]
+    drains = [event["at_s"] for event in shared_cluster.call("history")["events"] if event["kind"] == "HostDrained"]
     assert len(drains) == 2
     assert len(set(drains)) == 1
 
@@ -48,24 +47,24 @@ def test_jobs_that_are_cancelled_together_do_not_start_where_one_of_them_ends(lo
     assert len(launched - {over}) == 4
 
 
-def test_a_few_jobs_that_are_cancelled_are_told_of_each(local_cluster: RunningCluster) -> None:
+def test_a_few_jobs_that_are_cancelled_are_told_of_each(shared_cluster: RunningCluster) -> None:
     command = ("run", "-d", "--no-snapshot", "--name", "w", "--sweep", "N=1,2", "--", "sleep", "1000")
-    first, second = local_cluster.run(*command).stdout.split()
-    answer = local_cluster.run("cancel", "--wait", first, "w*")
+    first, second = shared_cluster.run(*command).stdout.split()
+    answer = shared_cluster.run("cancel", "--wait", first, "w*")
     assert answer.stderr == f"{first} (w_N1) is cancelled\n{second} (w_N2) is cancelled\n"
 
 
-def test_a_priority_below_zero_is_a_number(local_cluster: RunningCluster) -> None:
-    job = local_cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "1000").stdout.strip()
-    local_cluster.run("priority", job, "-5")
-    assert local_cluster.job(job)["priority"] == -5
-    answer = local_cluster.run("priority", job, "low", check=False)
+def test_a_priority_below_zero_is_a_number(shared_cluster: RunningCluster) -> None:
+    job = shared_cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "1000").stdout.strip()
+    shared_cluster.run("priority", job, "-5")
+    assert shared_cluster.job(job)["priority"] == -5
+    answer = shared_cluster.run("priority", job, "low", check=False)
     assert answer.returncode == 2
 
 
-def test_nobody_is_meant_by_an_empty_name(local_cluster: RunningCluster) -> None:
-    local_cluster.run("run", "--no-snapshot", "--", "true")
+def test_nobody_is_meant_by_an_empty_name(shared_cluster: RunningCluster) -> None:
+    shared_cluster.run("run", "--no-snapshot", "--", "true")
     for verb in ("plans", "profile"):
-        answer = local_cluster.run(verb, "", check=False)
+        answer = shared_cluster.run(verb, "", check=False)
         assert answer.returncode == 2
         assert "no job is named" in answer.stderr

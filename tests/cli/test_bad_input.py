@@ -127,12 +127,11 @@ def test_relative_directories_are_the_same_for_daemon_and_clients(cluster: Runni
 
 
 @pytest.mark.slow
-def test_no_name_is_no_job(cluster: RunningCluster) -> None:
+def test_no_name_is_no_job(shared_cluster: RunningCluster) -> None:
     """An unset variable in a script must not cancel the only job."""
-    cluster.start(hosts=1)
-    cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "1000")
-    assert "no job is named" in refused(cluster, "cancel", "", code=2)
-    assert cluster.call("jobs")[0]["state"] in ("queued", "starting", "running")
+    shared_cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "1000")
+    assert "no job is named" in refused(shared_cluster, "cancel", "", code=2)
+    assert shared_cluster.call("jobs")[0]["state"] in ("queued", "starting", "running")
 
 
 @pytest.mark.slow_after(8)
@@ -205,26 +204,25 @@ def test_a_state_directory_with_a_file_in_the_place_of_a_folder(cluster: Running
     )
 
 
-def test_an_action_for_several_hosts_skips_unknown_ones(local_cluster: RunningCluster) -> None:
-    message = local_cluster.run("host", "drain", "nosuch", "local0", check=False)
+def test_an_action_for_several_hosts_skips_unknown_ones(shared_cluster: RunningCluster) -> None:
+    message = shared_cluster.run("host", "drain", "nosuch", "local0", check=False)
     assert message.returncode == 2
     assert "local0 is drained; no jobs" in message.stderr
-    assert [row["name"] for row in local_cluster.call("hosts") if row["drained"] is not None] == ["local0"]
-    message = local_cluster.run("host", "add", "--cpu-devices", "99999999", "gpu01", check=False)
+    assert [row["name"] for row in shared_cluster.call("hosts") if row["drained"] is not None] == ["local0"]
+    message = shared_cluster.run("host", "add", "--cpu-devices", "99999999", "gpu01", check=False)
     assert "99999999 is not in the range 0<=x<=1024" in message.stderr
     with pytest.raises(ClusterError, match="the host's options: cpu_devices is -1; it must be a whole number"):
-        local_cluster.call("host_add", address="gpu01", accept=[], options={"cpu_devices": -1})
+        shared_cluster.call("host_add", address="gpu01", accept=[], options={"cpu_devices": -1})
 
 
-def test_a_standard_input_that_is_closed(cluster: RunningCluster) -> None:
+def test_a_standard_input_that_is_closed(shared_cluster: RunningCluster) -> None:
     """Some service managers start programs with standard input closed."""
-    cluster.start(hosts=1)
-    job = cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "1000").stdout.strip()
-    cluster.wait_for(job, lambda row: row["state"] == "running")
+    job = shared_cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "1000").stdout.strip()
+    shared_cluster.wait_for(job, lambda row: row["state"] == "running")
     clusterd = f"{sys.executable} -m clusterd"
     message = subprocess.run(
         ["sh", "-c", f"{clusterd} shell {job} -- echo there <&-; {clusterd} top <&-"],
-        env=cluster.environment,
+        env=shared_cluster.environment,
         capture_output=True,
         text=True,
         check=False,
@@ -266,7 +264,7 @@ def test_a_plan_that_cannot_be_and_a_host_without_torch(local_cluster: RunningCl
     assert row["devices"] == []
 
 
-def test_why_a_rank_failed_is_told_in_its_words(local_cluster: RunningCluster, tmp_path: Path) -> None:
+def test_why_a_rank_failed_is_told_in_its_words(shared_cluster: RunningCluster, tmp_path: Path) -> None:
     """Not by its exit code alone: nobody should have to look for the one line of a log."""
     work = tmp_path / "work"
     shutil.copytree(GPT, work, ignore=shutil.ignore_patterns("__pycache__"))
@@ -275,31 +273,30 @@ def test_why_a_rank_failed_is_told_in_its_words(local_cluster: RunningCluster, t
     (work / "train.py").write_text(script.replace("        window =", broken))
     text = f'kind = "elastic"\nworkdir = "{work}"\ncommand = ["python", "train.py"]\n'
     text += "resources = { devices = 1, plan = { dp = 1 } }\n"
-    job = local_cluster.submit(text, "broken")
-    row = local_cluster.wait_for(job, lambda row: row["state"] == "failed")
-    assert re.search(r"on local\d: exit code 1: KeyError: \d+", row["reason"]), row["reason"]
+    job = shared_cluster.submit(text, "broken")
+    row = shared_cluster.wait_for(job, lambda row: row["state"] == "failed")
+    assert re.search(r"exit code 1 on local\d: KeyError: \d+", row["reason"]), row["reason"]
     (tmp_path / "taken").touch()
-    job = local_cluster.submit(f'{text}checkpoints = {{ directory = "{tmp_path}/taken/here" }}\n', "nowhere")
-    row = local_cluster.wait_for(job, lambda row: row["state"] == "failed")
+    job = shared_cluster.submit(f'{text}checkpoints = {{ directory = "{tmp_path}/taken/here" }}\n', "nowhere")
+    row = shared_cluster.wait_for(job, lambda row: row["state"] == "failed")
     assert f"cannot create {tmp_path}/taken/here/nowhere-{job} for checkpoints" in row["reason"]
 
 
-def test_options_after_the_command_are_its_own(cluster: RunningCluster) -> None:
+def test_options_after_the_command_are_its_own(shared_cluster: RunningCluster) -> None:
     """Options after the command belong to it, even if clusterd has the same ones, with or without `--`."""
-    cluster.start()
     for terms in (("python", "-u", "train.py", "--gpus", "many"), ("--", "./train", "--name", "-d", "--", "x")):
-        job = cluster.run("run", "-d", "--no-snapshot", *terms).stdout.strip()
-        assert cluster.job(job)["spec"]["command"] == list(terms[terms[0] == "--" :])
+        job = shared_cluster.run("run", "-d", "--no-snapshot", *terms).stdout.strip()
+        assert shared_cluster.job(job)["spec"]["command"] == list(terms[terms[0] == "--" :])
 
 
-def test_ended_jobs_are_not_changed(local_cluster: RunningCluster) -> None:
+def test_ended_jobs_are_not_changed(shared_cluster: RunningCluster) -> None:
     """A job that ended has no priority and no pin; a host is added once, and one inside this machine has no key."""
-    job = local_cluster.run("run", "-d", "--", "true").stdout.strip()
-    local_cluster.run("wait", job)
+    job = shared_cluster.run("run", "-d", "--", "true").stdout.strip()
+    shared_cluster.run("wait", job)
     for terms in (("priority", job, "5"), ("unpin", job), ("cancel", job)):
-        assert f"job {job} (true) is finished already" in refused(local_cluster, *terms, code=1)
-    assert "local0 is in the cluster already" in refused(local_cluster, "host", "add", "local0", code=1)
-    assert "has the known key" in local_cluster.run("host", "trust", "local0").stderr
+        assert f"job {job} (true) is finished already" in refused(shared_cluster, *terms, code=1)
+    assert "local0 is in the cluster already" in refused(shared_cluster, "host", "add", "local0", code=1)
+    assert "has the known key" in shared_cluster.run("host", "trust", "local0").stderr
 
 
 def test_the_settings_file_in_force_is_told(cluster: RunningCluster) -> None:
@@ -345,10 +342,9 @@ def test_a_state_directory_that_cannot_be(cluster: RunningCluster) -> None:
     assert "set CLUSTERD_STATE_DIR to a writable directory" in refused(cluster, "start", code=1)
 
 
-def test_a_command_is_shown_and_not_obeyed(cluster: RunningCluster) -> None:
-    cluster.start()
-    cluster.call("submit", spec={"name": "odd", "command": ["echo", "\x1b[2J\nnext"], "user": ""})
-    done = cluster.run("show", "odd")
+def test_a_command_is_shown_and_not_obeyed(shared_cluster: RunningCluster) -> None:
+    shared_cluster.call("submit", spec={"name": "odd", "command": ["echo", "\x1b[2J\nnext"], "user": ""})
+    done = shared_cluster.run("show", "odd")
     assert "command    echo \\x1b[2J\\nnext" in done.stdout and "\x1b" not in done.stdout
 
 

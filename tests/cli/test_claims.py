@@ -13,8 +13,8 @@ from clusterd.errors import UsageError
 from tests.conftest import RunningCluster
 
 
-def test_a_claimed_device_goes_to_no_job(local_cluster: RunningCluster) -> None:
-    cluster = local_cluster
+def test_a_claimed_device_goes_to_no_job(shared_cluster: RunningCluster) -> None:
+    cluster = shared_cluster
     cluster.wait_until_up(2)
     made = cluster.run("claim", "local0:1", "local1", "--for", "2h", "--reason", "new fan").stderr
     assert made.startswith("claim 1: local0:cpu1, local1:cpu0, local1:cpu1 since ")
@@ -42,16 +42,17 @@ def test_a_claimed_device_goes_to_no_job(local_cluster: RunningCluster) -> None:
     assert "has no device '7'" in cluster.run("claim", "local0:7", "--reason", "x", check=False).stderr
 
 
-def test_a_claim_that_drains_queues_its_holders_again(local_cluster: RunningCluster) -> None:
-    cluster = local_cluster
+def test_a_claim_that_drains_queues_its_holders_again(shared_cluster: RunningCluster) -> None:
+    cluster = shared_cluster
     cluster.wait_until_up(2)
     there = ("--devices", "1", "--host", "local0", "--name", "study")
     job = cluster.run("run", "-d", "--no-snapshot", *there, "--", "sleep", "1000").stdout.strip()
     cluster.wait_for(job, lambda row: row["state"] == "running")
     told = cluster.run("claim", "local0", "--reason", "demo", "--drain").stderr
     assert "still there: study" in told
+    claim = told.partition(":")[0].removeprefix("claim ")
     cluster.wait_for(job, lambda row: row["state"] == "queued" and not row["holds_devices"])
-    cluster.run("claim", "rm", "1")
+    cluster.run("claim", "rm", claim)
     assert cluster.wait_for(job, lambda row: row["state"] == "running")["attempt"] == 2
 
 

@@ -17,43 +17,43 @@ def stored(cluster: RunningCluster, job: str) -> list[str]:
 
 
 @pytest.fixture(name="finished")
-def finished_(local_cluster: RunningCluster, tmp_path: Path) -> str:
+def finished_(shared_cluster: RunningCluster, tmp_path: Path) -> str:
     command = ("run", "--detach", "--name", "writes", "--", "sh", "-c", OUTPUT)
-    job = local_cluster.run(*command, cwd=tmp_path).stdout.strip()
-    local_cluster.run("wait", job)
-    assert local_cluster.run("logs", job).stdout == "said\n"
+    job = shared_cluster.run(*command, cwd=tmp_path).stdout.strip()
+    shared_cluster.run("wait", job)
+    assert shared_cluster.run("logs", job).stdout == "said\n"
     return job
 
 
-def test_nothing_is_left_of_a_job_but_its_line(local_cluster: RunningCluster, finished: str) -> None:
-    assert len(stored(local_cluster, finished)) >= 2, "on its host and on the head node"
-    answer = local_cluster.run("forget", finished)
+def test_nothing_is_left_of_a_job_but_its_line(shared_cluster: RunningCluster, finished: str) -> None:
+    assert len(stored(shared_cluster, finished)) >= 2, "on its host and on the head node"
+    answer = shared_cluster.run("forget", finished)
     assert "1 job forgotten, 1.9 MiB freed" in answer.stderr
-    assert stored(local_cluster, finished) == []
-    assert "writes" in local_cluster.run("ls", "--all").stdout
-    gone = local_cluster.run("logs", finished, check=False)
+    assert stored(shared_cluster, finished) == []
+    assert "writes" in shared_cluster.run("ls", "--all").stdout
+    gone = shared_cluster.run("logs", finished, check=False)
     assert gone.returncode == 1
     assert "it never started, or was forgotten" in gone.stderr
-    assert "0 B freed" in local_cluster.run("forget", finished).stderr, "once more does no harm"
+    assert "0 B freed" in shared_cluster.run("forget", finished).stderr, "once more does no harm"
 
 
-def test_a_job_that_runs_is_not_forgotten(local_cluster: RunningCluster) -> None:
-    job = local_cluster.run("run", "--detach", "--name", "runs", "--", "sleep", "60").stdout.strip()
-    local_cluster.wait_for(job, lambda row: row["state"] == "running")
-    refused = local_cluster.run("forget", job, check=False)
+def test_a_job_that_runs_is_not_forgotten(shared_cluster: RunningCluster) -> None:
+    job = shared_cluster.run("run", "--detach", "--name", "runs", "--", "sleep", "60").stdout.strip()
+    shared_cluster.wait_for(job, lambda row: row["state"] == "running")
+    refused = shared_cluster.run("forget", job, check=False)
     assert refused.returncode == 1
     assert "runs is running: it is forgotten when it is over" in refused.stderr
-    assert stored(local_cluster, job)
-    local_cluster.run("cancel", "--wait", job)
+    assert stored(shared_cluster, job)
+    shared_cluster.run("cancel", "--wait", job)
 
 
-def test_old_ones_are_named_before_they_go(local_cluster: RunningCluster, finished: str) -> None:
-    assert f"{finished} (writes), finished" in local_cluster.run("forget", "--older", "0s", "--dry-run").stdout
-    assert stored(local_cluster, finished)
-    assert "forgotten" in local_cluster.run("forget", "--older", "1d").stderr
-    assert stored(local_cluster, finished), "it ended just now"
-    local_cluster.run("forget", "--older", "0s")
-    assert stored(local_cluster, finished) == []
+def test_old_ones_are_named_before_they_go(shared_cluster: RunningCluster, finished: str) -> None:
+    assert f"{finished} (writes), finished" in shared_cluster.run("forget", "--older", "0s", "--dry-run").stdout
+    assert stored(shared_cluster, finished)
+    assert "forgotten" in shared_cluster.run("forget", "--older", "1d").stderr
+    assert stored(shared_cluster, finished), "it ended just now"
+    shared_cluster.run("forget", "--older", "0s")
+    assert stored(shared_cluster, finished) == []
 
 
 @pytest.mark.parametrize("given", [(), ("1", "--older", "1d"), ("--older", "soon"), ("--older=-1d",), ("--older=-5",)])

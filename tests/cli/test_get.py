@@ -16,63 +16,69 @@ mkdir -p results/last; echo a > results/a.txt; echo b > results/last/b.txt; ln -
 """
 
 
-@pytest.fixture(name="written")
-def written_(local_cluster: RunningCluster, tmp_path: Path) -> str:
+def writes(cluster: RunningCluster, tmp_path: Path) -> str:
+    """Job that has written some files and is over."""
     work = tmp_path / "work"
     work.mkdir()
     for name in ("kept.txt", "touched.txt"):
         (work / name).write_text("was there\n")
     command = ("run", "--detach", "--name", "writes", "--", "sh", "-c", WRITES)
-    job = local_cluster.run(*command, cwd=work).stdout.strip()
-    local_cluster.run("wait", job)
+    job = cluster.run(*command, cwd=work).stdout.strip()
+    cluster.run("wait", job)
     return job
 
 
-def test_files_of_a_job_are_listed_and_copied(local_cluster: RunningCluster, written: str, tmp_path: Path) -> None:
-    listed = json.loads(local_cluster.run("get", written, "-o", "json").stdout)
+@pytest.fixture(name="written")
+def written_(shared_cluster: RunningCluster, tmp_path: Path) -> str:
+    return writes(shared_cluster, tmp_path)
+
+
+def test_files_of_a_job_are_listed_and_copied(shared_cluster: RunningCluster, written: str, tmp_path: Path) -> None:
+    listed = json.loads(shared_cluster.run("get", written, "-o", "json").stdout)
     assert [f["path"] for f in listed] == ["out.bin", "results/a.txt", "results/last/b.txt", "touched.txt"]
-    assert "results/last/b.txt" in local_cluster.run("get", "writes").stdout
+    assert "results/last/b.txt" in shared_cluster.run("get", "writes").stdout
 
     here = tmp_path / "here"
-    answer = local_cluster.run("get", written, "out.bin", "results", "--to", str(here)).stderr
+    answer = shared_cluster.run("get", written, "out.bin", "results", "--to", str(here)).stderr
     assert "(2.9 MiB) from " in answer
     copied = sorted(str(p.relative_to(here)) for p in here.rglob("*") if p.is_file())
     assert copied == ["out.bin", "results/a.txt", "results/last/b.txt"]
     assert (here / "out.bin").stat().st_size == 3_000_000
-    checked = local_cluster.run("run", "--", "cksum", "out.bin", cwd=here).stdout.split()
-    assert checked[:2] == local_cluster.run("logs", written).stdout.split()[:2]
+    checked = shared_cluster.run("run", "--", "cksum", "out.bin", cwd=here).stdout.split()
+    assert checked[:2] == shared_cluster.run("logs", written).stdout.split()[:2]
 
 
 def test_nothing_is_written_over_unless_that_is_said(
-    local_cluster: RunningCluster, written: str, tmp_path: Path
+    shared_cluster: RunningCluster, written: str, tmp_path: Path
 ) -> None:
     here = tmp_path / "here"
     (here / "results").mkdir(parents=True)
     (here / "results/a.txt").write_text("mine")
-    refused = local_cluster.run("get", written, "results/*", "--to", str(here), check=False)
+    refused = shared_cluster.run("get", written, "results/*", "--to", str(here), check=False)
     assert refused.returncode == 1
     assert "results/a.txt already exists: --force overwrites it" in refused.stderr
     assert [p.name for p in here.rglob("*") if p.is_file()] == ["a.txt"], "none of them was copied"
     assert (here / "results/a.txt").read_text() == "mine"
-    local_cluster.run("get", written, "results/*", "--to", str(here), "--force")
+    shared_cluster.run("get", written, "results/*", "--to", str(here), "--force")
     assert (here / "results/a.txt").read_text() == "a\n"
 
 
-def test_a_missing_file_is_reported(local_cluster: RunningCluster, written: str, tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(shared_cluster: RunningCluster, written: str, tmp_path: Path) -> None:
     for wanted in ("kept.txt", "none.pt", "../../agent.log", "results/link"):
-        refused = local_cluster.run("get", written, wanted, "--to", str(tmp_path), check=False)
+        refused = shared_cluster.run("get", written, wanted, "--to", str(tmp_path), check=False)
         assert refused.returncode == 1
         assert f"has written no {wanted}" in refused.stderr
     (tmp_path / "file").touch()
     for wanted, code, why in (("", 2, "the file name is empty"), ("out.bin", 1, "cannot write")):
-        refused = local_cluster.run("get", written, wanted, "--to", str(tmp_path / "file" / "below"), check=False)
+        refused = shared_cluster.run("get", written, wanted, "--to", str(tmp_path / "file" / "below"), check=False)
         assert (refused.returncode, why in refused.stderr) == (code, True), refused.stderr
-    local_cluster.run("forget", written)
-    assert "has written no files" in local_cluster.run("get", written).stderr
+    shared_cluster.run("forget", written)
+    assert "has written no files" in shared_cluster.run("get", written).stderr
 
 
-def test_files_of_an_unreachable_host_are_unknown(local_cluster: RunningCluster, written: str) -> None:
+def test_files_of_an_unreachable_host_are_unknown(local_cluster: RunningCluster, tmp_path: Path) -> None:
     """Regression: files on an unreachable host were reported as absent."""
+    written = writes(local_cluster, tmp_path)
     (host,) = local_cluster.job(written)["hosts"]
     cut_power(local_cluster.directory, int(host.removeprefix("local")))
     until(lambda: {row["name"]: row["state"] for row in local_cluster.call("hosts")}[host] == "unreachable")
@@ -82,10 +88,9 @@ def test_files_of_an_unreachable_host_are_unknown(local_cluster: RunningCluster,
         assert f"is unknown until {host} can be reached" in refused.stderr
 
 
-def test_a_copy_that_a_host_leaves_in_the_middle_is_not_made(
-    local_cluster: RunningCluster, written: str, tmp_path: Path
-) -> None:
+def test_a_copy_that_a_host_leaves_in_the_middle_is_not_made(local_cluster: RunningCluster, tmp_path: Path) -> None:
     """Regression: the message named neither what the host waited for nor what to do."""
+    written = writes(local_cluster, tmp_path)
     (file,) = [f for f in local_cluster.call("files", job=written)["files"] if f["path"] == "out.bin"]
     which = {"path": "out.bin", "host": file["host"], "attempt": file["attempt"]}
     with local_cluster.client() as client:

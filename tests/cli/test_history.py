@@ -7,25 +7,25 @@ import json
 from tests.conftest import RunningCluster
 
 
-def test_history_is_in_order_with_reasons(local_cluster: RunningCluster) -> None:
-    local_cluster.run("run", "--no-snapshot", "--name", "bad", "--", "sh", "-c", "exit 3", check=False)
-    local_cluster.run("host", "drain", "local1", "--why", "new fan")
-    lines = [line[16:] for line in local_cluster.run("history").stdout.splitlines()]
+def test_history_is_in_order_with_reasons(shared_cluster: RunningCluster) -> None:
+    shared_cluster.run("run", "--no-snapshot", "--name", "bad", "--", "sh", "-c", "exit 3", check=False)
+    shared_cluster.run("host", "drain", "local1", "--why", "new fan")
+    lines = [line[16:] for line in shared_cluster.run("history").stdout.splitlines()]
     texts = [line.partition("bad (1)")[2].strip() for line in lines if line.startswith("bad (1)")]
-    assert [text.partition(" ")[0] for text in texts] == ["submitted", "started", "failed"]
+    assert [text.partition(" ")[0] for text in texts] == ["submitted", "started", "failed:"]
     assert "exit code 3" in texts[-1]
     (drained,) = [line for line in lines if "drained" in line]
     assert drained.startswith("local1 ") and drained.endswith(": new fan")
-    about_job = local_cluster.run("history", "--job", "bad").stdout
+    about_job = shared_cluster.run("history", "--job", "bad").stdout
     assert "drained" not in about_job
-    every = local_cluster.run("history", "--job", "bad", "--verbose").stdout
+    every = shared_cluster.run("history", "--job", "bad", "--verbose").stdout
     assert "rank 0 ended: exit code 3" in every and "rank 0 ended" not in about_job
-    about_host = json.loads(local_cluster.run("history", "--host", "local1", "-o", "json").stdout)
+    about_host = json.loads(shared_cluster.run("history", "--host", "local1", "-o", "json").stdout)
     assert {row["host"] for row in about_host} == {"local1"}
-    nothing = local_cluster.run("history", "--since", "0s")
+    nothing = shared_cluster.run("history", "--since", "0s")
     assert (nothing.stdout, nothing.stderr) == ("", "nothing in the last 0s\n")
 
 
-def test_who_is_asked_about_must_be_there(local_cluster: RunningCluster) -> None:
+def test_who_is_asked_about_must_be_there(shared_cluster: RunningCluster) -> None:
     for option in ("--job", "--host"):
-        assert "nosuch" in local_cluster.run("history", option, "nosuch", check=False).stderr
+        assert "nosuch" in shared_cluster.run("history", option, "nosuch", check=False).stderr

@@ -15,8 +15,8 @@ from clusterd.types import HostId
 from tests.conftest import RunningCluster
 
 
-def test_hosts_that_will_do_are_told_so(local_cluster: RunningCluster) -> None:
-    done = local_cluster.run("host", "check", "--python", sys.executable, "-o", "json")
+def test_hosts_that_will_do_are_told_so(shared_cluster: RunningCluster) -> None:
+    done = shared_cluster.run("host", "check", "--python", sys.executable, "-o", "json")
     rows: list[dict[str, Any]] = json.loads(done.stdout)
     by_check = {(row["host"], row["check"]): row for row in rows}
     assert all(row["state"] != "failed" for row in rows)
@@ -26,13 +26,13 @@ def test_hosts_that_will_do_are_told_so(local_cluster: RunningCluster) -> None:
         assert by_check[host, "devices"]["said"] == "2 x CPU device"
 
 
-def test_a_missing_interpreter_is_a_failure_of_that_host_alone(local_cluster: RunningCluster) -> None:
-    done = local_cluster.run("host", "check", "local1", "--python", "/no/such/env", check=False)
+def test_a_missing_interpreter_is_a_failure_of_that_host_alone(shared_cluster: RunningCluster) -> None:
+    done = shared_cluster.run("host", "check", "local1", "--python", "/no/such/env", check=False)
     assert done.returncode == 1
     assert "clusterd: 1 of " in done.stderr and " checks failed" in done.stderr
     assert "no Python at /no/such/env" in done.stdout
     assert "local0 " not in done.stdout
-    unknown = local_cluster.run("host", "check", "gpu77", check=False)
+    unknown = shared_cluster.run("host", "check", "gpu77", check=False)
     assert unknown.returncode and "gpu77" in unknown.stderr
 
 
@@ -55,10 +55,10 @@ def test_limits_that_are_not_enforced_come_with_a_remedy(
 
 
 @pytest.mark.slow
-def test_the_host_gets_the_memory_and_cores_of_a_job_to_enforce(local_cluster: RunningCluster) -> None:
+def test_the_host_gets_the_memory_and_cores_of_a_job_to_enforce(shared_cluster: RunningCluster) -> None:
     """Not the memory that a job did not ask for."""
     for memory, expected in ((["--memory", "96MB"], 96 * 1000**2), ([], 0)):
-        done = local_cluster.run("run", "--cpus", "1", *memory, "--", "pwd")
+        done = shared_cluster.run("run", "--cpus", "1", *memory, "--", "pwd")
         launch = protocol.decode((Path(done.stdout.strip()).parent / "launch.msgpack").read_bytes())
         assert launch["cores"] == 1
         assert launch["memory_bytes"] == expected

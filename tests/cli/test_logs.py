@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,41 +18,43 @@ from tests.hang import HANG_S
 from tests.scenarios.test_migration import agent_of
 
 
-def test_a_log_is_followed_past_a_host_that_did_not_start_the_job(local_cluster: RunningCluster) -> None:
+def test_a_log_is_followed_past_a_host_that_did_not_start_the_job(shared_cluster: RunningCluster) -> None:
     """Only one of two hosts has the job's Python; the log is followed while the job is redirected to that host."""
-    (local_cluster.directory / "local/1/home/env").symlink_to(sys.prefix)
+    (shared_cluster.directory / "local/1/home/env").symlink_to(sys.prefix)
     spec = {"name": "picky", "command": ["python", "-c", "print('said')"], "python": "~/env"}
-    with local_cluster.client() as client:
+    with shared_cluster.client() as client:
         job = client.call("submit", spec=spec)["id"]
         chunks = b"".join(piece["data"] for piece in client.stream("logs", job=job, follow=True))
     assert chunks == b"said\n"
-    row = local_cluster.wait_for(job, lambda row: row["state"] == "finished")
+    row = shared_cluster.wait_for(job, lambda row: row["state"] == "finished")
     assert len(row["attempts"]) == 2, "local0 was tried first"
-    assert local_cluster.run("logs", "-f", job).stdout == "said\n"
-    refused = local_cluster.run("logs", "-f", "--attempt", "1", job, check=False)
-    assert "attempt 1 of job 1 (picky) has no log: it never started" in refused.stderr
+    assert shared_cluster.run("logs", "-f", job).stdout == "said\n"
+    refused = shared_cluster.run("logs", "-f", "--attempt", "1", job, check=False)
+    assert f"attempt 1 of job {job} (picky) has no log: it never started" in refused.stderr
 
 
-def test_run_tells_why_no_host_started_the_job(local_cluster: RunningCluster, tmp_path: Path) -> None:
+def test_run_tells_why_no_host_started_the_job(shared_cluster: RunningCluster, tmp_path: Path) -> None:
     """The working directory has been removed from every host by the time the job starts."""
     here = tmp_path / "here"
     here.mkdir()
-    local_cluster.run("host", "drain", "local0", "local1")
+    shared_cluster.run("host", "drain", "local0", "local1")
     command = [sys.executable, "-m", "clusterd", "run", "--no-snapshot", "--", "true"]
-    with subprocess.Popen(command, cwd=here, env=local_cluster.environment, stderr=subprocess.PIPE, text=True) as run:
-        until(lambda: bool(local_cluster.call("jobs")))
+    with subprocess.Popen(command, cwd=here, env=shared_cluster.environment, stderr=subprocess.PIPE, text=True) as run:
+        until(lambda: bool(shared_cluster.call("jobs")))
         shutil.rmtree(here)
-        local_cluster.run("host", "undrain", "local0", "local1")
+        shared_cluster.run("host", "undrain", "local0", "local1")
         _, message = run.communicate(timeout=HANG_S)
     assert run.returncode == 1
-    assert "true (1) failed: local" in message
+    assert re.search(r"true \(\d+\) failed: local", message)
     assert f"the working directory {here} does not exist on this host" in message
     assert "has no log" not in message
 
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("answer", [True, False])
-def test_run_waits_on_when_nobody_reads_its_output(local_cluster: RunningCluster, tmp_path: Path, answer: bool) -> None:
+def test_run_waits_on_when_nobody_reads_its_output(
+    shared_cluster: RunningCluster, tmp_path: Path, answer: bool
+) -> None:
     """``run ... | head -1`` ended with 0 while its job ran on; with ``2>&1`` there is nobody left to be told."""
     over = tmp_path / "over"
     script = (
@@ -64,24 +67,24 @@ def test_run_waits_on_when_nobody_reads_its_output(local_cluster: RunningCluster
     command = [sys.executable, "-m", "clusterd", "run", "--no-snapshot", "--name", "yes", "--", "python", "-c", script]
     errors = subprocess.PIPE if answer else subprocess.STDOUT
     with subprocess.Popen(
-        command, cwd=tmp_path, env=local_cluster.environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        command, cwd=tmp_path, env=shared_cluster.environment, stdout=subprocess.PIPE, stderr=errors, text=True
     ) as run:
         assert run.stdout is not None
         assert "y\n" in run.stdout
         run.stdout.close()
         if run.stderr is not None:
-            assert any("standard output was closed; yes (1) keeps running" in line for line in run.stderr)
+            assert any(re.search(r"standard output was closed; yes \(\d+\) keeps", line) for line in run.stderr)
         over.touch()
         assert run.wait(30) == 3
 
 
-def test_wait_returns_the_exit_code_when_nobody_reads_its_output(local_cluster: RunningCluster) -> None:
+def test_wait_returns_the_exit_code_when_nobody_reads_its_output(shared_cluster: RunningCluster) -> None:
     """Regression: `wait` exited with 0 on a closed pipe, as `ls` does, and a script went on after a failed job."""
-    job = local_cluster.run("run", "-d", "--no-snapshot", "--", "sh", "-c", "exit 3").stdout.strip()
+    job = shared_cluster.run("run", "-d", "--no-snapshot", "--", "sh", "-c", "exit 3").stdout.strip()
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "clusterd", "wait", "-o", "json", job]
-    done = subprocess.run(command, env=local_cluster.environment, stdout=writing, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, env=shared_cluster.environment, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (3, "")
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from clusterd.cli.main import _COMMANDS, _ELSEWHERE, cli
+from tests.conftest import REPOSITORY
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +51,28 @@ def test_groff_sets_it_without_a_warning(page: str) -> None:
         ["groff", "-man", "-ww", "-z", "-Tutf8"], input=page, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("man") is None, reason="no man on PATH")
+def test_man_finds_it_after_pip_install(page: str, tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", "77")
+    tree, prefix = tmp_path / "tree", tmp_path / "prefix"
+    for name in ("pyproject.toml", "README.md", "LICENSE", "docs/clusterd.1", "clusterd/__init__.py"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, tree / name)
+    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", *offline, "--target", str(prefix), str(tree)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "PATH": f"{prefix}/bin:{os.environ['PATH']}", "MANPATH": ""}
+    found = subprocess.run(["man", "-w", "clusterd"], env=environment, capture_output=True, text=True, check=False)
+    assert found.stdout.strip() == str(prefix / "share/man/man1/clusterd.1"), found.stderr
+    installed = Path(found.stdout.strip()).read_text()
+    assert installed.splitlines()[0] == page.splitlines()[0] and ".SS clusterd submit " in installed
 
 
 def test_no_line_of_help_is_taken_for_a_request(page: str) -> None:

@@ -15,12 +15,12 @@ from tests.hang import HANG_S
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_job_outlives_the_command_that_watches_it(local_cluster: RunningCluster, number: signal.Signals) -> None:
+def test_a_job_outlives_the_command_that_watches_it(shared_cluster: RunningCluster, number: signal.Signals) -> None:
     """A session that ends is no wish that the job end; what is left running was left without a word."""
     command = [sys.executable, "-m", "clusterd", "run", "--no-snapshot", "--", "sh", "-c", "echo begun; sleep 600"]
     watching = subprocess.Popen(
         command,
-        env=local_cluster.environment,
+        env=shared_cluster.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -30,18 +30,21 @@ def test_a_job_outlives_the_command_that_watches_it(local_cluster: RunningCluste
     assert watching.stdout.readline() == "begun\n"
     watching.send_signal(number)
     _, message = watching.communicate(timeout=HANG_S)
-    job = local_cluster.call("jobs")[0]
+    job = shared_cluster.call("jobs")[0]
     assert message.splitlines()[-1] == (
         f"clusterd: ended by {number.name}; {job['name']} ({job['id']}) keeps running: clusterd cancel ends it"
     )
     assert watching.returncode == 128 + number
     assert job["state"] == "running"
-    local_cluster.run("cancel", "--wait", job["id"])
+    shared_cluster.run("cancel", "--wait", job["id"])
 
 
-def test_a_command_may_have_modules_that_are_called_like_ours(local_cluster: RunningCluster, tmp_path: Path) -> None:
+def test_a_command_may_have_modules_that_are_called_like_ours(
+    shared_cluster: RunningCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command imports its own modules, not clusterd's."""
     (tmp_path / "plans.py").write_text("print('my own plans')\n")
-    local_cluster.environment["PYTHONSAFEPATH"] = "1"  # as the installed script, which does not look here
-    ran = local_cluster.run("run", "--", "python3", "-c", "import plans", cwd=tmp_path)
+    # As the installed script, which does not look here.
+    monkeypatch.setitem(shared_cluster.environment, "PYTHONSAFEPATH", "1")
+    ran = shared_cluster.run("run", "--", "python3", "-c", "import plans", cwd=tmp_path)
     assert ran.stdout == "my own plans\n"

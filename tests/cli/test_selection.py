@@ -19,14 +19,14 @@ def names(cluster: RunningCluster, *options: str) -> list[str]:
     return [row["name"] for row in json.loads(cluster.run("ls", *options, "-o", "json").stdout)]
 
 
-def test_ls_selects_by_user_age_and_number(local_cluster: RunningCluster) -> None:
+def test_ls_selects_by_user_age_and_number(shared_cluster: RunningCluster) -> None:
     for name in ("a", "b", "c"):
-        local_cluster.run("run", "--no-snapshot", "--name", name, "--", "true")
-    assert names(local_cluster, "--all", "-n", "2") == ["b", "c"]
-    assert names(local_cluster, "--since", "1h", "--user", ".") == ["a", "b", "c"]
-    assert names(local_cluster, "--since", "1h", "--user", "nobody-else") == []
-    assert names(local_cluster) == []
-    assert "is finished\n" in local_cluster.run("why", "a").stdout
+        shared_cluster.run("run", "--no-snapshot", "--name", name, "--", "true")
+    assert names(shared_cluster, "--all", "-n", "2") == ["b", "c"]
+    assert names(shared_cluster, "--since", "1h", "--user", ".") == ["a", "b", "c"]
+    assert names(shared_cluster, "--since", "1h", "--user", "nobody-else") == []
+    assert names(shared_cluster) == []
+    assert "is finished\n" in shared_cluster.run("why", "a").stdout
 
 
 @pytest.mark.slow
@@ -38,18 +38,20 @@ def test_logs_print_the_last_lines(local_cluster: RunningCluster) -> None:
     assert local_cluster.run("logs", "long", "-n", "15000").stdout.splitlines()[0] == "5001"
 
 
-def test_submit_and_run_override_and_say_what_is_wrong(local_cluster: RunningCluster, tmp_path: Path) -> None:
+def test_submit_and_run_override_and_say_what_is_wrong(shared_cluster: RunningCluster, tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text('name = "j"\ncommand = ["sleep", "100"]\n[resources]\ndevices = 1\n')
-    assert "job j, command: valid" in local_cluster.run("config", "check", str(file)).stderr
-    local_cluster.run("submit", str(file), "--set", "time=2h", "--set", "guaranteed=true", "--set", "cpus=2")
-    spec = local_cluster.job("j")["spec"]
+    assert "job j, command: valid" in shared_cluster.run("config", "check", str(file)).stderr
+    shared_cluster.run("submit", str(file), "--set", "time=2h", "--set", "guaranteed=true", "--set", "cpus=2")
+    spec = shared_cluster.job("j")["spec"]
     assert (spec["time_limit_s"], spec["guaranteed"], spec["resources"]["cpus"]) == (7200.0, True, 2)
     assert spec["resources"]["devices"] == 1
-    wrong = local_cluster.run("submit", str(file), "--set", "colour=red", check=False)
+    never = shared_cluster.run("submit", str(file), "--set", "devices=200", check=False)
+    assert never.returncode == 2 and "j can never start" in never.stderr and "sending" not in never.stderr
+    wrong = shared_cluster.run("submit", str(file), "--set", "colour=red", check=False)
     assert wrong.returncode == 2 and "write KEY=VALUE with one of the keys" in wrong.stderr
-    local_cluster.run("run", "-d", "--no-snapshot", "--guaranteed", "--name", "k", "--", "sleep", "100")
-    assert local_cluster.job("k")["spec"]["guaranteed"]
+    shared_cluster.run("run", "-d", "--no-snapshot", "--guaranteed", "--name", "k", "--", "sleep", "100")
+    assert shared_cluster.job("k")["spec"]["guaranteed"]
 
 
 @pytest.mark.slow
@@ -67,8 +69,8 @@ def test_forget_asks_on_a_terminal(local_cluster: RunningCluster, answer: bytes,
     assert (logs.stdout == "kept\n") is not is_deleted
 
 
-def test_a_socket_that_is_an_address_is_refused(local_cluster: RunningCluster) -> None:
-    wrong = {**local_cluster.environment, "CLUSTERD_SOCKET": "ssh://head"}
+def test_a_socket_that_is_an_address_is_refused(cluster: RunningCluster) -> None:
+    wrong = {**cluster.environment, "CLUSTERD_SOCKET": "ssh://head"}
     command = [sys.executable, "-m", "clusterd", "ls"]
     done = subprocess.run(command, env=wrong, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 2 and "set CLUSTERD_HOST" in done.stderr
@@ -88,8 +90,8 @@ def test_a_session_without_a_runtime_directory_finds_the_same_socket(monkeypatch
     assert config.socket_path() == without
 
 
-def test_a_script_without_a_first_line_says_how(local_cluster: RunningCluster, tmp_path: Path) -> None:
+def test_a_script_without_a_first_line_says_how(shared_cluster: RunningCluster, tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text("python train.py\n")
-    done = local_cluster.run("submit", str(tmp_path / "train.sh"), check=False)
+    done = shared_cluster.run("submit", str(tmp_path / "train.sh"), check=False)
     assert done.returncode == 2
     assert "begins with #!" in done.stderr and "clusterd run -d --gpus 1 -- sh" in done.stderr

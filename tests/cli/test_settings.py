@@ -27,6 +27,7 @@ NEVER_TAKEN = [
     "command = ['true']\n[env]\n'A=B' = 'x'",
     "command = ['true']\n[resources]\ndevices = -1",
     "command = ['true']\n[resources]\ncpus = -4",
+    "command = ['true']\n[resources]\nmin_devices = -1",
     "command = ['true']\n[resources]\ndevices = 2\nplan = { dp = 4 }",
     "command = ['true']\n[limits]\ntime = -3",
     "command = ['true']\n[limits]\ntime = 0",

@@ -67,12 +67,12 @@ class Person:
 
 
 @pytest.fixture(name="at_terminal")
-def at_terminal_(local_cluster: RunningCluster, tmp_path: Path) -> Iterator[Callable[..., Person]]:
+def at_terminal_(shared_cluster: RunningCluster, tmp_path: Path) -> Iterator[Callable[..., Person]]:
     people: list[Person] = []
     (tmp_path / "mine.txt").write_text("of this directory\n")
 
     def sit_down(*arguments: str) -> Person:
-        people.append(Person(local_cluster, tmp_path, *arguments))
+        people.append(Person(shared_cluster, tmp_path, *arguments))
         return people[-1]
 
     yield sit_down
@@ -80,13 +80,13 @@ def at_terminal_(local_cluster: RunningCluster, tmp_path: Path) -> Iterator[Call
         person.close()
 
 
-def test_a_shell_has_a_device_until_it_ends(local_cluster: RunningCluster, at_terminal: Callable[..., Person]) -> None:
+def test_a_shell_has_a_device_until_it_ends(shared_cluster: RunningCluster, at_terminal: Callable[..., Person]) -> None:
     person = at_terminal("shell", "--devices", "1")
     person.sees("exit releases the devices")
     person.types("cat mine.txt; echo $((6*7))-$CLUSTERD_JOB_NAME\r")
     person.sees("of this directory")
     person.sees("42-shell")
-    (row,) = local_cluster.call("jobs")
+    (row,) = shared_cluster.call("jobs")
     assert (row["name"], row["state"], len(row["devices"])) == ("shell", "running", 1)
     person.types("PS1='re''ady> '\r")
     person.sees("ready> ")
@@ -98,89 +98,89 @@ def test_a_shell_has_a_device_until_it_ends(local_cluster: RunningCluster, at_te
     person.sees("goon")
     person.types("exit 7\r")
     assert person.leaves() == 7
-    local_cluster.wait_for(row["id"], lambda row: row["state"] == "cancelled" and not row["holds_devices"])
+    shared_cluster.wait_for(row["id"], lambda row: row["state"] == "cancelled" and not row["holds_devices"])
 
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("how", [signal.SIGHUP, signal.SIGKILL])
 def test_whoever_goes_away_holds_nothing(
-    local_cluster: RunningCluster, at_terminal: Callable[..., Person], how: signal.Signals
+    shared_cluster: RunningCluster, at_terminal: Callable[..., Person], how: signal.Signals
 ) -> None:
     person = at_terminal("shell", "--devices", "2")
     person.sees("exit releases the devices")
-    (row,) = local_cluster.call("jobs")
+    (row,) = shared_cluster.call("jobs")
     person.process.send_signal(how)
-    local_cluster.wait_for(row["id"], lambda row: row["state"] == "cancelled" and not row["holds_devices"])
+    shared_cluster.wait_for(row["id"], lambda row: row["state"] == "cancelled" and not row["holds_devices"])
 
 
 def test_who_waits_is_told_why_and_may_give_up(
-    local_cluster: RunningCluster, at_terminal: Callable[..., Person], tmp_path: Path
+    shared_cluster: RunningCluster, at_terminal: Callable[..., Person], tmp_path: Path
 ) -> None:
-    first = local_cluster.run("shell", "--devices", "2", "--detach", cwd=tmp_path).stdout.strip()
-    second = local_cluster.run("shell", "--devices", "2", "-d", cwd=tmp_path).stdout.strip()
+    first = shared_cluster.run("shell", "--devices", "2", "--detach", cwd=tmp_path).stdout.strip()
+    second = shared_cluster.run("shell", "--devices", "2", "-d", cwd=tmp_path).stdout.strip()
     person = at_terminal("shell", "--devices", "1", "--name", "third")
-    person.sees("3 is waiting: ")
+    person.sees(f"{int(second) + 1} is waiting: ")
     person.types("\x03")
     assert person.leaves() == 130
-    local_cluster.wait_for("third", lambda row: row["state"] == "cancelled")
+    shared_cluster.wait_for("third", lambda row: row["state"] == "cancelled")
     another = at_terminal("shell", "--devices", "1", "--name", "fourth")
-    another.sees("4 is waiting: ")
+    another.sees(f"{int(second) + 2} is waiting: ")
     another.process.kill()  # as when a lid is closed: nothing is reserved for whoever is not there
-    local_cluster.wait_for("fourth", lambda row: row["state"] == "cancelled")
-    assert [local_cluster.job(job)["state"] for job in (first, second)] == ["running", "running"]
+    shared_cluster.wait_for("fourth", lambda row: row["state"] == "cancelled")
+    assert [shared_cluster.job(job)["state"] for job in (first, second)] == ["running", "running"]
 
 
 @pytest.mark.slow
-def test_a_reservation_is_entered_again_and_ends_by_itself(local_cluster: RunningCluster, tmp_path: Path) -> None:
-    job = local_cluster.run("shell", "--devices", "1", "--time", "20s", "-d", cwd=tmp_path).stdout.strip()
-    local_cluster.wait_for(job, lambda row: row["state"] == "running")
-    local_cluster.run("shell", job, "--", "touch", "was-here")
-    assert local_cluster.run("shell", job, "--", "ls").stdout == "was-here\n"
-    ended = local_cluster.wait_for(job, lambda row: row["ended_s"])
+def test_a_reservation_is_entered_again_and_ends_by_itself(shared_cluster: RunningCluster, tmp_path: Path) -> None:
+    job = shared_cluster.run("shell", "--devices", "1", "--time", "20s", "-d", cwd=tmp_path).stdout.strip()
+    shared_cluster.wait_for(job, lambda row: row["state"] == "running")
+    shared_cluster.run("shell", job, "--", "touch", "was-here")
+    assert shared_cluster.run("shell", job, "--", "ls").stdout == "was-here\n"
+    ended = shared_cluster.wait_for(job, lambda row: row["ended_s"])
     assert "time limit" in ended["reason"]
 
 
 @pytest.mark.slow
 def test_the_end_of_a_shell_by_its_time_limit_is_no_cancel(
-    local_cluster: RunningCluster, at_terminal: Callable[..., Person], tmp_path: Path
+    shared_cluster: RunningCluster, at_terminal: Callable[..., Person], tmp_path: Path
 ) -> None:
     """Regression: the shell exited as if killed, without a message, and its job was listed as cancelled."""
     person = at_terminal("shell", "--devices", "1", "--time", "5s", "--name", "brief")
     person.sees("ends: its time limit of 5.0s is over")
     assert person.leaves() == 124
-    ended = local_cluster.wait_for("brief", lambda row: row["ended_s"])
+    ended = shared_cluster.wait_for("brief", lambda row: row["ended_s"])
     assert (ended["state"], ended["exit_code"]) == ("failed", 124)
     piped = ("shell", "--devices", "1", "--time", "5s", "--", "sleep", "1000")
-    done = local_cluster.run(*piped, cwd=tmp_path, check=False, stdin=subprocess.DEVNULL)
+    done = shared_cluster.run(*piped, cwd=tmp_path, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == 124
     assert done.stderr.endswith("ends: its time limit of 5.0s is over\n")
 
 
 @pytest.mark.slow
-def test_a_command_inside_a_job_has_its_surroundings(local_cluster: RunningCluster, tmp_path: Path) -> None:
+def test_a_command_inside_a_job_has_its_surroundings(shared_cluster: RunningCluster, tmp_path: Path) -> None:
     script = "import os, time\nopen('there', 'w').close()\nprint('up', flush=True)\ntime.sleep(1000)"
     command = ("run", "-d", "--devices", "1", "--env", "COLOUR=blue", "--", "python3", "-c", script)
-    job = local_cluster.run(*command, cwd=tmp_path).stdout.strip()
-    until(lambda: local_cluster.run("logs", job).stdout == "up\n")
-    done = local_cluster.run("shell", job, "sh", "-c", "echo $COLOUR; ls; cat; exit 3", input="piped\n", check=False)
+    job = shared_cluster.run(*command, cwd=tmp_path).stdout.strip()
+    until(lambda: shared_cluster.run("logs", job).stdout == "up\n")
+    done = shared_cluster.run("shell", job, "sh", "-c", "echo $COLOUR; ls; cat; exit 3", input="piped\n", check=False)
     assert done.stdout.split() == ["blue", "there", "piped"]
     assert done.returncode == 3
-    local_cluster.run("cancel", "--wait", job)
+    shared_cluster.run("cancel", "--wait", job)
 
 
 @pytest.mark.slow
-def test_a_shell_ends_with_its_job(local_cluster: RunningCluster, at_terminal: Callable[..., Person]) -> None:
-    job = local_cluster.run("run", "-d", "--devices", "1", "--", "sleep", "1000").stdout.strip()
-    local_cluster.wait_for(job, lambda row: row["state"] == "running")
+def test_a_shell_ends_with_its_job(shared_cluster: RunningCluster, at_terminal: Callable[..., Person]) -> None:
+    job = shared_cluster.run("run", "-d", "--devices", "1", "--", "sleep", "1000").stdout.strip()
+    shared_cluster.wait_for(job, lambda row: row["state"] == "running")
     person = at_terminal("shell", job)
     person.sees("exit leaves the job running")
-    local_cluster.run("cancel", "--wait", job)
+    shared_cluster.run("cancel", "--wait", job)
     assert person.leaves() > 128
 
 
 @pytest.mark.slow
-def test_what_cannot_be_is_said_in_a_line(local_cluster: RunningCluster, tmp_path: Path) -> None:
-    local_cluster.run("run", "--name", "done", "--", "true", cwd=tmp_path)
+def test_what_cannot_be_is_said_in_a_line(shared_cluster: RunningCluster, tmp_path: Path) -> None:
+    shared_cluster.run("run", "--name", "done", "--", "true", cwd=tmp_path)
     for arguments, code, why in (
         ((), 2, "give a JOB to join, or devices to reserve"),
         (("--gpus", "1", "--devices", "1"), 2, "--gpus and --devices are both given"),
@@ -188,7 +188,7 @@ def test_what_cannot_be_is_said_in_a_line(local_cluster: RunningCluster, tmp_pat
         (("nobody",), 2, "no job"),
         (("done",), 1, "only inside a running job"),
     ):
-        refused = local_cluster.run("shell", *arguments, check=False)
+        refused = shared_cluster.run("shell", *arguments, check=False)
         assert (refused.returncode, refused.stdout) == (code, ""), arguments
         assert why in refused.stderr.strip().splitlines()[-1]
 

@@ -17,28 +17,28 @@ from clusterd.types import JobSpec
 from tests.conftest import RunningCluster
 
 
-def test_every_combination_is_a_job(local_cluster: RunningCluster, tmp_path: Path) -> None:
+def test_every_combination_is_a_job(shared_cluster: RunningCluster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os, sys\nprint(*sys.argv[1:], os.environ['SEED'], os.environ['KEPT'])\n")
     file = tmp_path / "job.toml"
     file.write_text('name = "net"\ncommand = ["python3", "train.py", "--lr={LR}", "{other}"]\n[env]\nKEPT = "no"\n')
     sweep = ("--sweep", "LR=1e-3,3e-4", "--sweep", "SEED=1,2", "--env", "KEPT=yes")
-    message = local_cluster.run("submit", *sweep, "--dry-run", str(file)).stdout
+    message = shared_cluster.run("submit", *sweep, "--dry-run", str(file)).stdout
     assert "net_LR3e-4_SEED2 would start now" in message
-    answer = local_cluster.run("submit", *sweep, "--wait", str(file))
+    answer = shared_cluster.run("submit", *sweep, "--wait", str(file))
     jobs = answer.stdout.split()
     assert len(jobs) == 4
     assert answer.stderr.count("sending") == 1, "the working directory is packed and sent once"
     assert "4 jobs are queued, net_LR1e-3_SEED1 to net_LR3e-4_SEED2" in answer.stderr
-    printed = [local_cluster.run("logs", job).stdout for job in jobs]
+    printed = [shared_cluster.run("logs", job).stdout for job in jobs]
     assert printed == [f"--lr={lr} {{other}} {seed} yes\n" for lr in ("1e-3", "3e-4") for seed in (1, 2)]
-    assert "env        KEPT=yes LR=3e-4 SEED=1" in local_cluster.run("show", "net_LR3e-4_SEED1").stdout
+    assert "env        KEPT=yes LR=3e-4 SEED=1" in shared_cluster.run("show", "net_LR3e-4_SEED1").stdout
 
 
-def test_a_sweep_on_the_command_line(local_cluster: RunningCluster) -> None:
+def test_a_sweep_on_the_command_line(shared_cluster: RunningCluster) -> None:
     script = ("--", "sh", "-c", "exit {CODE}")
-    jobs = local_cluster.run("run", "-d", "--no-snapshot", "--sweep", "CODE=0,3", *script).stdout.split()
-    assert local_cluster.run("wait", *jobs, check=False).returncode == 3
-    answer = local_cluster.run("run", "--sweep", "CODE=0,3", *script, check=False)
+    jobs = shared_cluster.run("run", "-d", "--no-snapshot", "--sweep", "CODE=0,3", *script).stdout.split()
+    assert shared_cluster.run("wait", *jobs, check=False).returncode == 3
+    answer = shared_cluster.run("run", "--sweep", "CODE=0,3", *script, check=False)
     assert answer.returncode == 2
     assert "add --detach" in answer.stderr
 

@@ -20,7 +20,7 @@ def git(directory: Path, *arguments: str) -> str:
     ).stdout.strip()
 
 
-def test_show_says_which_commit_ran_with_which_versions(local_cluster: RunningCluster, tmp_path: Path) -> None:
+def test_show_says_which_commit_ran_with_which_versions(shared_cluster: RunningCluster, tmp_path: Path) -> None:
     """A file that differs from the commit, or is in none, makes it dirty; what git ignores is not sent."""
     git(tmp_path, "init", "-q")
     (tmp_path / "train.py").write_text("print('trained')\n")
@@ -29,29 +29,31 @@ def test_show_says_which_commit_ran_with_which_versions(local_cluster: RunningCl
     git(tmp_path, "commit", "-q", "-m", "first")
     (tmp_path / "data").touch()
     commit = git(tmp_path, "rev-parse", "HEAD")
-    command = ["run", "--python", sys.executable, "--", "python", "train.py"]
-    for index, expected in enumerate([commit, f"{commit}-dirty"], 1):
-        local_cluster.run(*command, cwd=tmp_path)
+    command = ["--python", sys.executable, "--", "python", "train.py"]
+    for name, expected in (("clean", commit), ("dirty", f"{commit}-dirty")):
+        shared_cluster.run("run", "--name", name, *command, cwd=tmp_path)
         (tmp_path / "new.py").touch()
-        shown = local_cluster.run("show", str(index)).stdout
+        shown = shared_cluster.run("show", name).stdout
         assert f"  commit     {expected}\n" in shown
         assert f"python {platform.python_version()}, torch {torch.__version__}" in shown
-    row = json.loads(local_cluster.run("show", "1", "-o", "json").stdout)
+    row = json.loads(shared_cluster.run("show", "clean", "-o", "json").stdout)
     (found,) = row["attempts"][0]["versions"].values()
     assert found["python"] == platform.python_version()
     assert found["torch"] == torch.__version__
     assert found["interpreter"] == sys.executable
     assert row["spec"]["commit"] == commit
-    local_cluster.run("run", "--no-snapshot", "--", "true", cwd=tmp_path)
-    assert f"{commit}-dirty" in local_cluster.run("show", "3").stdout
+    shared_cluster.run("run", "--name", "unsent", "--no-snapshot", "--", "true", cwd=tmp_path)
+    assert f"{commit}-dirty" in shared_cluster.run("show", "unsent").stdout
 
 
 def test_a_workdir_outside_of_git_and_a_broken_python_are_no_obstacle(
-    local_cluster: RunningCluster, tmp_path: Path
+    shared_cluster: RunningCluster, tmp_path: Path
 ) -> None:
     (tmp_path / "python").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "python").chmod(0o755)
-    local_cluster.run("run", "--env", f"PATH={tmp_path}:/usr/bin:/bin", "--", "true", cwd=tmp_path)
-    row = local_cluster.job("1")
+    shared_cluster.run(
+        "run", "--name", "outside", "--env", f"PATH={tmp_path}:/usr/bin:/bin", "--", "true", cwd=tmp_path
+    )
+    row = shared_cluster.job("outside")
     assert row["spec"]["commit"] == ""
     assert row["attempts"][0]["versions"] == {}

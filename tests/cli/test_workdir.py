@@ -238,6 +238,10 @@ def test_a_dry_run_refuses_what_a_submit_refuses(cluster: RunningCluster) -> Non
     assert "job would be queued" in cluster.run("submit", "--dry-run", str(file)).stdout
     (work / "planning.py").write_bytes(bytes(2000))
     assert "the limit is" in refused()
+    (work / "planning.py").write_bytes(bytes(200))
+    file.write_text(f"snapshots = 5\n{file.read_text()}")
+    assert "snapshots means nothing to a command" in refused(), "before its files are sent"
+    (work / "planning.py").write_bytes(bytes(2000))
     over = cluster.run("run", "--dry-run", "--", "true", cwd=work, check=False)
     assert (over.returncode, "the limit is" in over.stderr) == (2, True)
     assert "would be queued" in cluster.run("run", "--dry-run", "--no-snapshot", "--", "true", cwd=work).stdout

@@ -25,7 +25,7 @@ def test_a_move_is_one_line_before_and_one_after_and_never_reads_as_a_failure(la
     shown = [line.text for line in lines if not line.is_routine]
     assert len(shown) == 2
     assert shown[0].startswith("moves to dp=2 on gpu01: asked for by ann")
-    after = r"moved to dp=2 on gpu01: asked for by ann; continues at step \d+, stood still for [0-9.]+m?s"
+    after = r"moved to dp=2 on gpu01: asked for by ann; continues at step \d+, downtime [0-9.]+m?s"
     assert re.fullmatch(after, shown[1])
     assert not any("stop" in text or "fail" in text for text in shown)
 
@@ -37,7 +37,7 @@ def test_ends_and_restarts_say_why_once(lab: Lab) -> None:
     lab.exit(job, end=RankEnd(reason=Reason.EXIT, exit_code=3))
     lab.stopped(job)
     (end,) = [story.of_decision(each).text for each in lab.decisions if isinstance(each, d.EndJob)]
-    assert end.startswith("failed on gpu01: ") and "exit code 3" in end
+    assert end == "failed: exit code 3 on gpu01"
     exits = [story.of_event(event, lab.scheduler.state) for event in lab.log if isinstance(event, e.RankExited)]
     assert all(line.is_routine for line in exits)
 

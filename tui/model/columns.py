@@ -41,6 +41,7 @@ class Column(Generic[R]):
     right: bool = False
     flexible: bool = False  # grows to its content where there is space; the last one takes what is left
     middle: bool = False  # a cell that is too long is shortened in its middle
+    falling: bool = False  # its order begins with the largest value, as the newest of times
     shown: bool = True  # by default; one that is not, but was chosen, is never dropped
     rank: int = 0  # narrow terminals drop columns of the highest rank first
 
@@ -264,7 +265,7 @@ HOST_COLUMNS: tuple[Column[rows.Host], ...] = (
     Column("devices", "devices", 20, _tiles, lambda h: len(h.devices), flexible=True),
     Column("cores", "cores booked", 12, _cores, lambda h: h.cores_used, rank=3),
     Column("memory", "memory booked", 19, _memory, lambda h: h.memory_used_bytes, rank=5),
-    Column("free", "free", 5, lambda h, f: _text(str(h.free)), lambda h: -h.free, right=True, rank=2),
+    Column("free", "free", 5, lambda h, f: _text(str(h.free)), lambda h: -h.free, right=True, falling=True, rank=2),
     Column("address", "address", 15, _address, lambda h: h.address or "", rank=9, shown=False),
     Column("why", "why", 16, _why_host, lambda h: h.why, flexible=True, rank=4),
 )  # fmt: skip
@@ -296,7 +297,7 @@ def _decided(decision: rows.Decision) -> Line:
 
 
 DECISION_COLUMNS: tuple[Column[tuple[int, rows.Decision]], ...] = (
-    Column("time", "time", 11, lambda r, f: _text(clock(r[1].at_s, f.now_s), "dim"), lambda r: -r[0]),
+    Column("time", "time", 11, lambda r, f: _text(clock(r[1].at_s, f.now_s), "dim"), lambda r: -r[0], falling=True),
     Column(
         "decision",
         "decision",
@@ -326,8 +327,19 @@ def decision_fields(row: tuple[int, rows.Decision]) -> dict[str, str]:
 DECISION_FIELDS = frozenset(("decision", "job", "host", "what"))
 
 EVENT_COLUMNS: tuple[Column[tuple[int, rows.EventRow]], ...] = (
-    Column("number", "number", 7, lambda r, f: _text(str(r[1].id), "dim"), lambda r: -r[0], right=True, rank=3),
-    Column("time", "time", 11, lambda r, f: _text(clock(r[1].at_s, f.now_s), "dim"), lambda r: -r[1].at_s),
+    Column(
+        "number",
+        "number",
+        7,
+        lambda r, f: _text(str(r[1].id), "dim"),
+        lambda r: -r[0],
+        right=True,
+        falling=True,
+        rank=3,
+    ),
+    Column(
+        "time", "time", 11, lambda r, f: _text(clock(r[1].at_s, f.now_s), "dim"), lambda r: -r[1].at_s, falling=True
+    ),
     Column(
         "event", "event", 20, lambda r, f: _text(readable_kind(r[1].kind)), lambda r: r[1].kind, rank=4, shown=False
     ),

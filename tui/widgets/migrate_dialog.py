@@ -34,7 +34,7 @@ def plan_lines(plans: Sequence[rows.RankedPlan]) -> list[Line]:
 def _plan_line(plan: rows.RankedPlan, now: rows.RankedPlan | None, cells: int) -> Line:
     start = f"{short_plan(plan.plan):<{cells}}  on {plan.devices:<3}"
     if not plan.fits:
-        return line((start, "dim"), (f" does not fit: {printable(plan.why)}", "bad"))
+        return line((start, "dim"), (f" excluded: {printable(plan.why)}", "bad"))
     if plan.step_time_s is None:
         return line((start, "bold"), (" not predicted", "dim"))
     gain = f"{now.step_time_s / plan.step_time_s - 1:+5.0%}" if now and now.step_time_s and plan is not now else "now"

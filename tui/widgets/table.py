@@ -203,7 +203,8 @@ class Table(PlainTextTitles, ScrollView, can_focus=True):
     def _header(self, base: Style) -> Strip:
         runs: list[tuple[str, str]] = [("  ", "")]
         for column, width in self._laid:
-            arrow = self._look.glyph("down" if self.descending else "up") if column.name == self.sorted_by else ""
+            falls = self.descending != column.falling
+            arrow = self._look.glyph("down" if falls else "up") if column.name == self.sorted_by else ""
             runs += (*fit(line((column.title + arrow, "heading")), width, column.right, ""), (" ", ""))
         return strip(tuple(runs), base)
 

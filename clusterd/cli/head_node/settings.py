@@ -1,4 +1,4 @@
-"""``clusterd config``: check and show files without a daemon."""
+"""``clusterd config``: check and show files, and print their schemas, without a daemon."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from clusterd.toml import read_toml
 
 @click.group()
 def config() -> None:
-    """Check a configuration or job file."""
+    """Check a configuration or job file, or complete its keys in an editor."""
 
 
 @config.command()
@@ -92,6 +92,20 @@ def show(file: Path | None) -> None:
         _show_table("notify", asdict(known.notify))
     if known.web is not None:
         _show_table("web", asdict(known.web))
+
+
+@config.command("schema")
+@click.argument("kind", type=click.Choice(["job", "daemon"]))
+def print_schema(kind: str) -> None:
+    """Print the JSON Schema of job files or of the daemon's file, with which an editor completes and checks keys.
+
+    \b
+    clusterd config schema job > job.schema.json
+    #:schema ./job.schema.json    first line of a job file, for Taplo and Even Better TOML
+    """
+    from clusterd.cli.head_node.schemas import schema
+
+    print(json.dumps(schema(kind), indent=2))
 
 
 def _show_table(heading: str, values: Mapping[str, Any]) -> None:

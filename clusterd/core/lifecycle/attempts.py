@@ -225,8 +225,7 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
     if cause is None:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} was stopped: {attempt.why}", is_infrastructure=True)
     rank, end = cause
-    place = attempt.ranks[rank].place
-    cause_text = f"rank {rank} on {place.host}: {end}" if len(attempt.ranks) > 1 else f"on {place.host}: {end}"
+    cause_text = _cause_text(attempt, rank, end)
     if end.reason.is_infrastructure:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost, {cause_text}", is_infrastructure=True)
     chosen = attempt.plan if attempt.plan != job.spec.resources.plan else None
@@ -243,6 +242,17 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} failed, {cause_text}")
     exit_code = end.exit_code if end.exit_code else (128 + end.signal if end.signal else 1)
     return Verdict(JobState.FAILED, cause_text, exit_code=exit_code)
+
+
+def _cause_text(attempt: Attempt, rank: int, end: RankEnd) -> str:
+    """End of the rank and its host: ``exit code 3 on gpu01``, ``rank 2 on gpu01: exit code 3``."""
+    host = attempt.ranks[rank].place.host
+    if len(attempt.ranks) > 1:
+        return f"rank {rank} on {host}: {end}"
+    if end.reason not in (Reason.EXIT, Reason.SIGNAL):
+        return f"on {host}: {end}"
+    code, colon, message = str(end).partition(": ")
+    return f"{code} on {host}{colon}{message}"
 
 
 def _has_another(job: Job, plan: Plan, why: str, kind: str) -> bool:

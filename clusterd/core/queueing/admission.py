@@ -166,7 +166,8 @@ def may_submit(spec: JobSpec) -> None:
             f"resources.plan ({wanted.plan}) has {wanted.plan.ranks} ranks, resources ask for {wanted.devices} "
             "devices: make them equal, or leave one out"
         )
-    if wanted.devices < 0 or wanted.cpus < 0 or wanted.memory_bytes < 0:
+    counts = (wanted.devices, wanted.min_devices, wanted.max_devices, wanted.cpus)
+    if min(*counts, wanted.memory_bytes, wanted.device_memory_bytes) < 0:
         raise UsageError("resources: counts must not be negative")
     if spec.snapshot_every is not None and spec.snapshot_every < 0:
         raise UsageError(f"snapshots is {spec.snapshot_every}; it must be a number of steps, or 0 for none")

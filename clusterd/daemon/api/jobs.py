@@ -211,6 +211,7 @@ class JobVerbs:
     async def dry_run(self, peer: Peer, spec: dict[str, Any]) -> dict[str, Any]:
         """Report how a job would start now, without submitting it."""
         known = self.admit(peer, spec, need_workdir=False)
+        refuse_unsatisfiable(known, self._state, "--wait-for-hosts queues it all the same")
         now_s = time.time()
         job = Job(JobId("new"), known, priority=known.priority, submitted_s=now_s, queued_s=now_s)
         ahead = sum(1 for j in self._state.queue if self._state.jobs[j].priority >= known.priority)

@@ -35,7 +35,7 @@ from clusterd.protocol.migration import Address, MigrationRequest, SideRequest, 
 from clusterd.protocol.rank import Failed, Loaded, Prepared, Quiesced, RankMessage
 from clusterd.protocol.requests import DropMigration, MoveRanks, QuiesceRanks, ResumeRanks, ServeSegments
 from clusterd.types import HostId, JobId, RankPlace
-from clusterd.units import size
+from clusterd.units import counted, size
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ class MigrationSaga:
         if len(digests) != 1:
             raise MoveFailed(f"ranks computed {len(digests)} different moves: old and new do not run the same clusterd")
         await self._advance(
-            f"{len(self.decision.new_ranks)} ranks stand by", post=not self.decision.source_releases_memory
+            f"{counted(len(self.decision.new_ranks), 'rank')} ready", post=not self.decision.source_releases_memory
         )
 
     async def _describe(self) -> MigrationRequest:
@@ -246,7 +246,7 @@ class MigrationSaga:
         wrong = [rank for (_, rank), report in loaded.items() if report.step != self._step or not report.verified]
         if wrong:
             raise MoveFailed(f"new ranks {wrong} do not hold the state of step {self._step}")
-        await self._advance(f"{len(loaded)} ranks hold step {self._step}", post=False)
+        await self._advance(f"step {self._step} on {counted(len(loaded), 'rank')}", post=False)
         self._phase = "switch"
         # The measured phases go into the same batch as the switch: one commit within the downtime, not four.
         self.verified = True
