@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import itertools
 import os
@@ -176,6 +177,7 @@ class _Server:
         self._verbs = {verb: self._served(method) for verb, method in verbs.items()}
 
     def _served(self, verb: Any) -> Any:
+        @functools.wraps(verb)  # arguments are checked by the verb's signature
         async def call(peer: Peer, **arguments: Any) -> Any:
             await self._before(peer.user, arguments)
             return await verb(peer, **arguments)

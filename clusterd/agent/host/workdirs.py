@@ -153,6 +153,8 @@ def unpack(file: tarfile._Fileobj, directory: Path) -> None:
                     continue
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if member.issym():
+                    if not member.linkname:
+                        raise Refused("snapshot", f"the workdir has a link {member.name!r} that leads nowhere")
                     links.append((path, member.linkname))
                 elif member.isreg():
                     _write(archive, member, path)

@@ -1,7 +1,8 @@
 """Fingerprint of a data set: its length and a few of its samples, to find processes that have other data.
 
 Numbers are summarized and compared with a tolerance, because hosts may decode an image differently in the last digits.
-A sample that differs between two readings is a random one and is not compared.
+A sample that differs between two readings is a random one. Then none is compared: others may be alike by chance, where a
+coin is tossed for each.
 """
 
 from __future__ import annotations
@@ -64,8 +65,10 @@ def difference(one: Fingerprint | None, other: Fingerprint | None) -> str:
         return " instead of ".join("a stream" if length is None else f"{length} samples" for length in lengths)
     if len(one["samples"]) != len(other["samples"]):
         return f"{len(other['samples'])} samples instead of {len(one['samples'])}"
+    if any(sample is None for fingerprint in (one, other) for _, sample in fingerprint["samples"]):
+        return ""
     for (index, first), (_, second) in zip(one["samples"], other["samples"], strict=True):
-        if first is not None and second is not None and not alike(first, second):
+        if not alike(first, second):
             return f"sample {index} is another one"
     return ""
 
