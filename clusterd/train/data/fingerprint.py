@@ -1,8 +1,8 @@
 """Fingerprint of a data set: its length and a few of its samples, to find processes that have other data.
 
 Numbers are summarized and compared with a tolerance, because hosts may decode an image differently in the last digits.
-A sample that differs between two readings is a random one. Then none is compared: others may be alike by chance, where a
-coin is tossed for each.
+A sample that differs between two readings is a random one. Then none is compared: where a coin is tossed for each, some
+are alike by chance.
 """
 
 from __future__ import annotations

@@ -66,10 +66,11 @@ def nothing_is_left(store: Workdirs, tmp_path: Path) -> bool:
         [{"a": b"x"}, special("b", tarfile.LNKTYPE, "a")],
         [special("out", tarfile.SYMTYPE, ".."), {"out/file": b"x"}],
         [{"twice": b"x"}, {"twice": b"y"}],
+        [special("nowhere", tarfile.SYMTYPE)],
     ],
-    ids=["parent", "hidden parent", "absolute", "device", "fifo", "hard link", "through a link", "twice"],
+    ids=["parent", "hidden parent", "absolute", "device", "fifo", "hard link", "through a link", "twice", "nowhere"],
 )
-def test_a_tar_that_reaches_outside_is_refused_and_leaves_nothing(
+def test_a_tar_that_is_no_workdir_is_refused_and_leaves_nothing(
     store: Workdirs, tmp_path: Path, members: list[Any]
 ) -> None:
     with pytest.raises(Refused, match="the workdir has"):
