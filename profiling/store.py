@@ -16,7 +16,7 @@ import msgspec
 from plans.plan import Plan
 from profiling.model import Row
 from profiling.placement import Allocation, HostShare
-from profiling.table import LEAST_S, MOST_S, TableError, numbered
+from profiling.table import LEAST_S, MOST_S, TableError, read_rows
 from profiling.workload import Workload
 
 _VERSION = 1
@@ -159,11 +159,9 @@ class Store:
         Raises:
             TableError: a line is malformed; the message names file, line and error.
         """
-        reader = csv.DictReader(io.StringIO(text, newline=""))
-        if missing := [column for column in _COLUMNS if column not in (reader.fieldnames or [])]:
-            raise TableError(f"{name}, line 1: no column {', '.join(missing)}; give a file that was exported")
+        _, lines = read_rows(name, text, _COLUMNS, "give a file that was exported")
         found: list[Measurement] = []
-        for line, values in numbered(name, reader):
+        for line, values in lines:
             try:
                 found.append(_unpack([values[column] for column in _COLUMNS]))
             except (ValueError, TypeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,12 +55,26 @@ def read_text(path: Path) -> str:
         raise TableError(f"{path}: cannot be read ({error}); give a CSV file") from None
 
 
-def numbered(name: str, reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the rows of a CSV file, each with the number of its last line.
+def read_rows(
+    name: str, text: str, required: Sequence[str], remedy: str = ""
+) -> tuple[Sequence[str], Iterator[tuple[int, dict[str, str]]]]:
+    """Read a CSV text: names of its columns, and its rows, each with the number of its last line.
 
+    Args:
+        name: of the file, for messages.
+        remedy: for a missing column; default: name those that are needed.
     Raises:
-        TableError: the file is not valid CSV.
+        TableError: a required column is missing; while rows are read: the text is not valid CSV.
     """
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    header = reader.fieldnames or []
+    if missing := [column for column in required if column not in header]:
+        remedy = remedy or f"needed are {', '.join(required)}"
+        raise TableError(f"{name}, line 1: no column {', '.join(missing)}; {remedy}")
+    return header, _numbered(name, reader)
+
+
+def _numbered(name: str, reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[str, str]]]:
     try:
         for values in reader:
             yield reader.line_num, values
@@ -74,14 +88,11 @@ def read_table(path: Path) -> dict[str, list[Measured]]:
     Raises:
         TableError: the file cannot be read, or a value is missing, not a number, or out of range.
     """
-    reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
-    header = reader.fieldnames or []
-    if missing := [name for name in REQUIRED if name not in header]:
-        raise TableError(f"{path}, line 1: no column {', '.join(missing)}; needed are {', '.join(REQUIRED)}")
+    header, rows = read_rows(str(path), read_text(path), REQUIRED)
     if len(set(header)) < len(header):
         raise TableError(f"{path}, line 1: a column is named twice; keep one of each")
     models: dict[str, list[Measured]] = {}
-    for line, values in numbered(str(path), reader):
+    for line, values in rows:
         one = _read_row(path, line, values)
         models.setdefault(one.row.workload.name, []).append(one)
     if not models:

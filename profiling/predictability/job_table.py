@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from profiling.table import TableError, numbered, read_text
+from profiling.table import TableError, read_rows, read_text
 
 REQUIRED = ("name", "user", "model", "size", "requested_s", "actual_s", "end")
 OPTIONAL = ("submitted_s", "fit_error")
@@ -49,11 +47,8 @@ def read_jobs(path: Path) -> list[JobRecord]:
     Raises:
         TableError: the file cannot be read, or a value is missing, not a number, or out of range.
     """
-    reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
-    header = reader.fieldnames or []
-    if missing := [name for name in REQUIRED if name not in header]:
-        raise TableError(f"{path}, line 1: no column {', '.join(missing)}; needed are {', '.join(REQUIRED)}")
-    jobs = [_read_job(path, line, values) for line, values in numbered(str(path), reader)]
+    _, rows = read_rows(str(path), read_text(path), REQUIRED)
+    jobs = [_read_job(path, line, values) for line, values in rows]
     if all(not math.isnan(job.submitted_s) for job in jobs):
         jobs.sort(key=lambda job: job.submitted_s)
     return jobs
