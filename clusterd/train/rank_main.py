@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -249,33 +248,34 @@ def check_plan(job: Job, context: Context, shape: ModelShape | None = None) -> M
     if reasons := legality.check(plan, shape, global_batch=job.global_batch):
         raise PlanRefused(f"the plan {plan} cannot run: {'; '.join(reasons)}")
     if context.rank == 0 and shape is not None:
-        _warn_of_differences(plan, shape)
+        for text in _differences(plan, shape):
+            _log(text)
     return shape
 
 
-def _warn_of_differences(plan: Plan, shape: ModelShape) -> None:
-    """Log where a legal plan does not train exactly as one process does."""
+def _differences(plan: Plan, shape: ModelShape) -> Iterator[str]:
+    """Yield in words where a legal plan does not train exactly as one process does."""
     if shape.counted and plan.accumulation > 1:
-        _log(
+        yield (
             f"each forward pass changes {shape.counted}, and a step under {plan} has {plan.accumulation} "
-            "forward passes: losses that depend on it differ from those of one process",
+            "forward passes: losses that depend on it differ from those of one process"
         )
     if shape.draws and (plan.ranks > 1 or plan.accumulation > 1):
-        _log(
+        yield (
             f"the model draws random numbers (dropout, noise), under {plan} others than in one process: "
-            "losses differ as between two seeds",
+            "losses differ as between two seeds"
         )
     if shape.loss == loss_mean.UNKNOWN and (plan.dp > 1 or plan.accumulation > 1):
-        _log(
+        yield (
             "the model returns a loss and is too large to verify that it is the mean over samples: if it "
             f"divides by a count in them (padded or masked words) or compares them, losses under {plan} differ from "
-            "those of one process; a `loss` that returns (sum, weight) is exact",
+            "those of one process; a `loss` that returns (sum, weight) is exact"
         )
     if shape.loss == loss_mean.OTHER and (plan.dp > 1 or plan.accumulation > 1):
-        _log(
+        yield (
             "the loss of a batch is not the mean over its samples (does it divide by a count in them, or "
             f"compare them?): losses and gradients under {plan} differ from those of one process; "
-            "a loss that returns (sum, weight) is exact, or one that compares samples by train.gather",
+            "a loss that returns (sum, weight) is exact, or one that compares samples by train.gather"
         )
 
 
@@ -288,7 +288,7 @@ def _are_first_steps_comparable(known: Fingerprint | None, shape: ModelShape | N
     """True if the first steps can be repeated, and the log tells of no difference that plans make to them."""
     if known is None or known["length"] is None or shape is None:  # a stream cannot be read again
         return False
-    return not (known["draws"] or shape.draws or shape.counted or shape.loss in (loss_mean.OTHER, loss_mean.UNKNOWN))
+    return not known["draws"] and not any(_differences(Plan(dp=2, accumulation=2), shape))
 
 
 def _can_repeat(migration: MigrationRequest, context: Context, shape: ModelShape | None) -> bool:
@@ -297,9 +297,8 @@ def _can_repeat(migration: MigrationRequest, context: Context, shape: ModelShape
     if not migration.is_new_plan or source_waits or shape is None:
         return False
     # Each rank builds the model whole, and cuts it.
-    model_bytes = sum(math.prod(p.shape) * p.dtype_bytes for p in shape.parameters)
     ranks_here = migration.new.hosts.count(migration.new.hosts[context.rank])
-    return 2 * model_bytes * ranks_here < available_memory_bytes()
+    return 2 * shape.parameter_bytes * ranks_here < available_memory_bytes()
 
 
 def write_description(job: Job, directory: Path) -> None:
