@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.time_limit(100)]
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[tuple[RankPool, RankPool]]:
-    both = RankPool(gpus=GPUS), RankPool(gpus=GPUS)
-    yield both
-    for pool in both:
-        pool.close()
+    with closing(RankPool(gpus=GPUS)) as first, closing(RankPool(gpus=GPUS)) as second:
+        yield first, second
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,8 @@ def several(count: int, kind: str) -> Callable[[str], None]:
 @pytest.fixture(scope="module")
 def pools(count: int, kind: str) -> Iterator[tuple[RankPool, RankPool]]:
     gpus = count if kind == "cuda" else 0
-    both = RankPool(gpus=gpus), RankPool(gpus=gpus)
-    yield both
-    for pool in both:
-        pool.close()
+    with closing(RankPool(gpus=gpus)) as first, closing(RankPool(gpus=gpus)) as second:
+        yield first, second
 
 
 @pytest.fixture(scope="module")
