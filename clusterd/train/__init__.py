@@ -31,7 +31,8 @@ Guarantees under every plan, and across changes of plan:
   in torch. A hook that does more than scale the gradient rules out plans that cut the batch.
 - **Unfaithful plans are refused**, with the reason: when the forward pass writes into parameters (``max_norm``; moving
   averages of weights train under dp without sharding and accumulation), when the backward pass adds to gradients or
-  clips them, when the loss is a sum or computes with parameters. A loss that averages over a count in the samples
+  clips them, when the loss is a sum or computes with parameters; and when a job moves to a plan under which its first
+  steps differ by more than rounding. A loss that averages over a count in the samples
   (tokens that are not padding) is reported in the log: return it as (sum, weight) instead. The set of trainable
   parameters is fixed when the model is made: none can become trainable later.
 - **Evaluation** (`Evaluation`) counts each sample once under every plan, in evaluation mode, with the buffers of

@@ -34,7 +34,7 @@ def seed_step(seed: int, step: int, replica: int, stage: int) -> None:
     Shards of one replica draw the same numbers, which keeps replicated tensors equal; a repeated step does too.
     """
     number = mix(mix(seed & 0xFFFFFFFF) ^ (step << 32 | replica << 16 | stage)) >> 1
-    # torch.manual_seed formats a stack trace for each kind of device that is not in use: 7% of a short step.
+    # torch.manual_seed formats a stack trace for each kind of device that is not in use.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
