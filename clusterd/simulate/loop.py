@@ -70,6 +70,7 @@ class Simulation(World):
             ended_s=end_s,
             started_s=start_s,
             device_s=self._device_s,
+            idle_s=self._idle_s,
             devices=self.cluster.devices,
             passes=len(self.policy.seconds),
             pass_s=self.policy.seconds,
@@ -98,7 +99,10 @@ class Simulation(World):
                 run.device_s += passed_s * run.devices
             for job in self._waiting:
                 self.runs[job].waited_s += passed_s
-            self._device_s += passed_s * len(self.scheduler.state.leases)
+            leased = len(self.scheduler.state.leases)
+            self._device_s += passed_s * leased
+            if self._waiting:
+                self._idle_s += passed_s * (self.cluster.devices - leased)
             self.now_s = at_s
 
     def _progress(self) -> list[e.Event]:

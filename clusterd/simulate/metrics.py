@@ -44,6 +44,7 @@ def figures(result: Result) -> dict[str, Any]:
             (r.first_start_s if r.first_start_s is not None else end_s) - r.arrival.at_s for r in runs
         ),
         "utilisation": result.device_s / (result.devices * makespan_s) if makespan_s > 0 else 0.0,
+        "idle_while_waiting": result.idle_s / (result.devices * makespan_s) if makespan_s > 0 else 0.0,
         "gpu_hours": result.device_s / 3600.0,
         "moves_per_job": statistics.fmean(r.moves + r.restarts for r in runs),
         "guaranteed": len(promised),

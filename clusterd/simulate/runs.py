@@ -56,6 +56,7 @@ class Result:
     ended_s: float  # the last event, or the horizon
     started_s: float  # the first arrival
     device_s: float  # leased, in all
+    idle_s: float  # of devices that nobody held while a job waited, in all
     devices: int
     passes: int
     pass_s: list[float]

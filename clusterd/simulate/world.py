@@ -91,6 +91,7 @@ class World:
         self._named: dict[str, JobId] = {}
         self._unfinished = len(workload.arrivals)
         self._device_s = 0.0
+        self._idle_s = 0.0
         self._samples: list[tuple[float, dict[str, int]]] = []
         self._disturbances = disturbances
         self._shapes: dict[str, dict[str, Any]] = {}

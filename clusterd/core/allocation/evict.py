@@ -154,9 +154,10 @@ def _cheapest(
         fewest = least.get(v.job.id)
         if fewest is None:
             return ()
+        has_right = may_preempt(v.job, p.job)
         fastest: dict[object, Estimate] = {}
         for x in v.curve.offers:
-            if fewest <= x.devices < len(v.devices):
+            if fewest <= x.devices < len(v.devices) and (has_right or ctx.keeps_guarantee(v, ctx.costs.then_s(v, x))):
                 fastest.setdefault((x.types, x.shape), x)
         return tuple(fastest.values())
 
@@ -205,7 +206,7 @@ def evict_by_value(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate],
             best = (saved_s, eviction)
     if best is None:
         return None
-    eviction = shrink_to_share(best[1], ctx.sizes, ctx.costs, preemptible)
+    eviction = shrink_to_share(ctx, best[1], preemptible)
     why = f"would be {duration(max(best[0], 0.0))} worse off otherwise" if ends_s < 1e9 else "cannot start otherwise"
     return _apply(ctx, p, eviction, lambda v: right_over(v, p.job) if v.id in preemptible else f"it {why}")
 
@@ -254,5 +255,5 @@ def victim_sizes(ctx: PassContext, v: JobForecast, by_right: bool) -> tuple[Esti
     """Offers to which a running job may shrink for others, largest first."""
     least = v.curve.least if by_right else max(min(ctx.sizes.get(v.job.id, 0), len(v.devices)), v.curve.least)
     return tuple(
-        x for x in v.curve.upto(len(v.devices)) if x.devices >= least and (by_right or ctx.costs.within_budget(v, x))
+        x for x in v.curve.upto(len(v.devices)) if x.devices >= least and (by_right or ctx.may_move_for_others(v, x))
     )

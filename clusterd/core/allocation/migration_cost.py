@@ -54,6 +54,10 @@ class MigrationCosts:
             return self.move_s(p.job)
         return self.restart_s(p.job)
 
+    def then_s(self, p: JobForecast, offer: Estimate) -> float:
+        """Seconds until the job's end if it migrates to an offer now."""
+        return self.cost_s(p, offer) + p.left_s(offer)
+
     def restart_s(self, job: Job) -> float:
         """Seconds of stopping and starting again: the average of the job's model, else the largest of any, a guess."""
         return _of_model(job, self.view.restart_costs_s, RESTART_S)

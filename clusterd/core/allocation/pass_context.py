@@ -82,9 +82,23 @@ class PassContext:
     def gain_s(self, p: JobForecast, offer: Estimate) -> float:
         """Seconds that an offer saves, net of the migration and of the price of further devices."""
         price = self.price(p, self.thresholds.thrift)
-        cost_s = self.costs.cost_s(p, offer)
-        then_s = (p.left_s(offer) + cost_s) * (1.0 + price * offer.devices)
+        then_s = self.costs.then_s(p, offer) * (1.0 + price * offer.devices)
         return p.now_s * (1.0 + price * len(p.devices)) - then_s
+
+    def keeps_guarantee(self, v: JobForecast, left_s: float) -> bool:
+        """True where a running job that needs `left_s` more seconds, standstill included, ends as it was guaranteed.
+
+        A guarantee is a deadline: as long after the first start as the requested plan would take. So every standstill
+        counts against it, and what a job was faster counts for it.
+        """
+        promised, started_s = v.curve.promised, v.job.started_s
+        if promised is None or started_s is None:  # all its offers have the devices that it asked for
+            return True
+        return self.view.now_s + left_s <= started_s + promised.step_time_s * (v.job.step + v.steps_left)
+
+    def may_move_for_others(self, v: JobForecast, offer: Estimate) -> bool:
+        """True where moving a job to an offer leaves it its guarantee, and is within the budget of its migrations."""
+        return self.costs.within_budget(v, offer) and self.keeps_guarantee(v, self.costs.then_s(v, offer))
 
     def max_mixed_devices(self, p: JobForecast, most: int) -> int:
         """Largest number of mixed devices: beyond one type's, only those outside every job's target size."""

@@ -53,7 +53,7 @@ def _rebalance_one(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate])
                 best = (saved_s, eviction)
     if best is None:
         return
-    eviction = shrink_to_share(best[1], ctx.sizes, ctx.costs)
+    eviction = shrink_to_share(ctx, best[1])
     for change in eviction.changes:
         assert change.offer is not None, "nobody is suspended for the growth of another"
         ctx.ledger.take(change.devices, {}, {})

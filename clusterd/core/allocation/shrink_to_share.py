@@ -6,32 +6,30 @@ that others have a better use for the rest; in a burst of arrivals one migration
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import replace
 
-from clusterd.core.allocation.migration_cost import MigrationCosts
+from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.victim_search import Change, EvictionPlan
 from clusterd.core.ledger import per_host
 from clusterd.core.performance_table import Estimate
 from clusterd.types import JobId
 
 
-def shrink_to_share(
-    eviction: EvictionPlan, shares: Mapping[JobId, int], costs: MigrationCosts, preemptible: Container[JobId] = ()
-) -> EvictionPlan:
+def shrink_to_share(ctx: PassContext, eviction: EvictionPlan, preemptible: Container[JobId] = ()) -> EvictionPlan:
     """The same evictions, each victim down to its target size.
 
     Args:
         preemptible: victims by right of priority or guarantee: these shrink no further than they must.
     """
     changes = [
-        c if c.v.job.id in preemptible else _to_share(c, max(shares.get(c.v.job.id, 0), c.v.curve.least), costs)
+        c if c.v.job.id in preemptible else _to_share(ctx, c, max(ctx.sizes.get(c.v.job.id, 0), c.v.curve.least))
         for c in eviction.changes
     ]
     return replace(eviction, changes=tuple(changes))
 
 
-def _to_share(change: Change, share: int, costs: MigrationCosts) -> Change:
+def _to_share(ctx: PassContext, change: Change, share: int) -> Change:
     """Change of a victim to its target size on one host, the one with most of its devices."""
     offer_now = change.offer
     if offer_now is None or share >= offer_now.devices:
@@ -42,10 +40,10 @@ def _to_share(change: Change, share: int, costs: MigrationCosts) -> Change:
 
     def is_fit(x: Estimate) -> bool:
         # Down to its share it is not stopped where for less it is moved alive.
-        is_dear = costs.cost_s(v, x) > costs.cost_s(v, offer_now)
+        is_dear = ctx.costs.cost_s(v, x) > ctx.costs.cost_s(v, offer_now)
         return len(x.shape) == 1 and x.devices == share <= here[host] and not is_dear
 
-    offer = next((x for x in v.curve.upto(share) if is_fit(x) and costs.within_budget(v, x)), None)
+    offer = next((x for x in v.curve.upto(share) if is_fit(x) and ctx.may_move_for_others(v, x)), None)
     if offer is None:
         return change
     devices = [d for d in change.devices if d.host == host and d.name == offer.device_type][: offer.devices]

@@ -10,7 +10,7 @@ from math import inf
 
 from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.rights import may_preempt
-from clusterd.core.estimates.attained_service import executed_s, total_steps
+from clusterd.core.estimates.attained_service import executed_s
 from clusterd.core.estimates.can_migrate import is_settled
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.ledger import bind
@@ -46,8 +46,8 @@ def suspension_s(ctx: PassContext, v: JobForecast, p: JobForecast, for_s: float)
     """Seconds that a running job loses if it is suspended for a queued one; None: it must not be.
 
     It loses a restart and the time for which the other holds its devices. It is suspended only for a job of no lower
-    priority that needs less time than it has left itself, restart included: so two jobs never suspend each other. A
-    guaranteed job is suspended only while its average speed since its first start stays at what was promised.
+    priority that needs less time than it has left itself, restart included: so two jobs never suspend each other; and a
+    guaranteed job only where it keeps its guarantee.
 
     Args:
         for_s: seconds for which the queued job runs.
@@ -55,10 +55,10 @@ def suspension_s(ctx: PassContext, v: JobForecast, p: JobForecast, for_s: float)
     restart_s = suspendable(ctx).get(v.job.id)
     if restart_s is None or v.now_s <= for_s + restart_s or v.job.priority > p.job.priority or v.job.id in ctx.moved:
         return None
-    lost_s = for_s + restart_s
-    if v.job.spec.guaranteed and not _keeps_guarantee(ctx, v, lost_s):
+    if v.job.spec.guaranteed and v.curve.promised is None:
         return None
-    return lost_s
+    lost_s = for_s + restart_s
+    return lost_s if ctx.keeps_guarantee(v, lost_s + v.now_s) else None
 
 
 def may_suspend_by_right(ctx: PassContext, v: JobForecast, p: JobForecast) -> bool:
@@ -97,13 +97,6 @@ def next_settled_s(ctx: PassContext) -> float:
         if v.job.attempt is not None and (v.job.spec.kind is not JobKind.COMMAND or v.job.spec.preemptible)
     ]
     return min((wait_s for wait_s in waits if wait_s > 0.0), default=inf)
-
-
-def _keeps_guarantee(ctx: PassContext, v: JobForecast, lost_s: float) -> bool:
-    promised, started_s = v.curve.promised, v.job.started_s
-    if promised is None or started_s is None:
-        return False
-    return ctx.view.now_s - started_s + lost_s + v.now_s <= promised.step_time_s * total_steps(v.job)
 
 
 # --- handovers ----------------------------------------------------------------------------------------------------

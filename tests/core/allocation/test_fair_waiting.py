@@ -13,6 +13,7 @@ from clusterd.core import events as e
 from clusterd.core.allocation.migration_cost import DEFAULT_THRESHOLDS
 from clusterd.core.events import Timer, TimerKind
 from clusterd.types import JobId, JobKind
+from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.policies.test_default import known, moved, progress, submit
 
@@ -286,6 +287,38 @@ def test_a_wide_job_that_cannot_shrink_is_suspended_for_a_short_one(lab: Lab) ->
     lab.run(short)
     lab.finish(short)
     assert "starting" in (lab.state(long), lab.state(again))
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_guaranteed_job_is_suspended_only_if_it_still_ends_as_promised(lab: Lab, zero: int) -> None:
+    """It runs without ZeRO; if it asked for ZeRO-2, a fifth slower, it has time to spare. It comes back first."""
+    lab.host("a", gpus=8, cores=64)
+    wide_only = tuple(x for x in known().estimates if x.devices == 8)
+    lab.tell(e.SpeedLearned(**lab.at(), model="net", table=replace(known(), estimates=wide_only), why="trials"))
+    long, _ = submit(lab, "long", 30_000, devices=8, guaranteed=True, plan=Plan(dp=8, zero=zero))
+    progress(lab, long, 10)
+    short, _ = submit(lab, "short", 50, devices=8)
+    pass_time(lab, 400.0)
+    assert lab.state(long) == ("stopping" if zero else "running")
+    if zero:
+        lab.stopped(long)
+        assert lab.state(short) == "starting"
+        again, _ = submit(lab, "again", 50, devices=8, guaranteed=True)
+        lab.run(short)
+        lab.finish(short)
+        assert (lab.state(long), lab.state(again)) == ("starting", "queued")
+
+
+@pytest.mark.parametrize("steps", [100, 30_000])
+def test_a_guaranteed_job_returns_a_loan_only_if_the_migration_leaves_it_time(lab: Lab, steps: int) -> None:
+    """It asked for four devices and ZeRO-2; a migration takes 30 s, which a job of a hundred steps does not save."""
+    lab.host("a", gpus=8, cores=64)
+    lab.tell(e.SpeedLearned(**lab.at(), model="net", table=known(), why="trials"))
+    loan, _ = submit(lab, "loan", steps, devices=4, guaranteed=True, plan=Plan(dp=4, zero=2))
+    progress(lab, loan, 10)
+    _, decided = submit(lab, "other", 30, devices=4)
+    decided += pass_time(lab, 30.0)
+    assert (d.StartMigration.match(decided, job=loan) is not None) == (steps > 100)
 
 
 def test_a_cancelled_claimant_leaves_its_devices_to_others(lab: Lab) -> None:
