@@ -37,23 +37,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument(
         "--one-cluster", action="store_true", help="models share their estimates of links and network cards"
     )
-    command.add_argument("--further", type=int, default=1, help="trials on more than two hosts per model (default 1)")
+    command.add_argument("--most-hosts", type=int, help="most hosts of a trial (default: any number)")
     command = commands.add_parser("predictability", help="foresee which jobs of a table ran as long as requested")
     command.add_argument("table", type=Path, help="CSV file with one job that is over per row")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
     if given.command == "predictability":
         return _predictability(given.table, as_json=given.json)
-    for name, least in (("budget", 1), ("seeds", 1), ("further", 0)):
-        if getattr(given, name) < least:
-            parser.error(f"--{name} is {getattr(given, name)}; it must be at least {least}")
+    for name in ("budget", "seeds", "most_hosts"):
+        if (value := getattr(given, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     method = default_method()
     try:
         result = evaluate(
             read_table(given.table),
             budget=given.budget,
             seeds=given.seeds,
-            method=replace(method, design=replace(method.design, further=given.further)),
+            method=replace(method, design=replace(method.design, most_hosts=given.most_hosts)),
             leave_one_out=not given.fast,
             one_cluster=given.one_cluster,
         )

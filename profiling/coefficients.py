@@ -115,7 +115,7 @@ ALL: tuple[Coefficient, ...] = (
         "card_growth",
         "1",
         1.0,
-        0.25,
+        0.5,
         "hardware",
         "power with which network bandwidth grows with the cards in use",
         "1: a link per card; 0: one shared link",

@@ -1,7 +1,9 @@
-"""Design of trials: the plans whose measurement is most informative per device-second.
+"""Design of trials: the plans whose measurement is most informative.
 
 Greedy V-optimal design: the next trial is the one whose measurement, under the current fit, most reduces the mean
-variance of the target predictions, less a price for device-seconds and for further hosts.
+variance of the target predictions. Nothing else is weighed: what makes a trial on many hosts less telling (the error
+of the model there) is in the variance of its measurement, and most of a trial's cost is its migration, which is alike
+for all. Of equally informative trials the one of the fewest device-seconds comes first.
 """
 
 from __future__ import annotations
@@ -17,15 +19,11 @@ from profiling.model import Rows
 
 @dataclass(frozen=True, slots=True)
 class DesignOptions:
-    """Limits and prices of trials."""
+    """Limits of trials."""
 
     budget: int = 7  # trials
-    most_hosts: int = 2
-    further: int = 1  # trials on more than `most_hosts` hosts, where collectives may behave differently
+    most_hosts: int | None = None  # of a trial; None: any number
     batch: int = 1  # trials between refits
-    price: float = 0.08  # log gain that each doubling of device-seconds must bring
-    host_price: float = 0.1  # log gain that using more than one host must bring
-    further_price: float = 0.5  # log gain that using more than `most_hosts` must bring beyond that
     jitter: float = 0.0  # standard deviation of noise added to scores, so that repeats differ
 
 
@@ -52,8 +50,7 @@ def next_trials(
         done: indices of candidates that have been measured.
     """
     wanted = min(options.batch, options.budget - len(done))
-    far = (hosts > options.most_hosts).astype(bool)
-    allowed = ~far if far[done].sum() >= options.further else np.full(len(far), True)
+    allowed = np.full(len(hosts), True) if options.most_hosts is None else hosts <= options.most_hosts
     allowed[done] = False
     if wanted <= 0 or not allowed.any():
         return []
@@ -61,22 +58,17 @@ def next_trials(
     count = 0 if targets is candidates else len(targets)
     asked = len(targets)
     noise = row_error(candidates, fit.options, fit.noise) ** 2 + fit.options.misfit**2 / 2.0
-    relative = np.log2(np.maximum(device_seconds, 1e-9) / device_seconds[allowed].min())
-    price = options.price * relative + options.host_price * (hosts > 1) + options.further_price * far
     chosen: list[int] = []
     while len(chosen) < wanted and allowed.any():
         own = np.diag(covariance)[count:] + noise
         shared = covariance[:asked, count:]
-        gain = (shared**2 / own).mean(axis=0) / np.diag(covariance)[:asked].mean()
-        score = np.log(np.maximum(gain, 1e-12)) - price
+        score = np.log(np.maximum((shared**2 / own).mean(axis=0), 1e-300))
         if random is not None and options.jitter:
             score = score + options.jitter * random.standard_normal(len(score))
         score[~allowed] = -np.inf
-        best = int(np.argmax(score))
+        best = int(np.lexsort((device_seconds, -score))[0])
         chosen.append(best)
         allowed[best] = False
-        if far[[*done, *chosen]].sum() >= options.further:
-            allowed[far] = False
         column = covariance[:, count + best]
         covariance = covariance - np.outer(column, column) / own[best]
     return chosen
@@ -93,7 +85,7 @@ def _covariance(fit: Fit, targets: Rows, candidates: Rows) -> Array:
         rows = Rows(np.concatenate([targets.values, candidates.values], axis=1))
     means, inner, weights = [], np.zeros((len(rows), len(rows))), []
     for p in fit.posteriors:
-        log_s, jacobian = linearise(p.logs, rows, p.structure)
+        log_s, jacobian = linearise(p.logs, rows, p.structure, p.covariance)
         means.append(log_s)
         weights.append(p.weight)
         inner += p.weight * (jacobian @ p.covariance @ jacobian.T)

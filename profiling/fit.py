@@ -18,6 +18,7 @@ from profiling.coefficients import HARDWARE, INDEX, Array, Prior
 from profiling.model import Rows, Structure, predict
 
 _STEP = 1e-4
+_HIDDEN = INDEX["part_used_card"]
 
 _EXPLAINED = 3.0
 """Largest residual of an explained measurement, in assumed errors."""
@@ -38,7 +39,12 @@ class FitOptions:
     robust: float = 2.0  # residuals above this many noises count less
     overlaps: tuple[tuple[float, float], ...] = ((0.1, 0.4), (0.5, 0.3), (2.0, 0.3))  # overlap: prior weights
     overlap_width: float = 0.6
-    cards: tuple[tuple[int, float], ...] = ((1, 0.25), (2, 0.45), (4, 0.3))  # devices per network card: prior weights
+    cards: tuple[tuple[int, float], ...] = (
+        (1, 0.25),
+        (2, 0.35),
+        (4, 0.2),
+        (8, 0.2),
+    )  # devices per network card: prior weights
 
 
 DEFAULT_FIT = FitOptions()
@@ -87,7 +93,7 @@ class Fit:
         for p in self.posteriors:
             if p.weight < 1e-3:
                 continue
-            log_s, jacobian = linearise(p.logs, rows, p.structure)
+            log_s, jacobian = linearise(p.logs, rows, p.structure, p.covariance)
             means.append(log_s)
             variances.append(np.einsum("ij,jk,ik->i", jacobian, p.covariance, jacobian))
             weights.append(p.weight)
@@ -140,12 +146,15 @@ class _Found:
 def _fit_structures(
     rows: Rows, target: Array, general: Prior, options: FitOptions, start: Fit | _Found | None
 ) -> _Found:
-    posteriors, evidences, residuals, determined = [], [], [], []
+    posteriors: list[Posterior] = []
+    evidences, residuals, determined = [], [], []
     modes = [(c, o, wc * wo) for c, wc in options.cards for o, wo in options.overlaps]
     for index, (devices_per_card, overlap, weight) in enumerate(modes):
         structure = Structure(devices_per_card)
         prior = general.holding("overlap", overlap, options.overlap_width)
         first = None if start is None else start.posteriors[index].logs
+        if first is None and index >= len(options.overlaps):
+            first = posteriors[index - len(options.overlaps)].logs  # same overlap, other network cards
         logs, cost = _optimise(rows, target, prior, options, structure, first)
         log_s, jacobian = linearise(logs, rows, structure)
         noise = row_error(rows, options)
@@ -186,11 +195,19 @@ def _pooled_noise(found: _Found, options: FitOptions) -> float:
     return math.sqrt(squares / (options.assumed + max(found.free, 0.0)))
 
 
-def linearise(logs: Array, rows: Rows, structure: Structure) -> tuple[Array, Array]:
-    """Logarithms of the step times, shape (rows,), and their Jacobian by `logs`, shape (rows, coefficients)."""
-    moved = np.vstack([logs, logs + _STEP * np.eye(len(logs))])
+def linearise(logs: Array, rows: Rows, structure: Structure, covariance: Array | None = None) -> tuple[Array, Array]:
+    """Logarithms of the step times, shape (rows,), and their Jacobian by `logs`, shape (rows, coefficients).
+
+    Args:
+        covariance: of `logs`. With it, the slope by `part_used_card` is that over one standard deviation: at its median
+            the term is too small to have a slope, although it may be large.
+    """
+    steps = np.full(len(logs), _STEP)
+    if covariance is not None:
+        steps[_HIDDEN] = np.sqrt(covariance[_HIDDEN, _HIDDEN])
+    moved = np.vstack([logs, logs + np.diag(steps)])
     log_s = np.log(predict(moved, rows, structure))
-    return log_s[0], ((log_s[1:] - log_s[0]) / _STEP).T
+    return log_s[0], ((log_s[1:] - log_s[0]) / steps[:, None]).T
 
 
 def _optimise(

@@ -201,7 +201,7 @@ class Knowledge:
         for c in choices:
             best[c.shape] = min(best[c.shape], c.step_time_s)
         near = [i for i, c in enumerate(choices) if c.step_time_s <= 2.0 * best[c.shape]]
-        options = DesignOptions(budget=len(done) + 1, most_hosts=max(int(hosts.max()), 2))
+        options = DesignOptions(budget=len(done) + 1)
         first = next_trials(self.online.fit, rows[near], rows, hosts, cost, done, options)
         return (choices[first[0]], f"trial {tried + 1} of at least {least}") if first else None
 

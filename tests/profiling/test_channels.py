@@ -15,6 +15,7 @@ from profiling.model import Row, Rows
 from profiling.online import Observation, OnlineFit
 from profiling.placement import Allocation
 from profiling.table import Measured
+from tests.profiling import drawn
 from tests.profiling.channels import table
 from tests.profiling.t4_tables import write
 from tests.profiling.test_evaluation import DATA
@@ -40,11 +41,14 @@ def test_cards_in_part_use_are_learned_from_a_few_trials(factor):
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.0, 1.5])
-def test_other_speeds_on_more_than_two_hosts_are_learned_from_one_trial(factor):
-    rows = table(seed=0, beyond_two=factor, parameters=600_000_000)
-    outcome = profile(rows, default_method(), 7, 0)
-    error, covered = rows_where(rows, outcome, lambda one: one.hosts > 2 and not odd(one))
-    assert error < 0.12
+def test_other_speeds_on_more_than_two_hosts_are_learned_from_few_trials(factor):
+    found = []
+    for seed in range(3):
+        rows = table(seed=seed, beyond_two=factor, parameters=600_000_000)
+        outcome = profile(rows, default_method(), 7, seed)
+        found.append(rows_where(rows, outcome, lambda one: one.hosts > 2 and not odd(one)))
+    errors, covered = np.mean(found, axis=0)
+    assert errors < 0.12
     assert covered > 0.75
 
 
@@ -81,6 +85,19 @@ def test_one_slow_shape_tells_of_the_others():
 
 
 @pytest.mark.slow
+def test_drawn_clusters_are_predicted_with_honest_intervals():
+    """Shared links, other algorithms on many hosts, stragglers, and network cards of one to all devices."""
+    errors, covered = [], []
+    for seed in range(drawn.REPORTED, drawn.REPORTED + 12):
+        rows = drawn.table(seed)
+        outcome = profile(rows, default_method(), 7, seed)
+        errors.append(float(np.abs(outcome.errors[outcome.held_out]).mean()))
+        covered.append(float(outcome.covered[outcome.held_out].mean()))
+    assert np.mean(errors) < 0.12
+    assert 0.85 < np.mean(covered) <= 0.97
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "pollux").exists(), reason=f"no measurements in {DATA}; set CLUSTERD_DATA")
 def test_hosts_on_which_the_model_was_not_shaped(tmp_path, capsys):
     write(DATA / "pollux" / "t4", tmp_path / "t4.csv")
@@ -89,7 +106,7 @@ def test_hosts_on_which_the_model_was_not_shaped(tmp_path, capsys):
         assert main(["evaluate", str(tmp_path / "t4.csv"), "--seeds", "1", "--json", "--fast", *options]) == 0
         return json.loads(capsys.readouterr().out)
 
-    near, far = figures("--further", "0"), figures()
-    assert far["figures"]["mean_error"] < 0.15 < near["figures"]["mean_error"]
+    near, far = figures("--most-hosts", "2"), figures()
+    assert far["figures"]["mean_error"] < 0.12 < near["figures"]["mean_error"]
     assert set(near["hosts_beyond"]) == {"0", "1", "2"} and "odd" in far["counts"]
     assert far["figures"]["coverage_90"] > 0.8

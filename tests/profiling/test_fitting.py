@@ -35,7 +35,6 @@ def test_seven_trials_foretell_the_rest_of_a_world_unlike_the_prior(name):
         table = measured(logs, load, seed=seed, parallel=parallel, devices_per_card=card)
         outcome = profile(table, default_method(), budget=7, seed=seed)
         assert len(outcome.chosen) == 7
-        assert sum(table[i].hosts > 2 for i in outcome.chosen) <= 1
         errors.append(np.abs(outcome.errors[outcome.held_out]).mean())
         covered.append(outcome.covered[outcome.held_out].mean())
     assert np.mean(errors) < 0.12
