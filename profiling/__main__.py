@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from profiling.evaluate import AIMS, default_method, evaluate, met
-from profiling.predictability.classifier import judge
+from profiling.predictability.evaluation import judge
 from profiling.predictability.job_table import read_jobs
 from profiling.table import TableError, read_table
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--one-cluster", action="store_true", help="models share their estimates of links and network cards"
     )
     command.add_argument("--most-hosts", type=int, help="most hosts of a trial (default: any number)")
-    command = commands.add_parser("predictability", help="foresee which jobs of a table ran as long as requested")
+    command = commands.add_parser("predictability", help="foresee which jobs of a table are predictable")
     command.add_argument("table", type=Path, help="CSV file with one job that is over per row")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
@@ -86,6 +86,7 @@ def _predictability(path: Path, *, as_json: bool) -> int:
         print(json.dumps(result, indent=2))
         return 0
     console = Console()
+    _show_split(result["submit"], console)
     for name, title in (("submit", "at submission"), ("online", "after the first steps")):
         if name not in result:
             continue
@@ -100,6 +101,16 @@ def _predictability(path: Path, *, as_json: bool) -> int:
             table.add_row(str(part["jobs"]), _percent(part["predicted"]), _percent(part["actual"]))
         console.print(table)
     return 0
+
+
+def _show_split(figures: dict[str, Any], console: Console) -> None:
+    if figures["split"] == "time order":
+        split = "each later fifth of the jobs is judged, by those that were over before it"
+    else:
+        split = "without times of submission: five shuffled folds, each judged by the others"
+    console.print(f"{figures['split']}: {split}")
+    if columns := figures["further_features"]:
+        console.print(escape(f"further columns as features: {', '.join(columns)}"))
 
 
 def show(result: dict[str, Any], console: Console) -> None:

@@ -136,7 +136,7 @@ WEIGHTS = {
 
 
 def probability_predictable(job: Submission) -> float:
-    """Probability that a job is predictable, from its features at submission."""
+    """Probability at submission that a job is predictable, where too few jobs are over to train a classifier."""
     features = {
         "submitted_before": job.submitted_before,
         "known_model": job.known_model,
@@ -160,10 +160,9 @@ class Predictability:
     bad: int = 0  # consecutive large held-out errors
 
     @classmethod
-    def at_submission(cls, job: Submission) -> Predictability:
-        """Predictability from the features at submission."""
-        p = probability_predictable(job)
-        return cls(p >= 0.5, f"{p:.0%} of jobs submitted like this are predictable")
+    def at_submission(cls, probability: float, source: str) -> Predictability:
+        """Predictability from a probability at submission, and what that comes from."""
+        return cls(probability >= 0.5, f"{probability:.0%} of jobs submitted like this are predictable, by {source}")
 
     def observe(self, error: float | None) -> Predictability:
         """Update with one more held-out error of the loss curve (`held_out_error`); None changes nothing."""

@@ -55,6 +55,7 @@ from clusterd.daemon.notifications import Notifier
 from clusterd.daemon.process import notify_systemd, only_instance, set_up_log
 from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.daemon.profiling.profiler import Profiler
+from clusterd.daemon.profiling.submission_classifier import SubmissionClassifier
 from clusterd.daemon.settings import refuse_unknown
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
@@ -182,7 +183,7 @@ class Daemon:
             executor = Executor(engine, hosts, archive, timers, tasks, launches, describer, keeper)
 
             learned = PerformanceModels(engine, config.state_dir / "measurements.db")
-            profiler = Profiler(engine, learned, trials=config.trials)
+            profiler = Profiler(engine, learned, SubmissionClassifier(engine, archived), trials=config.trials)
             hosts.reports.subscribe(Progress, profiler.on_progress)
             hosts.reports.subscribe(FromRank, profiler.on_rank_message)
             launches.wants_probe = learned.wants_probe

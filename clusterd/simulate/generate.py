@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from clusterd.errors import UsageError
 from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.truth import Key, ModelTruth, Truth
-from clusterd.simulate.workload import Arrival, Workload, at_load, partly_guaranteed, partly_predictable
+from clusterd.simulate.workload import (
+    Arrival,
+    Workload,
+    at_load,
+    partly_early,
+    partly_guaranteed,
+    partly_predictable,
+    with_forecasts,
+)
 from plans.plan import Plan
 
 WORK = ("lognormal", "pareto", "uniform")
@@ -36,13 +44,17 @@ class Spec:
     arrivals: str = "poisson"
     load: float = 1.0  # device-seconds requested over those offered until the last arrival
     unknown: float = 0.0  # share of jobs whose end is not known to the policies
+    early: float = 0.0  # share of jobs that end after a small part of the declared steps
+    auc: float = 0.5  # of the forecast which jobs end early; 1: the truth; 0.5: no forecast
     guaranteed: float = 0.0  # share of guaranteed jobs
     scarce: float = 0.0  # share of jobs that run on the type with fewest devices only
 
     def __post_init__(self) -> None:
-        for name in ("wide", "unknown", "guaranteed", "scarce"):
+        for name in ("wide", "unknown", "early", "guaranteed", "scarce"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise UsageError(f"--generate: {name}={getattr(self, name):g} must be a share from 0 to 1")
+        if not 0.5 <= self.auc <= 1.0:
+            raise UsageError(f"--generate: auc={self.auc:g} must be from 0.5 (no forecast) to 1 (the truth)")
         for name, most in (("jobs", 100_000), ("models", 1000)):
             if not 1 <= getattr(self, name) <= most:
                 raise UsageError(f"--generate: {name}={getattr(self, name)} must be from 1 to {most}")
@@ -96,7 +108,9 @@ def generate(spec: Spec, cluster: Cluster) -> tuple[Truth, Workload]:
             Arrival(name=f"job{number}", at_s=at_s, model=model.name, steps=steps, devices=devices, device_type=kind)
         )
     truth = Truth(models, f"generated: {spec}")
-    workload = Workload(tuple(arrivals))
+    workload = partly_early(Workload(tuple(arrivals)), spec.early, random.Random(f"early {spec.seed}"))
+    if spec.auc > 0.5:
+        workload = with_forecasts(workload, spec.auc, random.Random(f"forecasts {spec.seed}"))
     if len(arrivals) > 1 and arrivals[-1].at_s > arrivals[0].at_s:
         workload = at_load(workload, truth, cluster, spec.load)
     workload = partly_predictable(workload, 1.0 - spec.unknown, random.Random(f"unknown {spec.seed}"))

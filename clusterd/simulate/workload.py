@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from statistics import NormalDist
 
 from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.errors import InputError
@@ -31,6 +32,8 @@ class Arrival:
     cpus: int = 0
     after: tuple[str, ...] = ()  # names of jobs that must have finished before it starts
     predictable: bool = True  # its number of steps is known to the scheduler
+    declared_steps: int | None = None  # by its user, of a job that ends early; None: those that it makes
+    forecast: bool | None = None  # of the classifier at its submission: it makes the declared steps; None: none
 
     def __post_init__(self) -> None:
         if not 0 <= self.at_s < math.inf:
@@ -88,7 +91,15 @@ def at_load(workload: Workload, truth: Truth, cluster: Cluster, load: float) -> 
 def with_steps(workload: Workload, factor: float) -> Workload:
     """The same jobs with so many times as many steps, at least one each."""
     return replace(
-        workload, arrivals=tuple(replace(a, steps=max(round(a.steps * factor), 1)) for a in workload.arrivals)
+        workload,
+        arrivals=tuple(
+            replace(
+                a,
+                steps=max(round(a.steps * factor), 1),
+                declared_steps=max(round(a.declared_steps * factor), 1) if a.declared_steps is not None else None,
+            )
+            for a in workload.arrivals
+        ),
     )
 
 
@@ -129,6 +140,34 @@ def partly_predictable(workload: Workload, share: float, random_: random.Random)
     """The number of steps of all but a `share` of the jobs is hidden from the scheduler."""
     arrivals = tuple(replace(a, predictable=random_.random() < share) for a in workload.arrivals)
     return replace(workload, arrivals=arrivals)
+
+
+def partly_early(workload: Workload, share: float, random_: random.Random) -> Workload:
+    """A `share` of the jobs ends early, after 1 to 30% of the declared steps, as explorations that their users stop."""
+    arrivals = []
+    for a in workload.arrivals:
+        made = round(a.steps * 0.01 * 30.0 ** random_.random()) if random_.random() < share else a.steps
+        ends_early = 1 <= made < a.steps
+        arrivals.append(replace(a, steps=made, declared_steps=a.steps) if ends_early else a)
+    return replace(workload, arrivals=tuple(arrivals))
+
+
+def with_forecasts(workload: Workload, auc: float, random_: random.Random) -> Workload:
+    """Each job has the forecast of a calibrated classifier of this AUC: 1 tells the truth, 0.5 the more frequent class.
+
+    The classifier sees a normal variable whose mean differs between the classes by sqrt(2) times the quantile of AUC.
+    """
+    early = sum(a.declared_steps is not None for a in workload.arrivals)
+    complete = len(workload.arrivals) - early
+    prior = math.log((complete + 0.5) / (early + 0.5))
+    distance = math.sqrt(2.0) * NormalDist().inv_cdf(auc) if auc < 1.0 else math.inf
+    arrivals = []
+    for a in workload.arrivals:
+        completes = a.declared_steps is None
+        noise = random_.gauss(0.0, 1.0)
+        odds = prior + distance * ((0.5 if completes else -0.5) * distance + noise) if auc < 1.0 else 0.0
+        arrivals.append(replace(a, forecast=odds >= 0.0 if auc < 1.0 else completes))
+    return replace(workload, arrivals=tuple(arrivals))
 
 
 def partly_guaranteed(workload: Workload, share: float, random_: random.Random) -> Workload:

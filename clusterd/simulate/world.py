@@ -130,12 +130,16 @@ class World:
             tenant=arrival.tenant,
             user=arrival.tenant,
         )
-        steps = arrival.steps if arrival.predictable else 0
+        declared = arrival.declared_steps if arrival.declared_steps is not None else arrival.steps
+        steps = declared if arrival.predictable else 0
         shape = {**self._shape(model), "samples": model.samples or model.global_batch, "steps": steps}
-        return [
+        events: list[e.Event] = [
             e.JobSubmitted(**self._stamp(), job=job, spec=spec),
             e.ModelDescribed(**self._stamp(), job=job, shape=shape, model=arrival.model),
         ]
+        if arrival.forecast is not None:
+            events.append(e.CompletionPredicted(**self._stamp(), job=job, predictable=arrival.forecast))
+        return events
 
     def _shape(self, model: ModelTruth) -> dict[str, Any]:
         """Model shape without weights, with a layer for each stage of the deepest known pipeline."""

@@ -23,6 +23,8 @@ SPECS = st.builds(
     arrivals=st.sampled_from(ARRIVALS),
     load=st.floats(0.2, 3.0),
     unknown=SHARE,
+    early=SHARE,
+    auc=st.sampled_from([0.5, 0.9, 1.0]),
     guaranteed=SHARE,
     scarce=SHARE,
 )
@@ -45,6 +47,33 @@ def test_every_job_can_run_as_it_asks_and_a_seed_gives_the_same(spec: Spec, clus
         assert {not arrival.predictable for arrival in jobs.arrivals} == {spec.unknown == 1.0}
 
 
+def test_jobs_that_end_early_declare_more_steps_and_are_forecast_as_well_as_asked() -> None:
+    where = parse_cluster("8x8:a")
+
+    def right(auc: float) -> tuple[float, int]:
+        """Share of right forecasts of the jobs that have one, and their number."""
+        _, jobs = generate(parse_spec(f"jobs=2000,early=0.4,auc={auc}"), where)
+        early = [a for a in jobs.arrivals if a.declared_steps is not None]
+        assert 0.35 < len(early) / 2000 < 0.45
+        assert all(1 <= a.steps <= 0.31 * (a.declared_steps or 0) + 1 for a in early)
+        told = [a.forecast == (a.declared_steps is None) for a in jobs.arrivals if a.forecast is not None]
+        return sum(told) / max(len(told), 1), len(told)
+
+    assert right(0.5) == (0.0, 0) and right(1.0) == (1.0, 2000)
+    share, _ = right(0.9)
+    assert 0.78 < share < 0.88  # the threshold half way between two normal variables of this AUC errs in 18%
+
+
+def test_a_job_that_ends_early_finishes_after_its_own_steps() -> None:
+    cluster = parse_cluster("1x1:a")
+    truth, jobs = generate(parse_spec("jobs=1,early=1,seed=2,models=1,auc=1"), cluster)
+    (job,) = jobs.arrivals
+    assert job.declared_steps is not None and job.forecast is False
+    tables = run.believe(truth, True, 0, [job.model])
+    outcome = run.outcome(run.Setting(cluster, jobs, truth, tables), "default")
+    assert outcome.completion_s[0] == pytest.approx(job.steps * asked_step_s(truth.models[job.model], job), rel=1e-3)
+
+
 def test_a_generated_workload_runs_to_its_end() -> None:
     cluster = parse_cluster("4x8:a")
     truth, jobs = generate(parse_spec("jobs=30,wide=0.5,seed=4"), cluster)
@@ -60,6 +89,8 @@ def test_a_generated_workload_runs_to_its_end() -> None:
         ("jobs=many", "jobs=many must be a number, as in jobs=150"),
         ("jobs=0", "jobs=0 must be from 1"),
         ("wide=2", "wide=2 must be a share from 0 to 1"),
+        ("early=2", "early=2 must be a share from 0 to 1"),
+        ("auc=0.4", "auc=0.4 must be from 0.5 (no forecast) to 1 (the truth)"),
         ("work=zipf", "work=zipf is unknown; there are lognormal"),
         ("load=0", "load=0 must be above 0"),
         ("spread=nan", "spread=nan must be above 0"),

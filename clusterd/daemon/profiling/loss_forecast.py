@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from clusterd.core.state import Job
-from profiling.progress import LossCurve, Predictability, Submission, fit_loss, held_out_error
+from profiling.progress import LossCurve, Predictability, fit_loss, held_out_error
 
 POINTS_MOST = 400
 JUDGED_EVERY = 1.5
@@ -60,19 +59,6 @@ class LossForecast:
             return None
         self.reported = found
         return found
-
-
-def at_submission(job: Job, before: bool, known_model: bool) -> Predictability:
-    """Predictability of a job before its first step."""
-    return Predictability.at_submission(
-        Submission(
-            submitted_before=before,
-            steps=int((job.shape or {}).get("steps") or 0),
-            target_loss=job.spec.target_loss,
-            devices=max(job.spec.resources.devices, 1),
-            known_model=known_model,
-        )
-    )
 
 
 def _alike(one: int | None, other: int | None) -> bool:

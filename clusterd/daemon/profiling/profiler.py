@@ -20,8 +20,9 @@ from clusterd.core.lifecycle import trials
 from clusterd.core.placement.cpu_cores import cores_each
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.profiling.loss_forecast import LossForecast, at_submission
+from clusterd.daemon.profiling.loss_forecast import LossForecast
 from clusterd.daemon.profiling.performance_models import PerformanceModels
+from clusterd.daemon.profiling.submission_classifier import SubmissionClassifier
 from clusterd.daemon.profiling.trial_selection import SLOW_TRIAL_STEPS, WARM_UP_STEPS, TrialSelection
 from clusterd.errors import ClusterError
 from clusterd.protocol.agent import Progress
@@ -60,9 +61,12 @@ class _Run:
 class Profiler:
     """One task that works through a queue of reports; fits run in a thread."""
 
-    def __init__(self, engine: Engine, models: PerformanceModels, *, trials: bool = True) -> None:
+    def __init__(
+        self, engine: Engine, models: PerformanceModels, classifier: SubmissionClassifier, *, trials: bool = True
+    ) -> None:
         """`trials`: allow trials of other plans; running plans are measured in any case."""
         self._engine = engine
+        self._classifier = classifier
         self._models = models
         self._trial_selection = TrialSelection(engine, models.of, trials=trials)
         self._runs: dict[str, _Run] = {}
@@ -199,10 +203,8 @@ class Profiler:
         """Update the forecast of the job's last step from its losses."""
         forecast = self._forecasts.get(job.id)
         if forecast is None:
-            others = [j for j in self._state.jobs.values() if j.id != job.id and j.spec.user == job.spec.user]
-            before = any(j.spec.command == job.spec.command and j.step > 0 for j in others)
             known = self._models.has_steps_of(job.model)
-            forecast = self._forecasts[job.id] = LossForecast(at_submission(job, before, known))
+            forecast = self._forecasts[job.id] = LossForecast(await self._classifier.at_submission(job, known))
         forecast.add(report.step, report.loss)
         if not forecast.is_due:
             return

@@ -33,7 +33,7 @@ class Models:
 def test_a_thousand_hosts_that_connect_are_one_change_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "INBOX_MAX", 20)
     models, lab = Models(), Lab()
-    profiler = Profiler(SimpleNamespace(scheduler=lab.scheduler), models)  # type: ignore[arg-type]
+    profiler = Profiler(SimpleNamespace(scheduler=lab.scheduler), models, SimpleNamespace())  # type: ignore[arg-type]
 
     async def run() -> None:
         for number in range(1000):
