@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from clusterd.core.allocation.migration_cost import DEFAULT_THRESHOLDS, MigrationCosts, MigrationThresholds, fits_beside
+from clusterd.core.allocation.rights import may_preempt
 from clusterd.core.estimates.availability import AvailabilityForecast, Backfill
 from clusterd.core.estimates.can_migrate import can_migrate
 from clusterd.core.estimates.job_forecast import JobForecast
@@ -16,7 +17,7 @@ from clusterd.core.placement.assign import PlannedStart
 from clusterd.core.placement.heterogeneous_search import Found, HeterogeneousSearch, as_if_free
 from clusterd.core.state import Job
 from clusterd.core.view import Move, Proposal, Refusal, View
-from clusterd.types import Device, HostId, JobId
+from clusterd.types import Device, HostId, JobId, JobKind
 
 
 @dataclass
@@ -110,12 +111,25 @@ class PassContext:
 
     def may_backfill(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> bool:
         """True where the job with the reservation starts no later for this grant (backfill)."""
-        return self.backfill is None or self.backfill.admits(p.left_s(offer), devices, self._cores(p, offer, devices))
+        if self.backfill is None or self.gives_way(p.job):
+            return True
+        return self.backfill.admits(p.left_s(offer), devices, self._cores(p, offer, devices))
+
+    def gives_way(self, job: Job) -> bool:
+        """True where the job with the reservation takes the devices of `job` by right once all others are free.
+
+        That takes a stop at most, and is worth it where `job` has run for a while by then. A command would begin anew.
+        """
+        if self.backfill is None or self.reserved_for is None or job.spec.kind is JobKind.COMMAND:
+            return False
+        settle_s = max(self.thresholds.settle * self.costs.restart_s(job), self.thresholds.settle_s)
+        is_preemptible = may_preempt(job, self.view.jobs[self.reserved_for]) and not job.spec.guaranteed
+        return is_preemptible and self.backfill.at_s > settle_s
 
     def occupy(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> None:
         """Record a grant in the forecast and within the limits of the reservation."""
         self.forecast.occupy(devices)
-        if self.backfill is not None:
+        if self.backfill is not None and not self.gives_way(p.job):
             self.backfill.take(p.left_s(offer), devices, self._cores(p, offer, devices))
 
     def _cores(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> dict[HostId, int]:

@@ -98,7 +98,7 @@ def _start_request(ctx: PassContext, p: JobForecast, longest_s: float) -> Refusa
     """Start the job on what it requests, or refuse."""
     job = p.job
     answer = allocate(job, ctx.view)
-    may_pass = ctx.backfill is None or longest_s <= ctx.backfill.at_s
+    may_pass = ctx.backfill is None or longest_s <= ctx.backfill.at_s or ctx.gives_way(job)
     if isinstance(answer, Grant) and not may_pass and ctx.backfill is not None:
         answer = allocate(job, ctx.view, ctx.backfill.limited(ctx.ledger))
         if isinstance(answer, Refusal) and answer.is_shortage:
@@ -114,7 +114,7 @@ def _grant(ctx: PassContext, job: Job, grant: Grant, longest_s: float) -> None:
     where = grant.placement
     devices = held(ctx.view.hosts, ((place.host, place.device) for place in where.ranks))
     ctx.forecast.occupy(devices)
-    if ctx.backfill is not None:
+    if ctx.backfill is not None and not ctx.gives_way(job):
         ctx.backfill.take(longest_s, devices, where.cores)
     ctx.view.quotas.take(job.spec.tenant, len(devices))
     ctx.ledger.take_places(where.ranks, where.cores, where.memory_bytes, job.spec.resources.share)

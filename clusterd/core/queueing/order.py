@@ -1,11 +1,11 @@
 """Second stage: order of the queue (after AITurbo's Borda-count multi-level feedback queue).
 
 Priority comes first, then guaranteed jobs that have started before, as their time runs on; then those who have waited
-out of proportion, longest first, then those for which a person waits, then other guarantees, then tenants that have
-less than their share. Inside, queues by attained service; in a queue, Borda scores: every job is ranked by the service
-it has got, least first; predictable ones also by what a device-second brings, most first. Ranks are shares of their
-list's length, equals share a rank, and the list is sorted the way that it is meant (the published code adds the age to
-each rank and puts the least gain first). An unpredictable job's service counts twice.
+out of proportion, longest first, then those for which a person waits, then tenants that have less than their share.
+Inside, queues by attained service; in a queue, Borda scores: every job is ranked by the service it has got, least
+first; predictable ones also by what a device-second brings, most first. Ranks are shares of their list's length, equals
+share a rank, and the list is sorted the way that it is meant (the published code adds the age to each rank and puts the
+least gain first). An unpredictable job's service counts twice.
 
 What a device-second brings follows from the work that is expected of a job, and work of unknown length is expected to
 be as much as was done already: so jobs with and without a known end are on one scale.
@@ -51,7 +51,6 @@ def order(view: View, forecasts: Mapping[JobId, JobForecast]) -> list[Job]:
             not starved,
             job.queued_s if starved else 0.0,
             not job.spec.interactive,
-            not job.spec.guaranteed,
             tenants.get(job.spec.tenant, False),
             sum(service[job.id] >= limit for limit in QUEUES_DEVICE_S),
             score,

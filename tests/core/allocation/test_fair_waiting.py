@@ -309,6 +309,26 @@ def test_a_guaranteed_job_is_suspended_only_if_it_still_ends_as_promised(lab: La
         assert (lab.state(long), lab.state(again)) == ("starting", "queued")
 
 
+@pytest.mark.parametrize("guaranteed", [False, True])
+def test_who_may_be_preempted_passes_the_reservation_and_gives_way(lab: Lab, guaranteed: bool) -> None:
+    """A guaranteed job waits an hour for a command's two devices; the other two need not lie idle."""
+    lab.host("a", gpus=4, cores=64)
+    lab.tell(e.SpeedLearned(**lab.at(), model="net", table=known(), why="trials"))
+    command, _ = lab.submit("command", devices=2, time_limit_s=3600.0)
+    lab.run(command)
+    wide, _ = submit(lab, "wide", 3000, devices=4, guaranteed=True, plan=Plan(dp=4))
+    other, _ = submit(lab, "other", 30_000, devices=2, guaranteed=guaranteed, plan=Plan(dp=2))
+    assert (lab.state(wide), lab.state(other)) == ("queued", "queued" if guaranteed else "starting")
+    if not guaranteed:
+        progress(lab, other, 10)
+        pass_time(lab, 1200.0)
+        lab.finish(command)
+        pass_time(lab, 60.0)
+        assert lab.state(other) == "stopping"
+        lab.stopped(other)
+        assert (lab.state(wide), lab.state(other)) == ("starting", "queued")
+
+
 @pytest.mark.parametrize("steps", [100, 30_000])
 def test_a_guaranteed_job_returns_a_loan_only_if_the_migration_leaves_it_time(lab: Lab, steps: int) -> None:
     """It asked for four devices and ZeRO-2; a migration takes 30 s, which a job of a hundred steps does not save."""
