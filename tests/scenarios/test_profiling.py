@@ -52,6 +52,17 @@ def test_a_job_is_profiled_while_it_trains(local_cluster: RunningCluster) -> Non
 
 
 @pytest.mark.slow
+def test_a_model_that_begins_at_three_hosts_is_learned_there(cluster: RunningCluster) -> None:
+    """All trials are on the three devices without which the job may not run, and plans for them are ranked by what was measured."""
+    cluster.start(hosts=3, devices=1)
+    job = cluster.submit(JOB.replace("devices = 2", "devices = 3, min_devices = 3"), "wide")
+    cluster.wait_for(job, lambda row: len(row["migrations"]) >= 3)
+    plans = cluster.call("plans", job=job, devices=3)
+    assert len([p for p in plans["rows"] if p["measured_s"]]) >= 2
+    assert {len(move["devices"]) for move in cluster.job(job)["migrations"]} == {3}
+
+
+@pytest.mark.slow
 def test_an_estimate_needs_no_submission(local_cluster: RunningCluster) -> None:
     """A job file gets an estimate before anything runs, with wide bounds."""
     file = local_cluster.directory / "wide.toml"

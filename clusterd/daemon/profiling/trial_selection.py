@@ -78,7 +78,8 @@ class TrialSelection:
             return  # checked before, and nothing has changed since
         tried = len({o.row.plan for o in known.online.observations}) + len(known.refused)
         if self._is_worth_it(job, self._move_s(job)):
-            shapes = [shape_of(trials.pack(held, n)) for n in range(1, len(held) + 1)]
+            least = max(job.spec.resources.min_devices, 1)
+            shapes = [shape_of(trials.pack(held, n)) for n in range(least, len(held) + 1)]
             ask = partial(known.next_trial, shapes, tried, beside=attempt.plan)
             answer = await anyio.to_thread.run_sync(ask)
         if answer is None and self._restarts(job, attempt) and self._is_worth_it(job, self._restart_s(job)):
