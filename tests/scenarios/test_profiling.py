@@ -53,7 +53,7 @@ def test_a_job_is_profiled_while_it_trains(local_cluster: RunningCluster) -> Non
 
 @pytest.mark.slow
 def test_a_model_that_begins_at_three_hosts_is_learned_there(cluster: RunningCluster) -> None:
-    """All trials are on the three devices without which the job may not run, and plans for them are ranked by what was measured."""
+    """All trials are on the three devices without which the job may not run; its plans are ranked by the results."""
     cluster.start(hosts=3, devices=1)
     job = cluster.submit(JOB.replace("devices = 2", "devices = 3, min_devices = 3"), "wide")
     cluster.wait_for(job, lambda row: len(row["migrations"]) >= 3)
