@@ -18,7 +18,7 @@ from profiling.coefficients import HARDWARE, INDEX, Array, Prior
 from profiling.model import Rows, Structure, predict
 
 _STEP = 1e-4
-_HIDDEN = INDEX["part_used_card"]
+_PART_USED = INDEX["part_used_card"]
 
 _EXPLAINED = 3.0
 """Largest residual of an explained measurement, in assumed errors."""
@@ -204,7 +204,7 @@ def linearise(logs: Array, rows: Rows, structure: Structure, covariance: Array |
     """
     steps = np.full(len(logs), _STEP)
     if covariance is not None:
-        steps[_HIDDEN] = np.sqrt(covariance[_HIDDEN, _HIDDEN])
+        steps[_PART_USED] = np.sqrt(covariance[_PART_USED, _PART_USED])
     moved = np.vstack([logs, logs + np.diag(steps)])
     log_s = np.log(predict(moved, rows, structure))
     return log_s[0], ((log_s[1:] - log_s[0]) / steps[:, None]).T

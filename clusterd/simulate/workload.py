@@ -157,16 +157,19 @@ def with_forecasts(workload: Workload, auc: float, random_: random.Random) -> Wo
 
     The classifier sees a normal variable whose mean differs between the classes by sqrt(2) times the quantile of AUC.
     """
+    if auc == 1.0:
+        return replace(
+            workload, arrivals=tuple(replace(a, forecast=a.declared_steps is None) for a in workload.arrivals)
+        )
     early = sum(a.declared_steps is not None for a in workload.arrivals)
     complete = len(workload.arrivals) - early
     prior = math.log((complete + 0.5) / (early + 0.5))
-    distance = math.sqrt(2.0) * NormalDist().inv_cdf(auc) if auc < 1.0 else math.inf
+    distance = math.sqrt(2.0) * NormalDist().inv_cdf(auc)
     arrivals = []
     for a in workload.arrivals:
-        completes = a.declared_steps is None
-        noise = random_.gauss(0.0, 1.0)
-        odds = prior + distance * ((0.5 if completes else -0.5) * distance + noise) if auc < 1.0 else 0.0
-        arrivals.append(replace(a, forecast=odds >= 0.0 if auc < 1.0 else completes))
+        mean = 0.5 if a.declared_steps is None else -0.5
+        odds = prior + distance * (mean * distance + random_.gauss(0.0, 1.0))
+        arrivals.append(replace(a, forecast=odds >= 0.0))
     return replace(workload, arrivals=tuple(arrivals))
 
 

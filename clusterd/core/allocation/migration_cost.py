@@ -33,6 +33,10 @@ class MigrationThresholds:
     thrift: float = 0.3  # likewise, while no job waits
     failed_s: float = 30.0  # pause after a failed migration; longer after several in a row
 
+    def pause_s(self, cost_s: float) -> float:
+        """Seconds that a job runs at least between two changes of this cost."""
+        return max(self.settle * cost_s, self.settle_s)
+
 
 DEFAULT_THRESHOLDS = MigrationThresholds()
 
@@ -73,7 +77,7 @@ class MigrationCosts:
         if last is None:
             return True
         since_s = self.view.now_s - (last.ended_s if last.ended_s is not None else last.started_s)
-        settle_s = max(self.thresholds.settle * self.move_s(job), self.thresholds.settle_s)
+        settle_s = self.thresholds.pause_s(self.move_s(job))
         return since_s >= (job.back_off_s(self.thresholds.failed_s) if last.failure else settle_s)
 
     def within_budget(self, p: JobForecast, offer: Estimate) -> bool:

@@ -122,15 +122,18 @@ class PassContext:
         """
         if self.backfill is None or self.reserved_for is None or job.spec.kind is JobKind.COMMAND:
             return False
-        settle_s = max(self.thresholds.settle * self.costs.restart_s(job), self.thresholds.settle_s)
         is_preemptible = may_preempt(job, self.view.jobs[self.reserved_for]) and not job.spec.guaranteed
-        return is_preemptible and self.backfill.at_s > settle_s
+        return is_preemptible and self.backfill.at_s > self.thresholds.pause_s(self.costs.restart_s(job))
 
     def occupy(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> None:
-        """Record a grant in the forecast and within the limits of the reservation."""
+        """Record a grant of an offer in the forecast and within the limits of the reservation."""
+        self.hold(p.job, p.left_s(offer), devices, self._cores(p, offer, devices))
+
+    def hold(self, job: Job, for_s: float, devices: Sequence[Device], cores: Mapping[HostId, int]) -> None:
+        """Record devices and cores that a job will hold for so long."""
         self.forecast.occupy(devices)
-        if self.backfill is not None and not self.gives_way(p.job):
-            self.backfill.take(p.left_s(offer), devices, self._cores(p, offer, devices))
+        if self.backfill is not None and not self.gives_way(job):
+            self.backfill.take(for_s, devices, cores)
 
     def _cores(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> dict[HostId, int]:
         each_cores, _ = needs(p.job, offer)

@@ -113,9 +113,7 @@ def _grant(ctx: PassContext, job: Job, grant: Grant, longest_s: float) -> None:
     """Start a job without a performance model on what it was granted."""
     where = grant.placement
     devices = held(ctx.view.hosts, ((place.host, place.device) for place in where.ranks))
-    ctx.forecast.occupy(devices)
-    if ctx.backfill is not None and not ctx.gives_way(job):
-        ctx.backfill.take(longest_s, devices, where.cores)
+    ctx.hold(job, longest_s, devices, where.cores)
     ctx.view.quotas.take(job.spec.tenant, len(devices))
     ctx.ledger.take_places(where.ranks, where.cores, where.memory_bytes, job.spec.resources.share)
     start = Start(job.id, grant.plan, where.ranks, where.cores, where.memory_bytes, grant.reason)

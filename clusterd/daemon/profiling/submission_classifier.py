@@ -50,13 +50,13 @@ class SubmissionClassifier:
     async def at_submission(self, job: Job, known_model: bool) -> Predictability:
         """Predictability of a job before its first step."""
         await self._train_if_due()
-        others = [j for j in self._engine.scheduler.state.jobs.values() if j.id != job.id]
-        before = any(_is_resubmission(job, j) for j in others)
+        others = self._engine.scheduler.state.jobs.values()
+        earlier = [j for j in others if j.id != job.id and _is_resubmission(job, j)]
         if self._classifier is not None:
-            probability = float(self._classifier.probability([record(job, before)])[0])
+            probability = float(self._classifier.probability([record(job, bool(earlier))])[0])
             return Predictability.at_submission(probability, f"{self._jobs} ended jobs")
         submission = Submission(
-            submitted_before=before and any(j.step > 0 for j in others if _is_resubmission(job, j)),
+            submitted_before=any(j.step > 0 for j in earlier),
             steps=int((job.shape or {}).get("steps") or 0),
             target_loss=job.spec.target_loss,
             devices=max(job.spec.resources.devices, 1),
