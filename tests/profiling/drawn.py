@@ -1,25 +1,30 @@
 """Made-up clusters and models drawn at random, whose step times follow formulas unlike those of the performance model.
 
+Table for `profiling evaluate`, one cluster per model: ``python -m tests.profiling.drawn OUT.csv [CLUSTERS]``.
 Seeds below 100 were for choices while the performance model was built; figures are reported for seeds from 100 on.
 """
 
 from __future__ import annotations
 
+import csv
 import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from plans.plan import Plan
 from profiling.model import Row
 from profiling.placement import Allocation
-from profiling.table import Measured
+from profiling.table import REQUIRED, Measured
 from profiling.workload import Workload
 
 REPORTED = 100
 """First seed of the tables for which figures are reported."""
 
 _HOST = 8
+_SEQ_LEN = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ def table(seed: int) -> list[Measured]:
     hidden, layers = int(random.choice([512, 1024, 2048])), int(random.choice([12, 24, 36]))
     parameters = 12 * layers * hidden * hidden
     load = Workload.from_sizes(
-        "drawn", parameters=parameters, layers=layers, hidden=hidden, seq_len=512, global_batch=64
+        "drawn", parameters=parameters, layers=layers, hidden=hidden, seq_len=_SEQ_LEN, global_batch=64
     )
     sample_s = load.flops_per_sample / _between(random, 15e12, 150e12)
     filled = _between(random, 0.2, 4.0)  # samples of a micro-batch that keep a device half busy
@@ -119,3 +124,21 @@ def _plans(counts: tuple[int, ...]) -> list[Plan]:
 def _between(random: np.random.Generator, low: float, high: float) -> float:
     """Drawn log-uniformly."""
     return math.exp(random.uniform(math.log(low), math.log(high)))
+
+
+def write(path: Path, clusters: int = 16) -> None:
+    """Write the tables of the first seeds for which figures are reported."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(REQUIRED)
+        for seed in range(REPORTED, REPORTED + clusters):
+            for one in table(seed):
+                load, plan = one.row.workload, one.row.plan
+                hidden = round(math.sqrt(load.parameters / (12 * load.layers)))
+                model = (f"drawn{seed}", load.parameters, load.layers, hidden, _SEQ_LEN, load.global_batch)
+                shape = "+".join(map(str, one.row.allocation.counts))
+                writer.writerow((*model, plan.dp, plan.tp, plan.pp, plan.zero, 0, 0, shape, one.step_time_s))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), *map(int, sys.argv[2:]))

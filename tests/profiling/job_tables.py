@@ -1,4 +1,4 @@
-"""Made-up table of jobs for `profiling predictability`: ``python -m tests.profiling.job_tables OUT.csv [JOBS]``.
+"""Made-up table of jobs for `profiling predictability`: ``python -m tests.profiling.job_tables OUT.csv [JOBS [SEED]]``.
 
 Users explore a model in short runs that mostly fail or are cancelled, then repeat what works under a similar name.
 The fit of an exploration's first steps is worse.
@@ -40,4 +40,4 @@ def write(path: Path, jobs: int = 2000, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 2000)
+    write(Path(sys.argv[1]), *map(int, sys.argv[2:]))
