@@ -18,6 +18,7 @@ from typing import Any, Self
 from clusterd import errors, protocol
 from clusterd.config import client_socket
 from clusterd.protocol.calls import Calls, Deliver, Failure, Item, Reply, request, result
+from clusterd.socket_files import refuse_impostor
 
 SELECT_MAX_S = 1e6
 """Upper limit of a `select` timeout; far above it the system's time structures overflow."""
@@ -49,6 +50,10 @@ class Client:
         self._socket.settimeout(timeout_s)
         try:
             self._socket.connect(str(self.path))
+            refuse_impostor(self._socket, self.path)
+        except errors.DaemonAbsent:
+            self._socket.close()
+            raise
         except PermissionError:
             self._socket.close()
             raise errors.DaemonAbsent(

@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from clusterd.errors import DaemonAbsent, UsageError
+from clusterd.trusted_paths import private_directory
 
 URL = re.compile(r"(ssh://[A-Za-z0-9][^/\s]*)(/\S+)?/?")
 
@@ -57,9 +58,7 @@ def forwarded_socket(url: str) -> Path:
 def _directory() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     directory = Path(runtime) / "clusterd-remote" if runtime else Path(f"/tmp/clusterd-remote-{os.getuid()}")
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if directory.stat().st_uid != os.getuid() or directory.stat().st_mode & 0o077:
-        raise UsageError(f"{directory} is not a private directory of yours: remove it")
+    private_directory(str(directory))
     return directory
 
 

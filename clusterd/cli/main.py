@@ -13,14 +13,16 @@ from typing import Any
 import click
 
 from clusterd import __version__
-from clusterd.cli.common.output import drop_output
+from clusterd.cli.common.output import HUNG_UP, drop_output, escaped, is_unread
 from clusterd.errors import ClusterError
+from clusterd.trusted_paths import UnsafePath
 
 _COMMANDS = {
     # name: (module, attribute, first line of help)
     "start": ("head_node.daemon", "start", "Start the daemon."),
     "stop": ("head_node.daemon", "stop", "Stop the daemon; jobs keep running."),
     "status": ("head_node.daemon", "status", "Show the state of the daemon."),
+    "reload": ("head_node.daemon", "reload", "Read the daemon's settings file again: roles, tenants and limits."),
     "doctor": ("head_node.doctor", "doctor", "Check this machine, the daemon and its hosts."),
     "service": ("head_node.service", "service", "Run the daemon as a service of systemd."),
     "login": ("head_node.daemon", "login", "Let the cluster run your jobs under your own account."),
@@ -141,8 +143,11 @@ def main() -> None:
         sys.stdout.flush()  # here, where a closed pipe can still be handled
     except ClusterError as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        print("clusterd: " + "\n          ".join(lines), file=sys.stderr)
+        print("clusterd: " + "\n          ".join(map(escaped, lines)), file=sys.stderr)
         sys.exit(error.exit_code)
+    except UnsafePath as error:
+        print(f"clusterd: {error}", file=sys.stderr)
+        sys.exit(1)
     except click.exceptions.Exit as leaving:
         sys.exit(leaving.exit_code)
     except click.Abort:
@@ -159,6 +164,9 @@ def main() -> None:
         drop_output(sys.stdout)  # `clusterd ls | head` is not an error
         sys.exit(0)
     except Exception as error:
+        if isinstance(error, OSError) and is_unread(sys.stdout, error):
+            drop_output(sys.stdout)
+            sys.exit(HUNG_UP)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             drop_output(sys.stdout)
             print(f"clusterd: the output cannot be written: {error.strerror}: free space there", file=sys.stderr)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clusterd.errors import ClusterError
+from clusterd.trusted_paths import own_directory
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +30,9 @@ def only_instance(directory: Path) -> Iterator[None]:
     Raises:
         ClusterError: another daemon holds it; names its process.
     """
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = directory / "daemon.lock"
     try:
+        own_directory(str(directory))
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise ClusterError(

@@ -17,6 +17,7 @@ import asyncssh
 from clusterd import protocol
 from clusterd.agent.host.bundle import Bundle
 from clusterd.errors import AgentLost, HostError
+from clusterd.outside_text import bounded, one_line
 from clusterd.ssh.joined import JoinedConnection, JoinedProcess, JoinedWriter
 
 PROGRAM = "import sys;n=int(sys.stdin.buffer.readline());exec(compile(sys.stdin.buffer.read(n),'clusterd','exec'))"
@@ -35,7 +36,9 @@ TIMEOUT_S = 90.0
 ERRORS_S = 2.0
 """Wait for the last of a failed program's errors, which come on a stream of their own."""
 
-_NOISE_LINES_MAX = 1000
+_NOISE_BYTES_MAX = 1 << 20
+_QUOTED_LETTERS = 300
+"""Of the output of a host in a message, so that the advice behind it stays."""
 _SENT_AT_ONCE = 1 << 16
 _FIRST_WORDS = ("Fatal Python error", "sudo: ")
 """Beginnings of messages whose first line tells more than the last."""
@@ -69,7 +72,7 @@ class _Noise:
             if _SHELL.search(self.errors) and b"Traceback" not in self.errors
             else ""
         )
-        return f"; it said: {telling}{shell}"
+        return f"; it said: {one_line(telling, _QUOTED_LETTERS)}{shell}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +100,17 @@ class AgentStream:
         return (await self.receive_sized())[0]
 
     async def receive_sized(self) -> tuple[protocol.Message, int]:
-        """Return the next frame and its length in bytes.
+        """Return the next frame, with its texts bounded, and its length in bytes.
 
         Raises:
             AgentLost: the connection is gone, or what came is no frame.
         """
         try:
             length = await protocol.read_length(self.reader)
-            return protocol.decode(await self.reader.readexactly(length), "backslashreplace"), length
+            return bounded(protocol.decode(await self.reader.readexactly(length), "backslashreplace")), length
         except asyncio.IncompleteReadError as error:
             raise AgentLost("the connection ended") from error
-        except (OSError, asyncssh.Error, protocol.ProtocolError) as error:
+        except (OSError, asyncssh.Error, protocol.ProtocolError, RecursionError) as error:
             raise AgentLost(f"the connection ended: {error}") from error
 
 
@@ -157,10 +160,9 @@ async def attach(
 
 
 async def _speak(process: Process, name: str, bundle: Bundle, given: dict[str, Any], noise: _Noise) -> dict[str, Any]:
-    stage1 = resources.files("clusterd.ssh").joinpath("stage1.py").read_text()
     given = {**given, "sha256": bundle.sha256, "bytes": len(bundle.data)}
     call = f"import json\nmain(json.loads({json.dumps(given)!r}), S)\n"
-    source = f"S = {stage1!r}\nexec(compile(S, 'clusterd', 'exec'))\n{call}".encode()
+    source = f"S = {first_program()!r}\nexec(compile(S, 'clusterd', 'exec'))\n{call}".encode()
     process.stdin.write(b"%d\n" % len(source) + source)
     status, fields = await _next_reply(process, name, noise)
     if status == "need":
@@ -169,15 +171,31 @@ async def _speak(process: Process, name: str, bundle: Bundle, given: dict[str, A
             process.stdin.write(bundle.data[start : start + _SENT_AT_ONCE])
             await process.stdin.drain()
         status, fields = await _next_reply(process, name, noise)
-    if status != "attached":
-        raise BootstrapFailed(f"{name}: {fields.get('message', status)}")
+    if status != "attached" or "home" not in fields:
+        raise BootstrapFailed(f"{name}: {fields.get('message', f'it answered {status!r}, without what belongs to it')}")
     return fields
+
+
+def first_program() -> str:
+    """Source of the first program, with the module of ours that it imports."""
+    ours = resources.files("clusterd")
+    trusted_paths = ours.joinpath("trusted_paths.py").read_text()
+    return (
+        "import sys, types\n"
+        "for name in ('clusterd', 'clusterd.trusted_paths'):\n"
+        "    sys.modules[name] = types.ModuleType(name)\n"
+        f"exec(compile({trusted_paths!r}, 'clusterd', 'exec'), sys.modules[name].__dict__)\n"
+    ) + ours.joinpath("ssh", "stage1.py").read_text()
 
 
 async def _next_reply(process: Process, name: str, noise: _Noise) -> tuple[str, dict[str, Any]]:
     """Read the next reply; output of the login's start-up files is skipped."""
-    for _ in range(_NOISE_LINES_MAX):
-        line = await process.stdout.readline()
+    skipped_bytes = 0
+    while skipped_bytes < _NOISE_BYTES_MAX:
+        try:
+            line = await process.stdout.readline()
+        except ValueError:  # longer than a line may be
+            break
         if not line:
             await process.wait_closed()
             with contextlib.suppress(TimeoutError):
@@ -185,6 +203,7 @@ async def _next_reply(process: Process, name: str, noise: _Noise) -> tuple[str, 
             raise BootstrapFailed(_no_python(process, name, noise))
         if found := _find_reply(line):
             return found
+        skipped_bytes += len(line)
         noise.output = line.strip() or noise.output
     raise BootstrapFailed(f"{name}: its login prints without end; make its start-up files silent for commands")
 
@@ -197,13 +216,8 @@ def _find_reply(line: bytes) -> tuple[str, dict[str, Any]] | None:
         except ValueError:
             continue
         if isinstance(fields, dict):
-            return found[1].decode(), {key: readable(str(value)) for key, value in fields.items()}
+            return found[1].decode(), {key: bounded(str(value)) for key, value in fields.items()}
     return None
-
-
-def readable(text: str) -> str:
-    """Escape bytes that are not text, such as those of a path, so that the message can be stored and sent."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _no_python(process: Process, name: str, noise: _Noise) -> str:

@@ -18,6 +18,7 @@ import asyncssh
 
 from clusterd.process_attributes import inherited_umask
 from clusterd.ssh.resolve import Route
+from clusterd.trusted_paths import private_directory
 
 _CHUNK = 1 << 16
 
@@ -65,7 +66,7 @@ class EmbeddedHost:
     async def start(self) -> None:
         """Listen. Raises OSError if the port is in use."""
         for place in (self.directory, self.directory / "home", self.agent_home):
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private_directory(str(place))
         self._host_key = _persistent_key(self.directory / "host_key")
         client_key = _persistent_key(self.directory / "client_key")
         self._server = await asyncssh.listen(

@@ -16,13 +16,14 @@ import asyncssh
 from clusterd import protocol
 from clusterd.agent.host.bundle import Bundle, bundle
 from clusterd.errors import AgentLost, ClusterError, HostError
+from clusterd.outside_text import one_line
 from clusterd.protocol import calls
-from clusterd.protocol.agent import SeenByAgent, Superseded
+from clusterd.protocol.agent import SeenByAgent, Superseded, hello_reply
 from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.messages import Request
 from clusterd.protocol.proof import proof
 from clusterd.protocol.requests import Challenge, ChallengeReply, Hello, Shutdown
-from clusterd.ssh.bootstrap import AgentStream, attach, readable
+from clusterd.ssh.bootstrap import AgentStream, attach
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.joined import JoinedConnection, JoinedDialer
 from clusterd.ssh.resolve import Route
@@ -267,15 +268,16 @@ class HostLink:
         try:
             request = Hello(protocol.VERSION, self._daemon_id, self._epoch, shown, newest)
             hello = await self._exchange(stream, request)
-            hello["clock_skew_s"] = hello["now_s"] - time.time()  # before anything that takes time
+            reply = hello_reply(hello)
+            hello["clock_skew_s"] = reply.now_s - time.time()  # before anything that takes time
         except AgentRefused as refused:
             if refused.kind != "protocol":
                 raise
             # This is refused while jobs of the other version run, with a message that says so.
             await self._exchange(stream, Shutdown())
             return None
-        idle = all(rank["state"] != "running" for attempt in hello["attempts"] for rank in attempt["ranks"])
-        if hello["version"] != self._bundle().version and idle:
+        idle = all(rank.state != "running" for attempt in reply.attempts for rank in attempt.ranks)
+        if reply.version != self._bundle().version and idle:
             try:
                 await self._exchange(stream, Shutdown())
                 return None
@@ -399,7 +401,7 @@ class HostLink:
         # Between half and all of it, so that hosts that were lost together do not redial together.
         pause_s = longest_s * self._jitter.uniform(0.5, 1.0)
         self._wake = anyio.Event()
-        self._become("waiting", why=readable(str(error)), until_s=time.time() + pause_s, failures=failures, error=error)
+        self._become("waiting", why=one_line(str(error)), until_s=time.time() + pause_s, failures=failures, error=error)
         with anyio.move_on_after(pause_s):
             await self._wake.wait()
 

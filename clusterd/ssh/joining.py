@@ -32,6 +32,7 @@ from clusterd.agent.server import environment_limits
 from clusterd.errors import DaemonAbsent, first_of
 from clusterd.ssh.bootstrap import PROGRAM
 from clusterd.ssh.head import Head, HeadLost
+from clusterd.trusted_paths import private_directory
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.5, 30.0
 OUTPUT_BYTES = 256 << 10
@@ -80,7 +81,7 @@ class Slot:
     def __init__(self, root: Path) -> None:
         for number in range(1, 1 << 16):
             self.directory = root / str(number)
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private_directory(str(self.directory))
             lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -278,7 +279,7 @@ class _Children:
             waiting.put_nowait(command["data"])
 
     async def _open(self, number: int) -> None:
-        self._home.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_directory(str(self._home.root))
         limits = json.dumps(environment_limits.of_allocation(os.environ))
         ours = {"CLUSTERD_AGENT_HOME": str(self._home.root), environment_limits.VARIABLE: limits}
         pipe = asyncio.subprocess.PIPE

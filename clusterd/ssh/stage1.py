@@ -1,11 +1,11 @@
 """First program on a host, sent as source text: finds a Python, unpacks the agent's code once, executes `attach`.
 
-Never imported on the head. Python 3.6 parses it, so that an old one can say what is missing, or find a newer one.
+Never imported on the head. The code is compared with its digest each time before it runs. Python 3.6 parses this, so
+that an old one can say what is missing, or find a newer one.
 Speaks in lines: ``clusterd-need`` asks for the code; ``clusterd-failed {json}`` ends. What else a login's start-up
 files print comes before the first such line and is skipped by the reader.
 """
 
-import hashlib
 import io
 import json
 import os
@@ -14,6 +14,8 @@ import sys
 import tempfile
 import zipfile
 from typing import Any  # noqa: F401  # in a type comment
+
+from clusterd.trusted_paths import UnsafePath, content_digest, private_directory  # sent along, see `bootstrap`
 
 
 def reply(status, **fields):  # type: (str, object) -> None
@@ -36,18 +38,39 @@ def find_newer():  # type: () -> str | None
     return None
 
 
-def unpack(data, target):  # type: (bytes, str) -> None
-    os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+def is_intact(target, sha256):  # type: (str, str) -> bool
+    """True if a directory holds exactly the code of this digest; what Python compiled of it is left out."""
+    files = []
+    for folder, folders, names in os.walk(target):
+        if "__pycache__" in folders:
+            folders.remove("__pycache__")
+        for name in names:
+            path = os.path.join(folder, name)
+            with open(path, "rb") as file:
+                files.append((os.path.relpath(path, target), file.read()))
+    return content_digest(files) == sha256
+
+
+def unpack(data, target, sha256):  # type: (bytes, str, str) -> bool
+    """Put the code into its directory, which is this account's; false if it arrived damaged."""
     beside = tempfile.mkdtemp(prefix=".agent-", dir=os.path.dirname(target))
+    code = os.path.join(beside, "code")
+    os.mkdir(code, 0o700)
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            archive.extractall(beside)
+            archive.extractall(code)
+        if not is_intact(code, sha256):
+            return False
         try:
-            os.rename(beside, target)
+            os.rename(code, target)  # in the place of an empty directory
         except OSError:
-            # Another host with the same home, or another connection, was faster; its copy is equal.
-            if not os.path.isdir(target):
-                raise
+            if is_intact(target, sha256):  # another host with the same home, or another connection, was faster
+                return True
+            os.rename(target, os.path.join(beside, "damaged"))
+            os.rename(code, target)
+        return True
+    except zipfile.BadZipFile:
+        return False
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -89,13 +112,17 @@ def main(given, source):  # type: (dict[str, Any], str) -> None
         cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "clusterd")
     target = os.path.join(cache, "agent-" + given["sha256"][:16])
     try:
-        if not os.path.isdir(target):
+        private_directory(target)
+        if not is_intact(target, given["sha256"]):
             reply("need")
             data = sys.stdin.buffer.read(given["bytes"])
-            if hashlib.sha256(data).hexdigest() != given["sha256"]:
+            if not unpack(data, target, given["sha256"]):
                 reply("failed", kind="transfer", message=f"the agent's code arrived damaged ({len(data)} bytes)")
                 return
-            unpack(data, target)
+    except UnsafePath as error:
+        message = f"{error}; or set agent_home of the host to a place of its own accounts"
+        reply("failed", kind="unsafe", message=message)
+        return
     except OSError as error:
         message = f"cannot keep the agent's code in {target}: {error}: set agent_home of the host to another place"
         reply("failed", kind="disk", message=message)

@@ -47,6 +47,33 @@ def test_a_host_that_is_not_up_is_a_failure_with_its_reason(cluster: RunningClus
         assert found["hosts"][0] == "warning"
 
 
+def test_the_settings_file_that_the_daemon_uses_is_the_one_that_is_checked(
+    cluster: RunningCluster, tmp_path: Path
+) -> None:
+    file = tmp_path / "lab.toml"
+    file.write_text("[daemon]\ntrials = false\n")
+    cluster.run("start", "--config", str(file))
+    assert findings(cluster)[1]["settings"] == ("ok", str(file))
+    file.write_text("[daemon]\npolicy = 3\n")
+    assert findings(cluster)[1]["settings"][0] == "failed"
+
+
+def test_settings_that_others_can_change_are_refused_as_they_name_commands(
+    cluster: RunningCluster, tmp_path: Path
+) -> None:
+    file, program = tmp_path / "lab.toml", tmp_path / "tell"
+    program.write_text("#!/bin/sh\ncat\n")
+    program.chmod(0o755)
+    file.write_text(f'[notify]\ncommand = ["{program}"]\n')
+    for path in (file, program):
+        path.chmod(0o777)
+        done = cluster.run("start", "--config", str(file), check=False)
+        assert done.returncode == 2
+        assert f"{path} can be changed by others: chmod go-w {path}" in done.stderr
+        path.chmod(0o755)
+    cluster.run("start", "--config", str(file))
+
+
 def test_a_mistake_in_the_settings_is_one_finding_among_the_others(cluster: RunningCluster, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.toml"
     wrong.write_text("[daemon]\npolicy = 3\n")

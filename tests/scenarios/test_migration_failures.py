@@ -13,7 +13,6 @@ resume    the switch is done; the target ranks wait at a gate for the samples of
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -265,9 +264,9 @@ def test_after_the_switch(scene: Scene, victim: str) -> None:
 def test_a_corrupted_transfer_undoes_the_migration(scene: Scene) -> None:
     """One flipped byte of a source rank's segment fails verify, and the source ranks continue."""
     with scene.stopped_in_transfer(2, OLD_PLACES, "tp=2"):
-        identity = json.loads((scene.cluster.directory / "local/0/agent/identity.json").read_text())["agent"]
-        store = Path(f"/dev/shm/clusterd-{os.getuid()}-{identity[:8]}")
-        for file in store.glob(f"{scene.job}.1.2.out*"):
+        home = str(scene.cluster.directory / "local/0/agent")
+        (owner,) = (file for file in Path("/dev/shm").glob("clusterd-*/owner") if file.read_text() == home)
+        for file in owner.parent.glob(f"{scene.job}.1.2.out*"):
             with file.open("r+b") as segment:
                 byte = segment.read(1)
                 segment.seek(0)

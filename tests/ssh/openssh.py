@@ -70,11 +70,12 @@ class OpenSshServer:
     def log(self) -> str:
         return (self.directory / "log").read_text(errors="replace")
 
-    def start(self, *, own_keys: bool = False) -> None:
+    def start(self, *, own_keys: bool = False, forced: str = "") -> None:
         """Listen on a free port of 127.0.0.1.
 
         Args:
             own_keys: users other than the test's have their own authorized keys, home and directories.
+            forced: command that the authorized keys run, whatever is asked for.
         """
         assert SSHD is not None
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -88,6 +89,9 @@ class OpenSshServer:
             self.port = probe.getsockname()[1]
         config = self.directory / "sshd_config"
         keys = ".ssh/authorized_keys" if own_keys else f"{self.client_key}.pub"
+        if forced:
+            keys = str(self.directory / "authorized_keys")
+            Path(keys).write_text(f'command="{forced}" {Path(f"{self.client_key}.pub").read_text()}')
         config.write_text(
             f"ListenAddress 127.0.0.1\nPort {self.port}\nHostKey {self.directory}/host_key\n"
             f"AuthorizedKeysFile {keys}\nPidFile none\nUsePAM no\nStrictModes no\n"

@@ -16,10 +16,11 @@ from clusterd import protocol
 from clusterd.agent.host.bundle import Bundle, bundle
 from clusterd.errors import HostError
 from clusterd.protocol.proof import proof
+from clusterd.ssh import bootstrap
 from clusterd.ssh.bootstrap import COMMAND, AgentStream, BootstrapFailed, attach
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost, shared_out
-from tests.agent.client import KEY
+from tests.agent.client import KEY, end_all
 
 pytestmark = pytest.mark.anyio
 
@@ -90,10 +91,25 @@ async def test_a_home_that_cannot_be_written_is_not_needed(
 
 
 async def test_damaged_code_is_not_run(dialer: Dialer, host: EmbeddedHost) -> None:
-    damaged = Bundle(bundle().sha256, bundle().data[:-1] + b"!")
+    code = bundle().data
+    damaged = Bundle(bundle().sha256, code.replace(b"def main(", b"def mein(", 1))
     with pytest.raises(BootstrapFailed, match="gpu01: the agent's code arrived damaged"):
         await greet(dialer, host, damaged)
-    assert not (host.directory / "home/.cache").exists()
+    assert not [path for path in (host.directory / "home/.cache").rglob("*") if path.is_file()]
+
+
+async def test_code_that_was_changed_on_the_host_is_sent_again(dialer: Dialer, host: EmbeddedHost) -> None:
+    """As by a disk that lost a file at a power failure, or by whoever got at it."""
+    await greet(dialer, host)
+    end_all(host.agent_home)
+    code = host.directory / f"home/.cache/clusterd/agent-{bundle().version}"
+    main, added = code / "__main__.py", code / "msgpack.py"
+    for damage in (lambda: main.write_text(""), lambda: added.write_text("raise SystemExit(1)")):
+        damage()
+        assert (await greet(dialer, host))["version"] == bundle().version
+        assert "clusterd.agent" in main.read_text() and not added.exists()
+        end_all(host.agent_home)
+    assert [path.name for path in code.parent.iterdir()] == [code.name]
 
 
 async def test_a_login_that_prints_is_read_over(
@@ -165,7 +181,7 @@ async def test_the_reason_why_python_cannot_start_is_reported(
 async def test_an_agent_that_cannot_start_says_why(dialer: Dialer, host: EmbeddedHost) -> None:
     host.agent_home.rmdir()
     host.agent_home.write_text("not a directory")
-    with pytest.raises(BootstrapFailed, match=r"gpu01: .*File exists.*agent"):
+    with pytest.raises(BootstrapFailed, match=r"gpu01: .*Not a directory.*agent"):
         await greet(dialer, host)
 
 
@@ -175,7 +191,7 @@ def test_an_old_python_says_so_or_finds_a_newer_one(tmp_path: Path, version: str
     old = sorted(pyenv.glob(f"versions/{version}*/bin/python3"))
     if not old:
         pytest.skip(f"no Python {version} on this machine")
-    stage1 = (Path(__file__).parents[2] / "clusterd/ssh/stage1.py").read_text()
+    stage1 = bootstrap.first_program()
     given = {"sha256": 64 * "0", "bytes": 0, "agent_home": None, "cluster": "", "former": None}
     source = f"S = {stage1!r}\nexec(compile(S, 'x', 'exec'))\nmain({given}, S)"
     sent = f"{len(source.encode())}\n{source}".encode()

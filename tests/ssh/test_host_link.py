@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import io
 import os
 import random
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from clusterd.agent.host.bundle import Bundle, bundle
+from clusterd.agent.host.bundle import Bundle, bundle, pack
 from clusterd.agent.host.home import Home, read_json
 from clusterd.errors import AgentLost
 from clusterd.ssh.connection import Dialer
@@ -201,7 +200,7 @@ async def test_a_refusal_that_is_no_utf8_can_be_written_down(dialer: Dialer, tmp
     host.agent_home.write_text("not a directory")
     async with linked(host, dialer) as watched:
         why = (await watched.waiting()).why
-        assert "File exists" in why
+        assert "Not a directory" in why
         assert "lat\\udcfc" in why.encode().decode()
     await host.stop()
 
@@ -259,11 +258,13 @@ async def test_a_host_that_is_away_is_dialed_ever_less_often(host: EmbeddedHost,
 
 
 def newer(code: Bundle) -> Bundle:
-    """The same code under another name: the comment of a zip is part of its digest."""
-    buffer = io.BytesIO(code.data)
-    with zipfile.ZipFile(buffer, "a") as archive:
-        archive.comment = b"newer"
-    return Bundle(hashlib.sha256(buffer.getvalue()).hexdigest(), buffer.getvalue())
+    """The same code with a file more."""
+    return pack([*files_of(code), ("newer", b"")])
+
+
+def files_of(code: Bundle) -> list[tuple[str, bytes]]:
+    with zipfile.ZipFile(io.BytesIO(code.data)) as archive:
+        return [(name, archive.read(name)) for name in archive.namelist()]
 
 
 async def test_an_idle_agent_of_an_older_version_is_replaced(host: EmbeddedHost, dialer: Dialer) -> None:
@@ -289,15 +290,11 @@ async def test_a_busy_agent_of_an_older_version_is_left_alone(host: EmbeddedHost
 
 def before_proofs(code: Bundle) -> Bundle:
     """The same code with an agent that knows no challenge and obeys whoever says hello."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(code.data)) as whole, zipfile.ZipFile(buffer, "w") as older:
-        for name in whole.namelist():
-            text = whole.read(name)
-            if name == "clusterd/agent/server/server.py":
-                text = text.replace(b"connection.nonce = new_nonce()", b'raise Refused("verb", "no such verb")')
-                text = text.replace(b"self._check_proof(connection, hello)", b"connection.proven = True")
-            older.writestr(name, text)
-    return Bundle(hashlib.sha256(buffer.getvalue()).hexdigest(), buffer.getvalue())
+    files = dict(files_of(code))
+    text = files["clusterd/agent/server/server.py"]
+    text = text.replace(b"connection.nonce = new_nonce()", b'raise Refused("verb", "no such verb")')
+    text = text.replace(b"self._check_proof(connection, hello)", b"connection.proven = True")
+    return pack([*{**files, "clusterd/agent/server/server.py": text}.items()])
 
 
 async def test_an_agent_that_asks_for_no_proof_is_led_until_its_jobs_are_over(

@@ -6,7 +6,9 @@ import socket
 from pathlib import Path
 
 from clusterd import protocol
+from clusterd.errors import DaemonAbsent
 from clusterd.protocol import calls
+from clusterd.socket_files import refuse_impostor
 
 HELLO, WATCH = 1, 2
 """Ids of the two requests sent ahead."""
@@ -17,11 +19,12 @@ def preconnect(path: Path) -> socket.socket | None:
     made = socket.socket(socket.AF_UNIX)
     try:
         made.connect(str(path))
+        refuse_impostor(made, path)
         made.sendall(
             protocol.encode(calls.request(HELLO, "hello", {"protocol_version": protocol.VERSION}))
             + protocol.encode(calls.request(WATCH, "watch", {}))
         )
-    except OSError:
+    except (OSError, DaemonAbsent):
         made.close()
         return None
     return made

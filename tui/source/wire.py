@@ -14,6 +14,7 @@ from typing import Any
 
 from clusterd import errors, protocol
 from clusterd.protocol import calls
+from clusterd.socket_files import refuse_impostor
 from tui.source.preconnect import HELLO, WATCH
 
 READ_BYTES = 1 << 18
@@ -51,6 +52,7 @@ class Wire:
                 reader, writer = await asyncio.open_unix_connection(str(path), limit=READ_BYTES)
                 wire = cls(path, reader, writer)
                 try:
+                    refuse_impostor(writer.get_extra_info("socket"), path)
                     answer = await wire._request("hello", protocol_version=protocol.VERSION)
                 except BaseException:
                     wire.close()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import NamedTuple
 
 from clusterd.agent.host import programs
+from clusterd.trusted_paths import content_digest
 
 _WHOLE = ("clusterd.agent", "clusterd.protocol", "clusterd.train", "plans")
 _SINGLE = (
@@ -23,13 +23,14 @@ _SINGLE = (
     "script_seed.py",
     "socket_files.py",
     "timeouts.py",
+    "trusted_paths.py",
 )
 _MSGPACK = ("__init__.py", "exceptions.py", "ext.py", "fallback.py")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 class Bundle(NamedTuple):
-    """A zip and its digest."""
+    """A zip, and the digest of what is in it, by which each start of an agent checks the unpacked code."""
 
     sha256: str
     data: bytes
@@ -43,7 +44,11 @@ class Bundle(NamedTuple):
 @lru_cache(maxsize=1)
 def bundle() -> Bundle:
     """Build the bundle of the installed code; the same files give the same bytes on every machine."""
-    files = sorted(_files())
+    return pack(sorted(_files()))
+
+
+def pack(files: Sequence[tuple[str, bytes]]) -> Bundle:
+    """Pack files by their names."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in files:
@@ -53,8 +58,7 @@ def bundle() -> Bundle:
             # sent once per host and version.
             entry.compress_type = zipfile.ZIP_STORED
             archive.writestr(entry, data)
-    data = buffer.getvalue()
-    return Bundle(hashlib.sha256(data).hexdigest(), data)
+    return Bundle(content_digest(files), buffer.getvalue())
 
 
 def _files() -> Iterator[tuple[str, bytes]]:

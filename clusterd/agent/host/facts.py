@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
-import pwd
 import shutil
 import socket
 import struct
@@ -18,6 +17,7 @@ from typing import Any
 from clusterd.agent.host import processes
 from clusterd.agent.host.gpu import topology
 from clusterd.agent.host.gpu.probe import Probe
+from clusterd.trusted_paths import account_name
 
 _SIOCGIFADDR = 0x8915
 
@@ -52,7 +52,7 @@ def gather(
         "kernel": platform.release(),
         "python": platform.python_version(),
         "executable": sys.executable,
-        "user": _user(os.getuid()),
+        "user": account_name(os.getuid()),
         "cpu_cores": cpu_cores(),
         "cpu_ids": sorted(os.sched_getaffinity(0)),
         "cpu_model": _cpu_model(),
@@ -78,7 +78,7 @@ def _with_owner(process: dict[str, Any], own_tag: str, held: bool) -> dict[str, 
     """
     pid = process["pid"]
     try:
-        user = _user(os.stat(f"/proc/{pid}").st_uid)
+        user = account_name(os.stat(f"/proc/{pid}").st_uid)
     except OSError:
         # A pid of another namespace, or a process that has just exited.
         return {"pid": pid, "user": "?", "memory_bytes": process["memory_bytes"], "ours": held}
@@ -91,13 +91,6 @@ def _unlisted_bytes(gpu: dict[str, Any]) -> int:
     """GPU memory in use beyond that of the listed processes: the driver may omit processes of other containers."""
     listed = sum(process["memory_bytes"] or 0 for process in gpu["processes"])
     return max((gpu["memory_used_bytes"] or 0) - listed, 0)
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def cpu_cores() -> int:

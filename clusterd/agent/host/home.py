@@ -8,20 +8,17 @@ import json
 import os
 import re
 import socket
-import stat
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterd.trusted_paths import private_directory
+
 SOCKET_PATH_BYTES_MAX = 100
 """Longest path used for a Unix socket (Linux allows 108 bytes); sockets with a longer path are made below /tmp."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
-
-
-class UnsafeDirectory(Exception):
-    """The directory for sockets belongs to another user, who could put sockets of their own there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +99,19 @@ class Home:
         """Create the missing directories with access for this user alone.
 
         Raises:
-            UnsafeDirectory: the directory for sockets belongs to another user.
+            UnsafePath: another account could change what is in one of them.
         """
         for directory in (self.root, self.attempts, self.workdirs, self.sockets):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private_directory(str(directory))
+
+    def check(self) -> None:
+        """Check the directories in which the agent's record and sockets are.
+
+        Raises:
+            UnsafePath: as `make`; FileNotFoundError: no agent has lived here.
+        """
         for directory in (self.root, self.sockets):
-            status = directory.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-                raise UnsafeDirectory(f"{directory} is not a directory of this user's; remove it")
-            if status.st_mode & 0o077:
-                directory.chmod(0o700)
+            private_directory(str(directory), make=False)
 
 
 def listen(path: Path) -> socket.socket:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import pwd
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from clusterd.agent import CODE_ROOT
+from clusterd.trusted_paths import account_name
 
 # `bundle` adds this as `__main__.py`, so that Python can run the directory of pushed code as a program. Python puts the
 # directory first on sys.path, and no variable of the environment that jobs inherit has to name it.
@@ -78,7 +78,7 @@ def _why_not(path: Path) -> str:
         os.stat(path)
     except PermissionError:
         closed = next((p for p in reversed(path.parents) if not os.access(p, os.X_OK)), path.parent)
-        return f"no Python at {path} for {_account()}: {closed} is closed to it (chmod o+x {closed})"
+        return f"no Python at {path} for {account_name(os.getuid())}: {closed} is closed to it (chmod o+x {closed})"
     except OSError:
         if path.is_symlink():
             target = os.readlink(path)
@@ -88,14 +88,7 @@ def _why_not(path: Path) -> str:
         return f"no Python at {path}"
     if os.path.isdir(path):
         return f"no Python at {path}: it is a directory"
-    return f"no Python at {path} for {_account()}: it may not execute the file (chmod a+rx {path})"
-
-
-def _account() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
+    return f"no Python at {path} for {account_name(os.getuid())}: it may not execute the file (chmod a+rx {path})"
 
 
 _OF_OTHERS = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import grp
 import os
-import pwd
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from clusterd.agent.host import processes, programs
 from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.ranks.containers import LABEL, program, runtime_of
 from clusterd.protocol.launch import LaunchRequest, RankSpec
+from clusterd.trusted_paths import account_name
 
 _OF_HOST = ("PATH", "PYTHONPATH", "HOME", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES")
 """Variables with a value for the host, which does not apply inside."""
@@ -101,7 +101,7 @@ def _variables(inside: Inside, runtime: str) -> dict[str, str]:
     host = programs.own_environment(os.environ)
     names = {name for name, value in inside.env.items() if host.get(name) != value and name not in _OF_HOST}
     found = {name: inside.env[name] for name in sorted(names | (inside.named & set(inside.env)))}
-    user = _account()
+    user = account_name(os.getuid())
     # The image knows no user of this id: what asks for a name or a home looks at these.
     defaults = {"HOME": str(inside.work), "USER": user, "LOGNAME": user}
     uuids = _uuids(inside)
@@ -113,13 +113,6 @@ def _variables(inside: Inside, runtime: str) -> dict[str, str]:
         ours = [str(CODE_ROOT), str(CODE_ROOT / "vendor")]
         found["PYTHONPATH"] = os.pathsep.join([*ours, *([found["PYTHONPATH"]] if "PYTHONPATH" in inside.named else [])])
     return found
-
-
-def _account() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
 
 
 def _uuids(inside: Inside) -> list[str]:

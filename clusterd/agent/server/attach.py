@@ -19,8 +19,10 @@ import time
 from collections.abc import Sequence
 
 from clusterd.agent.host import programs
-from clusterd.agent.host.home import Home, UnsafeDirectory, default_home, read_json
+from clusterd.agent.host.home import Home, default_home, read_json
 from clusterd.agent.server import environment_limits
+from clusterd.socket_files import peer_uid
+from clusterd.trusted_paths import UnsafePath, account_name
 
 START_DEADLINE_S = 30.0
 _CHUNK = 1 << 16
@@ -38,11 +40,12 @@ def main(arguments: Sequence[str] = ()) -> int:
     key = _read_key(arguments)
     try:
         if "living" in arguments or not key:
+            home.check()
             connection = _connect(home)
         else:
             home.make()
             connection = reach(home, key)
-    except (OSError, UnsafeDirectory, TimeoutError) as error:
+    except (OSError, UnsafePath, TimeoutError) as error:
         _reply("clusterd-failed", {"message": str(error), "home": str(home.root)})
         return 1
     _reply("clusterd-attached", {"home": str(home.root)})
@@ -90,7 +93,9 @@ def _connect(home: Home) -> socket.socket:
     try:
         # An agent of an earlier version serves daemons on a socket of another name.
         connection.connect(str((read_json(home.record) or {}).get("socket") or home.socket))
-    except OSError:
+        if peer_uid(connection) != os.getuid():
+            raise UnsafePath(f"{home.socket} is served by {account_name(peer_uid(connection))}: remove it")
+    except (OSError, UnsafePath):
         connection.close()
         raise
     return connection

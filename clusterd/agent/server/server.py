@@ -75,7 +75,7 @@ class Agent:
         self._datasets = Datasets()
         sessions = self._sessions
         self._moves = Moves(
-            home.root, self._id, sessions.send_to_ranks, self._send_to_attempt, sessions.send_to_daemons, self._datasets
+            home.root, sessions.send_to_ranks, self._send_to_attempt, sessions.send_to_daemons, self._datasets
         )
         self._ports = Ports(home.root / "ports.json")
         self._hardware = Hardware(self._attempts, home.root)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,15 @@ class Moves:
     def __init__(
         self,
         home: Path,
-        agent_id: str,
         send_to_ranks: SendToRanks,
         send_to_attempt: SendToAttempt,
         send_to_daemon: Callable[[Event], bool],
         datasets: Datasets,
     ) -> None:
         shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else home
-        self._store = Store(shared / f"clusterd-{os.getuid()}-{agent_id[:8]}", home / "segments", home / "store.json")
+        # A name that nobody can foresee and take.
+        place = shared / f"clusterd-{os.getuid()}-{secrets.token_hex(8)}"
+        self._store = Store(place, home / "segments", home / "store.json")
         self._servers: dict[str, SliceServer] = {}  # by address
         self._datasets = datasets
         self._tokens: dict[str, str] = {}

@@ -24,6 +24,7 @@ from typing import Any
 
 from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.host.home import read_json
+from clusterd.trusted_paths import UnsafePath, private_directory
 
 SPARE_SHARE = 0.1
 """Part of a segment's size that must stay free beside it, for other users of shared memory."""
@@ -117,7 +118,7 @@ class Store:
         self._lock = threading.Lock()
         for place in self._places:
             shutil.rmtree(place, ignore_errors=True)
-            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+            private_directory(str(place))
         self._owned = _own(shared)
         os.write(self._owned, os.fsencode(files.parent))
         _sweep(shared)
@@ -301,7 +302,7 @@ def _own(place: Path) -> int:
     An agent that starts at the same time may take the new store for one without an agent and remove it: then again.
     """
     while True:
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_directory(str(place))
         try:
             descriptor = os.open(place / OWNER, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
@@ -320,7 +321,9 @@ def _sweep(mine: Path) -> None:
     a test leaves its directory behind, and containers share memory but not directories.
     """
     prefix = mine.name.rpartition("-")[0]
-    for owner in mine.parent.glob(f"{prefix}-*/{OWNER}"):
-        with contextlib.suppress(OSError), open(owner, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(owner.parent, ignore_errors=True)
+    for store in mine.parent.glob(f"{prefix}-*"):
+        with contextlib.suppress(OSError, UnsafePath):  # others may make entries of such names
+            private_directory(str(store), make=False)
+            with open(store / OWNER, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(store, ignore_errors=True)

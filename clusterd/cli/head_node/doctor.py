@@ -70,16 +70,30 @@ def _installation() -> Iterator[Finding]:
 def _settings() -> Iterator[Finding]:
     from clusterd.daemon.settings import refuse_unknown
 
-    config = configuration.load()
-    file = configuration.usual_file(system=False)
+    file = _file_in_use()
+    if file is not None and not os.access(file, os.R_OK):
+        yield Finding("settings", "warning", f"the daemon uses {file}, which is closed to you: it was not checked")
+        return
+    config = configuration.load(file)
     refuse_unknown(config, str(file))
     yield Finding("settings", "ok", str(file) if file is not None else "no settings file: defaults")
+
+
+def _file_in_use() -> Path | None:
+    """Settings file of the daemon that serves, else the one that the next `clusterd start` would read."""
+    try:
+        with Client(timeout_s=10.0) as cluster:
+            given = cluster.call("status")["config"]
+    except ClusterError:  # which a later check reports
+        return configuration.usual_file(system=False)
+    return Path(given) if given else None
 
 
 def _state() -> Iterator[Finding]:
     from clusterd.daemon.journal.journal import refuse_network_file_system
 
-    directory = configuration.load().state_dir
+    file = _file_in_use()
+    directory = configuration.load(file if file is None or os.access(file, os.R_OK) else None).state_dir
     there = next(path for path in (directory, *directory.parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         hint = "set CLUSTERD_STATE_DIR to a directory of yours"

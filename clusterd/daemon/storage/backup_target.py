@@ -17,6 +17,7 @@ import asyncssh
 
 from clusterd.daemon.storage.archive import make_durable
 from clusterd.errors import ClusterError
+from clusterd.trusted_paths import UnsafePath, own_directory
 
 CHUNK_BYTES = 1 << 20
 
@@ -48,7 +49,10 @@ class LocalTarget:
         return await anyio.to_thread.run_sync(self._sizes, self._directory / below)
 
     def _sizes(self, directory: Path) -> dict[str, int]:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            own_directory(str(directory))
+        except UnsafePath as error:
+            raise ClusterError(f"{error}: a backup has the keys of the cluster") from None
         return {entry.name: entry.stat().st_size for entry in os.scandir(directory) if entry.is_file()}
 
     async def put(self, source: Path, name: str) -> None:

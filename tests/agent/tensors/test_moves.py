@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ mapped[:] = bytes([7]) * len(mapped)
 @pytest.fixture
 def moves(tmp_path: Path) -> Iterator[Moves]:
     """Of an agent that no daemon listens to."""
-    made = Moves(tmp_path, uuid.uuid4().hex, lambda *_: 0, lambda *_: None, lambda _: False, Datasets())
+    made = Moves(tmp_path, lambda *_: 0, lambda *_: None, lambda _: False, Datasets())
     yield made
     made.close()
 

@@ -18,6 +18,7 @@ from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.tensors.fabric import FetchFailed, fetch, receive_frame, server_proof
 from clusterd.agent.tensors.segments import Segment, Store
 from clusterd.agent.tensors.slice_server import SliceServer
+from clusterd.trusted_paths import UnsafePath
 from tests.agent.client import wait_until
 
 
@@ -52,6 +53,26 @@ def test_stores_of_agents_that_were_killed_are_removed(tmp_path: Path) -> None:
     assert sorted(place.name for place in shared.iterdir()) == ["clusterd-0-lives", "clusterd-0-new"]
     lives.close()
     assert not (shared / "clusterd-0-lives").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a directory to another account: needs root")
+def test_a_store_of_another_account_is_neither_used_nor_removed(tmp_path: Path) -> None:
+    """Everybody may make entries in /dev/shm, of any name."""
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    for name in ("clusterd-0-mine", "clusterd-0-old"):
+        (shared / name).mkdir()
+        (shared / name / "owner").touch()
+        os.chown(shared / name, 4242, 4242)
+    (shared / "clusterd-0-link").symlink_to(shared / "clusterd-0-old")
+    Store(shared / "clusterd-0-new", tmp_path / "files").close()
+    assert {"clusterd-0-mine", "clusterd-0-old", "clusterd-0-link"} == {place.name for place in shared.iterdir()}
+    taken = shared / "clusterd-0-taken"
+    taken.symlink_to(tmp_path)
+    os.lchown(taken, 4242, 4242)
+    with pytest.raises(UnsafePath, match="is a link made by 4242"):
+        Store(taken, tmp_path / "files")
 
 
 def test_dropped_segments_are_used_again(store: Store) -> None:
