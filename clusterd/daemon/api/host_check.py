@@ -12,6 +12,7 @@ import anyio
 from clusterd.core.host import Host
 from clusterd.core.queueing import admission
 from clusterd.daemon.access import Peer
+from clusterd.daemon.api.accounts import Accounts
 from clusterd.daemon.api.server import Verb
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
@@ -35,8 +36,8 @@ Answer = dict[str, Any] | ClusterError
 class HostChecks:
     """Runs checks on hosts through their agents."""
 
-    def __init__(self, engine: Engine, hosts: HostRegistry) -> None:
-        self._engine, self._hosts = engine, hosts
+    def __init__(self, engine: Engine, hosts: HostRegistry, accounts: Accounts) -> None:
+        self._engine, self._hosts, self._accounts = engine, hosts, accounts
 
     @property
     def verbs(self) -> dict[str, Verb]:
@@ -47,8 +48,12 @@ class HostChecks:
         """Check these hosts, or all; returns rows of `host`, `check`, `state` (ok, warning, failed) and `said`.
 
         Args:
-            python: an interpreter or environment, as jobs name it, that is to be there with a torch that will do.
+            python: an interpreter or environment, as jobs name it, that is to be there with a torch that will do. It
+                is executed under the account of the user's jobs.
+        Raises:
+            ClusterError: `python` is given, and jobs of this user do not run here.
         """
+        account = self._accounts.of(peer) if python is not None else ""
         state = self._engine.scheduler.state
         asked = [admission.find_host(state, name) for name in hosts] or list(state.hosts.values())
         names = {host.id for host in asked}
@@ -71,7 +76,8 @@ class HostChecks:
             # A context on a GPU that a job uses takes memory that the job may need.
             idle = [d.uuid for d in host.devices if d.kind == "cuda" and not d.foreign and d.id not in state.leases]
             request = CheckHost(peers, mine, tuple(idle) if mine is not None else ())
-            return to_map(await self._hosts.request(host.id, request, timeout_s=None))
+            of = account if mine is not None else ""
+            return to_map(await self._hosts.request(host.id, request, timeout_s=None, account=of))
 
         answers = await self._each(up, tried)
         return [
