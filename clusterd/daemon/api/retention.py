@@ -11,6 +11,7 @@ from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
+from clusterd.daemon.api.workdirs import WorkdirVerbs
 from clusterd.daemon.hosts.facts import DESCRIPTION
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
@@ -27,8 +28,8 @@ EVERY_MIN_S = 10.0
 class RetentionVerbs:
     """Removes logs, step files and working directories; the job's row stays."""
 
-    def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive) -> None:
-        self._engine, self._hosts, self._archive = engine, hosts, archive
+    def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive, workdirs: WorkdirVerbs) -> None:
+        self._engine, self._hosts, self._archive, self._workdirs = engine, hosts, archive, workdirs
 
     @property
     def verbs(self) -> dict[str, Verb]:
@@ -56,9 +57,8 @@ class RetentionVerbs:
             else:
                 freed += answer.bytes
         freed += await anyio.to_thread.run_sync(self._archive.remove_job, known.id)
-        needed = any(j.spec.snapshot == known.spec.snapshot and not j.state.is_final for j in state.jobs.values())
-        if known.spec.snapshot and not needed:
-            freed += await anyio.to_thread.run_sync(self._archive.remove_snapshot, known.spec.snapshot)
+        if known.spec.snapshot:
+            freed += self._workdirs.remove(known.spec.snapshot)
         return {"job": known.id, "name": known.spec.name, "bytes": freed, "left": left}
 
 

@@ -248,7 +248,11 @@ class Archive:
             shutil.rmtree(directory)
         return freed
 
-    def remove_snapshot(self, digest: str) -> int:
+    def workdirs(self) -> list[tuple[str, float]]:
+        """Digests of the packed workdirs, and when each was stored last."""
+        return [(file.stem, file.stat().st_mtime) for file in (self.directory / "snapshots").glob("*.tar")]
+
+    def remove_workdir(self, digest: str) -> int:
         """Remove a packed workdir; returns the bytes freed."""
         file = self._snapshot(digest)
         freed = file.stat().st_size if file.exists() else 0

@@ -74,6 +74,7 @@ def test_forget_asks_every_host_for_measurements_of_the_model() -> None:
     engine: Any = SimpleNamespace(scheduler=lab.scheduler)
     agents: Any = Agents()
     archive: Any = SimpleNamespace(remove_job=lambda job: 0)
-    answer = anyio.run(RetentionVerbs(engine, agents, archive).forget, Peer("ann", 0, is_operator=True), job)
+    workdirs: Any = SimpleNamespace()  # the job has none
+    answer = anyio.run(RetentionVerbs(engine, agents, archive, workdirs).forget, Peer("ann", 0, is_operator=True), job)
     assert asked == [("a", "forget", 0), ("b", "forget", 0)]
     assert answer["bytes"] == 14
