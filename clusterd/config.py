@@ -5,17 +5,20 @@ Precedence of a value: flag, environment (``CLUSTERD_*``), the given or found fi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from clusterd.errors import ConfigError, UsageError
 from clusterd.toml import check_keys, data_folders, read_toml
-from clusterd.types import Tenant
+from clusterd.trusted_paths import UnsafePath, check_file
+from clusterd.types import Limits, Tenant
 from clusterd.units import parse_duration_s, parse_size
 
 Number = TypeVar("Number", int, float)
@@ -29,7 +32,7 @@ VISIBILITY = ("own", "names", "all")
 ACCOUNT_NAME = re.compile(r"[a-z_][a-z0-9_.-]{0,31}\$?")
 """Names that useradd accepts: they are put on command lines."""
 
-TABLES = ("hosts", "tenants", "users", "datasets", "notify", "web")
+TABLES = ("hosts", "tenants", "users", "limits", "datasets", "notify", "web")
 """Settings with their own table in the file; all others belong to ``[daemon]``."""
 
 SPELLED = {
@@ -80,6 +83,14 @@ class Notify:
 
 
 @dataclass(frozen=True, slots=True)
+class User:
+    """Settings of one user: ``[users.NAME]``."""
+
+    account: str = ""  # on the hosts, where it has another name
+    limits: Limits = field(default_factory=Limits)  # in the place of everybody's
+
+
+@dataclass(frozen=True, slots=True)
 class Web:
     """Read-only pages over HTTP on this machine: ``[web]``."""
 
@@ -111,9 +122,21 @@ class Config:
     hosts: Mapping[str, HostOptions] = field(default_factory=dict)
     datasets: Mapping[str, str] = field(default_factory=dict)  # for all jobs, in the form of a job file
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
-    users: Mapping[str, str] = field(default_factory=dict)  # account on the hosts by user, where the names differ
+    limits: Limits = field(default_factory=Limits)  # of everybody
+    users: Mapping[str, User] = field(default_factory=dict)
     notify: Notify | None = None
     web: Web | None = None
+
+
+def limits_of(config: Config, user: str) -> Limits:
+    """Limits of a user."""
+    return config.users[user].limits if user in config.users else config.limits
+
+
+def device_limits(config: Config) -> dict[str, int]:
+    """Devices that the jobs of each user may hold at a time; under "" those of everybody who is not named."""
+    limits = {"": config.limits, **{name: user.limits for name, user in config.users.items()}}
+    return {name: limit.devices for name, limit in limits.items() if limit.devices is not None}
 
 
 def python_path() -> str:
@@ -198,7 +221,20 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
         ConfigError: unreadable, unknown keys or invalid values; names file and key.
     """
     chosen = file or usual_file(system)
-    return of_values(read_toml(chosen) if chosen else {}, chosen, system=system)
+    if chosen is None:
+        return of_values({}, None, system=system)
+    made = of_values(read_toml(chosen), chosen, system=system)
+    command = made.notify.command[:1] if made.notify is not None else ()
+    try:
+        for path in (chosen, made.ssh_config, *map(shutil.which, command)):  # all say what the daemon executes
+            if path is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    check_file(os.path.expanduser(path))
+    except UnsafePath as error:
+        raise ConfigError(f"{chosen}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}: it must be a file of this account or of root") from None
+    return made
 
 
 def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = False) -> Config:
@@ -219,8 +255,9 @@ def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = Fa
     tenants = {
         name: _tenant(table, f"{where}: [tenants.{name}]") for name, table in _table(values, "tenants", where).items()
     }
+    limits = _limits(_table(values, "limits", where), Limits(), f"{where}: [limits]")
     users = {
-        name: _account(table, f"{where}: [users.{name}]") for name, table in _table(values, "users", where).items()
+        name: _user(table, limits, f"{where}: [users.{name}]") for name, table in _table(values, "users", where).items()
     }
     try:
         made = Config(
@@ -244,6 +281,7 @@ def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = Fa
             hosts=hosts,
             datasets=datasets,
             tenants=tenants,
+            limits=limits,
             users=users,
             notify=_notify(values["notify"], f"{where}: [notify]") if "notify" in values else None,
             web=_web(values["web"], f"{where}: [web]") if "web" in values else None,
@@ -280,14 +318,23 @@ def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = Fa
     return made
 
 
-def _account(table: Any, where: str) -> str:
+def _user(table: Any, everybody: Limits, where: str) -> User:
     if not isinstance(table, dict):
         raise ConfigError(f"{where} is {table!r}; it must be a table")
-    check_keys(table, {"account"}, where)
-    account = table.get("account")
-    if not isinstance(account, str) or not ACCOUNT_NAME.fullmatch(account):
+    limits = {key: value for key, value in table.items() if key != "account"}
+    account = table.get("account", "")
+    if not isinstance(account, str) or ("account" in table and not ACCOUNT_NAME.fullmatch(account)):
         raise ConfigError(f"{where}: account is {account!r}; it must be the name of an account on the hosts")
-    return account
+    return User(account, _limits(limits, everybody, where))
+
+
+def _limits(table: Mapping[str, Any], otherwise: Limits, where: str) -> Limits:
+    check_keys(table, {f.name for f in fields(Limits)}, where)
+    for key, value in table.items():
+        least = -(1 << 31) if key == "priority" else 0
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 31:
+            raise ConfigError(f"{where}: {key} is {value!r}; it must be a whole number from {least} to {(1 << 31) - 1}")
+    return replace(otherwise, **table)
 
 
 def _tenant(table: Any, where: str) -> Tenant:
@@ -299,7 +346,11 @@ def _tenant(table: Any, where: str) -> Tenant:
         raise ConfigError(f"{where}: quota is {quota!r}; it must be a number of devices")
     if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= sys.float_info.max:
         raise ConfigError(f"{where}: share is {share!r}; it must be a number above 0")
-    return Tenant(quota, float(share))
+    try:
+        members = _names(table["members"], "members") if "members" in table else None
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return Tenant(quota, float(share), members)
 
 
 def _notify(table: Any, where: str) -> Notify:

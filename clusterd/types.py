@@ -109,6 +109,17 @@ class Tenant:
 
     quota: int | None = None  # devices that its jobs may hold at a time; None: unlimited
     share: float = 1.0  # weight of its share of contended devices
+    members: tuple[str, ...] | None = None  # users, and groups as "@group", that may submit for it; None: see `Rights`
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one user; operators have none but `devices`."""
+
+    priority: int = 0  # highest that may be given to a job
+    guaranteed_devices: int = 0  # that the guaranteed jobs that are not over ask for, together
+    devices: int | None = None  # that the jobs may hold at a time; None: unlimited
+    queued_jobs: int = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,15 @@ class DaemonStarted(Event):
 
     epoch: int
     tenants: dict[str, Tenant] = field(default_factory=dict)
+    device_limits: dict[str, int] = field(default_factory=dict)  # see `State`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingsReloaded(Event):
+    """An operator changed quotas and limits of the daemon that serves."""
+
+    tenants: dict[str, Tenant]
+    device_limits: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -486,8 +495,9 @@ class MigrationFailed(Event):
 EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
-        DaemonStarted, ClockSet, TimerFired, HostAdded, HostRemoved, HostDrained, HostUndrained, HostConnected,
-        HostDisconnected, HostChanged, DevicesClaimed, DeviceClaimRemoved, AccountConnected, AccountDisconnected,
+        DaemonStarted, SettingsReloaded, ClockSet, TimerFired, HostAdded, HostRemoved, HostDrained, HostUndrained,
+        HostConnected, HostDisconnected, HostChanged, DevicesClaimed, DeviceClaimRemoved, AccountConnected,
+        AccountDisconnected,
         JobSubmitted, JobCancelled, JobReprioritised, JobEdited, JobHeld, JobReleased, JobRequeued, JobsArchived,
         JobRecalled, ModelDescribed, ModelNotDescribed, SpeedLearned, CompletionPredicted, TrialProposed, TrialMeasured,
         EnvironmentBuildStarted, EnvironmentBuilt, AttemptLaunched, LaunchFailed, RankExited, RankOrphaned,

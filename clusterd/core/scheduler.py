@@ -236,6 +236,7 @@ def _explain_drained(ctx: HandlerContext) -> None:
 
 _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.DaemonStarted: host_events.on_daemon_started,
+    e.SettingsReloaded: host_events.on_settings_reloaded,
     e.ClockSet: host_events.on_clock_set,
     e.TimerFired: host_events.on_timer_fired,
     e.HostAdded: host_events.on_host_added,

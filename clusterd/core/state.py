@@ -389,6 +389,7 @@ class State:
     sharers: dict[DeviceId, list[JobId]] = field(default_factory=dict)  # further jobs on a device beside its lease's
     performance_tables: dict[str, PerformanceTable] = field(default_factory=dict)  # by model
     tenants: dict[str, Tenant] = field(default_factory=dict)
+    device_limits: dict[str, int] = field(default_factory=dict)  # devices held at a time, by user; "": all others
     move_costs_s: dict[str, float] = field(default_factory=dict)  # by model: moving average of downtimes
     restart_costs_s: dict[str, float] = field(default_factory=dict)  # likewise, of migrations through host memory
     timers: dict[Timer, float] = field(default_factory=dict)

@@ -34,6 +34,8 @@ def of_event(event: e.Event, state: State) -> Line:
     match event:
         case e.DaemonStarted():
             return Line("the daemon started")
+        case e.SettingsReloaded():
+            return Line("an operator changed tenants or limits")
         case e.ClockSet(by_s=by_s):
             return Line(f"the head node's clock was set {'forward' if by_s > 0 else 'back'} by {duration(abs(by_s))}")
         case e.TimerFired(timer=timer) if timer.kind is TimerKind.HOST_LOST:

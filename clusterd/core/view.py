@@ -111,7 +111,7 @@ class View:
         self.running: list[Job] = [state.jobs[job] for job in state.active]
         self.calendar = ClaimCalendar(state, now_s)
         self.free = Ledger(state.hosts.values(), state.leases, _shared(state))
-        self.quotas = Quotas(state.tenants, self.running)
+        self.quotas = Quotas(state, self.running)
 
     def leaving(self, attempt: Attempt) -> str:
         """Message naming the drained hosts of an attempt, else its claimed devices; empty: none."""

@@ -18,6 +18,7 @@ from typing import Any
 from clusterd.core.queueing import admission
 from clusterd.core.state import Job, State
 from clusterd.errors import ClusterError
+from clusterd.trusted_paths import account_name
 
 SOMEBODY = "another-user"
 THEIR_JOB = "another-user's-job"
@@ -69,6 +70,7 @@ RULES: dict[str, Rule] = {
         verb: Rule(Callers.OPERATORS, does=does)
         for verb, does in {
             "stop": "stop the daemon",
+            "reload": "reload the settings",
             "claim_add": "claim devices",
             "claim_remove": "remove claims",
             "host_inspect": "add hosts",
@@ -120,7 +122,7 @@ class Access:
     """Roles of users, and what they see.
 
     Args:
-        operators, readers: names of users, and of groups as ``@group``.
+        operators, readers: return names of users, and of groups as ``@group``.
         state: returns the scheduler's state.
         archived: returns users and names of the archived jobs.
         visibility: of other users' jobs; one of `clusterd.config.VISIBILITY`.
@@ -128,15 +130,15 @@ class Access:
 
     state: Any
     visibility: str = "all"
-    operators: tuple[str, ...] = ()
-    readers: tuple[str, ...] = ()
+    operators: Callable[[], tuple[str, ...]] = tuple
+    readers: Callable[[], tuple[str, ...]] = tuple
     archived: Callable[[], Iterable[tuple[str, str]]] = tuple
 
     def peer(self, uid: int, connection: int) -> Peer:
         """The user of a connection. Who is operator is no reader."""
-        user = user_name(uid)
-        is_operator = uid in (0, os.getuid()) or _is_among(user, uid, self.operators)
-        is_reader = not is_operator and _is_among(user, uid, self.readers)
+        user = account_name(uid)
+        is_operator = uid in (0, os.getuid()) or is_among(user, uid, self.operators())
+        is_reader = not is_operator and is_among(user, uid, self.readers())
         return Peer(user, uid, is_operator, connection, is_reader)
 
     def admit(self, peer: Peer, verb: str, arguments: dict[str, Any]) -> None:
@@ -269,7 +271,8 @@ def _empty(value: Any) -> Any:
     return type(value)() if isinstance(value, str | list | tuple | dict | bool | int) else None
 
 
-def _is_among(user: str, uid: int, names: Iterable[str]) -> bool:
+def is_among(user: str, uid: int, names: Iterable[str]) -> bool:
+    """True for a user who is named, or is in a group that is named as ``@group``."""
     if user in names:
         return True
     groups = {name.removeprefix("@") for name in names if name.startswith("@")}
@@ -289,11 +292,3 @@ def _groups_of(user: str, uid: int) -> set[str]:
         except KeyError:
             continue
     return found
-
-
-def user_name(uid: int) -> str:
-    """Name of a user of this machine; the number where it has none."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

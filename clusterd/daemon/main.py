@@ -13,7 +13,9 @@ import sys
 import time
 import uuid
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.access import Access, Peer
 from clusterd.daemon.api.accounts import Accounts
+from clusterd.daemon.api.daemon import DaemonVerbs
 from clusterd.daemon.api.host_check import HostChecks
 from clusterd.daemon.api.hosts import JoinVerbs
 from clusterd.daemon.api.jobs import JobVerbs
@@ -37,6 +40,7 @@ from clusterd.daemon.api.server import Server
 from clusterd.daemon.api.terminals import Terminals
 from clusterd.daemon.api.usage import UsageVerbs
 from clusterd.daemon.api.watch import Feed
+from clusterd.daemon.api.workdirs import WorkdirVerbs
 from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.execution.executor import Executor
 from clusterd.daemon.execution.launching import LaunchRequests
@@ -56,7 +60,8 @@ from clusterd.daemon.process import notify_systemd, only_instance, set_up_log
 from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.daemon.profiling.profiler import Profiler
 from clusterd.daemon.profiling.submission_classifier import SubmissionClassifier
-from clusterd.daemon.settings import refuse_unknown
+from clusterd.daemon.rights import Rights
+from clusterd.daemon.settings import LiveSettings, refuse_unknown
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.daemon.storage.backups import Backups
@@ -78,6 +83,7 @@ from clusterd.ssh.hostkeys import HostKeys
 from clusterd.ssh.joined import JoinedDialer
 from clusterd.ssh.login_key import LoginKey
 from clusterd.ssh.resolve import Route
+from clusterd.trusted_paths import UnsafePath
 from clusterd.types import HostId
 
 log = logging.getLogger(__name__)
@@ -99,8 +105,10 @@ class Daemon:
         config_file: Path | None = None,
         *,
         restored: bool = False,
+        load: Callable[[], Config] | None = None,
     ) -> None:
-        """`restored`: hosts may have been led by daemons that are newer than the state."""
+        """`restored`: hosts may have been led by daemons that are newer than the state; `load`: reads the settings."""
+        self._load = load or (lambda: config)
         self._config = config
         self._config_file = config_file
         self._local = local
@@ -201,12 +209,14 @@ class Daemon:
                     if isinstance(event, e.HostConnected | e.AccountConnected):
                         tasks.start_soon(guarded, datasets.host_is_up, event.host)
 
-            accounts = Accounts(config, engine.scheduler.state, hosts, login_key)
+            settings = LiveSettings(config, self._config_file, self._load)
+            accounts = Accounts(settings, engine.scheduler.state, hosts, login_key)
             pages = Pages(config.web, lambda: scheduler.state, archived) if config.web is not None else None
             where = pages.row if pages is not None else lambda: None
-            api = JobVerbs(
-                config, engine, hosts, archive, archived, feed, invite, stop, accounts, self._config_file, where
-            )
+            workdirs = WorkdirVerbs(archive, journal, scheduler.state, config.workdir_bytes_max)
+            about_daemon = DaemonVerbs(settings, engine, archived, feed, stop, where)
+            rights, status = Rights(settings, scheduler.state), about_daemon.status_row
+            api = JobVerbs(config, engine, hosts, archive, workdirs, archived, feed, invite, accounts, rights, status)
             speed = PerformanceVerbs(
                 engine,
                 learned,
@@ -220,19 +230,23 @@ class Daemon:
             stack.callback(usage.close)
             hosts.reports.subscribe(Usage, usage.on_usage)
             backups = Backups(config.state_dir, self._config_file, engine, journal, dialer, invite)
-            checks = HostChecks(engine, hosts)
+            checks = HostChecks(engine, hosts, accounts)
             joining = JoinVerbs(config, joined, cluster)
             used = UsageVerbs(usage, scheduler.state, archived)
-            served = (api, accounts, speed, terminals, checks, BackupVerbs(backups), used, joining)
+            served = (about_daemon, api, accounts, speed, terminals, checks, BackupVerbs(backups), used, joining)
             verbs = {verb: method for each in served for verb, method in each.verbs.items()}
 
             def gone(peer: Peer) -> None:
                 joined.gone(peer.connection)
-                archive.drop_partial(peer.connection)
+                workdirs.gone(peer.connection)
                 speed.drop_partial(peer.connection)
 
             access = Access(
-                lambda: scheduler.state, config.visibility, config.operators, config.readers, lambda: archived.names
+                lambda: scheduler.state,
+                config.visibility,
+                lambda: settings().operators,
+                lambda: settings().readers,
+                lambda: archived.names,
             )
             server = Server(
                 config.socket,
@@ -246,12 +260,14 @@ class Daemon:
             listener = await server.listen()
             stack.callback(server.withdraw)
             tasks.start_soon(engine.run)
-            await engine.post(e.DaemonStarted(at_s=time.time(), epoch=epoch, tenants=dict(config.tenants)))
+            tenants, limits = dict(config.tenants), configuration.device_limits(config)
+            await engine.post(e.DaemonStarted(at_s=time.time(), epoch=epoch, tenants=tenants, device_limits=limits))
             tasks.start_soon(timers.run)
             tasks.start_soon(profiler.run)
             tasks.start_soon(terminals.run)
             tasks.start_soon(guarded, usage.run)
             tasks.start_soon(guarded, archived.run)
+            tasks.start_soon(guarded, workdirs.run)
             if config.idle_after_s:
                 tasks.start_soon(guarded, IdleJobs(engine, usage.busy, config.idle_after_s, config.reclaim_idle_s).run)
             tasks.start_soon(guarded, LogTails(engine, hosts, archive).run)
@@ -270,7 +286,7 @@ class Daemon:
             if pages is not None:
                 tasks.start_soon(pages.serve, verbs)
             tasks.start_soon(_watchdog)
-            tasks.start_soon(_signals, stop)
+            tasks.start_soon(_signals, stop, about_daemon)
             notify_systemd(f"READY=1\nSTATUS=serving {config.socket}")
             log.info(
                 "clusterd %s serves %s (pid %d, state in %s)", __version__, config.socket, os.getpid(), config.state_dir
@@ -378,15 +394,19 @@ async def _ip_address(host: str) -> str:
     return str(found[0][4][0])
 
 
-async def _signals(stop: anyio.Event) -> None:
+async def _signals(stop: anyio.Event, about_daemon: DaemonVerbs) -> None:
     heeded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     with anyio.open_signal_receiver(*heeded) as signals:
         async for number in signals:
-            if number not in (signal.SIGTERM, signal.SIGINT):  # as scripts send them that turn logs over
-                advice = "settings are read at the start, and the log turns itself over; jobs keep running"
-                log.info("%s means nothing here: %s", number.name, advice)
-                continue
-            stop.set()
+            if number in (signal.SIGTERM, signal.SIGINT):
+                stop.set()
+            elif number == signal.SIGHUP:
+                try:
+                    log.info("SIGHUP: settings are read again: %s", await about_daemon.read_again())
+                except ClusterError as error:
+                    log.error("SIGHUP: settings stay as they are: %s", error)
+            else:  # as scripts send them that turn logs over
+                log.info("%s means nothing here: the log turns itself over; jobs keep running", number.name)
 
 
 async def _watchdog() -> None:
@@ -429,8 +449,10 @@ def main(argv: list[str]) -> int:
         with only_instance(config.state_dir):
             set_up_log(config.state_dir / "daemon.log", config.log_level, options.foreground)
             try:
-                anyio.run(Daemon(config, options.local, options.devices, file, restored=options.restored).run)
-            except* ClusterError as errors:
+                load = partial(configuration.load, options.config, system=options.system)
+                daemon = Daemon(config, options.local, options.devices, file, restored=options.restored, load=load)
+                anyio.run(daemon.run)
+            except* (ClusterError, UnsafePath) as errors:
                 raise first_of(errors) from None
             except* Exception as errors:
                 log.exception("the daemon ends by a bug of its own")
@@ -439,6 +461,9 @@ def main(argv: list[str]) -> int:
                     f"the daemon ended by a bug of its own: {type(first).__name__}: {first}: "
                     f"{config.state_dir}/daemon.log says where; jobs keep running"
                 ) from None
+    except UnsafePath as error:
+        print(f"clusterd: {error}", file=sys.stderr)
+        return 1
     except ClusterError as error:
         print(f"clusterd: {error}", file=sys.stderr)
         return error.exit_code

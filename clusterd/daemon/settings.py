@@ -4,11 +4,45 @@ from __future__ import annotations
 
 import grp
 import importlib.util
+from collections.abc import Callable
+from dataclasses import fields, replace
 from itertools import chain
+from pathlib import Path
 
 from clusterd.config import Config
 from clusterd.core.policies import POLICIES
 from clusterd.errors import ConfigError
+
+RELOADED = ("operators", "readers", "tenants", "limits", "users")
+"""Settings that `clusterd reload` changes; all others are read at the start."""
+
+
+class LiveSettings:
+    """The settings in force, by calling it, some of which are read again while the daemon serves.
+
+    Args:
+        load: reads the settings.
+    """
+
+    def __init__(self, config: Config, file: Path | None, load: Callable[[], Config]) -> None:
+        self.file = file
+        self._config, self._load = config, load
+
+    def __call__(self) -> Config:
+        return self._config
+
+    def reload(self) -> tuple[list[str], list[str]]:
+        """Read the settings again; returns those that changed, and those that change at the next start.
+
+        Raises:
+            ConfigError: they are wrong, and stay as they are.
+        """
+        read = self._load()
+        refuse_unknown(read, str(self.file))
+        differ = [f.name for f in fields(Config) if getattr(read, f.name) != getattr(self._config, f.name)]
+        changed = [name for name in differ if name in RELOADED]
+        self._config = replace(self._config, **{name: getattr(read, name) for name in changed})
+        return changed, [name for name in differ if name not in RELOADED]
 
 
 def refuse_unknown(config: Config, where: str) -> None:

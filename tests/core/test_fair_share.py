@@ -82,3 +82,22 @@ def test_a_job_beyond_its_tenants_quota_is_told_that_it_is(lab: Lab) -> None:
     lab.host("a", gpus=4)
     job, _ = lab.submit(devices=2, tenant="vision")
     assert lab.why(job) == "needs 2 devices at once, and tenant vision may hold 1 in all"
+
+
+def test_a_user_with_all_devices_that_are_allowed_waits_and_holds_up_nobody(lab: Lab) -> None:
+    """Also where the jobs are alike but for their users; a reload changes the limit."""
+    limits = {"": 2, "bob": 3}
+    lab.tell(e.DaemonStarted(**lab.at(), epoch=1, device_limits=limits))
+    lab.host("a", gpus=6)
+    first, _ = lab.submit(devices=2, user="ann")
+    lab.run(first)
+    waits, decided = lab.submit(devices=1, user="ann")
+    assert d.LaunchAttempt.match(decided, job=waits) is None
+    assert lab.why(waits) == "ann may hold 2 devices, and holds 2: 1 more are wanted"
+    other, decided = lab.submit(devices=1, user="bob")
+    assert d.LaunchAttempt.match(decided, job=other)
+    never, _ = lab.submit(devices=4, user="bob")
+    assert lab.why(never) == "needs 4 devices at once, and bob may hold 3 in all"
+    decided = lab.tell(e.SettingsReloaded(**lab.at(), tenants={}, device_limits={"": 3}))
+    assert d.LaunchAttempt.match(decided, job=waits)
+    assert lab.why(never) == "needs 4 devices at once, and bob may hold 3 in all"

@@ -147,13 +147,13 @@ def test_a_refusal_does_not_name_hidden_jobs(lab: Lab) -> None:
 )  # fmt: skip
 def test_another_users_job(lab: Lab, visibility: str, verb: str, is_refused: bool) -> None:
     rules = access(lab, visibility)
-    for peer in (BOB, OPERATOR):
-        rules.admit(peer, verb, {"job": "hidden-try"})
+    rules.admit(BOB, verb, {"job": "hidden-try"})
+    rules.admit(OPERATOR, verb, {"job": "2"})
     if not is_refused:
-        rules.admit(ANN, verb, {"job": "hidden-try"})
+        rules.admit(ANN, verb, {"job": "2"})
         return
     with pytest.raises(ClusterError, match="job 2 is another user's") as refused:
-        rules.admit(ANN, verb, {"job": "hidden-try"})
+        rules.admit(ANN, verb, {"job": "2"})
     assert "bob" not in str(refused.value)
 
 
@@ -180,11 +180,11 @@ def test_a_group_has_a_role() -> None:
     """The user of these tests, by a name and by a group; an operator is no reader."""
     me = pwd.getpwnam("nobody")
     group = grp.getgrgid(me.pw_gid).gr_name
-    assert Access(State, readers=(f"@{group}",)).peer(me.pw_uid, 1).is_reader
-    assert Access(State, readers=("nobody",)).peer(me.pw_uid, 1).is_reader
-    both = Access(State, operators=(f"@{group}",), readers=("nobody",)).peer(me.pw_uid, 1)
+    assert Access(State, readers=lambda: (f"@{group}",)).peer(me.pw_uid, 1).is_reader
+    assert Access(State, readers=lambda: ("nobody",)).peer(me.pw_uid, 1).is_reader
+    both = Access(State, operators=lambda: (f"@{group}",), readers=lambda: ("nobody",)).peer(me.pw_uid, 1)
     assert both.is_operator and not both.is_reader
-    assert not Access(State, readers=("@no-such-group", "root")).peer(me.pw_uid, 1).is_reader
+    assert not Access(State, readers=lambda: ("@no-such-group", "root")).peer(me.pw_uid, 1).is_reader
 
 
 def as_user(lab: Lab, peer: Peer) -> Access:

@@ -210,7 +210,7 @@ class Enrolment:
         return HostId(address)
 
 
-async def _no_signals(_stop: anyio.Event) -> None:
+async def _no_signals(*_: object) -> None:
     await anyio.sleep_forever()
 
 

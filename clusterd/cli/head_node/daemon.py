@@ -17,6 +17,7 @@ from clusterd.cli.common.output import ago, note, output_option, show_json
 from clusterd.client import Client
 from clusterd.config import python_path
 from clusterd.errors import ClusterError, DaemonAbsent
+from clusterd.trusted_paths import own_directory
 from clusterd.units import duration, size
 
 START_TIMEOUT_S = 30.0
@@ -47,7 +48,7 @@ def start(
         return main([*arguments, "--foreground"])
     error_file = config.state_dir / "start.err"
     try:
-        config.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        own_directory(str(config.state_dir))
         opened = error_file.open("wb")
     except OSError as error:
         raise ClusterError(
@@ -207,6 +208,23 @@ def status(system: bool, output: str) -> None:
         print(f"  trouble  events of hosts cannot be journaled yet: {trouble}")
     if answer["recovering"]:
         print(f"  waiting for reports of {', '.join(answer['recovering'])} before placing anything")
+
+
+@click.command()
+@output_option
+def reload(output: str) -> None:
+    """Read the settings file again, without a restart: operators, readers, tenants, limits and users.
+
+    Other settings that differ are named; they change at the next start.
+    """
+    with Client() as cluster:
+        answer = cluster.call("reload")
+    if output != "table":
+        show_json(answer, output)
+        return
+    note(f"changed: {', '.join(answer['changed']) or 'nothing'} (by {answer['config'] or 'defaults, without a file'})")
+    if answer["at_next_start"]:
+        note(f"differs, and changes at the next start: {', '.join(answer['at_next_start'])}")
 
 
 _ACCOUNTS = {

@@ -95,14 +95,36 @@ class TenantKeys(Struct, forbid_unknown_fields=True):
         Count | UnsetType, Meta(description="Most devices that its jobs hold at a time; default: no limit.")
     ] = UNSET
     share: Annotated[float, Meta(gt=0, description="Weight among the tenants that compete for devices.")] = 1.0
+    members: Annotated[
+        list[str] | UnsetType,
+        Meta(description='Users and "@groups" that may submit for it; default: operators, of "default" everybody.'),
+    ] = UNSET
+
+
+class LimitKeys(Struct, forbid_unknown_fields=True):
+    """Limits of each user who is no operator."""
+
+    priority: Annotated[int, Meta(description="Highest priority that may be given to a job.")] = 0
+    guaranteed_devices: Annotated[
+        Count, Meta(description="Devices that the guaranteed jobs that are not over may ask for, together.")
+    ] = 0
+    devices: Annotated[
+        Count | UnsetType, Meta(description="Devices that the jobs may hold at a time; default: no limit.")
+    ] = UNSET
+    queued_jobs: Annotated[Count, Meta(description="Jobs that may be queued.")] = 10_000
 
 
 class UserKeys(Struct, forbid_unknown_fields=True):
-    """Account of a user whose name on the hosts is another one."""
+    """Settings of one user: the account, and limits in the place of everybody's."""
 
     account: Annotated[
-        str, Meta(pattern=r"^[a-z_][a-z0-9_.-]{0,31}\$?$", description="Name of the account on the hosts.")
-    ]
+        Annotated[str, Meta(pattern=r"^[a-z_][a-z0-9_.-]{0,31}\$?$")] | UnsetType,
+        Meta(description="Name of the account on the hosts, where it is another one."),
+    ] = UNSET
+    priority: int | UnsetType = UNSET
+    guaranteed_devices: Count | UnsetType = UNSET
+    devices: Count | UnsetType = UNSET
+    queued_jobs: Count | UnsetType = UNSET
 
 
 class NotifyKeys(Struct, forbid_unknown_fields=True):
@@ -136,9 +158,8 @@ class DaemonFile(Struct, forbid_unknown_fields=True):
         dict[str, HostKeys] | UnsetType, Meta(description="Options by host, where the defaults do not fit.")
     ] = UNSET
     tenants: Annotated[dict[str, TenantKeys] | UnsetType, Meta(description="Quotas and shares by tenant.")] = UNSET
-    users: Annotated[
-        dict[str, UserKeys] | UnsetType, Meta(description="Accounts by user, where the names on the hosts differ.")
-    ] = UNSET
+    limits: Annotated[LimitKeys | UnsetType, Meta(description="Limits of each user who is no operator.")] = UNSET
+    users: Annotated[dict[str, UserKeys] | UnsetType, Meta(description="Accounts and limits by user.")] = UNSET
     datasets: Annotated[dict[str, str] | UnsetType, Meta(description="Folders for all jobs, as in a job file.")] = UNSET
     notify: Annotated[NotifyKeys | UnsetType, Meta(description="Notifications of what happened.")] = UNSET
     web: Annotated[WebKeys | UnsetType, Meta(description="Read-only pages for a browser.")] = UNSET

@@ -107,6 +107,7 @@ def unit(system: bool, file: Path | None) -> str:
         f"ExecStart={' '.join(_quoted(argument).replace('$', '$$') for argument in arguments)}",
         "# Hosts inside this machine, and their jobs, outlive the daemon.",
         "KillMode=process",
+        "ExecReload=/bin/kill -HUP $MAINPID",
         "Restart=on-failure",
         "WatchdogSec=60",
         "",

@@ -86,6 +86,10 @@ def show(file: Path | None) -> None:
         _show_table(f"hosts.{_key(host)}", asdict(options))
     for name, tenant in known.tenants.items():
         _show_table(f"tenants.{_key(name)}", asdict(tenant))
+    _show_table("limits", asdict(known.limits))
+    for name, user in known.users.items():
+        own = {key: value for key, value in asdict(user.limits).items() if value != getattr(known.limits, key)}
+        _show_table(f"users.{_key(name)}", {"account": user.account or None, **own})
     if known.datasets:
         _show_table("datasets", known.datasets)
     if known.notify is not None:

@@ -75,14 +75,14 @@ def off_drained(view: View) -> list[Move]:
         if job.spec.kind is not JobKind.CHECKPOINTABLE or attempt is None or not _can_save(attempt, view):
             continue
         leaving = view.leaving(attempt)
-        most = view.quotas.left(job.spec.tenant) + len(attempt.devices)
+        most = view.quotas.left(job.spec) + len(attempt.devices)
         found = at_some_size(job, view.free.without(attempt), most) if leaving else None
         if found is None or found.plan is None:
             continue
         reason = f"{leaving}: it saves, and starts again as {found.reason}"
         where = found.placement
         move = Move(job.id, found.plan, where.ranks, where.cores, where.memory_bytes, reason, may_restart=True)
-        view.quotas.take(job.spec.tenant, len(move.ranks) - len(attempt.devices))
+        view.quotas.take(job.spec, len(move.ranks) - len(attempt.devices))
         book(view.free, move, attempt)
         moves.append(move)
     return moves

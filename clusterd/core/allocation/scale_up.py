@@ -127,7 +127,7 @@ def _scale_up_one(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], 
     own = {d.id for d in p.devices}
     more = [d for d in devices if d.id not in own]
     ctx.ledger.take(more, {}, {})
-    ctx.view.quotas.take(p.job.spec.tenant, len(more))
+    ctx.view.quotas.take(p.job.spec, len(more))
     ctx.occupy(p, offer, more)
     ctx.spare -= max(len(devices) - max(ctx.sizes.get(p.job.id, 0), len(p.devices)), 0)
     saved_s, cost_s = p.now_s - p.left_s(offer), ctx.costs.cost_s(p, offer)
@@ -171,7 +171,7 @@ def restore_requested_sizes(view: View, waiting: Iterable[int], skip: Container[
         own = of_ranks(view.hosts, attempt)
         if any(count <= total - len(own) for count in needs):
             continue
-        free = free_for(job, own, view.free)[: view.quotas.left(job.spec.tenant)]
+        free = free_for(job, own, view.free)[: view.quotas.left(job.spec)]
         if not free:
             continue
         requested = job.spec.resources.plan if len(own) + len(free) >= asked else None
@@ -181,6 +181,6 @@ def restore_requested_sizes(view: View, waiting: Iterable[int], skip: Container[
         )
         if move is not None and len(move.ranks) > len(own):
             book(view.free, move, attempt)
-            view.quotas.take(job.spec.tenant, len(move.ranks) - len(own))
+            view.quotas.take(job.spec, len(move.ranks) - len(own))
             moves.append(move)
     return moves

@@ -71,7 +71,7 @@ def objection(state: State, job: Job, start: Start) -> str | None:
         if place.device not in {d.id for d in host.devices}:
             return f"{place.device} does not exist"
         seen.add(place.device)
-    return beyond_quota(state, job.spec.tenant, len(seen))
+    return beyond_quota(state, job.spec, len(seen))
 
 
 def _may_join(state: State, job: Job, device: DeviceId) -> bool:

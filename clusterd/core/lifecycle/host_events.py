@@ -20,8 +20,14 @@ RECOVERY_S = 20.0
 """After the daemon's start nothing is placed until each host in use has reported, or for this long."""
 
 
+def on_settings_reloaded(ctx: HandlerContext, event: e.SettingsReloaded) -> None:
+    ctx.state.tenants, ctx.state.device_limits = event.tenants, event.device_limits
+    ctx.pass_due = True
+
+
 def on_daemon_started(ctx: HandlerContext, event: e.DaemonStarted) -> None:
-    ctx.state.epoch, ctx.state.tenants = event.epoch, event.tenants
+    ctx.state.epoch = event.epoch
+    ctx.state.tenants, ctx.state.device_limits = event.tenants, event.device_limits
     for host in ctx.state.hosts.values():
         if host.state is not HostState.LOST:
             host.go(HostState.CONNECTING, event.at_s, "the daemon has just started")

@@ -58,7 +58,7 @@ def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> s
         seen.add(place.device)
     if after_loss:
         return None
-    beyond = beyond_quota(state, job.spec.tenant, len(seen - own)) if len(seen) > len(own) else None
+    beyond = beyond_quota(state, job.spec, len(seen - own)) if len(seen) > len(own) else None
     if beyond is not None:
         return beyond
     if is_there(job, move):

@@ -155,7 +155,7 @@ def start_unmodelled(
         answer = allocate(job, view)
         if isinstance(answer, Grant):
             where = answer.placement
-            view.quotas.take(job.spec.tenant, sum(place.device is not None for place in where.ranks))
+            view.quotas.take(job.spec, sum(place.device is not None for place in where.ranks))
             view.free.take_places(where.ranks, where.cores, where.memory_bytes, job.spec.resources.share)
             proposal.starts.append(
                 Start(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, answer.reason)

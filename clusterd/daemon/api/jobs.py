@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from heapq import nlargest
-from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 import msgspec
 
-from clusterd import __version__, projection, protocol
+from clusterd import projection
 from clusterd.config import Config
 from clusterd.core import events as e
 from clusterd.core.allocation.request_grant import LEARNING, allocate
@@ -28,7 +25,7 @@ from clusterd.core.queueing.dependencies import waits_for
 from clusterd.core.state import Job
 from clusterd.core.view import Refusal, View
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.accounts import Accounts, daemon_account
+from clusterd.daemon.api.accounts import Accounts
 from clusterd.daemon.api.files import FileVerbs
 from clusterd.daemon.api.hosts import ClaimVerbs, HostVerbs
 from clusterd.daemon.api.job_logs import JobLogs
@@ -38,11 +35,13 @@ from clusterd.daemon.api.retention import RetentionVerbs
 from clusterd.daemon.api.server import Streaming, Verb
 from clusterd.daemon.api.validation import refuse_malformed, refuse_secrets, refuse_unsatisfiable
 from clusterd.daemon.api.watch import Baselines, Change, Feed, SharedRow
+from clusterd.daemon.api.workdirs import WorkdirVerbs
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal import codec
 from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.rights import Rights
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.errors import ClusterError, UsageError, first_of
@@ -66,33 +65,30 @@ class JobVerbs:
         engine: Engine,
         hosts: HostRegistry,
         archive: Archive,
+        workdirs: WorkdirVerbs,
         archived: ArchivedJobs,
         feed: Feed,
         invite: HostKeyEnrolment,
-        stop: anyio.Event,
         accounts: Accounts,
-        config_file: Path | None = None,
-        web: Callable[[], dict[str, Any] | None] = lambda: None,
+        rights: Rights,
+        status: Callable[[], dict[str, Any]],
     ) -> None:
-        """`web`: returns where pages are served, for `status`."""
-        self._config = config
-        self._web = web
-        self._config_file = config_file
+        """`status`: of the daemon, for watchers."""
+        self._datasets, self._rights, self._status = config.datasets, rights, status
         self._engine = engine
         self._hosts = hosts
         self._archive = archive
+        self._workdirs = workdirs
         self._archived = archived
         self._feed = feed
         self._membership = HostVerbs(engine, hosts, invite)
-        self._queue = QueueVerbs(engine, archived, self.submit)
+        self._queue = QueueVerbs(engine, archived, self.submit, rights)
         self._claims = ClaimVerbs(engine)
         self._by_hand = MigrationVerbs(engine, hosts, feed)
-        self._forgetting = RetentionVerbs(engine, hosts, archive)
+        self._forgetting = RetentionVerbs(engine, hosts, archive, workdirs)
         self._fetching = FileVerbs(engine, hosts)
         self._logs = JobLogs(engine, hosts, archive, feed)
-        self._stop = stop
         self._accounts = accounts
-        self._started_s = time.time()
         self._baselines = Baselines(feed, lambda: self._listed(all=True), self._baseline_item)
         self._ids = JobIds({*engine.scheduler.state.jobs, *archive.jobs(), archived.newest or ""})
         hosts.reports.subscribe(HostUp, self._on_host_up)
@@ -105,18 +101,14 @@ class JobVerbs:
     def verbs(self) -> dict[str, Verb]:
         """Methods by verb."""
         return {
-            "hello": self.hello,
-            "status": self.status,
-            "stop": self.stop,
             "submit": self.submit,
             "dry_run": self.dry_run,
-            "snapshot_has": self.snapshot_has,
-            "snapshot_put": self.snapshot_put,
             "jobs": self.jobs,
             "job": self.job,
             "why": self.why,
             "history": self.history,
             "cancel": self.cancel,
+            **self._workdirs.verbs,
             **self._queue.verbs,
             **self._claims.verbs,
             **self._membership.verbs,
@@ -134,60 +126,6 @@ class JobVerbs:
     @property
     def _state(self) -> Any:
         return self._engine.scheduler.state
-
-    # --- the daemon ---------------------------------------------------------------------------------------------------
-
-    async def hello(self, peer: Peer, protocol_version: int = protocol.VERSION) -> dict[str, Any]:
-        """Negotiate the protocol version."""
-        if protocol_version != protocol.VERSION:
-            raise ClusterError(
-                f"the daemon ({__version__}) speaks protocol {protocol.VERSION}, this client {protocol_version}: "
-                "use the clusterd command of the daemon's version"
-            )
-        return {
-            "version": __version__,
-            "protocol": protocol.VERSION,
-            "user": peer.user,
-            "is_operator": peer.is_operator,
-            "is_reader": peer.is_reader,
-        }
-
-    async def status(self, peer: Peer) -> dict[str, Any]:
-        """Status of the daemon and its journal."""
-        state = self._state
-        # Most of thousands of jobs are queued, and `value` is slow.
-        others = Counter(job.state.value for job in state.jobs.values() if job.state is not JobState.QUEUED)
-        queued = Counter({JobState.QUEUED.value: len(state.jobs) - others.total()})
-        counts = self._archived.counts + others + queued
-        return {
-            "version": __version__,
-            "json_version": projection.JSON_VERSION,
-            "pid": os.getpid(),
-            "started_s": self._started_s,
-            "epoch": state.epoch,
-            "state_dir": str(self._config.state_dir),
-            "socket": str(self._config.socket),
-            "config": str(self._config_file) if self._config_file else None,
-            "policy": self._engine.scheduler.policy.name,
-            "accounts": self._config.accounts,
-            "account": daemon_account(),
-            "jobs": dict(counts),
-            "hosts": {h.id: h.state.value for h in state.hosts.values()},
-            "devices": sum(len(h.devices) for h in state.hosts.values()),
-            "leased": len(state.leases),
-            "events": self._feed.number,
-            "scheduling_s": self._engine.scheduling_s,
-            "recovering": sorted(state.recovering),
-            "trouble": self._engine.trouble,
-            "set_aside": self._engine.set_aside,
-            "web": self._web(),
-        }
-
-    async def stop(self, peer: Peer) -> dict[str, Any]:
-        """Stop the daemon; jobs go on."""
-        running = [self._state.jobs[job].spec.name for job in self._state.active]
-        self._stop.set()
-        return {"running": running, "pid": os.getpid()}
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -241,29 +179,19 @@ class JobVerbs:
         except msgspec.ValidationError as error:
             raise UsageError(f"the job is not well-formed: {error}") from None
         known = replace(
-            known, user=peer.user, account=self._accounts.of(peer), datasets={**self._config.datasets, **known.datasets}
+            known, user=peer.user, account=self._accounts.of(peer), datasets={**self._datasets, **known.datasets}
         )
         known = admission.find_checkpoint(self._state, known, peer.user, peer.is_operator)
         refuse_malformed(known)
-        tenants = {*self._config.tenants, "default"}
-        if self._config.tenants and known.tenant not in tenants:
-            raise UsageError(f"there is no tenant {known.tenant!r}; there are {', '.join(sorted(tenants))}")
-        if need_workdir and known.snapshot is not None and not self._archive.has_workdir(known.snapshot):
-            raise UsageError("the job's workdir is not here, or was removed by clusterd forget: submit its job file")
+        self._rights.refuse_job(peer, known)
+        if need_workdir and known.snapshot is not None and not self._workdirs.may_name(peer, known.snapshot):
+            raise UsageError(
+                "the job's workdir was not sent by you, or was removed by clusterd forget: submit its job file"
+            )
         if known.array is not None and known.array.id:
             admission.refuse_other_array(self._state, known.array, peer.user)
         awaited = (admission.find_awaited(self._state, text, peer.user) for text in known.after)
         return replace(known, after=tuple(dict.fromkeys(awaited)))
-
-    async def snapshot_has(self, peer: Peer, digest: str) -> dict[str, Any]:
-        """Report whether a workdir of this digest is stored, and the size limit."""
-        return {"have": self._archive.has_workdir(digest), "bytes_max": self._config.workdir_bytes_max}
-
-    async def snapshot_put(self, peer: Peer, digest: str, offset: int, data: bytes, last: bool) -> None:
-        """Store one chunk of a workdir."""
-        if offset + len(data) > self._config.workdir_bytes_max + (1 << 20):
-            raise UsageError(f"the workdir is larger than {self._config.workdir_bytes_max} bytes")
-        await self._archive.put_workdir(digest, offset, data, last, peer.connection)
 
     async def jobs(self, peer: Peer, all: bool = False, before: str | None = None) -> list[dict[str, Any]]:
         """Rows of the jobs that are not over; with `all`, of the newest that are over, too, oldest first.
@@ -405,7 +333,7 @@ class JobVerbs:
         if not is_first:
             return {**projection.change_row(self._state, number, (), ()), "jobs": rows}
         hosts = await self._membership.hosts(peer)
-        return {"snapshot": {"status": await self.status(peer), "jobs": rows, "hosts": hosts}, "number": number}
+        return {"snapshot": {"status": self._status(), "jobs": rows, "hosts": hosts}, "number": number}
 
     def _change(self, change: Change) -> dict[str, Any]:
         if change.row is None:

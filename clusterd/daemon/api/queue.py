@@ -21,6 +21,7 @@ from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
 from clusterd.daemon.api.validation import refuse_malformed, refuse_unsatisfiable
 from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.rights import Rights
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.errors import ClusterError, UsageError
 from clusterd.submission.job_edit import with_changes
@@ -33,8 +34,8 @@ Submit = Callable[[Peer, dict[str, Any], dict[str, str]], Awaitable[dict[str, An
 class QueueVerbs:
     """Answers requests about one submitted job, each with one event."""
 
-    def __init__(self, engine: Engine, archived: ArchivedJobs, submit: Submit) -> None:
-        self._engine, self._archived, self._submit = engine, archived, submit
+    def __init__(self, engine: Engine, archived: ArchivedJobs, submit: Submit, rights: Rights) -> None:
+        self._engine, self._archived, self._submit, self._rights = engine, archived, submit, rights
         # An edit is computed from the specification of the moment: another one must not come between it and its event.
         self._editing = anyio.Lock()
 
@@ -61,6 +62,7 @@ class QueueVerbs:
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         if not isinstance(priority, int):
             raise UsageError(f"priority is {priority!r}; it must be a whole number")
+        self._rights.refuse_change(peer, replace(known.spec, priority=priority), known)
         async with self._editing:
             admission.refuse_if_over(known)
             await self._engine.post(e.JobReprioritised(at_s=time.time(), job=known.id, priority=priority, by=peer.user))
@@ -166,7 +168,7 @@ class QueueVerbs:
         archived = await self._archived.tasks(array.removesuffix("_*"))
         found = tasks_of([*archived, *self._state.jobs.values()], array, peer.user)
         if not found:
-            raise UsageError(f"there is no array or sweep {array!r}: clusterd ls --all shows the jobs")
+            raise UsageError(f"there is no array or sweep {array!r} of yours: clusterd ls --all shows the jobs")
         return [projection.job_row(job, self._state) for job in found]
 
     def _edited(self, peer: Peer, job: Job, changes: dict[str, Any]) -> JobSpec:
@@ -188,6 +190,7 @@ class QueueVerbs:
             if (cycle := awaits(spec, job.id, self._state.jobs)) is not None:
                 raise UsageError(f"after: {cycle} waits for job {job.id} itself: they would wait for ever")
         refuse_malformed(spec)
+        self._rights.refuse_change(peer, spec, job)
         attempt = job.attempt
         if attempt is None:
             if spec.resources != job.spec.resources:

@@ -1,0 +1,124 @@
+"""Verbs about the daemon itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+
+from clusterd import __version__, projection, protocol
+from clusterd.config import device_limits
+from clusterd.core import events as e
+from clusterd.daemon.access import Peer
+from clusterd.daemon.api.accounts import daemon_account
+from clusterd.daemon.api.server import Verb
+from clusterd.daemon.api.watch import Feed
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.settings import LiveSettings
+from clusterd.daemon.storage.archived_jobs import ArchivedJobs
+from clusterd.errors import ClusterError
+from clusterd.types import JobState
+
+
+class DaemonVerbs:
+    """Greets clients, shows the daemon's state, reloads its settings, and stops it.
+
+    Args:
+        web: returns where pages are served.
+    """
+
+    def __init__(
+        self,
+        settings: LiveSettings,
+        engine: Engine,
+        archived: ArchivedJobs,
+        feed: Feed,
+        stop: anyio.Event,
+        web: Callable[[], dict[str, Any] | None],
+    ) -> None:
+        self._settings, self._engine, self._archived, self._feed = settings, engine, archived, feed
+        self._stop, self._web = stop, web
+        self._started_s = time.time()
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """Methods by verb."""
+        return {"hello": self.hello, "status": self.status, "reload": self.reload, "stop": self.stop}
+
+    async def hello(self, peer: Peer, protocol_version: int = protocol.VERSION) -> dict[str, Any]:
+        """Negotiate the protocol version."""
+        if protocol_version != protocol.VERSION:
+            raise ClusterError(
+                f"the daemon ({__version__}) speaks protocol {protocol.VERSION}, this client {protocol_version}: "
+                "use the clusterd command of the daemon's version"
+            )
+        return {
+            "version": __version__,
+            "protocol": protocol.VERSION,
+            "user": peer.user,
+            "is_operator": peer.is_operator,
+            "is_reader": peer.is_reader,
+        }
+
+    async def status(self, peer: Peer) -> dict[str, Any]:
+        """Status of the daemon and its journal."""
+        return self.status_row()
+
+    def status_row(self) -> dict[str, Any]:
+        """Status of the daemon and its journal, for any user."""
+        state, config = self._engine.scheduler.state, self._settings()
+        # Most of thousands of jobs are queued, and `value` is slow.
+        others = Counter(job.state.value for job in state.jobs.values() if job.state is not JobState.QUEUED)
+        queued = Counter({JobState.QUEUED.value: len(state.jobs) - others.total()})
+        return {
+            "version": __version__,
+            "json_version": projection.JSON_VERSION,
+            "pid": os.getpid(),
+            "started_s": self._started_s,
+            "epoch": state.epoch,
+            "state_dir": str(config.state_dir),
+            "socket": str(config.socket),
+            "config": str(self._settings.file) if self._settings.file else None,
+            "policy": self._engine.scheduler.policy.name,
+            "accounts": config.accounts,
+            "account": daemon_account(),
+            "jobs": dict(self._archived.counts + others + queued),
+            "hosts": {h.id: h.state.value for h in state.hosts.values()},
+            "devices": sum(len(h.devices) for h in state.hosts.values()),
+            "leased": len(state.leases),
+            "events": self._feed.number,
+            "scheduling_s": self._engine.scheduling_s,
+            "recovering": sorted(state.recovering),
+            "trouble": self._engine.trouble,
+            "set_aside": self._engine.set_aside,
+            "web": self._web(),
+        }
+
+    async def reload(self, peer: Peer) -> dict[str, Any]:
+        """Read the settings file again: roles, tenants and limits take effect, other changes at the next start."""
+        return await self.read_again()
+
+    async def read_again(self) -> dict[str, Any]:
+        """Settings that have changed, and those that wait for the next start.
+
+        Raises:
+            ConfigError: the file is wrong; the settings stay as they are.
+        """
+        changed, later = self._settings.reload()
+        if changed:
+            config = self._settings()
+            tenants, limits = dict(config.tenants), device_limits(config)
+            await self._engine.post(e.SettingsReloaded(at_s=time.time(), tenants=tenants, device_limits=limits))
+        file = str(self._settings.file) if self._settings.file else None
+        return {"config": file, "changed": changed, "at_next_start": later}
+
+    async def stop(self, peer: Peer) -> dict[str, Any]:
+        """Stop the daemon; jobs go on."""
+        state = self._engine.scheduler.state
+        running = [state.jobs[job].spec.name for job in state.active]
+        self._stop.set()
+        return {"running": running, "pid": os.getpid()}
