@@ -108,12 +108,12 @@ def _on_loan(job: Job) -> int:
 
 
 def promise_row(job: JobId, state: State) -> Row | None:
-    """Promised start of a queued job and the jobs that it waits for; None: it has no reservation."""
+    """Expected and promised start of a queued job, and the jobs that it waits for; None: it has no reservation."""
     promise = state.reservation
     if promise is None or promise.job != job:
         return None
     after = [state.jobs[other].spec.name for other in promise.after]
-    return {"at_s": promise.at_s, "latest_s": promise.latest_s, "after": after}
+    return {"at_s": promise.at_s if promise.is_foreseen else None, "latest_s": promise.latest_s, "after": after}
 
 
 def left_s(job: Job) -> float | None:
@@ -233,7 +233,9 @@ def host_row(state: State, host: Host, link: Row | None = None) -> Row:
     return {
         "name": host.id,
         "state": host.state.value,
-        "why": host.why or host.unknown_attempts_notice or (host.facts.gpu_error if host.facts else ""),
+        "why": why_down(host, link or {})
+        or host.unknown_attempts_notice
+        or (host.facts.gpu_error if host.facts else ""),
         "since_s": host.since_s,
         "drained": host.drained,
         "address": host.facts.address if host.facts else None,
@@ -261,6 +263,17 @@ def host_row(state: State, host: Host, link: Row | None = None) -> Row:
         "claims": [claim_row(c) for c in state.device_claims.values() if set(c.devices) & {d.id for d in host.devices}],
         "link": link or {},
     }
+
+
+def why_down(host: Host, link: Row) -> str:
+    """Reason why a host is not up: that of the newest failure of its link."""
+    return host.why if host.state is HostState.UP else repeated(link.get("failures", {})) or host.why
+
+
+def repeated(failures: Row) -> str:
+    """Newest reason of a link's failures, with their number; empty without one."""
+    why, times = str(failures.get("why", "")), failures.get("times", 0)
+    return f"{why} ({times} times since {_clock(failures['since_s'])})" if times > 1 else why
 
 
 def claim_row(claim: DeviceClaim) -> Row:

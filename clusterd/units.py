@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from operator import eq, ge, gt, le, lt
@@ -135,6 +136,30 @@ def duration(seconds: float) -> str:
     if hours < 24:
         return f"{hours}h{minutes:02d}m"
     return f"{hours // 24}d{hours % 24:02d}h"
+
+
+def start_text(
+    at_s: float | None, latest_s: float | None, after: Sequence[str], now_s: float, clock: Callable[[float], str]
+) -> str:
+    """Sentence about the start of the first waiting job: what is expected while it is ahead, else what was promised.
+
+    Args:
+        at_s: expected start; None: none can be foreseen.
+        latest_s: promised start; None: none can be promised.
+        after: names of the jobs whose end it waits for.
+        clock: text of a point in time.
+    """
+    names = " and ".join(after[:3]) + (" ..." if len(after) > 3 else "")
+    ends = f" when {names} end{'s' * (len(after) == 1)}" if after else " as soon as devices are free"
+    latest = clock(latest_s) if latest_s is not None and latest_s >= now_s else ""
+    if at_s is not None and at_s >= now_s:
+        if not latest:
+            return f"starts{ends}, expected at about {clock(at_s)}; nothing tells when at the latest"
+        about = f"at about {clock(at_s)}, " if clock(at_s) != latest else ""
+        return f"starts {about}by {latest} at the latest,{ends}; nobody behind it may delay it"
+    if latest:
+        return f"starts{ends}, by {latest} at the latest; nobody behind it may delay it"
+    return f"starts{ends}; nothing tells when that is"
 
 
 TIMES = {

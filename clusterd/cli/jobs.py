@@ -17,6 +17,7 @@ from clusterd.cli.common.output import (
     ago,
     compact_devices,
     escaped,
+    exit_when_closed,
     note,
     output_option,
     print_line,
@@ -29,7 +30,7 @@ from clusterd.cli.common.output import (
 from clusterd.client import Client, refusal
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.calls import Failure
-from clusterd.units import counted, duration
+from clusterd.units import counted, duration, start_text
 
 SILENT_S, SILENT_STEPS = 60.0, 20
 """A job counts as silent after this long and this many step times without a step."""
@@ -286,6 +287,8 @@ def logs(
         raise click.UsageError("--lines is for the log of one rank: leave --all-ranks out")
     with Client() as cluster:
         row = cluster.call("job", job=job)
+    if follow:
+        exit_when_closed(1)
     show_logs(row, None if all_ranks else (rank or 0), follow, attempt, raw=raw, last_lines=lines)
 
 
@@ -448,19 +451,11 @@ def why(job: str, output: str) -> None:
 
 
 def promised(job: dict[str, Any]) -> str:
-    """Sentence about the promised start of a queued job; empty without a reservation."""
+    """Sentence about the start of a queued job; empty without a reservation."""
     promise = job.get("promise")
     if not promise:
         return ""
-    names = promise["after"]
-    ends = f" when {' and '.join(names[:3])}{' ...' if len(names) > 3 else ''} end{'s' * (len(names) == 1)}" * bool(
-        names
-    )
-    if promise["at_s"] < time.time():
-        return f"next to start,{ends or ' as soon as devices are free'}: expected since {_clock(promise['at_s'])}"
-    latest_s = promise["latest_s"]
-    latest = f", by {_clock(latest_s)} at the latest" if latest_s is not None else ""
-    return f"starts at about {_clock(promise['at_s'])}{latest}{',' if ends else ''}{ends}; nobody may delay it"
+    return start_text(promise["at_s"], promise["latest_s"], promise["after"], time.time(), _clock)
 
 
 def _clock(at_s: float) -> str:

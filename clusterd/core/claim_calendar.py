@@ -42,8 +42,8 @@ class ClaimCalendar:
 
     @property
     def ends_s(self) -> list[float]:
-        """Ends of claims, in order."""
-        return sorted({w.until_s for some in self._windows.values() for w in some if 0.0 < w.until_s < inf})
+        """Ends of claims, in order; one that is over and still counts ends now."""
+        return sorted({max(w.until_s, 0.0) for some in self._windows.values() for w in some if w.until_s < inf})
 
     def is_free(self, device: DeviceId, at_s: float, for_s: float) -> bool:
         """True where no claim on the device overlaps this time."""

@@ -78,6 +78,13 @@ class Ledger:
         found.shared = dict(self.shared)
         return found
 
+    def only(self, hosts: Container[HostId]) -> Ledger:
+        """Copy with the free resources of these hosts alone."""
+        found = self.copy()
+        found.take([d for d in self.all_devices() if d.host not in hosts], {}, {})
+        found.hosts = {name: host for name, host in self.hosts.items() if name in hosts}
+        return found
+
     def without(self, attempt: Attempt) -> Ledger:
         """Copy in which this attempt is over; unusable hosts stay out."""
         found = self.copy()

@@ -10,12 +10,13 @@ from clusterd.types import HostId, JobId
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Promise to the first queued job that cannot start: nothing of its order or below delays it beyond `at_s`."""
+    """Devices kept for the first queued job that cannot start, and the promise that may be made of its start."""
 
     job: JobId
-    at_s: float  # expected start; never put off
-    latest_s: float | None = None  # by the time limits of the jobs that it waits for; None: some have no limit
+    at_s: float  # earliest start that was expected so far: jobs behind it that end later leave it a place
+    latest_s: float | None = None  # promised start, by time limits and claims; None: none can be promised
     after: tuple[JobId, ...] = ()  # jobs whose end it waits for
+    is_foreseen: bool = True  # False: `at_s` is a guess, since nothing tells the end of some of these jobs
 
 
 @dataclass(frozen=True, slots=True)

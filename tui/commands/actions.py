@@ -81,7 +81,7 @@ class ClusterCommands:
         now_s = self._app.shared.clock()
         made = [line((f"{job.name} ({job.id}) is {answer.state}: ", "bold"), (printable(answer.reason), "warn"))]
         if job.promise is not None:
-            made.append(line(("starts     ", "dim"), printable(promise_text(job.promise, now_s))))
+            made.append(line(("start      ", "dim"), printable(promise_text(job.promise, now_s))))
         if job.on_loan:
             held = len(job.devices)
             made.append(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from clusterd.units import duration, size
+from clusterd.units import duration, size, start_text
 from tui.model import rows
 from tui.model.event_words import readable_kind, short_plan
 from tui.model.fleet import tiles
@@ -110,12 +110,8 @@ def time_left_s(job: rows.Job) -> float | None:
 
 
 def promise_text(promise: rows.Promise, now_s: float) -> str:
-    """Phrase about a promised start: when, and after which jobs."""
-    after = f", when {' and '.join(promise.after[:3])} end{'s' * (len(promise.after) == 1)}" if promise.after else ""
-    if promise.at_s < now_s:
-        return f"next{after}; expected since {clock(promise.at_s, now_s)}"
-    latest = f", by {clock(promise.latest_s, now_s)} at the latest" if promise.latest_s is not None else ""
-    return f"at about {clock(promise.at_s, now_s)}{latest}{after}"
+    """Sentence about the start of the first blocked job."""
+    return start_text(promise.at_s, promise.latest_s, promise.after, now_s, lambda at_s: clock(at_s, now_s))
 
 
 def _text(text: str, style: str = "") -> Line:

@@ -50,10 +50,10 @@ class NextPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Promise(msgspec.Struct, frozen=True, kw_only=True):
-    """Promised start of the first blocked job."""
+    """Expected and promised start of the first blocked job."""
 
-    at_s: Seconds
-    latest_s: Seconds | None = None  # by time limits; None: some have none
+    at_s: Seconds | None = None  # expected; None: none can be foreseen
+    latest_s: Seconds | None = None  # promised, by time limits; None: some have none
     after: tuple[str, ...] = ()  # names of the jobs that it waits for
 
 

@@ -183,7 +183,7 @@ def _queue_position(job: rows.Job, model: Model, now_s: float) -> list[Line]:
     more = ", ..." if ahead > 3 else ""
     made = [_fact("in queue", f"{ahead} before it: {names}{more}" if ahead else "first in the queue")]
     if job.promise is not None:
-        made.append(_fact("starts", printable(promise_text(job.promise, now_s))))
+        made.append(_fact("start", printable(promise_text(job.promise, now_s))))
     held = {other.name: len(other.devices) for other in model.jobs.values() if other.holds_devices and other.devices}
     if held:
         most = sorted(held.items(), key=lambda item: -item[1])

@@ -15,6 +15,7 @@ from clusterd.core.allocation.shrink_to_share import shrink_to_share
 from clusterd.core.allocation.suspend import may_suspend_by_right, suspendable, suspension_s
 from clusterd.core.allocation.victim_search import EvictionPlan, SuspensionCost, VictimSearch
 from clusterd.core.estimates.job_forecast import JobForecast
+from clusterd.core.ledger import Ledger, Placement, held
 from clusterd.core.performance_table import Estimate
 from clusterd.core.reservations import Handover
 from clusterd.core.state import Job
@@ -58,24 +59,26 @@ def _leaving(job: Job) -> set[DeviceId]:
     return {device for rank in going if (device := rank.place.device) is not None and device not in stays}
 
 
-def are_being_freed(ctx: PassContext, find: Callable[[], Sequence[Device] | None]) -> bool:
-    """True where the job starts once the devices under way are free; these are then no longer offered to others.
+def are_being_freed(ctx: PassContext, find: Callable[[Ledger], Placement | None]) -> bool:
+    """True where the job starts once the devices under way are free; its place is then no longer offered to others.
 
     Args:
-        find: devices for the job in the ledger of this pass; None: it does not fit.
+        find: place for the job in a ledger; None: it does not fit.
     """
-    if not ctx.coming:
+    claimed = ctx.view.calendar.to_withhold(ctx.coming, ctx.forecast.run_s)
+    coming = [device for device in ctx.coming if device not in claimed]
+    if not coming:
         return False
     # Their cores and memory come with them; how many is known when they come.
-    spare = dict.fromkeys({d.host for d in ctx.coming}, 1 << 30)
-    ctx.ledger.put(ctx.coming, spare, spare)
-    found = find()
-    ctx.ledger.take(ctx.coming, spare, spare)
+    spare = dict.fromkeys({d.host for d in coming}, 1 << 30)
+    ctx.ledger.put(coming, spare, spare)
+    found = find(ctx.ledger)
+    ctx.ledger.take(coming, spare, spare)
     if found is None:
         return False
-    taken = {device.id for device in found}
-    ctx.coming = [device for device in ctx.coming if device.id not in taken]
-    ctx.ledger.take(found, {}, {})
+    taken = held(ctx.view.hosts, ((place.host, place.device) for place in found.ranks))
+    ctx.coming = [device for device in ctx.coming if device not in taken]
+    ctx.ledger.take(taken, found.cores, found.memory_bytes)
     return True
 
 
@@ -148,7 +151,7 @@ def _cheapest(
     least: Mapping[JobId, int],
     suspension: SuspensionCost,
 ) -> EvictionPlan | None:
-    search = VictimSearch(ctx.ledger, p, victims, suspension)
+    search = VictimSearch(ctx.ledger, p, ctx.unclaimed(victims), suspension)
 
     def sizes(v: JobForecast) -> tuple[Estimate, ...]:
         fewest = least.get(v.job.id)
@@ -189,7 +192,8 @@ def evict_by_value(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate],
     if lowest is not None and may_preempt(lowest, p.job):
         preemptible = {v.job.id for v in ctx.running if may_preempt(v.job, p.job)}
     best: tuple[float, EvictionPlan] | None = None
-    search = VictimSearch(ctx.ledger, p, [v for v in ctx.migratable() if v.job.priority <= p.job.priority])
+    movable = [v for v in ctx.migratable() if v.job.priority <= p.job.priority]
+    search = VictimSearch(ctx.ledger, p, ctx.unclaimed(movable))
     for offer in offers[:3]:
         run_s = ctx.burden_s(p, offer)
         if run_s >= ends_s and not preemptible:
@@ -239,7 +243,9 @@ def suspend_by_value(
         if all(one is None for one in lost_s.values()):
             continue
         victims = [v for v in holders if lost_s[v.job.id] is not None or v.job.id in movable]
-        eviction = VictimSearch(ctx.ledger, p, victims, _from(lost_s)).make(offer, sizes, ctx.costs.cost_s)
+        eviction = VictimSearch(ctx.ledger, p, ctx.unclaimed(victims), _from(lost_s)).make(
+            offer, sizes, ctx.costs.cost_s
+        )
         if eviction is None or not eviction.suspended:
             continue
         saved_s = ends_s - run_s - ctx.thresholds.shrink * eviction.lost_s

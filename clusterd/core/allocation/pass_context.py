@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from clusterd.core.allocation.migration_cost import DEFAULT_THRESHOLDS, MigrationCosts, MigrationThresholds, fits_beside
 from clusterd.core.allocation.rights import may_preempt
-from clusterd.core.estimates.availability import AvailabilityForecast, Backfill
+from clusterd.core.estimates.availability import AvailabilityForecast, Hold
+from clusterd.core.estimates.backfill import Backfill
 from clusterd.core.estimates.can_migrate import can_migrate
+from clusterd.core.estimates.expected_time import Ends, ends_of_modelled, ends_of_request
 from clusterd.core.estimates.job_forecast import JobForecast
-from clusterd.core.ledger import Ledger, bind, needs, per_host
+from clusterd.core.ledger import Ledger, bind, per_host
 from clusterd.core.performance_table import Estimate
 from clusterd.core.placement.assign import PlannedStart
 from clusterd.core.placement.heterogeneous_search import Found, HeterogeneousSearch, as_if_free
 from clusterd.core.state import Job
 from clusterd.core.view import Move, Proposal, Refusal, View
-from clusterd.types import Device, HostId, JobId, JobKind
+from clusterd.types import Device, JobId, JobKind
 
 
 @dataclass
@@ -29,6 +31,8 @@ class PassContext:
         holding: all running jobs, those without a performance model and those in the middle of something included.
         coming: devices that migrations and stops under way will free, and that nobody waits for yet.
         backfill: limits of the reservation, once a queued job has one in this pass.
+        is_served: True where devices are being freed for the job with the reservation of earlier passes: it stands, and
+            the next blocked job has the limits of this pass.
         refused: refusals by what alike requests have in common: of thousands alike one is looked at.
     """
 
@@ -49,6 +53,7 @@ class PassContext:
     costs: MigrationCosts = field(init=False)
     backfill: Backfill | None = None
     reserved_for: JobId | None = None
+    is_served: bool = False
     refused: dict[object, Refusal] = field(default_factory=dict)
     suspendable: dict[JobId, float] | None = None  # see `allocation.suspend`; None: nobody has asked
     considered: int = 0
@@ -63,7 +68,8 @@ class PassContext:
         return min(jobs, key=lambda job: (job.priority, job.spec.guaranteed), default=None)
 
     def __post_init__(self) -> None:
-        self.forecast = AvailabilityForecast(self.ledger, self.holding, self.view.calendar)
+        holds = [self._held(p) for p in self.holding]
+        self.forecast = AvailabilityForecast(self.ledger, holds, self.view.calendar)
         self.costs = MigrationCosts(self.view, self.thresholds)
 
     # --- what it is worth ---------------------------------------------------------------------------------------------
@@ -77,7 +83,7 @@ class PassContext:
         return each * self.behind.get(p.job.id, 0) / self.total
 
     def max_devices(self, p: JobForecast) -> int:
-        may = len(p.devices) + self.view.quotas.left(p.job.spec.tenant)
+        may = len(p.devices) + self.view.quotas.left(p.job.spec)
         return min(max(self.sizes.get(p.job.id, 0), 1), may)
 
     def gain_s(self, p: JobForecast, offer: Estimate) -> float:
@@ -105,15 +111,24 @@ class PassContext:
         """Largest number of mixed devices: beyond one type's, only those outside every job's target size."""
         size = self.sizes.get(p.job.id, 0)
         more = max(self.spare, 0) if size >= max(p.curve.points) else 0
-        return min(max(most, size + more), len(p.devices) + self.view.quotas.left(p.job.spec.tenant))
+        return min(max(most, size + more), len(p.devices) + self.view.quotas.left(p.job.spec))
 
     # --- books and moves ----------------------------------------------------------------------------------------------
 
     def may_backfill(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> bool:
         """True where the job with the reservation starts no later for this grant (backfill)."""
-        if self.backfill is None or self.gives_way(p.job):
+        return self.admits(self.hold_of(p, offer, devices))
+
+    def admits(self, hold: Hold) -> bool:
+        """True where the job with the reservation starts no later for this grant, or takes it back in time."""
+        if self.backfill is None or self.gives_way(hold.job):
             return True
-        return self.backfill.admits(p.left_s(offer), devices, self._cores(p, offer, devices))
+        return self.backfill.admits(hold, self.yields(hold.job))
+
+    def limited(self, job: Job, ends: Ends) -> Iterator[Ledger]:
+        """Free resources without those that the job with the reservation needs where this one still runs."""
+        if self.backfill is not None:
+            yield from self.backfill.limited(self.ledger, ends, self.yields(job))
 
     def gives_way(self, job: Job) -> bool:
         """True where the job with the reservation takes the devices of `job` by right once all others are free.
@@ -125,19 +140,52 @@ class PassContext:
         is_preemptible = may_preempt(job, self.view.jobs[self.reserved_for]) and not job.spec.guaranteed
         return is_preemptible and self.backfill.at_s > self.thresholds.pause_s(self.costs.restart_s(job))
 
+    def yields(self, job: Job) -> bool:
+        """True where a queued job would be stopped in time for the promised start: see `owes`."""
+        bound = self.backfill.bound if self.backfill is not None else None
+        is_stoppable = job.spec.kind is not JobKind.COMMAND and not job.spec.guaranteed and job.attempt is None
+        return bound is not None and is_stoppable and bound.at_s > self.thresholds.pause_s(self.costs.restart_s(job))
+
+    def owes(self, job: Job) -> bool:
+        """True for a running job that passed the one with a promised start, for which it is stopped if need be.
+
+        It was to end before. Whoever keeps its state and has no guarantee may pass on these terms.
+        """
+        promise, attempt = self.view.reservation, job.attempt
+        if promise is None or promise.latest_s is None or attempt is None:
+            return False
+        first = self.view.jobs[promise.job]
+        is_stoppable = job.spec.kind is not JobKind.COMMAND and not job.spec.guaranteed
+        return is_stoppable and job.priority <= first.priority and attempt.started_s >= first.queued_s
+
     def occupy(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> None:
         """Record a grant of an offer in the forecast and within the limits of the reservation."""
-        self.hold(p.job, p.left_s(offer), devices, self._cores(p, offer, devices))
+        self.hold(self.hold_of(p, offer, devices))
 
-    def hold(self, job: Job, for_s: float, devices: Sequence[Device], cores: Mapping[HostId, int]) -> None:
-        """Record devices and cores that a job will hold for so long."""
-        self.forecast.occupy(devices)
-        if self.backfill is not None and not self.gives_way(job):
-            self.backfill.take(for_s, devices, cores)
+    def hold(self, hold: Hold) -> None:
+        """Record a grant in the forecast and within the limits of the reservation."""
+        self.forecast.hold(hold)
+        if self.backfill is not None and not self.gives_way(hold.job):
+            self.backfill.take(hold, self.yields(hold.job))
 
-    def _cores(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> dict[HostId, int]:
-        each_cores, _ = needs(p.job, offer)
-        return {host: each_cores * count for host, count in per_host(devices).items()}
+    def hold_of(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> Hold:
+        """Resources that a job would hold under an offer."""
+        where = bind(p.job, offer, devices)
+        ends = ends_of_modelled(p.job, p.left_s(offer), self.view.now_s)
+        return Hold(p.job, ends, devices, where.cores, where.memory_bytes)
+
+    def _held(self, p: JobForecast) -> Hold:
+        """Resources that a running job holds."""
+        job, now_s = p.job, self.view.now_s
+        if p.curve.is_request:
+            ends = ends_of_request(job, self.view.run_times, now_s)
+        else:
+            ends = ends_of_modelled(job, p.now_s, now_s)
+        promise = self.view.reservation
+        if promise is not None and promise.latest_s is not None and self.owes(job):
+            ends = replace(ends, latest_s=min(ends.latest_s, max(promise.latest_s - now_s, 0.0)))
+        attempt = job.attempt
+        return Hold(job, ends, p.devices, attempt.cores, attempt.memory_bytes) if attempt else Hold(job, ends, ())
 
     def find_with_own(self, p: JobForecast, offers: Sequence[Estimate]) -> Found | None:
         """First of these offers that fits, the running job's own devices counting as free; None: none fits."""
@@ -164,6 +212,10 @@ class PassContext:
 
     def can_migrate(self, p: JobForecast) -> bool:
         return p.job.id not in self.moved and self.costs.may_move(p)
+
+    def unclaimed(self, victims: Iterable[JobForecast]) -> list[JobForecast]:
+        """Those of the running jobs whose devices the queued one could use to its end: no claim begins before."""
+        return [v for v in victims if not self.view.calendar.to_withhold(v.devices, self.forecast.run_s)]
 
     def able_to_give(self) -> list[JobForecast]:
         """Running jobs that may give devices by right: without the long pauses of migrations that are to pay."""

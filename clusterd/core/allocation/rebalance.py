@@ -64,9 +64,8 @@ def _rebalance_one(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate])
 
 def _search(ctx: PassContext, p: JobForecast, offer: Estimate) -> EvictionPlan | None:
     """Cheapest evictions for an offer, the job's own devices counting as free but going to nobody else."""
-    search = VictimSearch(
-        ctx.ledger, p, [v for v in ctx.migratable() if v is not p and v.job.priority <= p.job.priority]
-    )
+    movable = [v for v in ctx.migratable() if v is not p and v.job.priority <= p.job.priority]
+    search = VictimSearch(ctx.ledger, p, ctx.unclaimed(movable))
     eviction = as_if_free(
         ctx.ledger, p, lambda: search.make(offer, lambda v: victim_sizes(ctx, v, False), ctx.costs.cost_s)
     )

@@ -54,11 +54,11 @@ def allocate(job: Job, view: View, free: Ledger | None = None) -> Grant | Refusa
     impossible = never(job, view, known)
     if impossible:
         return impossible
-    beyond = view.quotas.why_not(job.spec.tenant, least_devices(job))
+    beyond = view.quotas.why_not(job.spec, least_devices(job))
     if beyond is not None:
         return Refusal(job.id, beyond)
     if job.spec.kind is JobKind.CHECKPOINTABLE:
-        some = at_some_size(job, free, view.quotas.left(job.spec.tenant))
+        some = at_some_size(job, free, view.quotas.left(job.spec))
         return some or shortage(job, view, least_devices(job))
     if job.spec.kind is not JobKind.ELASTIC:
         placement = place_beside(job, free) if wanted.share > 1 else None
@@ -74,7 +74,7 @@ def allocate(job: Job, view: View, free: Ledger | None = None) -> Grant | Refusa
     choice = _as_pinned(job, view) or _choice(job, max(wanted.devices, 1), known)
     if isinstance(choice, Impossible):
         return Refusal(job.id, choice.reason, is_permanent=True)
-    beyond = view.quotas.why_not(job.spec.tenant, choice.plan.ranks)
+    beyond = view.quotas.why_not(job.spec, choice.plan.ranks)
     if beyond is not None:
         return Refusal(job.id, beyond)
     placement = place(job, free, choice.plan.ranks, group=choice.plan.tp, nodes=None)
@@ -83,13 +83,21 @@ def allocate(job: Job, view: View, free: Ledger | None = None) -> Grant | Refusa
     return Grant(choice.plan, placement, _started(job, placement, choice))
 
 
+def place_again(job: Job, grant: Grant, free: Ledger) -> Placement | None:
+    """Another placement of a grant; None: it does not fit."""
+    plan = grant.plan
+    if plan is not None:
+        return place(job, free, plan.ranks, group=plan.tp, nodes=None)
+    return place(job, free, job.spec.resources.devices, group=1, nodes=job.spec.resources.nodes)
+
+
 def objection_to_size(job: Job, view: View, plan: Plan) -> str | None:
     """Reason why a running checkpointable job could never continue at this size; None: it could."""
     text = Plan(**{name: getattr(plan, name) for name in ("dp", *_dimensions_in(job.spec.command))})
     if plan != text and plan not in requested_plans(replace(job, pinned=None)):
         return f"its command has no place for all of {plan}: it would be told of {text} alone"
     here = len(job.attempt.devices) if job.attempt is not None else 0
-    beyond = view.quotas.why_not(job.spec.tenant, plan.ranks - here)
+    beyond = view.quotas.why_not(job.spec, plan.ranks - here)
     if beyond is not None:
         return beyond
     at_size = replace(job, pinned=plan)
@@ -129,7 +137,7 @@ def _choice(job: Job, count: int, devices: Iterable[Device]) -> ChosenPlan | Imp
 def _as_pinned(job: Job, view: View) -> ChosenPlan | None:
     """The plan to which the job is pinned; None: it would not fit even if nothing else ran."""
     plan = job.pinned
-    if plan is None or plan.ranks > view.quotas.most(job.spec.tenant):
+    if plan is None or plan.ranks > view.quotas.most(job.spec):
         return None
     for kind in kinds_for(job):
         there = [fitting(job, host, kind) for host in empty_hosts(job, view) if host.host.unusable is None]

@@ -8,26 +8,27 @@ first blocked job unless that does not delay it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
 from clusterd.core.allocation.evict import are_being_freed, evict_by_right, evict_by_value, suspend_by_value
 from clusterd.core.allocation.pass_context import PassContext
-from clusterd.core.allocation.request_grant import Grant, allocate
-from clusterd.core.allocation.suspend import awaits_start_of_other, fits_cores, suspendable, suspended_for
+from clusterd.core.allocation.request_grant import Grant, allocate, place_again
+from clusterd.core.allocation.suspend import awaits_start_of_other, can_stop, fits_cores, suspendable, suspended_for
 from clusterd.core.allocation.victim_search import EvictionPlan
-from clusterd.core.estimates.availability import Backfill, EarliestStart
-from clusterd.core.estimates.expected_time import limit_left_s, longest_left_s
+from clusterd.core.estimates.availability import EarliestStart, Hold
+from clusterd.core.estimates.backfill import Backfill
+from clusterd.core.estimates.expected_time import Ends, ends_of_modelled, ends_of_request
 from clusterd.core.estimates.job_forecast import WORTHWHILE, JobForecast
-from clusterd.core.ledger import Ledger, bind, held
+from clusterd.core.ledger import Ledger, Placement, bind, held
 from clusterd.core.performance_table import Estimate
 from clusterd.core.placement.assign import PlannedStart, assign
 from clusterd.core.placement.heterogeneous_search import Found, shared_by
 from clusterd.core.reservations import Reservation
 from clusterd.core.state import Job
-from clusterd.core.view import Refusal, Start, View
-from clusterd.types import Device, HostId, JobId, JobKind
+from clusterd.core.view import Preempt, Refusal, Start, View
+from clusterd.types import Device, JobId, JobKind
 from clusterd.units import counted, duration
 
 AT_ONCE_S = 1.0
@@ -62,12 +63,12 @@ def start_waiting(
     if p is not None and not p.curve.is_request:
         _start_modelled(ctx, p)
         return
-    longest_s = longest_left_s(job, ctx.view.run_times, ctx.view.now_s)
-    alike = _alike(job, ctx.view, longest_s)
+    ends = ends_of_request(job, ctx.view.run_times, ctx.view.now_s)
+    alike = _alike(job, ctx.view, ends)
     if alike is not None and (same := ctx.refused.get(alike)) is not None:
         ctx.proposal.refusals.append(Refusal(job.id, same.reason, same.is_permanent, same.devices, same.is_shortage))
         return
-    if (refusal := _start_request(ctx, p or forecasts[job.id], longest_s)) is not None:
+    if (refusal := _start_request(ctx, p or forecasts[job.id], ends)) is not None:
         if alike is not None:
             ctx.refused[alike] = refusal
         ctx.proposal.refusals.append(refusal)
@@ -82,7 +83,7 @@ def _start_handed_over(ctx: PassContext, p: JobForecast, devices: list[Device]) 
     if p.curve.is_request:  # the handover may be of devices whose cores alone it needs
         answer = allocate(p.job, ctx.view)
         if isinstance(answer, Grant):
-            _grant(ctx, p.job, answer, p.steps_left)
+            _grant(ctx, p.job, answer, ends_of_request(p.job, ctx.view.run_times, ctx.view.now_s))
             return True
     elif fits_cores(ctx, p, handover, devices):
         _start(ctx, p, handover.offer, devices)
@@ -94,68 +95,72 @@ def _start_handed_over(ctx: PassContext, p: JobForecast, devices: list[Device]) 
 # --- jobs without a performance model -----------------------------------------------------------------------------
 
 
-def _start_request(ctx: PassContext, p: JobForecast, longest_s: float) -> Refusal | None:
+def _start_request(ctx: PassContext, p: JobForecast, ends: Ends) -> Refusal | None:
     """Start the job on what it requests, or refuse."""
     job = p.job
     answer = allocate(job, ctx.view)
-    may_pass = ctx.backfill is None or longest_s <= ctx.backfill.at_s or ctx.gives_way(job)
-    if isinstance(answer, Grant) and not may_pass and ctx.backfill is not None:
-        answer = allocate(job, ctx.view, ctx.backfill.limited(ctx.ledger))
-        if isinstance(answer, Refusal) and answer.is_shortage:
-            answer = replace(answer, reason=_may_not_pass(ctx))
+    if isinstance(answer, Grant) and not ctx.admits(hold := _hold_of(ctx, job, answer, ends)):
+        answer = _grant_within_limits(ctx, job, answer, ends) or _may_not_pass(ctx, job, len(hold.devices))
     if isinstance(answer, Refusal):
-        return _free_for_request(ctx, p, answer, longest_s) if answer.is_shortage else answer
-    _grant(ctx, job, answer, longest_s)
+        return _free_for_request(ctx, p, answer, ends) if answer.is_shortage else answer
+    _grant(ctx, job, answer, ends)
     return None
 
 
-def _grant(ctx: PassContext, job: Job, grant: Grant, longest_s: float) -> None:
-    """Start a job without a performance model on what it was granted."""
+def _grant_within_limits(ctx: PassContext, job: Job, grant: Grant, ends: Ends) -> Grant | None:
+    """Grant beside the place of the job with the reservation; None: there is none."""
+    may_differ = (
+        job.spec.resources.share > 1 or job.spec.kind is JobKind.CHECKPOINTABLE
+    )  # a joined device, another size
+    for free in ctx.limited(job, ends):
+        if may_differ or place_again(job, grant, free) is not None:
+            answer = allocate(job, ctx.view, free)
+            if isinstance(answer, Grant):
+                return answer
+    return None
+
+
+def _hold_of(ctx: PassContext, job: Job, grant: Grant, ends: Ends) -> Hold:
+    """Resources that a job without a performance model would hold."""
     where = grant.placement
     devices = held(ctx.view.hosts, ((place.host, place.device) for place in where.ranks))
-    ctx.hold(job, longest_s, devices, where.cores)
-    ctx.view.quotas.take(job.spec.tenant, len(devices))
+    return Hold(job, ends, devices, where.cores, where.memory_bytes)
+
+
+def _grant(ctx: PassContext, job: Job, grant: Grant, ends: Ends) -> None:
+    """Start a job without a performance model on what it was granted."""
+    where, hold = grant.placement, _hold_of(ctx, job, grant, ends)
+    ctx.hold(hold)
+    ctx.view.quotas.take(job.spec, len(hold.devices))
     ctx.ledger.take_places(where.ranks, where.cores, where.memory_bytes, job.spec.resources.share)
     start = Start(job.id, grant.plan, where.ranks, where.cores, where.memory_bytes, grant.reason)
     ctx.proposal.starts.append(start)
 
 
-def _free_for_request(ctx: PassContext, p: JobForecast, shortage: Refusal, longest_s: float) -> Refusal:
-    """Free devices for a job without a performance model, or reserve what it will get.
-
-    Args:
-        longest_s: seconds within which the job will have ended, once started.
-    """
+def _free_for_request(ctx: PassContext, p: JobForecast, shortage: Refusal, ends: Ends) -> Refusal:
+    """Free devices for a job without a performance model, or reserve what it will get."""
 
     def look(free: Ledger) -> Grant | None:
         answer = allocate(p.job, ctx.view, free)
         return answer if isinstance(answer, Grant) else None
 
-    def find() -> list[Device] | None:
-        answer = look(ctx.ledger)
-        places = answer.placement.ranks if answer is not None else ()
-        return held(ctx.view.hosts, ((x.host, x.device) for x in places)) if answer is not None else None
+    def find(free: Ledger) -> Placement | None:
+        answer = look(free)
+        return answer.placement if answer is not None and ctx.admits(_hold_of(ctx, p.job, answer, ends)) else None
 
     if are_being_freed(ctx, find):
-        return replace(shortage, reason="devices for it are being freed")
+        return _served(ctx, replace(shortage, reason="devices for it are being freed"))
     if (eviction := evict_by_right(ctx, p)) is not None:
-        return _given_up(p, eviction)
-    may_suspend = longest_s < inf and bool(suspendable(ctx))
+        return _served(ctx, _given_up(p, eviction))
+    may_suspend = ends.foreseen_s < inf and bool(suspendable(ctx))
     found = ctx.forecast.first(look) if ctx.backfill is None or may_suspend else None
     if found is not None and may_suspend:
         eviction = suspend_by_value(ctx, p, p.curve.offers, found[0] + p.steps_left)
         if eviction is not None:
-            return _given_up(p, eviction)
+            return _served(ctx, _given_up(p, eviction))
     if ctx.backfill is None and found is not None:
         at_s, grant = found
-        where = grant.placement
-        devices = held(ctx.view.hosts, ((x.host, x.device) for x in where.ranks))
-        left = ctx.forecast.ledger_at(at_s)
-        left.take(devices, where.cores, where.memory_bytes)
-        types = {device.name for device in devices}
-        spare = {(name, host): len(left.devices[host].get(name, {})) for name in types for host in left.hosts}
-        cores = {host: left.cores[host] for host in where.cores}
-        reserve(ctx, p, at_s, Backfill(at_s, spare, cores), where.cores, types)
+        reserve(ctx, p, at_s, lambda free: place_again(p.job, grant, free))
     return shortage
 
 
@@ -166,18 +171,29 @@ def _given_up(p: JobForecast, eviction: EvictionPlan) -> Refusal:
     return Refusal(p.job.id, f"{' and '.join(names)} {verb}", devices=eviction.offer.devices)
 
 
-def _alike(job: Job, view: View, longest_s: float) -> object:
+def _served(ctx: PassContext, refusal: Refusal) -> Refusal:
+    """The refusal of a job for which devices are being freed: its reservation stands until it starts."""
+    reservation = ctx.view.reservation
+    ctx.is_served = ctx.is_served or (reservation is not None and reservation.job == refusal.job)
+    return refusal
+
+
+def _alike(job: Job, view: View, ends: Ends) -> object:
     """Properties that decide about a command besides the free resources; None: others matter, too."""
     if job.spec.kind is not JobKind.COMMAND or job.excluded_hosts or job.not_before_s > view.now_s:
         return None
     spec = job.spec
-    return spec.resources, spec.tenant, spec.guaranteed, job.priority, longest_s
+    runtime = spec.runtime if spec.container else ""
+    who = spec.tenant, view.quotas.limited_user(spec)
+    return spec.resources, runtime, who, spec.guaranteed, job.priority, ends.foreseen_s, ends.latest_s
 
 
-def _may_not_pass(ctx: PassContext) -> str:
-    """Reason of a job that would fit but would delay the first one."""
+def _may_not_pass(ctx: PassContext, job: Job, devices: int) -> Refusal:
+    """Refusal of a job that would fit but would delay the first one."""
     assert ctx.reserved_for is not None
-    return f"the free devices are reserved for {ctx.view.jobs[ctx.reserved_for].spec.name}, which comes first"
+    first = ctx.view.jobs[ctx.reserved_for].spec.name
+    reason = f"the free devices are reserved for {first}, which comes first"
+    return Refusal(job.id, reason, devices=devices, is_shortage=True)
 
 
 # --- jobs with a performance model --------------------------------------------------------------------------------
@@ -187,17 +203,16 @@ def _start_modelled(ctx: PassContext, p: JobForecast) -> None:
     if ctx.ledger.total < p.curve.least and ctx.considered >= MOST_CONSIDERED:
         _refuse(ctx, p, None)
         return
-    tenant = p.job.spec.tenant
-    beyond = ctx.view.quotas.why_not(tenant, p.curve.least)
+    beyond = ctx.view.quotas.why_not(p.job.spec, p.curve.least)
     if beyond is not None:
         ctx.proposal.refusals.append(Refusal(p.job.id, beyond))
         return
-    want = min(max(ctx.sizes.get(p.job.id, 0), p.curve.least), ctx.view.quotas.left(tenant))
+    want = min(max(ctx.sizes.get(p.job.id, 0), p.curve.least), ctx.view.quotas.left(p.job.spec))
     offers = p.curve.upto(want)
     offers = tuple(sorted(offers, key=lambda x: ctx.burden_s(p, x)))
     found = _or_mixed(ctx, p, want, _find(ctx, p, offers))
     if found is not None and not ctx.may_backfill(p, *found):
-        found = _find(ctx, p, offers, ctx.backfill.limited(ctx.ledger) if ctx.backfill is not None else None)
+        found = _find_within_limits(ctx, p, offers)
     if found is not None and (ctx.considered >= MOST_CONSIDERED or _is_best(ctx, p, found[0], offers[0])):
         _start(ctx, p, *found)
         return
@@ -213,7 +228,7 @@ def _start_modelled(ctx: PassContext, p: JobForecast) -> None:
         if earliest_start is not None:
             ends_s = earliest_start.at_s + ctx.burden_s(p, earliest_start.offer)
     if (reason := _free_for_modelled(ctx, p, offers, ends_s, earliest_start if found is None else None)) is not None:
-        ctx.proposal.refusals.append(reason)
+        ctx.proposal.refusals.append(_served(ctx, reason))
     elif found is not None:
         _start(ctx, p, *found)
     else:
@@ -229,7 +244,12 @@ def _free_for_modelled(
         earliest_start: its start without that; None: it can start now, or never.
     """
     least = offers[-1] if ends_s == inf else offers[0]
-    if ctx.ledger.total < least.devices and are_being_freed(ctx, lambda: ctx.ledger.find(p.job, least)):
+
+    def find(free: Ledger) -> Placement | None:
+        devices = free.find(p.job, least)
+        return bind(p.job, least, devices) if devices is not None and ctx.may_backfill(p, least, devices) else None
+
+    if ctx.ledger.total < least.devices and are_being_freed(ctx, find):
         return Refusal(p.job.id, "devices for it are being freed", devices=least.devices)
     if (eviction := evict_by_value(ctx, p, offers, ends_s)) is not None:
         devices = eviction.offer.devices
@@ -278,6 +298,16 @@ def _find(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], ledger: 
     return None
 
 
+def _find_within_limits(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate]) -> Found | None:
+    """First of these offers that fits beside the place of the job with the reservation."""
+    for offer in offers:
+        ends = ends_of_modelled(p.job, p.left_s(offer), ctx.view.now_s)
+        for free in ctx.limited(p.job, ends):
+            if (found := _find(ctx, p, [offer], free)) is not None:
+                return found
+    return None
+
+
 def _better_later(ctx: PassContext, p: JobForecast, offer: Estimate, earliest_start: EarliestStart | None) -> bool:
     """True where waiting for a better offer ends sooner than starting now, later growth included."""
     if earliest_start is None:
@@ -300,7 +330,7 @@ def _start(ctx: PassContext, p: JobForecast, offer: Estimate, devices: list[Devi
     where = bind(p.job, offer, devices)
     ctx.occupy(p, offer, devices)
     ctx.ledger.take(devices, where.cores, where.memory_bytes)
-    ctx.view.quotas.take(p.job.spec.tenant, len(devices))
+    ctx.view.quotas.take(p.job.spec, len(devices))
     ctx.spare -= max(len(devices) - ctx.sizes.get(p.job.id, 0), 0)
     if ctx.mixed_search is not None:
         ctx.started.append(PlannedStart(p, offer, devices, len(ctx.proposal.starts)))
@@ -324,33 +354,86 @@ def _refuse(ctx: PassContext, p: JobForecast, earliest_start: EarliestStart | No
     offer = least if earliest_start is None else earliest_start.offer
     if earliest_start is not None:
         if ctx.backfill is None:
-            free = ctx.forecast.free_at(offer.device_type, earliest_start.at_s)
-            for host, count in earliest_start.hosts.items():
-                free[host] = free.get(host, 0) - count
-            spare = {(offer.device_type, host): count for host, count in free.items()}
-            backfill = Backfill(earliest_start.at_s, spare)
-            reserve(ctx, p, earliest_start.at_s, backfill, earliest_start.hosts, [offer.device_type])
+            reserve(ctx, p, earliest_start.at_s, lambda free: _place_of(p, offer, free))
         ctx.forecast.take(offer.device_type, earliest_start.hosts)
     reason = f"waits for {counted(offer.devices, 'free device')}, on which {offer.plan} is worth it"
     ctx.proposal.refusals.append(Refusal(p.job.id, reason, devices=offer.devices, is_shortage=True))
 
 
-def reserve(
-    ctx: PassContext, p: JobForecast, at_s: float, backfill: Backfill, hosts: Iterable[HostId], types: Iterable[str]
-) -> None:
-    """Give the first blocked job its reservation; the promised time is never put off while the job keeps it."""
+def _place_of(p: JobForecast, offer: Estimate, free: Ledger) -> Placement | None:
+    """Placement of a job under an offer on free devices; None: it does not fit."""
+    devices = free.find(p.job, offer)
+    return bind(p.job, offer, devices) if devices is not None else None
+
+
+def reserve(ctx: PassContext, p: JobForecast, at_s: float, find: Callable[[Ledger], Placement | None]) -> None:
+    """Give the first blocked job its reservation.
+
+    Args:
+        at_s: expected start, in seconds from now.
+        find: place of the job in a ledger.
+    """
     now_s, before = ctx.view.now_s, ctx.view.reservation
-    awaited = ctx.forecast.awaited(at_s, hosts, types)
-    limits = [limit_left_s(job, now_s) for job in awaited]
-    latest_s = now_s + max(limits) if limits and max(limits) < inf else None
-    promise = Reservation(p.job.id, now_s + at_s, latest_s, tuple(sorted(job.id for job in awaited)))
-    if before is not None and before.job == p.job.id:
-        promise = replace(promise, at_s=min(promise.at_s, before.at_s))
-        backfill.at_s = min(backfill.at_s, max(before.at_s - now_s, 0.0))
-    ctx.backfill, ctx.reserved_for = backfill, p.job.id
-    is_same = before is not None and (before.job, before.after) == (promise.job, promise.after)
-    if before is None or not is_same or before.at_s - promise.at_s > AT_ONCE_S:
+    if before is not None and before.job != p.job.id:
+        before = None
+    soonest_s = min(at_s, max(before.at_s - now_s, 0.0)) if before is not None else at_s
+    backfill = Backfill(at_s, soonest_s, ctx.forecast.ledger_at(at_s), find)
+    if backfill.place is None:
+        return
+    # The offers of a job with a model change as its speed is learned: nothing is promised to it.
+    if not p.job.model:
+        promised_s = before.latest_s - now_s if before is not None and before.latest_s is not None else inf
+        backfill.bound = _bound(ctx, backfill.place, promised_s, find)
+    awaited = ctx.forecast.awaited(at_s, backfill.place)
+    promise = Reservation(
+        p.job.id,
+        now_s + at_s if before is None else min(now_s + at_s, before.at_s),
+        now_s + backfill.bound.at_s if backfill.bound is not None else None,
+        tuple(sorted(hold.job.id for hold in awaited)),
+        all(hold.ends.foreseen_s < inf for hold in awaited),
+    )
+    # Once the expected start has passed, devices are idle for the promised one only.
+    is_past = backfill.bound is not None and soonest_s <= 0.0
+    ctx.backfill, ctx.reserved_for = backfill.bound if is_past else backfill, p.job.id
+    if backfill.bound is not None:
+        _stop_who_owes(ctx, p, backfill.bound)
+    if not ctx.is_served and (before is None or _differs(promise, before)):
         ctx.proposal.reservation = promise
+
+
+def _bound(
+    ctx: PassContext, place: Placement, promised_s: float, find: Callable[[Ledger], Placement | None]
+) -> Backfill | None:
+    """Limits of the promised start: the first at which the job fits on the hosts of a place by time limits alone.
+
+    Args:
+        promised_s: start that was promised before, in seconds from now: it is kept where hosts and claims allow it.
+    """
+    by_limits = ctx.forecast.by_limits()
+    found = by_limits.first(lambda free: find(free.only(place.cores)))
+    for at_s in sorted({promised_s, found[0] if found is not None else inf}):
+        if 0.0 <= at_s < inf:
+            bound = Backfill(at_s, 0.0, by_limits.ledger_at(at_s), find)
+            if bound.place is not None:
+                return bound
+    return None
+
+
+def _stop_who_owes(ctx: PassContext, p: JobForecast, bound: Backfill) -> None:
+    """Stop the jobs at the place of a promised one that were to end before, in time for its start."""
+    for v in ctx.holding:
+        is_near = bound.at_s <= ctx.thresholds.pause_s(ctx.costs.restart_s(v.job))
+        if is_near and ctx.owes(v.job) and v.job.id not in ctx.moved and bound.needs(v.devices) and can_stop(ctx, v):
+            ctx.moved.add(v.job.id)
+            ctx.proposal.preempts.append(Preempt(v.job.id, f"suspended for {p.job.spec.name}: its start was promised"))
+
+
+def _differs(promise: Reservation, before: Reservation) -> bool:
+    """True where a reservation is to be recorded anew."""
+    latest_s, was_s = promise.latest_s, before.latest_s
+    is_same_bound = latest_s == was_s or (latest_s and was_s and abs(latest_s - was_s) <= AT_ONCE_S)
+    is_same = (promise.after, promise.is_foreseen) == (before.after, before.is_foreseen) and is_same_bound
+    return not is_same or before.at_s - promise.at_s > AT_ONCE_S
 
 
 def started_as(p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> Start:

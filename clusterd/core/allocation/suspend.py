@@ -11,7 +11,9 @@ from math import inf
 from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.rights import may_preempt
 from clusterd.core.estimates.attained_service import executed_s
+from clusterd.core.estimates.availability import Hold
 from clusterd.core.estimates.can_migrate import is_settled
+from clusterd.core.estimates.expected_time import UNKNOWN
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.ledger import bind
 from clusterd.core.reservations import Handover
@@ -37,7 +39,7 @@ def suspendable(ctx: PassContext) -> dict[JobId, float]:
                 restart_s += ctx.view.now_s - v.job.attempt.started_s
             preempted = sum(a.outcome is Outcome.PREEMPTED for a in v.job.attempts)
             life_s = executed_s(v.job, ctx.view.now_s) + v.now_s
-            if (preempted + 1) * restart_s <= costs.thresholds.budget * life_s and _can_stop(ctx, v):
+            if (preempted + 1) * restart_s <= costs.thresholds.budget * life_s and can_stop(ctx, v):
                 ctx.suspendable[v.job.id] = restart_s
     return ctx.suspendable
 
@@ -63,10 +65,10 @@ def suspension_s(ctx: PassContext, v: JobForecast, p: JobForecast, for_s: float)
 
 def may_suspend_by_right(ctx: PassContext, v: JobForecast, p: JobForecast) -> bool:
     """True where a queued job may have all devices of a running one, whatever that costs it."""
-    return may_preempt(v.job, p.job) and not v.job.spec.guaranteed and v.job.id not in ctx.moved and _can_stop(ctx, v)
+    return may_preempt(v.job, p.job) and not v.job.spec.guaranteed and v.job.id not in ctx.moved and can_stop(ctx, v)
 
 
-def _can_stop(ctx: PassContext, v: JobForecast) -> bool:
+def can_stop(ctx: PassContext, v: JobForecast) -> bool:
     """True where a running job can save its state, or has none to save, and has run long enough since it started."""
     job, attempt = v.job, v.job.attempt
     if attempt is None or not is_settled(job) or not (v.devices or attempt.cores):
@@ -116,7 +118,7 @@ def take_handovers(ctx: PassContext) -> dict[JobId, list[Device]]:
         ctx.ledger.take(devices, {}, {})
         if len(devices) == handover.offer.devices:
             continue
-        ctx.forecast.occupy(devices)
+        ctx.forecast.hold(Hold(ctx.view.jobs[job_id], UNKNOWN, devices))
         missing = dict(handover.hosts)
         for device in devices:
             missing[device.host] -= 1

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clusterd.core.claim_calendar import ClaimCalendar
-from clusterd.core.estimates.job_forecast import JobForecast
-from clusterd.core.ledger import Ledger, by_type, needs, per_host
+from clusterd.core.estimates.expected_time import Ends
+from clusterd.core.ledger import Ledger, Placement, by_type, needs, per_host
 from clusterd.core.performance_table import Estimate
 from clusterd.core.state import Job
 from clusterd.types import Device, DeviceId, HostId
@@ -34,58 +36,15 @@ class EarliestStart:
     hosts: Mapping[HostId, int]  # devices that it will take
 
 
-@dataclass(slots=True)
-class Backfill:
-    """Limits that a reservation sets to the other jobs: they end before it, or use what it leaves.
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Resources that a job holds until its end."""
 
-    Attributes:
-        at_s: start of the reserved job, from now.
-        spare: by device type and host, devices that will be left then; types that are not here are free for all.
-        cores: likewise, CPU cores by host.
-    """
-
-    at_s: float
-    spare: dict[tuple[str, HostId], int]
-    cores: dict[HostId, int] = field(default_factory=dict)
-
-    def admits(self, left_s: float, devices: Iterable[Device], cores: Mapping[HostId, int]) -> bool:
-        """True where holding these devices and cores for so long does not delay the reserved job."""
-        if left_s <= self.at_s:
-            return True
-        return all(count <= self.spare.get(key, 0) for key, count in self._mine(devices).items()) and all(
-            count <= self.cores[host] for host, count in cores.items() if host in self.cores
-        )
-
-    def take(self, left_s: float, devices: Iterable[Device], cores: Mapping[HostId, int]) -> None:
-        """Record devices and cores that are held for so long."""
-        if left_s <= self.at_s:
-            return
-        for key, count in self._mine(devices).items():
-            self.spare[key] = self.spare.get(key, 0) - count
-        for host, count in cores.items():
-            if host in self.cores:
-                self.cores[host] -= count
-
-    def limited(self, ledger: Ledger) -> Ledger:
-        """Copy of the ledger with what may be held beyond the start of the reserved job."""
-        found = ledger.copy()
-        found.shared.clear()  # whoever joins a job keeps its device longer
-        for (name, host), count in self.spare.items():
-            here = list(found.devices.get(host, {}).get(name, {}).values())
-            found.take(here[max(count, 0) :], {}, {})
-        for host, count in self.cores.items():
-            if host in found.cores:
-                found.cores[host] = min(found.cores[host], count)
-        return found
-
-    def _mine(self, devices: Iterable[Device]) -> dict[tuple[str, HostId], int]:
-        """Number of these devices by type and host, of the reserved types."""
-        types = {name for name, _ in self.spare}
-        found: dict[tuple[str, HostId], int] = {}
-        for device in devices:
-            if device.name in types:
-                found[device.name, device.host] = found.get((device.name, device.host), 0) + 1
-        return found
+    job: Job
+    ends: Ends
+    devices: Sequence[Device]
+    cores: Mapping[HostId, int] = field(default_factory=dict)
+    memory_bytes: Mapping[HostId, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +78,22 @@ class AvailabilityForecast:
         run_s: how long the job of which it is asked runs: a claim on a device must not begin before its end.
     """
 
-    def __init__(self, ledger: Ledger, running: Sequence[JobForecast], calendar: ClaimCalendar) -> None:
+    def __init__(self, ledger: Ledger, holds: Iterable[Hold], calendar: ClaimCalendar, by_limits: bool = False) -> None:
+        """Forecast from the expected ends of jobs.
+
+        Args:
+            by_limits: from their time limits instead; jobs without one never end.
+        """
         self._ledger = ledger
         self._calendar = calendar
+        self._by_limits = by_limits
         self.run_s = 0.0
         self._granted: set[DeviceId] = set()
-        self._running = sorted(running, key=lambda p: (p.now_s, p.job.id))
+        self._holds = sorted(holds, key=lambda hold: (self._end_s(hold), hold.job.id))
         # A shared device is free when the last of its jobs has ended.
-        self._last = {d.id: p.job.id for p in self._running if p.job.spec.resources.share > 1 for d in p.devices}
+        self._last: dict[DeviceId, Hold] = {}
+        for hold in self._holds:
+            self._note_last(hold)
         self._names = sorted(ledger.hosts)
         self._index = {name: index for index, name in enumerate(self._names)}
         self._now: dict[str, Counts] = {}
@@ -134,32 +101,50 @@ class AvailabilityForecast:
             for name, free in types.items():
                 self._free_now(name)[self._index[host]] = len(free)
 
+    def by_limits(self) -> AvailabilityForecast:
+        """The same forecast from time limits alone."""
+        found = AvailabilityForecast(self._ledger, self._holds, self._calendar, by_limits=True)
+        found.run_s, found._granted = self.run_s, self._granted
+        return found
+
+    def _end_s(self, hold: Hold) -> float:
+        return hold.ends.latest_s if self._by_limits else hold.ends.expected_s
+
+    def _note_last(self, hold: Hold) -> None:
+        if hold.job.spec.resources.share > 1:
+            for device in hold.devices:
+                if device.id not in self._last or self._end_s(hold) >= self._end_s(self._last[device.id]):
+                    self._last[device.id] = hold
+
     @cached_property
     def _devices_back(self) -> dict[str, _Returns]:
         rows: dict[str, list[tuple[float, int, tuple[int, ...]]]] = {}
-        for p in self._running:
-            usable = [device for device in self._freed(p) if device.host in self._index and not device.foreign]
+        for hold in self._ending():
+            usable = [device for device in self._freed(hold) if device.host in self._index and not device.foreign]
             for name, some in by_type(usable).items():
                 rows.setdefault(name, []).extend(
-                    (p.now_s, self._index[host], (count,)) for host, count in per_host(some).items()
+                    (self._end_s(hold), self._index[host], (count,)) for host, count in per_host(some).items()
                 )
         return {name: _Returns.of(some, 1) for name, some in rows.items()}
 
-    def _freed(self, p: JobForecast) -> Sequence[Device]:
-        """Devices that are free when the job ends; others may have joined it on a shared one in this pass."""
-        if p.job.spec.resources.share < 2:
-            return p.devices
-        return [d for d in p.devices if self._last[d.id] == p.job.id and d.id not in self._granted]
+    def _ending(self, by_s: float = NEVER) -> Iterator[Hold]:
+        """Holds that end by then, in order of their ends."""
+        return takewhile(lambda hold: self._end_s(hold) < NEVER and self._end_s(hold) <= by_s + AT_ONCE_S, self._holds)
+
+    def _freed(self, hold: Hold) -> Sequence[Device]:
+        """Devices that are free when the job ends."""
+        if hold.job.spec.resources.share < 2:
+            return hold.devices
+        return [d for d in hold.devices if self._last[d.id] is hold]
 
     @cached_property
     def _cores_back(self) -> _Returns:
         """CPU cores and bytes of memory."""
         return _Returns.of(
             [
-                (p.now_s, self._index[host], (attempt.cores.get(host, 0), attempt.memory_bytes.get(host, 0)))
-                for p in self._running
-                if (attempt := p.job.attempt) is not None
-                for host in dict.fromkeys([*attempt.cores, *attempt.memory_bytes])
+                (self._end_s(hold), self._index[host], (hold.cores.get(host, 0), hold.memory_bytes.get(host, 0)))
+                for hold in self._ending()
+                for host in dict.fromkeys([*hold.cores, *hold.memory_bytes])
                 if host in self._index
             ],
             2,
@@ -169,17 +154,22 @@ class AvailabilityForecast:
         return self._now.setdefault(device_type, np.zeros(len(self._names), dtype=np.int64))
 
     def take(self, device_type: str, taken: Mapping[HostId, int]) -> None:
-        """Record devices granted in this pass, for longer than the forecast looks ahead."""
+        """Record devices that a waiting job will get, for longer than the forecast looks ahead."""
         free = self._free_now(device_type)
         for host, count in taken.items():
             if host in self._index:
                 free[self._index[host]] -= count
 
-    def occupy(self, devices: Sequence[Device]) -> None:
-        """Record these devices as granted in this pass."""
-        self._granted.update(device.id for device in devices)
-        for name, some in by_type(devices).items():
+    def hold(self, hold: Hold) -> None:
+        """Record a grant of this pass."""
+        fresh = [device for device in hold.devices if device.id not in self._last]  # those of sharing jobs are in use
+        for name, some in by_type(fresh).items():
             self.take(name, per_host(some))
+        self._granted.update(device.id for device in hold.devices)
+        insort(self._holds, hold, key=self._end_s)
+        self._note_last(hold)
+        for cached in ("_devices_back", "_cores_back"):
+            self.__dict__.pop(cached, None)
 
     def free_at(self, device_type: str, at_s: float) -> dict[HostId, int]:
         """Number of free devices at that time, by host."""
@@ -194,34 +184,30 @@ class AvailabilityForecast:
         return free + back.by(at_s, len(self._names)) if back is not None else free.copy()
 
     def ledger_at(self, at_s: float) -> Ledger:
-        """Free resources once the running jobs that end by then have ended."""
+        """Free resources once the jobs that end by then have ended."""
         found = self._ledger.copy()
         found.shared.clear()  # who could join a job now has started
-        for p in self._running:
-            if p.now_s > at_s + AT_ONCE_S:
-                break
-            attempt = p.job.attempt
-            if attempt is not None:
-                found.put(self._freed(p), attempt.cores, attempt.memory_bytes)
+        for hold in self._ending(at_s):
+            found.put(self._freed(hold), hold.cores, hold.memory_bytes)
         if self._calendar:
             self._apply_claims(found, at_s)
         return found
 
     def _apply_claims(self, ledger: Ledger, at_s: float) -> None:
         """Take out what is claimed while the job would run, and give back what claims have left by then."""
-        given_back = {d.id for p in self._running if p.now_s <= at_s + AT_ONCE_S for d in self._freed(p)}
-        held = (self._calendar.leased - given_back) | self._granted
+        given_back = {d.id for hold in self._ending(at_s) for d in self._freed(hold)}
+        held = (self._calendar.leased | self._granted) - given_back
         for device in self._calendar.devices:
             ledger.take([device], {}, {})
             if device.id not in held and self._calendar.is_free(device.id, at_s, self.run_s):
                 ledger.put([device], {}, {})
 
     def first(self, look: Callable[[Ledger], Seen | None]) -> tuple[float, Seen] | None:
-        """First end of a running job, in seconds from now, after which `look` finds something; None: it never does.
+        """First end of a job, in seconds from now, after which `look` finds something; None: it never does.
 
         By binary search: free resources only increase, unless there are claims, whose ends count like those of jobs.
         """
-        times = sorted({p.now_s for p in self._running})
+        times = sorted({self._end_s(hold) for hold in self._ending()})
         if self._calendar:
             for at_s in sorted({*times, *self._calendar.ends_s}):
                 if (seen := look(self.ledger_at(at_s))) is not None:
@@ -238,16 +224,17 @@ class AvailabilityForecast:
                 low = middle + 1
         return answer
 
-    def awaited(self, at_s: float, hosts: Iterable[HostId], types: Iterable[str]) -> list[Job]:
-        """Running jobs that end by then and hold devices of these types, or cores, on these hosts."""
-        places, names = set(hosts), set(types)
+    def awaited(self, at_s: float, place: Placement) -> list[Hold]:
+        """Holds that end by then and have devices of the types of this place, or cores, on its hosts."""
+        usable = {rank.device for rank in place.ranks}
+        names = {
+            device.name for host in place.cores for device in self._ledger.hosts[host].devices if device.id in usable
+        }
         return [
-            p.job
-            for p in self._running
-            if p.now_s <= at_s + AT_ONCE_S
-            and p.job.attempt is not None
-            and places.intersection(p.job.attempt.hosts)
-            and (not names or any(d.host in places and d.name in names for d in p.devices))
+            hold
+            for hold in self._ending(at_s)
+            if not place.cores.keys().isdisjoint(hold.cores)
+            and (not names or any(d.host in place.cores and d.name in names for d in hold.devices))
         ]
 
     def earliest_start(

@@ -8,6 +8,7 @@ never exceeded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from statistics import median
 
@@ -25,6 +26,19 @@ RUNS_TO_TRUST = 3
 
 RunTimes = Mapping[str, Sequence[float]]
 """Seconds of the newest finished runs, by `run_key` and by user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """End of a job in seconds from now, by three measures."""
+
+    expected_s: float  # a guess where nothing is known
+    foreseen_s: float  # by its time limit, its like or its performance model; infinite: nothing tells
+    latest_s: float  # by its time limit, the grace period included; infinite: it has none
+
+
+UNKNOWN = Ends(inf, inf, inf)
+"""End of which nothing is known."""
 
 
 def run_key(job: Job) -> str:
@@ -52,6 +66,18 @@ def longest_left_s(job: Job, run_times: RunTimes, now_s: float) -> float:
     if limit_s < inf or len(known) < RUNS_TO_TRUST:
         return limit_s
     return max(SAFETY * max(known) - _elapsed_s(job, now_s), 0.0) or inf
+
+
+def ends_of_request(job: Job, run_times: RunTimes, now_s: float) -> Ends:
+    """Ends of a job whose speed is not known."""
+    longest_s = longest_left_s(job, run_times, now_s)
+    return Ends(expected_left_s(job, run_times, now_s), longest_s, limit_left_s(job, now_s) + job.spec.grace_s)
+
+
+def ends_of_modelled(job: Job, left_s: float, now_s: float) -> Ends:
+    """Ends of a job that needs `left_s` more seconds by its performance model."""
+    limit_s = limit_left_s(job, now_s)
+    return Ends(min(left_s, limit_s), min(left_s, limit_s), limit_s + job.spec.grace_s)
 
 
 def limit_left_s(job: Job, now_s: float) -> float:

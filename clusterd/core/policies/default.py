@@ -118,10 +118,11 @@ class Default:
         ordered_jobs = order(view, forecasts)
         for job in sorted(ordered_jobs, key=lambda j: j.id not in handovers):
             _start_before_claims(ctx, job, forecasts, handovers)
-        if ctx.backfill is None and view.reservation is not None:
+        if ctx.backfill is None and view.reservation is not None and not ctx.is_served:
             proposal.ends_reservation = True
         if view.calendar:  # nobody else's end is known: what is to be claimed goes to nobody
             ledger.take(view.calendar.to_withhold([*ledger.all_devices()], inf), {}, {})
+            ctx.forecast.run_s = inf
         else:
             exchange_devices(ctx)
         short = [refusal.devices for refusal in proposal.refusals if refusal.job not in known]

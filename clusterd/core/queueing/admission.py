@@ -14,10 +14,10 @@ from clusterd.types import ArrayTask, HostId, JobId, JobKind, JobSpec, JobState
 
 
 def find_job(state: State, text: str, user: str) -> Job:
-    """The job of this id or name, or of an unambiguous beginning of its name, for the user who asks.
+    """The job of this id, or the user's own job of this name, or of an unambiguous beginning of its name.
 
-    A name may be given again, by others too: of several jobs the user's own is meant, before that one that is not over,
-    and of these the newest.
+    A name may be given again, by others too, whose jobs only their ids mean. Of several own jobs that one is meant that
+    is not over, and of these the newest.
 
     Raises:
         UsageError: there is none, or several.
@@ -26,19 +26,25 @@ def find_job(state: State, text: str, user: str) -> Job:
         raise UsageError("no job is named: give its id or its name")
     if JobId(text) in state.jobs:
         return state.jobs[JobId(text)]
-    found = [j for j in state.jobs.values() if j.spec.name == text]
+    own = [j for j in state.jobs.values() if j.spec.user == user]
+    found = [j for j in own if j.spec.name == text]
     if not found and (task := find_task(state, text)) is not None:
         return state.jobs[task]
-    if not found:
-        found = [j for j in state.jobs.values() if j.spec.name.startswith(text)]
-        found = [j for j in found if j.spec.user == user] or found
+    found = found or [j for j in own if j.spec.name.startswith(text)]
     names = sorted({j.spec.name for j in found})
-    if len(names) == 1:
-        return max(reversed(found), key=lambda j: (j.spec.user == user, not j.state.is_final))
-    if names:
+    if len(names) > 1:
         could = f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
         raise UsageError(f"{text!r} could be {could}: write more of the name, or the id")
-    raise UsageError(f"there is no job {text!r}: clusterd ls --all shows them")
+    if names:
+        return _newest(found)
+    if others := [j for j in state.jobs.values() if j.spec.name == text]:
+        job = _newest(others)
+        raise UsageError(f"{text} is {job.spec.user}'s, not yours: if it is meant, give its id, {job.id}")
+    raise UsageError(f"there is no job {text!r} of yours: clusterd ls --all shows them")
+
+
+def _newest(jobs: list[Job]) -> Job:
+    return max(reversed(jobs), key=lambda job: not job.state.is_final)
 
 
 def find_awaited(state: State, text: str, user: str) -> JobId:
@@ -128,8 +134,6 @@ def find_own_job(state: State, text: str, user: str, is_operator: bool) -> Job:
     job = find_job(state, text, user)
     if not is_operator and user != job.spec.user:
         raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.spec.user}'s: ask them, or an operator")
-    if user != job.spec.user and text != job.id:  # a slip of the pen must not end somebody else's work
-        raise UsageError(f"{job.spec.name} is {job.spec.user}'s, not yours: if it is meant, give its id, {job.id}")
     return job
 
 

@@ -29,16 +29,17 @@ class ArrayLimits:
 
 
 def tasks_of(jobs: Iterable[Job], text: str, user: str) -> list[Job]:
-    """Tasks of the array that a name or an id means, by index; empty: there is none.
-
-    Of several arrays of a name the user's own is meant, and of these the newest.
-    """
+    """Tasks of the array of this id, or of the user's newest array of this name, by index; empty: there is none."""
     text = text.removesuffix("_*")
-    tasks = [job for job in jobs if (a := job.spec.array) is not None and text in (a.id, a.name)]
-    known = {job.spec.array.id: job.spec.user for job in tasks if job.spec.array is not None}
+    tasks = [
+        job
+        for job in jobs
+        if (a := job.spec.array) is not None and (text == a.id or (text == a.name and job.spec.user == user))
+    ]
+    known = {job.spec.array.id for job in tasks if job.spec.array is not None}
     if not known:
         return []
-    chosen = max(known, key=lambda array: (array == text, known[array] == user, len(array), array))
+    chosen = max(known, key=lambda array: (array == text, len(array), array))
     own = [job for job in tasks if job.spec.array is not None and job.spec.array.id == chosen]
     return sorted(own, key=lambda job: job.spec.array.index if job.spec.array is not None else 0)
 

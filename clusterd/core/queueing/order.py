@@ -1,7 +1,8 @@
 """Second stage: order of the queue (after AITurbo's Borda-count multi-level feedback queue).
 
-Priority comes first, then guaranteed jobs that have started before, as their time runs on; then those who have waited
-out of proportion, longest first, then those for which a person waits, then tenants that have less than their share.
+Priority comes first, then guaranteed jobs that have started before, as their time runs on; then the job to which a
+start was promised, then those who have waited out of proportion, longest first, then those for which a person waits,
+then tenants that have less than their share.
 Inside, queues by attained service; in a queue, Borda scores: every job is ranked by the service it has got, least
 first; predictable ones also by what a device-second brings, most first. Ranks are shares of their list's length, equals
 share a rank, and the list is sorted the way that it is meant (the published code adds the age to each rank and puts the
@@ -41,6 +42,8 @@ def order(view: View, forecasts: Mapping[JobId, JobForecast]) -> list[Job]:
     gains = {job.id: -1.0 / known[job.id].work_s for job in foreseeable}
     by_gain = ranks(gains)
     tenants = view.quotas.over_share(queued)
+    promise = view.reservation
+    promised = promise.job if promise is not None and promise.latest_s is not None else None
 
     def key(job: Job) -> tuple[object, ...]:
         score = by_service[job.id] + by_gain.get(job.id, by_service[job.id])
@@ -48,6 +51,7 @@ def order(view: View, forecasts: Mapping[JobId, JobForecast]) -> list[Job]:
         return (
             -job.priority,
             not (job.spec.guaranteed and job.started_s is not None),
+            job.id != promised,
             not starved,
             job.queued_s if starved else 0.0,
             not job.spec.interactive,

@@ -26,9 +26,9 @@ def lab(lab: Lab) -> Lab:
     [
         ("train", "ann", "2"),  # not the one that is over, nor the newer one of somebody else
         ("train", "bob", "3"),
-        ("train", "eve", "3"),
+        ("3", "eve", "3"),
         ("1", "ann", "1"),
-        ("traine", "bob", "4"),
+        ("traine", "ann", "4"),
         ("tra", "bob", "3"),  # all of bob's that begin so have one name
     ],
 )
@@ -44,6 +44,13 @@ def test_of_jobs_that_are_all_over_the_newest_is_meant(lab: Lab) -> None:
 def test_several_names_are_several_jobs(lab: Lab) -> None:
     with pytest.raises(UsageError, match="could be train, trainer"):
         find_job(lab.scheduler.state, "tra", "ann")
+
+
+@pytest.mark.parametrize("text", ["train", "trainer", "tra"])
+def test_a_name_never_means_somebody_elses_job(lab: Lab, text: str) -> None:
+    """Regression: `logs NAME` of who has no job of that name printed the newest one of another person."""
+    with pytest.raises(UsageError, match=r"not yours: if it is meant, give its id|no job 'tra' of yours"):
+        find_job(lab.scheduler.state, text, "eve")
 
 
 def test_an_operator_names_somebody_elses_job_by_its_id(lab: Lab) -> None:
