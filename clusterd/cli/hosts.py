@@ -232,7 +232,9 @@ def remove(names: tuple[str, ...]) -> None:
 
     def one(cluster: Client, name: str) -> str:
         answer = cluster.call("host_remove", host=name)
-        left = answer.get("left", ())  # absent from the reply of an older daemon
+        for account, why in answer.get("agents_left", {}).items():  # absent from the reply of an older daemon
+            note(f"an agent of {account} may still run on {name}, which could not be asked: {why}")
+        left = answer.get("left", ())
         if not left and answer.get("agent_left"):
             return (
                 f"{name} is removed; it could not be reached, and its idle agent is still running there: "

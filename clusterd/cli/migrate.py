@@ -40,10 +40,11 @@ def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run:
             return 0
         if dry_run:
             if output == "table":
-                print(f"{answer['name']}: {answer['from']} -> {answer['plan']} on {compact_devices(answer['devices'])}")
+                moved = f"{answer['from']} -> {answer['plan']} on {compact_devices(answer['devices'])}"
+                print_line(f"{answer['name']}: {moved}")
                 if answer["crowded"]:
                     print_line(f"  it stops and restarts: {answer['crowded']}")
-                print(f"  {_bytes(answer)}; predicted downtime {duration(answer['predicted_downtime_s'])}")
+                print_line(f"  {_bytes(answer)}; predicted downtime {duration(answer['predicted_downtime_s'])}")
             else:
                 show_json(answer, output)
             return 0
@@ -60,8 +61,9 @@ def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run:
         print_line(f"  {phase['phase']:<9} {duration(phase['seconds']):>6}  {phase['what']}".rstrip())
     if done["failure"]:
         raise ClusterError(f"the move failed, {done['from']} continues: {done['failure']}")
-    print(f"{answer['name']}: {done['from']} -> {done['to']} on {compact_devices(done['devices'])}, {_bytes(done)}")
-    print(
+    moved = f"{done['from']} -> {done['to']} on {compact_devices(done['devices'])}, {_bytes(done)}"
+    print_line(f"{answer['name']}: {moved}")
+    print_line(
         f"  downtime {duration(done['downtime_s'])}, predicted {duration(answer['predicted_downtime_s'])}; "
         f"resumed after step {done['step']}"
     )

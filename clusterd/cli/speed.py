@@ -42,7 +42,7 @@ def profile(job: str, html: Path | None, over: str, output: str) -> int:
     if output != "table":
         show_json(answer, output)
         return 0
-    print(f"{answer['name']}: model {answer['model']} on {answer['device_type']}; {answer['known']}")
+    print_line(f"{answer['name']}: model {answer['model']} on {answer['device_type']}; {answer['known']}")
     print()
     rows = [
         [line["plan"], line["shape"], fine(line["measured_s"]), fine(line["predicted_s"]),
@@ -80,7 +80,7 @@ def plans(job: str, devices: int | None, everything: bool, output: str) -> int:
     if output != "table":
         show_json(answer["rows"] if output == "jsonl" else answer, output)
         return 0
-    print(f"{answer['name']} on {answer['devices']} × {answer['device_type']}; {answer['known']}")
+    print_line(f"{answer['name']} on {answer['devices']} × {answer['device_type']}; {answer['known']}")
     _show_plans(answer["rows"], everything)
     return 0
 
@@ -107,7 +107,7 @@ def estimate(file: Path, output: str) -> int:
         show_json(answer, output)
         return 0
     took = f", about {duration(answer['duration_s'])} for {answer['steps']} steps" if answer["duration_s"] else ""
-    print(f"{answer['name']}: {answer['parameters'] / 1e6:.3g} M parameters{took}; {answer['known']}")
+    print_line(f"{answer['name']}: {answer['parameters'] / 1e6:.3g} M parameters{took}; {answer['known']}")
     _show_plans(answer["rows"], everything=False)
     print()
     _show_curve(answer["curve"])

@@ -14,7 +14,15 @@ import click
 
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.following import exit_code, first_failure, show_logs, until_over
-from clusterd.cli.common.output import drop_output, note, output_option, show_json, state_and_reason
+from clusterd.cli.common.output import (
+    drop_output,
+    is_unread,
+    note,
+    output_option,
+    print_line,
+    show_json,
+    state_and_reason,
+)
 from clusterd.cli.common.resources import container_options, requested_resources, resource_options, with_container
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
@@ -267,7 +275,7 @@ def _queue(cluster: Client, request: Request, expand: Expansion, output: str) ->
     finally:
         if answers and output != "table":
             show_json(answers if len(answers) > 1 else answers[0], output)
-    if unread is not None and not isinstance(unread, BrokenPipeError):
+    if unread is not None and not is_unread(sys.stdout, unread):
         note(f"{', '.join(answer['id'] for answer in answers)} queued")
         raise unread
     return answers
@@ -378,7 +386,9 @@ def _follow(answer: dict[str, Any]) -> dict[str, Any]:
     """The job's final row; prints its log until then, while standard output is open."""
     try:
         show_logs(answer, rank=0, follow=True)
-    except BrokenPipeError:  # as by `run ... | head`: the job still runs, and its exit code is needed
+    except OSError as error:  # as by `run ... | head`: the job still runs, and its exit code is needed
+        if not is_unread(sys.stdout, error):
+            raise
         drop_output(sys.stdout)
         note(f"standard output was closed; {answer['name']} ({answer['id']}) keeps running, Ctrl-C cancels it")
     return until_over(answer["id"])
@@ -395,9 +405,9 @@ def _dry_run(cluster: Client, spec: JobSpec, expand: Expansion, output: str, *, 
             continue
         if answer["starts"]:
             where = ", ".join(place["device"] or f"{place['host']} (CPU cores)" for place in answer["ranks"])
-            print(f"{each.name} would start now on {where}: {answer['reason']}")
+            print_line(f"{each.name} would start now on {where}: {answer['reason']}")
         else:
-            print(f"{each.name} would be queued behind {answer['ahead']} jobs: {answer['reason']}")
+            print_line(f"{each.name} would be queued behind {answer['ahead']} jobs: {answer['reason']}")
     if output != "table":
         show_json(answers if len(answers) > 1 else answers[0], output)
     sys.stdout.flush()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from clusterd.cli.common.output import exit_when_closed
 from clusterd.errors import ClusterError, UsageError
 from tui.source.preconnect import preconnect
 
@@ -42,6 +43,7 @@ def top(
     path = socket or _usual_socket(system)
     preconnected = None if replay else preconnect(path)
     gc.set_threshold(50_000, 20, 50)  # rows are many and acyclic; default thresholds cost a tenth of the start
+    exit_when_closed(0)  # Textual reads the end of its input again and again
     from tui.app import Top  # slow to import; meanwhile the daemon prepares its baseline
 
     app = Top(_source(replay, path, preconnected), readonly=readonly, ascii=plain or _needs_ascii())

@@ -16,6 +16,7 @@ from clusterd.cli.common.following import TerminalText
 from tests.conftest import RunningCluster, cut_power, until
 from tests.hang import HANG_S
 from tests.scenarios.test_migration import agent_of
+from tests.tui.terminal import Terminal
 
 
 def test_a_log_is_followed_past_a_host_that_did_not_start_the_job(shared_cluster: RunningCluster) -> None:
@@ -76,6 +77,30 @@ def test_run_waits_on_when_nobody_reads_its_output(
             assert any(re.search(r"standard output was closed; yes \(\d+\) keeps", line) for line in run.stderr)
         over.touch()
         assert run.wait(30) == 3
+
+
+def test_a_follower_ends_with_its_terminal_or_pipe(shared_cluster: RunningCluster) -> None:
+    """`logs -f` and `shell` of a silent job have nothing to write, and so no error of a write to end by."""
+    silent = ["sh", "-c", "echo begun; exec sleep 1000"]
+    job = shared_cluster.run("run", "-d", "--no-snapshot", "--", *silent).stdout.strip()
+    ignoring = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", sys.executable, "-m", "clusterd"]
+    for command in (["logs", "-f", job], ["shell", job, "--", *silent]):
+        terminal = Terminal([*ignoring, *command], 80, 24, shared_cluster.environment)
+        try:
+            terminal.expect(b"begun")
+            terminal.hang_up()
+            assert terminal.process is not None
+            assert terminal.process.wait(HANG_S) == 129
+        finally:
+            terminal.close()
+        with subprocess.Popen(
+            [*ignoring, *command], env=shared_cluster.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        ) as piped:
+            assert piped.stdout is not None
+            assert piped.stdout.readline() == b"begun\n"
+            piped.stdout.close()
+            assert piped.wait(HANG_S) == 0
+    shared_cluster.run("cancel", "--wait", job)
 
 
 def test_wait_returns_the_exit_code_when_nobody_reads_its_output(shared_cluster: RunningCluster) -> None:

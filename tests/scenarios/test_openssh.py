@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from clusterd.daemon.hosts.links import REASONS_MAX
+from clusterd.outside_text import LINE_LETTERS_MAX
 from tests.agent.client import end_all
-from tests.conftest import GPT, RunningCluster
+from tests.conftest import GPT, RunningCluster, until
 from tests.ssh.openssh import OpenSshServer, make_key, needs_sshd
 
 pytestmark = [pytest.mark.slow, needs_sshd]
@@ -62,3 +65,44 @@ def test_two_hosts_are_added_through_each_other_and_train_together(cluster_over_
     steps = [json.loads(line)["step"] for line in cluster.call("steps", job=job)["data"].splitlines()]
     assert steps == list(range(1, 41))
     assert cluster.run("host", "remove", "inner", "bastion").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "forced",
+    [
+        "yes",  # lines without end
+        "tr '\\0' x </dev/zero",  # a line without end
+        "head -c 3000000 /dev/zero | tr '\\0' x",
+        "date +%N; exit 1",  # another reason each time
+        "printf 'clusterd-attached {}\\n'; yes",  # a reply without its fields
+    ],
+)
+def test_a_login_that_prints_anything_costs_one_row(cluster: RunningCluster, tmp_path: Path, forced: str) -> None:
+    """Regression: each try was journaled with megabytes of output, and all of it was in everybody's history."""
+    server = OpenSshServer("node", tmp_path / "node", make_key(tmp_path / "id_ed25519"))
+    server.start(forced=forced)
+    try:
+        config = tmp_path / "ssh_config"
+        config.write_text(server.config(tmp_path / "known_hosts"))
+        settings = cluster.directory / "clusterd.toml"
+        settings.write_text(f'[daemon]\nssh_config = "{config}"\n')
+        cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+        cluster.start()
+        refused = cluster.run("host", "add", "--yes", "node", check=False)
+        assert "node is added but not up" in refused.stderr
+
+        def has_failed_often() -> bool:
+            cluster.call("host_trust", host="node", accept=[])  # dials at once
+            times = re.search(r"\((\d+) times since [\d:]+\)$", cluster.call("host", host="node")["why"])
+            return times is not None and int(times[1]) > REASONS_MAX
+
+        until(has_failed_often, explain=cluster.log)
+        why = cluster.call("host", host="node")["why"]
+        assert why.isprintable()
+        assert len(why) < LINE_LETTERS_MAX + 40
+        history = cluster.call("history")
+        failures = [event for event in history["events"] if event["kind"] == "HostDisconnected"]
+        assert 1 <= len(failures) <= (REASONS_MAX if "date" in forced else 2)
+        assert len(json.dumps(history)) < 100_000
+    finally:
+        server.stop()

@@ -86,10 +86,16 @@ class Terminal:
         pairs = ((b"\x1b[?1049h", b"\x1b[?1049l"), (b"\x1b[?1000h", b"\x1b[?1000l"), (b"\x1b[?25l", b"\x1b[?25h"))
         return same and all(self.whole.rfind(off) > self.whole.rfind(on) for on, off in pairs)
 
+    def hang_up(self) -> None:
+        """Close the terminal's side, as when an SSH connection drops."""
+        os.close(self._slave)
+        os.close(self._master)
+        self._slave = self._master = -1
+
     def close(self) -> None:
         """End the program if it has not ended."""
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        os.close(self._master)
-        os.close(self._slave)
+        for descriptor in {self._master, self._slave} - {-1}:
+            os.close(descriptor)

@@ -16,6 +16,7 @@ import pytest
 
 from clusterd.replay import recording
 from tests.conftest import REPOSITORY, RunningCluster, until
+from tests.hang import HANG_S
 from tests.tui import test_pilot
 from tests.tui.terminal import Terminal
 from tui.app import Top
@@ -42,6 +43,33 @@ def pretend(socket: Path, *options: str) -> subprocess.Popen[bytes]:
 def top(socket: Path, columns: int = 100, rows: int = 30) -> Terminal:
     """`clusterd top` in a terminal."""
     return Terminal([sys.executable, "-m", "clusterd", "top", "--socket", str(socket)], columns, rows)
+
+
+def test_ends_with_its_terminal_though_hang_ups_are_ignored(socket: Path) -> None:
+    """Regression: under nohup, or where a dropped connection sends no SIGHUP, it read the end of its input for ever."""
+    daemon = pretend(socket)
+    argv = [
+        "sh",
+        "-c",
+        "trap '' HUP; exec \"$@\"",
+        "sh",
+        sys.executable,
+        "-m",
+        "clusterd",
+        "top",
+        "--socket",
+        str(socket),
+    ]
+    terminal = Terminal(argv, 100, 30)
+    try:
+        terminal.expect(b"Queue")
+        terminal.hang_up()
+        assert terminal.process is not None
+        assert terminal.process.wait(HANG_S) == 129
+    finally:
+        terminal.close()
+        daemon.kill()
+        daemon.wait()
 
 
 @pytest.mark.parametrize("garbage", ["text", "length", "msgpack", "rows", "item", "error"])

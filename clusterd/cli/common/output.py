@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
+import stat
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO, TypeVar
 
 import click
 
 from clusterd.errors import ClusterError
+from clusterd.outside_text import escaped as escaped
 from clusterd.units import duration, with_iso_times
+
+HUNG_UP = 129
+"""Exit code of a command whose terminal is gone, as a shell reports the end by SIGHUP."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,7 +53,9 @@ def show_json(value: Any, form: str) -> None:
         else:
             print(json.dumps(value, indent=2, default=_plain))
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if not is_unread(sys.stdout, error):
+            raise
         drop_output(sys.stdout)  # the command still returns its exit code
 
 
@@ -63,7 +71,7 @@ def show_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], empty: st
     if not rows:
         print(empty, file=sys.stderr)
         return
-    texts = [["" if cell is None else escaped(str(cell)) for cell in row] for row in rows]
+    headings, *texts = [["" if cell is None else escaped(str(cell)) for cell in row] for row in (headings, *rows)]
     widths = [max(len(heading), *(len(row[i]) for row in texts)) for i, heading in enumerate(headings)]
     last_width = _terminal_width() - sum(widths[:-1]) - 2 * (len(widths) - 1)
     colour = use_colour()
@@ -74,6 +82,24 @@ def show_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], empty: st
         if colour:
             cells = [_coloured(cell) if number else click.style(cell, bold=True) for cell in cells]
         print("  ".join(cells).rstrip())
+
+
+def show_csv(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print comma-separated values; no text in them controls a terminal, or is a formula to a spreadsheet."""
+    import csv
+
+    written = csv.writer(sys.stdout, lineterminator="\n")
+    written.writerows([_csv_cell(cell) for cell in row] for row in (headings, *rows))
+
+
+def _csv_cell(cell: Any) -> Any:
+    if not isinstance(cell, str):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{escaped(cell)}" if cell.startswith(("=", "+", "-", "@", "\t", "\r")) else escaped(cell)
+    return cell
 
 
 def use_colour(stream: Any = None) -> bool:
@@ -109,8 +135,10 @@ def raise_all(failures: Sequence[ClusterError]) -> None:
 def note(text: str) -> None:
     """Print a notice to standard error; ignored if it is closed."""
     try:
-        print("\n".join(map(escaped, text.split("\n"))), file=sys.stderr)
-    except BrokenPipeError:
+        print(escaped_lines(text), file=sys.stderr)
+    except OSError as error:
+        if not is_unread(sys.stderr, error):
+            raise
         drop_output(sys.stderr)
 
 
@@ -119,20 +147,47 @@ def print_line(line: str) -> None:
     print(escaped(line))
 
 
+def escaped_lines(text: str) -> str:
+    """Text of several lines with control characters escaped."""
+    return "\n".join(map(escaped, text.split("\n")))
+
+
 def state_and_reason(row: Mapping[str, Any]) -> str:
     """``failed: exit code 3``, and ``finished`` where the reason says no more than that."""
     reason, state = str(row["reason"]), str(row["state"])
     return reason if reason.startswith(state) else f"{state}: {reason}" if reason else state
 
 
-def escaped(text: str) -> str:
-    """Text with control characters escaped: text from one user must not control the terminal of another."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def drop_output(stream: TextIO) -> None:
     """Redirect a closed stream to /dev/null, so that the interpreter does not fail on it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def is_unread(stream: TextIO, error: OSError) -> bool:
+    """True if a write failed since nobody reads the stream: its pipe was closed, or its terminal hung up."""
+    return isinstance(error, BrokenPipeError) or (error.errno == errno.EIO and _is_terminal(stream.fileno()))
+
+
+def exit_when_closed(descriptor: int) -> None:
+    """End the process as soon as the other end of a pipe or terminal is gone; for commands that only show something.
+
+    The kernel reports it to readers and writers alone, and a command that waits for the daemon is neither. A terminal
+    sends SIGHUP only to the session that it controls, and nohup has that ignored.
+    """
+    import select
+    import threading
+
+    def watch() -> None:
+        end = select.poll()
+        end.register(descriptor, 0)  # an error or a hang-up is reported unasked
+        end.poll()
+        os._exit(HUNG_UP if _is_terminal(descriptor) else 0)
+
+    threading.Thread(target=watch, name="hang-up", daemon=True).start()
+
+
+def _is_terminal(descriptor: int) -> bool:
+    return stat.S_ISCHR(os.fstat(descriptor).st_mode)  # `isatty` asks the terminal, which may be gone
 
 
 def compact_devices(devices: list[str]) -> str:

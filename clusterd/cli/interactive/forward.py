@@ -16,7 +16,7 @@ import click
 
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.following import until_over
-from clusterd.cli.common.output import note, state_and_reason
+from clusterd.cli.common.output import note, print_line, state_and_reason
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 
@@ -214,7 +214,8 @@ def ssh_config(job: str, port: int, rank: int) -> None:
     if rank not in ranks:
         raise ClusterError(f"job {row['id']} ({row['name']}) has no rank {rank} on a host: it is {row['state']}")
     account = row["spec"]["account"] or status["account"]
-    print("\n".join(host_block(row["name"], row["id"], ranks[rank], account, port, rank)))
+    for line in host_block(row["name"], row["id"], ranks[rank], account, port, rank):
+        print_line(line)
 
 
 def host_block(name: str, job: str, host: str, account: str, port: int, rank: int) -> Iterator[str]:

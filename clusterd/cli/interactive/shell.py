@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from clusterd.cli.common.completers import complete_job
-from clusterd.cli.common.output import escaped, note
+from clusterd.cli.common.output import escaped, exit_when_closed, note
 from clusterd.cli.common.resources import (
     container_options,
     has_devices,
@@ -101,6 +101,7 @@ def _refuse_reservation(options: dict[str, Any]) -> None:
 def _attend(job: str, argv: list[str], rank: int, *, holds: bool) -> int:
     """Connect terminal or pipes to a command next to a rank; returns its exit code."""
     on_screen = sys.stdin.isatty() and sys.stdout.isatty()
+    exit_when_closed(1)
     with Client() as cluster, Client(timeout_s=INPUT_TIMEOUT_S) as typing:
         screen = _screen() if on_screen else None
         stream = cluster.stream("shell", job=job, argv=argv, rank=rank, screen=screen, holds=holds)

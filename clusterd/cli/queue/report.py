@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import sys
 import time
 from typing import Any
 
 import click
 
 from clusterd.cli.common.arguments import time_s
-from clusterd.cli.common.output import note, show_json, show_table
+from clusterd.cli.common.output import note, show_csv, show_json, show_table
 from clusterd.client import Client
 from clusterd.units import duration
 
@@ -29,9 +27,8 @@ def report(since: str, by: str, output: str) -> None:
     with Client() as cluster:
         rows = cluster.call("report", since_s=begin_s, by=by)
     if output == "csv":
-        writer = csv.DictWriter(sys.stdout, fieldnames=list(rows[0]) if rows else ["group"])
-        writer.writeheader()
-        writer.writerows(rows)
+        headings = list(rows[0]) if rows else ["group"]
+        show_csv(headings, [[row[heading] for heading in headings] for row in rows])
         return
     if output != "table":
         show_json(rows, output)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import sys
 from typing import Any
 
 import click
 
 from clusterd.cli.common.completers import complete_job
-from clusterd.cli.common.output import note, output_option, show_json, show_table
+from clusterd.cli.common.output import note, output_option, show_csv, show_json, show_table
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 
@@ -52,9 +50,7 @@ def results(name: str, as_csv: bool, as_json: bool, output: str) -> None:
         for one in found
     ]
     if as_csv:
-        written = csv.writer(sys.stdout, lineterminator="\n")
-        written.writerow(headings)
-        written.writerows(rows)
+        show_csv(headings, rows)
         return
     show_table(headings, [[_short(cell) for cell in row] for row in rows], "no tasks")
 

@@ -17,13 +17,14 @@ from clusterd.core import events as e
 from clusterd.core.host import Host
 from clusterd.core.queueing import admission
 from clusterd.core.state import State
-from clusterd.daemon.access import Peer, user_name
+from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Streaming, Verb
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.joined import JoinedHosts
 from clusterd.daemon.hosts.registry import JOINED, LOCAL, HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError, UsageError, first_of
+from clusterd.trusted_paths import account_name
 from clusterd.types import DeviceClaim, DeviceId
 
 
@@ -115,11 +116,12 @@ class HostVerbs:
     async def host_remove(self, peer: Peer, host: str) -> dict[str, Any]:
         """Remove the host from the cluster."""
         known = admission.find_host(self._state, host)
-        left, reached = projection.may_still_run(self._state, known), True
+        left, agents = projection.may_still_run(self._state, known), dict[str, str]()
         while self._state.hosts.get(known.id) is known:  # still there: it was given work while we asked
             admission.may_remove(self._state, known)
-            reached = await self._hosts.remove(known.id)
-        return {"name": known.id, "left": left, "agent_left": bool(known.agent) and not reached}
+            agents = await self._hosts.remove(known.id)
+        own = agents.pop("", None)
+        return {"name": known.id, "left": left, "agent_left": bool(known.agent and own), "agents_left": agents}
 
 
 class JoinVerbs:
@@ -150,7 +152,7 @@ class JoinVerbs:
             ClusterError: the host would run jobs of others under the caller's account.
         """
         if peer.uid not in (0, os.getuid()) and self._config.accounts != "shared":
-            account = user_name(os.getuid())
+            account = account_name(os.getuid())
             raise ClusterError(
                 f"a host of user {peer.user} would run the jobs of {account}: join it as {account}; "
                 'operators may with accounts = "shared"'

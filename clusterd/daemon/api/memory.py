@@ -6,6 +6,8 @@ together, have hard ones: beyond them the connection with the most unread bytes 
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections import Counter
 from collections.abc import Callable
 
@@ -21,6 +23,11 @@ RECEIVED_BYTES_MAX = 4 << 20
 """Requests of one connection that are not answered yet."""
 USER_RECEIVED_BYTES_MAX, ALL_RECEIVED_BYTES_MAX = 16 << 20, 128 << 20
 CONNECTIONS_PER_USER = 4096
+LOST_BYTES_MAX = 8 << 20
+"""Frames that clients did not take before their connections ended; beyond it the collector runs. Cancelled tasks hold
+them in cycles, and their size alone does not start it."""
+COLLECT_AFTER_S = 1.0
+"""Until then the tasks of the connections are over, too."""
 BULKY_BYTES = 64 << 10
 """Answers from this size on are made one after the other, as far as the soft limit goes."""
 
@@ -78,6 +85,11 @@ class ClientMemory:
             self.unread_bytes += count
             self._shared.add(self, count)
 
+    def lose(self, count: int) -> None:
+        """Count a frame that the client did not take."""
+        self._shared.lost_bytes += count
+        self.read(count)
+
     def read(self, count: int) -> None:
         """Count a frame that the client took."""
         if not self._is_cut:
@@ -108,6 +120,7 @@ class SharedMemory:
     Attributes:
         received: budget of requests.
         answer_bytes: size of the last answer, by verb.
+        lost_bytes: frames that their clients did not take, since the collector ran for them.
     """
 
     def __init__(self) -> None:
@@ -116,6 +129,7 @@ class SharedMemory:
         self._clients: dict[ClientMemory, None] = {}
         self._connections: Counter[str] = Counter()
         self._unread: Counter[str] = Counter()
+        self.lost_bytes = 0
 
     def open(self, user: str, cut: Callable[[], None]) -> ClientMemory | None:
         """Memory of a new connection; None: the user has too many."""
@@ -128,6 +142,9 @@ class SharedMemory:
 
     def close(self, client: ClientMemory) -> None:
         """Forget a connection that is over."""
+        if self.lost_bytes > LOST_BYTES_MAX:
+            self.lost_bytes = 0
+            asyncio.get_running_loop().call_later(COLLECT_AFTER_S, gc.collect)
         client.end()
         client.release_received()
         del self._clients[client]

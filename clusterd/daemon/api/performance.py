@@ -15,7 +15,7 @@ from clusterd.core.lifecycle import trials
 from clusterd.core.queueing import admission
 from clusterd.core.state import Job, State
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.server import Verb
+from clusterd.daemon.api.server import FileText, Verb
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.errors import ClusterError, UsageError
@@ -210,7 +210,7 @@ class PerformanceVerbs:
         text, count = await anyio.to_thread.run_sync(read)
         return {"csv": text, "count": count}
 
-    async def measurements_import(self, peer: Peer, csv: str, name: str, more: bool = False) -> dict[str, Any]:
+    async def measurements_import(self, peer: Peer, csv: FileText, name: str, more: bool = False) -> dict[str, Any]:
         """Import exported measurements, skipping known ones.
 
         Args:

@@ -19,7 +19,7 @@ from clusterd.core.lifecycle.reconcile import needs_action
 from clusterd.core.state import State
 from clusterd.daemon.hosts import facts
 from clusterd.daemon.hosts.launch_records import LaunchRecord, secret_rows
-from clusterd.daemon.hosts.links import DroppedMessages, keep_running, shut_down
+from clusterd.daemon.hosts.links import DroppedMessages, LinkFailures, keep_running, shut_down
 from clusterd.daemon.hosts.reports import HostDown, HostUp, Reports
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.unexpected import guarded
@@ -30,6 +30,9 @@ from clusterd.ssh.host import HostLink, LinkState
 from clusterd.types import AttemptReport, HostId
 
 log = logging.getLogger(__name__)
+
+DIAL_S = 20.0
+"""Wait for the agents of accounts on a host that is removed, which nobody has dialed since the daemon's start."""
 
 Message = dict[str, Any]
 
@@ -52,6 +55,8 @@ class _Login:
     link: HostLink
     stop: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     gpu_pids: frozenset[int] = frozenset()  # its ranks on GPUs, which the daemon's own agent cannot tell
+    failures: LinkFailures = field(default_factory=LinkFailures)
+    tried: anyio.Event = field(default_factory=anyio.Event)  # set when the agent has answered, or could not be reached
 
 
 class AccountLinks:
@@ -89,6 +94,11 @@ class AccountLinks:
         login = self._logins.get((host, account))
         return login.link if login is not None else None
 
+    def failures(self, host: HostId, account: str) -> dict[str, Any]:
+        """Failures of an account's link since it was up, as a row; empty: there are none."""
+        login = self._logins.get((host, account))
+        return login.failures.to_row() if login is not None and login.failures.times else {}
+
     def gpu_pids(self, host: HostId) -> frozenset[int]:
         """Processes on a host's GPUs that are ranks of accounts."""
         return frozenset().union(*(login.gpu_pids for (at, _), login in self._logins.items() if at == host))
@@ -100,7 +110,10 @@ class AccountLinks:
 
         def on_state(state: LinkState) -> None:
             if state.name == "waiting":
-                self._tasks.start_soon(guarded, self._on_down, host, account, without_host(host, HostError(state.why)))
+                why = without_host(host, HostError(state.why))
+                is_new = login.failures.add(why)  # at once: whoever asked for this try reads its result next
+                login.tried.set()
+                self._tasks.start_soon(guarded, self._on_down, host, account, why, is_new)
 
         callbacks = LinkCallbacks(
             on_state=on_state,
@@ -119,14 +132,25 @@ class AccountLinks:
         """Record that an account cannot log in on a host."""
         await self._engine.report(e.AccountDisconnected(at_s=time.time(), host=host, account=account, why=why))
 
-    async def close(self, host: HostId) -> bool:
-        """Shut down the agents of all accounts on a host that is removed; True: all are."""
-        are_down = True
+    async def wait_until_tried(self, host: HostId) -> None:
+        """Wait until each account's agent on a host has answered, or could not be reached."""
+        with anyio.move_on_after(DIAL_S):
+            for login in [login for (at, _), login in self._logins.items() if at == host]:
+                await login.tried.wait()
+
+    async def close(self, host: HostId) -> dict[str, str]:
+        """Shut down the agents of all accounts on a host that is removed.
+
+        Returns:
+            Reason why an agent could not be reached, by account: it may still run there.
+        """
+        left: dict[str, str] = {}
         for key in [key for key in self._logins if key[0] == host]:
             login = self._logins.pop(key)
-            are_down &= await shut_down(login.link)
+            if not await shut_down(login.link):
+                left[key[1]] = login.failures.why or str(login.link.state)
             login.stop.cancel()
-        return are_down
+        return left
 
     async def _serve(self, login: _Login) -> None:
         with login.stop:
@@ -155,12 +179,14 @@ class AccountLinks:
             ),
             secret_rows(records),
         )
+        login = self._logins[host, account]
+        login.failures = LinkFailures()
+        login.tried.set()
         await self._on_gpu_use(host)
 
-    async def _on_down(self, host: HostId, account: str, why: str) -> None:
+    async def _on_down(self, host: HostId, account: str, why: str, is_new: bool) -> None:
         await self._reports.publish(host, HostDown(why, account))
-        known = self._state.hosts.get(host)
-        if known is not None and known.logins.get(account) != why:
+        if is_new and (host, account) in self._logins:
             await self.refuse(host, account, why)
 
     async def _on_event(self, host: HostId, account: str, message: Message) -> None:

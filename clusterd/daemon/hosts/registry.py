@@ -15,12 +15,18 @@ import msgspec
 from clusterd.config import Config, HostOptions
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.host import Host
 from clusterd.core.lifecycle.reconcile import needs_action
 from clusterd.daemon.hosts import facts
 from clusterd.daemon.hosts.account_links import AccountLinks, MakeLink
 from clusterd.daemon.hosts.launch_records import LaunchRecord, LaunchRecords, secret_rows
-from clusterd.daemon.hosts.links import DroppedMessages, keep_running, shut_down
+from clusterd.daemon.hosts.links import (
+    AgentOwners,
+    DroppedMessages,
+    LinkFailures,
+    agent_identity,
+    keep_running,
+    shut_down,
+)
 from clusterd.daemon.hosts.pending_replies import PendingReplies
 from clusterd.daemon.hosts.progress import Progress
 from clusterd.daemon.hosts.reports import HostDown, HostUp, Reports
@@ -65,6 +71,7 @@ class _Managed:
     options: HostOptions
     stop: anyio.CancelScope
     facts: dict[str, Any] = field(default_factory=dict)
+    failures: LinkFailures = field(default_factory=LinkFailures)
 
 
 class HostRegistry:
@@ -153,24 +160,30 @@ class HostRegistry:
         row = (msgspec.msgpack.encode(options), host)
         await self._journal.execute([("UPDATE hosts SET options = ? WHERE name = ?", row)])
 
-    async def remove(self, host: HostId) -> bool:
-        """Remove a host and shut its agent down; a host that runs something stays.
+    async def remove(self, host: HostId) -> dict[str, str]:
+        """Remove a host and shut its agents down; a host that runs something stays.
 
         Returns:
-            True if the agent was shut down; False while the host cannot be reached.
+            Reason why an agent could not be reached, by account ("": the daemon's own); it may still run there.
         """
+        managed, known = self._managed.get(host), self._engine.scheduler.state.hosts.get(host)
+        if managed is not None and known is not None and managed.link.state.name == "up":
+            for account in list(known.logins):  # since the daemon's start only those with jobs were dialed
+                await self._log_in_at(host, account)
+            await self.accounts.wait_until_tried(host)
         await self._engine.post(e.HostRemoved(at_s=time.time(), host=host))
         if host in self._engine.scheduler.state.hosts:
-            return False
+            return {}
         await self._drop_row(host)
         self._agents.release(host)
         managed = self._managed.pop(host, None)
         if managed is None:
-            return True  # a concurrent request removes it
-        is_down = await self.accounts.close(host)
-        is_down &= await shut_down(managed.link)
+            return {}  # a concurrent request removes it
+        left = await self.accounts.close(host)
+        if not await shut_down(managed.link):
+            left[""] = str(managed.link.state)
         managed.stop.cancel()
-        return is_down
+        return left
 
     async def _drop_row(self, host: HostId) -> None:
         try:
@@ -235,6 +248,7 @@ class HostRegistry:
             ),
             secret_rows(records),
         )
+        managed.failures = LinkFailures()
 
     async def adoptable(self, host: HostId, account: str, reports: Iterable[AttemptReport]) -> list[LaunchRecord]:
         """Records of jobs of an account's agent that are newer than the state; see `LaunchRecords`."""
@@ -270,7 +284,9 @@ class HostRegistry:
 
     async def _on_down(self, host: HostId, why: str) -> None:
         await self.reports.publish(host, HostDown(why))
-        await self._engine.report(e.HostDisconnected(at_s=time.time(), host=host, why=why))
+        managed = self._managed.get(host)
+        if managed is not None and managed.failures.add(why):
+            await self._engine.report(e.HostDisconnected(at_s=time.time(), host=host, why=why))
 
     def _fail_waiting(self, host: HostId, report: HostDown) -> None:
         account_of = self._engine.scheduler.state.account_of
@@ -291,7 +307,7 @@ class HostRegistry:
 
     async def _on_rank_exited(self, host: HostId, report: agent.RankExited) -> None:
         self.exits.resolve((host, report.job, report.attempt), report)
-        if report.attempt == facts.DESCRIPTION:
+        if report.attempt == facts.DESCRIPTION or not self._is_news(report):
             return
         await self._engine.report(
             e.RankExited(
@@ -304,6 +320,16 @@ class HostRegistry:
                 end=facts.rank_end(report),
             )
         )
+
+    def _is_news(self, report: agent.RankExited) -> bool:
+        """False for the exit of a rank that is over already: an agent may repeat it without end."""
+        attempt = self._engine.scheduler.state.attempt(JobId(report.job), report.attempt)
+        if attempt is None:
+            return False
+        if report.generation != attempt.generation:
+            return attempt.migration is not None and attempt.migration.generation == report.generation
+        known = attempt.ranks.get(report.rank)
+        return known is not None and known.end is None
 
     async def _on_rank_message(self, host: HostId, report: rank.FromRank) -> None:
         match report.message:
@@ -445,7 +471,8 @@ class HostRegistry:
         managed = self._managed.get(host)
         if managed is None:
             return {}
-        return {"address": managed.address, "state": str(managed.link.state), "facts": managed.facts}
+        row = {"address": managed.address, "state": str(managed.link.state), "facts": managed.facts}
+        return {**row, "failures": managed.failures.to_row()} if managed.failures.times else row
 
     def _address(self, host: HostId) -> str:
         known = self._engine.scheduler.state.hosts.get(host)
@@ -460,34 +487,3 @@ class HostRegistry:
 def _offered(known: HostFacts) -> object:
     """Facts whose change the scheduler must hear of."""
     return known.devices, known.gpu_error, known.runtimes
-
-
-def agent_identity(hello: agent.HelloReply) -> str:
-    """Identity of an agent: its directory's, on this boot of this machine, as directories are cloned and shared."""
-    return f"{hello.agent}@{hello.machine or hello.boot_id}"
-
-
-class AgentOwners:
-    """Host of each agent: under two names a machine would be offered twice, and each would end the other's jobs."""
-
-    def __init__(self, hosts: Iterable[Host]) -> None:
-        """Start from the agents that hosts had before; an agent belongs to the host that had it first."""
-        self._owners: dict[str, HostId] = {}
-        for host in hosts:
-            self._owners.setdefault(host.agent, host.id)
-
-    def claim(self, host: HostId, identity: str) -> None:
-        """Make an agent this host's.
-
-        Raises:
-            HostError: it is another host's.
-        """
-        owner = self._owners.get(identity, host)
-        if owner != host:
-            raise HostError(f"it is {owner} under another name (its agent answers): clusterd host remove {host}")
-        self.release(host)
-        self._owners[identity] = host
-
-    def release(self, host: HostId) -> None:
-        """Forget the host's agent; another host may have it."""
-        self._owners = {agent: owner for agent, owner in self._owners.items() if owner != host}

@@ -114,12 +114,12 @@ class ArchivedJobs:
         state = self._state
         if not text or JobId(text) in state.jobs:
             return
-        named = [job for job in state.jobs.values() if job.spec.name.startswith(text)]
-        if any(job.spec.name == text and job.spec.user == user for job in named):
+        own = [j.spec.name for j in state.jobs.values() if j.spec.user == user and j.spec.name.startswith(text)]
+        if text in own:
             return
         row = await self._row("job = ?", text) or await self._row("name = ? AND user = ?", text, user)
-        if row is None and not named and find_task(state, text) is None:
-            row = await self._row("name = ?", text) or await self._task(text) or await self._by_beginning(text, user)
+        if row is None and not own and find_task(state, text) is None:
+            row = await self._task(text) or await self._by_beginning(text, user)
         if row is not None:
             job = self._decoded(row)
             self._recalled_s[job.id] = time.time()
@@ -138,11 +138,11 @@ class ArchivedJobs:
         return await self._row("array_id = ? AND task = ?", array, int(index)) if _is_number(index) else None
 
     async def _by_beginning(self, text: str, user: str) -> tuple[Any, ...] | None:
-        begins = "SELECT DISTINCT name FROM archived_jobs WHERE substr(name, 1, length(?)) = ?"
-        names = await self._query(f"{begins} AND user = ?", text, text, user) or await self._query(begins, text, text)
+        begins = "SELECT DISTINCT name FROM archived_jobs WHERE substr(name, 1, length(?)) = ? AND user = ?"
+        names = await self._query(begins, text, text, user)
         if len(names) > 1:
             raise UsageError(f"{text!r} is the beginning of {len(names)} names: write more of the name, or the id")
-        return await self._row("name = ?", names[0][0]) if names else None
+        return await self._row("name = ? AND user = ?", names[0][0], user) if names else None
 
     # --- lists --------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ of each answer and the check of the name that was asked for keep pages of other 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -26,6 +27,7 @@ A browser that was sent here by a name of another site (DNS rebinding) names tha
 
 HEAD_BYTES_MAX = 16 << 10
 CONNECTIONS_MAX = 64
+"""Beyond it a new connection takes the place of the one that has waited longest for its peer."""
 ANSWERS_AT_ONCE = 2
 """Answers that are made at a time; other requests wait, so that visitors cannot keep the daemon from its work."""
 
@@ -84,6 +86,7 @@ class HttpServer:
         self.trouble = "not started"
         """Reason why it does not listen; empty: it does."""
         self._open = 0
+        self._waiting: dict[anyio.CancelScope, None] = {}  # of connections that wait for their peers, oldest first
         self._slots = anyio.Semaphore(ANSWERS_AT_ONCE)
 
     @property
@@ -116,19 +119,39 @@ class HttpServer:
         try:
             async with stream:
                 with anyio.move_on_after(REQUEST_S):
-                    if self._open > CONNECTIONS_MAX:
+                    if self._open > CONNECTIONS_MAX and not self._end_one_that_waits():
                         await stream.send(_refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections").encoded())
                         return
-                    head = await _head(stream)
+                    head = None
+                    with self._waits_for_peer():
+                        head = await _head(stream)
                     if head is None:
                         return
                     answer, with_body = await self._answer(head, handler)
-                    with anyio.move_on_after(REQUEST_S, shield=True):
+                    with anyio.move_on_after(REQUEST_S, shield=True), self._waits_for_peer():
                         await stream.send(answer.encoded(with_body))
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             pass  # the visitor went away
         finally:
             self._open -= 1
+
+    @contextmanager
+    def _waits_for_peer(self) -> Iterator[None]:
+        """Scope in which the connection may be ended: its peer has not sent its request, or not taken its answer."""
+        with anyio.CancelScope() as scope:
+            self._waiting[scope] = None
+            try:
+                yield
+            finally:
+                self._waiting.pop(scope, None)
+
+    def _end_one_that_waits(self) -> bool:
+        """End the connection that has waited longest for its peer; false if all have requests under way."""
+        oldest = next(iter(self._waiting), None)
+        if oldest is not None:
+            del self._waiting[oldest]
+            oldest.cancel()
+        return oldest is not None
 
     async def _answer(self, head: bytes, handler: Handler) -> tuple[Answer, bool]:
         """Answer, and whether its body is to be sent."""

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
 
+import anyio
 import pytest
 
 from clusterd import protocol
+from clusterd.core.state import State
+from clusterd.daemon.access import Access, Peer
+from clusterd.daemon.api import memory
+from clusterd.daemon.api.server import Server
 from clusterd.errors import UsageError
 from tests.agent.server.test_memory_limits import MEBIBYTE, peak_bytes, send_until_blocked
 from tests.conftest import RunningCluster
 
-SPEC = {"name": "x", "command": ["true"], "env": {"LARGE": "x" * 500_000}}
+SPEC = {"name": "x", "command": ["true"], "env": {f"LARGE{n}": "x" * 100_000 for n in range(5)}}
+
+
+@pytest.fixture
+def short_directory() -> Iterator[Path]:
+    """Socket paths are at most 108 bytes long."""
+    with tempfile.TemporaryDirectory(prefix="cl-", dir="/tmp") as name:
+        yield Path(name)
 
 
 def connected(cluster: RunningCluster, stack: ExitStack) -> socket.socket:
@@ -54,6 +71,42 @@ def test_answers_that_nobody_reads(cluster: RunningCluster) -> None:
         assert peak_bytes(cluster.pid) - before < 128 * MEBIBYTE
 
 
+@pytest.mark.anyio
+async def test_requests_of_who_does_not_read_wait_as_bytes(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: each waited as a task; given up, they and their answers were kept until the collector came by."""
+    made = 0
+    collected = anyio.Event()
+
+    async def status(peer: Peer) -> str:
+        nonlocal made
+        made += 1
+        return "x" * 600_000 if made > 1 else ""
+
+    monkeypatch.setattr(memory, "LOST_BYTES_MAX", 0)
+    monkeypatch.setattr(memory, "COLLECT_AFTER_S", 0.0)
+    monkeypatch.setattr(memory, "gc", SimpleNamespace(collect=collected.set))
+    server = Server(short_directory / "s", None, Access(State), {"status": status, "hello": hello}, {})
+    async with anyio.create_task_group() as tasks, await server.listen() as listener:
+        tasks.start_soon(server.serve, listener)
+        async with await anyio.connect_unix(short_directory / "s") as deaf:
+            for number in range(400):
+                await deaf.send(protocol.encode({"id": number, "verb": "status"}))
+            async with await anyio.connect_unix(short_directory / "s") as other:
+                for number in range(200):
+                    await other.send(protocol.encode({"id": number, "verb": "hello"}))
+                    assert b"here" in await other.receive()
+            assert made < 5
+            assert len(asyncio.all_tasks()) < 50
+        await collected.wait()
+        tasks.cancel_scope.cancel()
+
+
+async def hello(peer: Peer) -> str:
+    return "here"
+
+
 @pytest.mark.slow
 def test_many_large_answers_are_read_by_a_client_that_reads(cluster: RunningCluster) -> None:
     """However many it asked for at once."""
@@ -61,7 +114,7 @@ def test_many_large_answers_are_read_by_a_client_that_reads(cluster: RunningClus
     job = cluster.call("submit", spec=SPEC, secrets={})["id"]
     with cluster.client() as client:
         answers = client.call_many("job", ({"job": job} for _ in range(600)))
-    assert len(answers) == 600 and all(len(row["spec"]["env"]["LARGE"]) == 500_000 for row in answers[:3])
+    assert len(answers) == 600 and all(row["spec"]["env"] == SPEC["env"] for row in answers[:3])
 
 
 def test_a_request_that_is_too_long_is_refused_in_words(cluster: RunningCluster) -> None:

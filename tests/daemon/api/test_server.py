@@ -73,6 +73,14 @@ def test_garbage_and_half_frames(cluster: RunningCluster) -> None:
         ("logs", {"job": "1", "after": 5}, "logs: after: Expected `object | null`, got `int`"),
         ("status", {"peer": 1}, "multiple values for argument 'peer'"),
         ("host_add", {"address": "a", "accept": "b"}, "host_add: accept: Expected `array`, got `str`"),
+        ("report", {"since_s": 2.0**63}, "report: since_s is 9.22337e+18: give a number from -1e+11 to 1e+11"),
+        ("report", {"since_s": float("nan")}, "report: since_s is nan: give a number from"),
+        ("claim_add", {"devices": [], "reason": "x", "for_s": float("inf")}, "claim_add: for_s is inf"),
+        ("history", {"limit": 2**63}, "history: limit is 9.22337e+18: give a number from -9.0072e+15 to 9.0072e+15"),
+        ("usage", {"minutes": -(2**63)}, "usage: minutes is -9.22337e+18"),
+        ("submit", {"spec": {**SPEC, "retries": 2**63}}, "submit: spec.retries is 9.22337e+18"),
+        ("host_drain", {"host": "local0", "why": "x" * 5000}, "host_drain: why has 5000 letters; it may have 4096"),
+        ("submit", {"spec": {**SPEC, "command": ["x" * 200_000]}}, "submit: spec.command has 200000 letters"),
     ],
 )
 def test_arguments_of_another_type(cluster: RunningCluster, verb: str, arguments: dict[str, Any], message: str) -> None:

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clusterd.core import events as e
 from clusterd.daemon.journal.journal import Journal
+from clusterd.exit_reasons import Reason
 from clusterd.protocol import ProtocolError, agent
 from clusterd.protocol.codec import from_map, to_map
+from clusterd.types import JobId, JobSpec
 from tests.daemon.hosts.test_registry import HOST, lab, with_one_host
 
 SENDER = {"job": "1", "attempt": 1, "generation": 1, "rank": 0}
@@ -51,19 +54,41 @@ def test_a_malformed_message_is_dropped_and_the_link_goes_on(
 ) -> None:
     """The log names the host and the field; the next message counts."""
     journal = Journal(tmp_path / "journal.db")
+    seen: list[agent.RankExited] = []
 
     async def run() -> None:
         async with lab(journal) as made:
             await with_one_host(made)
+            made.hosts.reports.subscribe(agent.RankExited, lambda _, report: seen.append(report))
             await made.hosts.on_event(HOST, message)
             await made.hosts.on_event(HOST, {"event": "rank_exited", **SENDER, "reason": "exit", "exit_code": 0})
 
     anyio.run(run)
     journal.close()
-    with sqlite3.connect(tmp_path / "journal.db") as db:
-        assert db.execute("SELECT kind FROM events ORDER BY id DESC").fetchone() == ("RankExited",)
-    db.close()
+    assert [report.reason for report in seen] == [Reason.EXIT]
     assert f"{HOST}: dropped a malformed message (1 so far)" in caplog.text and field in caplog.text
+
+
+def test_exits_that_an_agent_repeats_or_invents_are_not_journaled(tmp_path: Path) -> None:
+    """An agent of another person may send them without end, and everybody reads the journal."""
+    journal = Journal(tmp_path / "journal.db")
+    which: dict[str, Any] = {"job": JobId("1"), "attempt": 1, "generation": 1}
+
+    async def run() -> None:
+        async with lab(journal) as made:
+            await with_one_host(made)
+            spec = JobSpec(name="net", command=("true",))
+            await made.engine.post(e.JobSubmitted(at_s=2.0, job=JobId("1"), spec=spec))
+            await made.engine.post(e.AttemptLaunched(at_s=3.0, **which))
+            exited = {"event": "rank_exited", **which, "rank": 0, "reason": "exit", "exit_code": 0}
+            for other in ({}, {}, {"job": "7"}, {"attempt": 2}, {"generation": 9}, {"rank": 5}):
+                await made.hosts.on_event(HOST, exited | other)
+
+    anyio.run(run)
+    journal.close()
+    with sqlite3.connect(tmp_path / "journal.db") as db:
+        assert db.execute("SELECT count(*) FROM events WHERE kind = 'RankExited'").fetchone() == (1,)
+    db.close()
 
 
 def test_a_flood_of_malformed_messages_does_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

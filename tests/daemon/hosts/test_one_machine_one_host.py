@@ -8,7 +8,7 @@ import pytest
 
 from clusterd.core import events as e
 from clusterd.core.host import Host
-from clusterd.daemon.hosts.registry import AgentOwners, agent_identity
+from clusterd.daemon.hosts.links import AgentOwners, agent_identity
 from clusterd.errors import HostError
 from clusterd.protocol.agent import HelloReply
 from clusterd.types import HostId

@@ -34,6 +34,7 @@ class Link:
     """To an agent that does as it is told."""
 
     name = HOST
+    state = LinkState("up", 0.0)
 
     async def run(self) -> None:
         await anyio.sleep_forever()
@@ -130,7 +131,7 @@ def test_removing_a_lost_host_lists_what_may_still_run_there(journal: Journal) -
             await made.engine.post(e.HostDisconnected(at_s=4.0, host=HOST, why="the cable is out"))
             await made.engine.post(e.TimerFired(at_s=1e4, timer=Timer(TimerKind.HOST_LOST, "a")))
             answer = await made.membership.host_remove(PEER, "a")
-            assert answer == {"name": "a", "left": ["net (1.1)"], "agent_left": False}
+            assert answer == {"name": "a", "left": ["net (1.1)"], "agent_left": False, "agents_left": {}}
 
     anyio.run(run)
 
@@ -174,6 +175,9 @@ def test_a_rank_ends_by_the_daemons_clock(journal: Journal, monkeypatch: pytest.
 
     async def run() -> None:
         async with lab(journal) as made:
+            await with_one_host(made)
+            spec = JobSpec(name="net", command=("true",))
+            await made.engine.post(e.JobSubmitted(at_s=2.0, job=JobId("1"), spec=spec))
             monkeypatch.setattr(made.engine, "report", report)
             message = {"job": "1", "attempt": 1, "generation": 1, "rank": 0, "exit_code": 0, "reason": "exit"}
             ahead = {**message, "event": "rank_exited", "at_s": time.time() + 3600.0}

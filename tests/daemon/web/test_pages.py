@@ -227,7 +227,7 @@ def test_a_browser_shows_queue_fleet_and_a_job_with_its_metrics(cluster: Running
     """An argument that is HTML is shown as it was written."""
     port = serving(cluster, "all")
     job = train(cluster)
-    sleep(cluster, "sleeper", "sh", "-c", "sleep 1000", PICTURE)
+    sleeper = sleep(cluster, "sleeper", "sh", "-c", "sleep 1000", PICTURE)
 
     command = ("run", "-d", "--no-snapshot", "--name", "night", "--array", "1-3%1", "--", "sleep", "1000")
     tasks = cluster.run(*command).stdout.split()
@@ -249,7 +249,7 @@ def test_a_browser_shows_queue_fleet_and_a_job_with_its_metrics(cluster: Running
             await page.go(f"{url}jobs/{job}")
             await page.text_with("linear", "Story", "loss", "step time (s)", "steps 1 to 12")
             assert await page.evaluate("document.querySelectorAll('svg.chart polyline').length") >= 2
-            await page.go(f"{url}jobs/sleeper")
+            await page.go(f"{url}jobs/{sleeper}")
             await page.text_with(PICTURE, "started on local0")
             assert await page.evaluate("document.querySelectorAll('main img').length") == 0
             await page.go(f"{url}jobs/none")
