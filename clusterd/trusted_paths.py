@@ -11,7 +11,7 @@ import hashlib
 import os
 import pwd
 import stat
-from typing import Iterable, Optional, Tuple  # Python 3.6
+from typing import Iterable, Optional, Set, Tuple  # Python 3.6
 
 LINKS_MAX = 40
 _PATH_ONLY = getattr(os, "O_PATH", os.O_RDONLY)  # directories above may be closed to readers; macOS has no O_PATH
@@ -149,7 +149,7 @@ def _entry(directory: int, name: str, place: str, make: bool) -> Optional[str]:
         status = os.stat(name, dir_fd=directory, follow_symlinks=False)
     if not stat.S_ISLNK(status.st_mode):
         return None
-    if status.st_uid not in (0, os.getuid()):
+    if status.st_uid not in _trusted_owners():
         raise UnsafePath(f"{place} is a link made by {account_name(status.st_uid)}, {_REPLACE}: remove it")
     return os.readlink(name, dir_fd=directory)
 
@@ -157,7 +157,7 @@ def _entry(directory: int, name: str, place: str, make: bool) -> Optional[str]:
 def _check(descriptor: int, place: str) -> None:
     """Check that the entry is root's or ours and, of a directory, that others cannot replace what is in it."""
     status = os.fstat(descriptor)
-    if status.st_uid not in (0, os.getuid()):
+    if status.st_uid not in _trusted_owners():
         raise UnsafePath(
             f"{place} belongs to {account_name(status.st_uid)}, {_REPLACE}: "
             f"it must be {account_name(os.getuid())}'s or root's"
@@ -165,6 +165,20 @@ def _check(descriptor: int, place: str) -> None:
     is_sticky = bool(status.st_mode & stat.S_ISVTX)
     if stat.S_ISDIR(status.st_mode) and not is_sticky and _is_writable_by_others(descriptor, status):
         raise UnsafePath(f"{place} can be written by others, {_REPLACE}: chmod +t {place}, or chmod go-w {place}")
+
+
+def _trusted_owners() -> Set[int]:
+    """Root and this account; in a user namespace, as of a rootless container, also the id of root outside of it."""
+    owners = {0, os.getuid()}
+    try:
+        with open("/proc/self/uid_map") as file:
+            maps_everybody = file.read().split() == ["0", "0", str((1 << 32) - 1)]
+        if not maps_everybody:
+            with open("/proc/sys/kernel/overflowuid") as file:
+                owners.add(int(file.read()))
+    except OSError:  # no Linux
+        pass
+    return owners
 
 
 def _is_writable_by_others(descriptor: int, status: os.stat_result) -> bool:
