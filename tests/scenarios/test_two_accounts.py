@@ -231,6 +231,12 @@ def test_rights_come_from_the_configuration_and_reload_changes_them(site: Site, 
     # The daemon's own account may do all that.
     assert site.cluster.call("priority", job=job, priority=7)["priority"] == 7
     assert "may not reload" in ann.calls(site.socket, "reload")
+    # What an operator holds stays held.
+    site.cluster.run("hold", job)
+    assert "is held by root" in ann.calls(site.socket, "release", job=job)
+    site.cluster.run("release", job)
+    assert ann.calls(site.socket, "hold", job=job)["held_by"] == ann.name
+    assert ann.calls(site.socket, "release", job=job)["held_by"] is None
 
     limits = f"[users.{ann.name}]\npriority = 100\nguaranteed_devices = 2\ndevices = 1\nqueued_jobs = 3\n"
     site.settings(f'accounts = "shared"\npolicy = "simple"\n{limits}')

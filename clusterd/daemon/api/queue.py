@@ -78,10 +78,12 @@ class QueueVerbs:
         return projection.job_row(known, self._state)
 
     async def release(self, peer: Peer, job: str) -> dict[str, Any]:
-        """Let a held job start."""
+        """Let a held job start; what an operator holds an operator releases."""
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         if known.held_by is None:
             raise ClusterError(f"job {known.id} ({known.spec.name}) is not held")
+        if known.held_by not in ("", peer.user) and not peer.is_operator:
+            raise ClusterError(f"job {known.id} ({known.spec.name}) is held by {known.held_by}: ask them")
         await self._engine.post(e.JobReleased(at_s=time.time(), job=known.id, by=peer.user))
         return projection.job_row(known, self._state)
 
