@@ -13,7 +13,7 @@ import click
 
 from clusterd import config as configuration
 from clusterd.cli.common.arguments import time_s
-from clusterd.cli.common.output import ago, note, output_option, show_json
+from clusterd.cli.common.output import ago, note, output_option, print_line, show_json
 from clusterd.client import Client
 from clusterd.config import python_path
 from clusterd.errors import ClusterError, DaemonAbsent
@@ -186,28 +186,30 @@ def status(system: bool, output: str) -> None:
         return
     hosts = list(answer["hosts"].values())
     up = hosts.count("up")
-    print(
+    print_line(
         f"clusterd {answer['version']} is up for {ago(answer['started_s'])} "
         f"(pid {answer['pid']}, policy {answer['policy']})"
     )
-    print(f"  hosts    {up} of {len(hosts)} up, {answer['leased']} of {answer['devices']} devices leased")
+    print_line(f"  hosts    {up} of {len(hosts)} up, {answer['leased']} of {answer['devices']} devices leased")
     counts = ", ".join(f"{count} {state}" for state, count in sorted(answer["jobs"].items())) or "none yet"
-    print(f"  jobs     {counts}")
-    print(f"  state    {answer['state_dir']} ({answer['events']} events)")
-    print(f"  socket   {answer['socket']}")
-    print(f"  accounts {_ACCOUNTS[answer.get('accounts')].format(account=answer.get('account'))}")
-    print(f"  settings {answer['config'] or 'defaults (no file found or given)'}")
+    print_line(f"  jobs     {counts}")
+    print_line(f"  state    {answer['state_dir']} ({answer['events']} events)")
+    print_line(f"  socket   {answer['socket']}")
+    print_line(f"  accounts {_ACCOUNTS[answer.get('accounts')].format(account=answer.get('account'))}")
+    print_line(f"  settings {answer['config'] or 'defaults (no file found or given)'}")
     if web := answer.get("web"):
         trouble = f"; FAILS: {web['trouble']}" if web["trouble"] else ""
-        print(f"  pages    {web['url']} (read-only, visibility {web['visibility']}){trouble}")
+        print_line(f"  pages    {web['url']} (read-only, visibility {web['visibility']}){trouble}")
     for row in backups:
-        print(f"  backup   {described(row)}")
+        print_line(f"  backup   {described(row)}")
     if aside := answer.get("set_aside"):
-        print(f"  bug      {aside} events could not be handled and were set aside: see the daemon's log, and report it")
+        print_line(
+            f"  bug      {aside} events could not be handled and were set aside: see the daemon's log, and report it"
+        )
     if trouble := answer.get("trouble"):  # absent from the reply of an older daemon
-        print(f"  trouble  events of hosts cannot be journaled yet: {trouble}")
+        print_line(f"  trouble  events of hosts cannot be journaled yet: {trouble}")
     if answer["recovering"]:
-        print(f"  waiting for reports of {', '.join(answer['recovering'])} before placing anything")
+        print_line(f"  waiting for reports of {', '.join(answer['recovering'])} before placing anything")
 
 
 @click.command()
@@ -251,14 +253,15 @@ def login(output: str) -> int:
     account = answer["account"]
     if not account:
         others = ", like those of all users" if answer["shared"] else ", as you are that user"
-        print(f"your jobs run as {answer['daemon']}{others}: nothing to do")
+        print_line(f"your jobs run as {answer['daemon']}{others}: nothing to do")
         return 0
-    print(f"your jobs run as {account}")
+    print_line(f"your jobs run as {account}")
     for host, why in answer["hosts"].items():
-        print(f"  {host}: {why or 'ready'}")
+        print_line(f"  {host}: {why or 'ready'}")
     if refused and answer["key"]:
         print("\nOn each of these hosts, or once for a shared home, run as that account:\n")
-        print(f"  mkdir -p -m 700 ~/.ssh && echo '{answer['key']}' >> ~/.ssh/authorized_keys\n")
+        print_line(f"  mkdir -p -m 700 ~/.ssh && echo '{answer['key']}' >> ~/.ssh/authorized_keys")
+        print()
         print("then: clusterd login")
     return code
 
@@ -300,7 +303,7 @@ def backup(to: str | None, every: str | None, stop: bool, output: str) -> int:
         note(f"the backup to {target} is repeated no more")
     else:
         repeated = f", every {duration(every_s)} from now on" if every_s else ""
-        print(f"{target} is the state as of event {answer['event']} ({size(answer['bytes'])} copied{repeated})")
+        print_line(f"{target} is the state as of event {answer['event']} ({size(answer['bytes'])} copied{repeated})")
     return 0
 
 

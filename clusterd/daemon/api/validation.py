@@ -14,6 +14,7 @@ from clusterd.core.queueing import admission
 from clusterd.core.state import Job, State
 from clusterd.core.view import View
 from clusterd.errors import UsageError
+from clusterd.outside_text import TEXT_LETTERS_MAX
 from clusterd.submission.job_file import checked_name
 from clusterd.types import CONTAINER_RUNTIMES, HostId, JobId, JobKind, JobSpec
 from clusterd.units import counted, parse_capability
@@ -86,6 +87,8 @@ def refuse_malformed(spec: JobSpec) -> None:
     for field, text in _named(spec):
         if not text.isprintable():
             raise UsageError(f"{field} is {text!r}, which others could not be shown: take out what does not print")
+        if len(text) > TEXT_LETTERS_MAX:
+            raise UsageError(f"{field} has {len(text)} letters; it may have {TEXT_LETTERS_MAX}")
     admission.may_submit(spec)
 
 
