@@ -28,6 +28,9 @@ KEPT_S = 3600.0
 
 EVERY_S = 300.0
 
+CHUNK_BYTES = 1 << 20
+"""Most by which the last chunk may exceed a limit, before the packed size is known."""
+
 
 @dataclass(slots=True)
 class _Sent:
@@ -36,10 +39,6 @@ class _Sent:
     at_s: float
     whole_bytes: int = 0  # 0: not complete yet
     part_bytes: dict[int, int] = field(default_factory=dict)  # by connection that is sending it
-
-    @property
-    def size_bytes(self) -> int:
-        return self.whole_bytes + sum(self.part_bytes.values())
 
 
 class WorkdirVerbs:
@@ -62,28 +61,35 @@ class WorkdirVerbs:
     async def snapshot_put(self, peer: Peer, digest: str, offset: int, data: bytes, last: bool) -> None:
         """Store one chunk of a working directory."""
         size_bytes = offset + len(data)
-        if size_bytes > self._bytes_max + (1 << 20):
+        if size_bytes > self._bytes_max + CHUNK_BYTES:
             raise UsageError(f"the workdir is larger than {self._bytes_max} bytes")
-        self._refuse_beyond(peer.user, digest, size_bytes)
+        self._refuse_beyond(peer, digest, size_bytes)
         sent = self._sent.setdefault((peer.user, digest), _Sent(time.time()))
         sent.at_s, sent.part_bytes[peer.connection] = time.time(), size_bytes
         await self._archive.put_workdir(digest, offset, data, last, peer.connection)
         if last:
             sent.whole_bytes = sent.part_bytes.pop(peer.connection)
 
-    def _refuse_beyond(self, user: str, digest: str, more_bytes: int) -> None:
-        """Refuse to store more for a user than a few working directories that no job names.
+    def _refuse_beyond(self, peer: Peer, digest: str, size_bytes: int) -> None:
+        """Refuse to store more for a user than a few working directories that no job names, parts of any included.
 
+        Args:
+            size_bytes: of what this connection sends of the digest.
         Raises:
             TryLater: says when there is room again.
         """
-        unnamed = {d: sent for (u, d), sent in self._sent.items() if u == user and not self._is_named(u, d)}
+        sent_s, sent_bytes, now_s = [], 0, time.time()
+        for (user, other), sent in self._sent.items():
+            if user == peer.user:
+                sent_bytes += sum(sent.part_bytes.values()) + sent.whole_bytes * (not self._is_named(user, other))
+                sent_bytes -= sent.part_bytes.get(peer.connection, 0) * (other == digest)
+                sent_s.append(sent.at_s)
         limit = WAITING_PER_USER * self._bytes_max
-        if sum(sent.size_bytes for d, sent in unnamed.items() if d != digest) + more_bytes > limit:
-            wait_s = max(min(sent.at_s for sent in unnamed.values()) + KEPT_S - time.time(), 0.0)
+        if sent_bytes and sent_bytes + size_bytes > limit:
+            wait_s = max(min(sent_s) + KEPT_S - now_s, 0.0)
             raise TryLater(
-                f"{user} has sent {size(limit)} of working directories that no job names, which is the limit: submit "
-                f"their jobs, or try again in {duration(wait_s)}"
+                f"{peer.user} has sent {size(limit)} of working directories that no job names, which is the limit: "
+                f"submit their jobs, or try again in {duration(wait_s)}"
             )
 
     def may_name(self, peer: Peer, digest: str) -> bool:
@@ -109,14 +115,15 @@ class WorkdirVerbs:
         """Drop what a connection that has ended sent in part."""
         for key, sent in list(self._sent.items()):
             sent.part_bytes.pop(connection, None)
-            if not sent.size_bytes:
+            if not sent.part_bytes and not sent.whole_bytes:
                 del self._sent[key]
         self._archive.drop_partial(connection)
 
     def remove(self, digest: str) -> int:
         """Remove a working directory unless a job still needs it or one may be about to; returns the bytes freed."""
         needed = any(job.spec.snapshot == digest and not job.state.is_final for job in self._state.jobs.values())
-        return 0 if needed or any(d == digest for _, d in self._sent) else self._archive.remove_workdir(digest)
+        is_awaited = any(sent == digest and not self._is_named(user, sent) for user, sent in self._sent)
+        return 0 if needed or is_awaited else self._archive.remove_workdir(digest)
 
     async def run(self) -> None:
         """Remove working directories that no job names, until cancelled."""
