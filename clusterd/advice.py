@@ -12,7 +12,7 @@ import msgspec
 
 from clusterd.core.host import Host
 from clusterd.core.performance_table import Estimate, PerformanceTable
-from clusterd.core.state import Attempt, Description, Job, Lease, Rank, State
+from clusterd.core.state import Attempt, Description, Holder, Job, Rank, State
 from clusterd.core.view import Policy, View
 from clusterd.errors import UsageError
 from clusterd.types import (
@@ -222,14 +222,14 @@ def _add(state: State, situation: Situation, given: JobIn, where: dict[str, Host
     for number, device in enumerate(given.current.devices):
         if device not in where:
             raise UsageError(f"job {given.id} runs on {device}, which no host has")
-        lease = state.leases.get(DeviceId(device))
-        if lease is not None and lease.job == job_id:
+        holder = state.holders.get(DeviceId(device))
+        if holder is not None and holder.job == job_id:
             raise UsageError(f"job {given.id} names {device} twice: each of its ranks has a device of its own")
-        if lease is not None:
-            raise UsageError(f"{device} is used by job {lease.job} and by job {given.id}")
+        if holder is not None:
+            raise UsageError(f"{device} is used by job {holder.job} and by job {given.id}")
         host = where[device]
         ranks[number] = Rank(RankPlace(rank=number, host=host, device=DeviceId(device)))
-        state.leases[DeviceId(device)] = Lease(DeviceId(device), host, job_id, 1, 1, None)
+        state.holders[DeviceId(device)] = Holder(host, job_id, 1, 1)
     plan = _plan(given.current.plan, given.id, len(given.current.devices))
     attempt = Attempt(job_id, 1, 1, plan, ranks, started_s=given.current.since_s, state=AttemptState.RUNNING)
     for rank in ranks.values():

@@ -31,7 +31,9 @@ from clusterd.core.events import (
 )
 from clusterd.core.host import Host
 from clusterd.core.ledger import of_ranks
-from clusterd.core.state import Attempt, Job, Migration, State
+from clusterd.core.queue_order import Order, listed, only
+from clusterd.core.scheduler import NO_SIDE_EFFECTS, SideEffects
+from clusterd.core.state import Attempt, Job, Migration, Restart, State
 from clusterd.core.timers import account_on
 from clusterd.types import AttemptState, DeviceClaim, HostId, HostState, JobId, JobSpec
 from clusterd.units import duration
@@ -96,7 +98,7 @@ def job_row(job: Job, state: State) -> Row:
         "checkpoint": job.checkpoint,
         "checkpoint_step": job.checkpoint_step,
         "migrating": migration_row(running.migration) if running and running.migration else None,
-        "migrations": [migration_row(m) for m in job.migrations],
+        "migrations": [migration_row(change) for change in job.plan_changes],
     }
 
 
@@ -114,6 +116,30 @@ def promise_row(job: JobId, state: State) -> Row | None:
         return None
     after = [state.jobs[other].spec.name for other in promise.after]
     return {"at_s": promise.at_s if promise.is_foreseen else None, "latest_s": promise.latest_s, "after": after}
+
+
+def order(state: State) -> Order:
+    """Places of the jobs that wait, by the last scheduling pass; without those that it did not consider."""
+    return only(state.order, {job for job in state.queue if state.jobs[job].held_by is None})
+
+
+def places(state: State) -> dict[JobId, int]:
+    """Place of each job that has one, from 1 on."""
+    return {job: place for place, job in enumerate(listed(order(state)), 1)}
+
+
+def place_row(job: JobId, state: State) -> Row:
+    """Place of a queued job from 1 on, names of the jobs before it, and why the last of them is; null: no place yet."""
+    waiting = order(state)
+    if job not in waiting:
+        return {"place": None, "ahead": [], "after": None}
+    jobs = listed(waiting)
+    ahead = [state.jobs[other].spec.name for other in jobs[: jobs.index(job)]]
+    previous, criterion = waiting[job]
+    after: Row | None = None
+    if previous is not None and criterion is not None:
+        after = {"job": previous, "name": ahead[-1], "criterion": criterion.value, "why": criterion.sentence}
+    return {"place": len(ahead) + 1, "ahead": ahead, "after": after}
 
 
 def left_s(job: Job) -> float | None:
@@ -182,8 +208,8 @@ def predicted_step_time_s(job: Job, state: State) -> float | None:
     return found.step_time_s if found is not None else None
 
 
-def migration_row(migration: Migration) -> Row:
-    """Row of a migration: plans, reason and cost."""
+def migration_row(migration: Migration | Restart) -> Row:
+    """Row of a migration or a restart: plans, reason and cost."""
     return {
         "number": migration.number,
         "from": str(migration.old_plan),
@@ -194,10 +220,10 @@ def migration_row(migration: Migration) -> Row:
         "ended_s": migration.ended_s,
         "step": migration.step,
         "phases": [{"phase": name, "seconds": seconds, "what": detail} for name, seconds, detail in migration.phases],
-        "network_bytes": migration.network_bytes,
+        "network_bytes": migration.network_bytes if isinstance(migration, Migration) else 0,
         "local_bytes": migration.local_bytes,
         "downtime_s": migration.downtime_s,
-        "restarts": migration.restarts,
+        "restarts": isinstance(migration, Restart),
         "failure": migration.failure,
     }
 
@@ -254,8 +280,8 @@ def host_row(state: State, host: Host, link: Row | None = None) -> Row:
                 "memory_bytes": device.memory_bytes,
                 "compute_capability": device.compute_capability,
                 "foreign": device.foreign,
-                "job": lease.job if (lease := state.leases.get(device.id)) else None,
-                "job_name": state.jobs[lease.job].spec.name if lease else None,
+                "job": holder.job if (holder := state.holders.get(device.id)) else None,
+                "job_name": state.jobs[holder.job].spec.name if holder else None,
                 "jobs": len(state.jobs_on(device.id)),  # more than one: they share it
             }
             for device in host.devices
@@ -380,11 +406,13 @@ def change_row(
     events: Iterable[Event],
     decisions: Iterable[Decision],
     link: Callable[[HostId], Row] = no_link,
+    side_effects: SideEffects = NO_SIDE_EFFECTS,
 ) -> Row:
     """Row of a handled batch, with the current rows of every job and host that it changed."""
     events, decisions = list(events), list(decisions)
     touched: list[Any] = [*events, *decisions]
     jobs = {JobId(str(job)): None for item in touched if (job := getattr(item, "job", None))}
+    jobs |= dict.fromkeys(sorted(side_effects.jobs))
     hosts = {HostId(str(host)): None for item in touched if (host := getattr(item, "host", None))}
     for event in events:
         if _is_about_claims(event):
@@ -403,5 +431,6 @@ def change_row(
         "jobs": [job_row(state.jobs[job], state) for job in jobs if job in state.jobs],
         "hosts": [host_row(state, state.hosts[host], link(host)) for host in hosts if host in state.hosts],
         "gone": [host for host in hosts if host not in state.hosts],
+        "order": dict(side_effects.order),
         "recovering": sorted(state.recovering),
     }

@@ -93,7 +93,8 @@ def _from_journal(file: Path, policy: str) -> Iterator[Item]:
                 f"{file}: this version cannot replay event {batch.events[0].id} ({type(error).__name__}: {error}): "
                 f"was another policy than {policy!r} at work, or another version?"
             ) from error
-        yield projection.change_row(scheduler.state, batch.events[-1].id, batch.events, decisions)
+        number, also = batch.events[-1].id, scheduler.side_effects
+        yield projection.change_row(scheduler.state, number, batch.events, decisions, side_effects=also)
     if first:
         raise ClusterError(f"{file} holds no events yet")
 

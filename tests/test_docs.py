@@ -9,8 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import click
+
 from clusterd import config as configuration
 from clusterd import projection
+from clusterd.cli.main import cli
 from clusterd.core import events as e
 from clusterd.core.state import Migration
 from clusterd.submission.job_keys import CheckpointKeys, JobKeys, LimitKeys, ResourceKeys
@@ -98,6 +101,81 @@ def test_the_reference_of_settings_has_every_key() -> None:
     ):
         assert set(table) == {f.name for f in fields(kind)}, kind
     configuration.of_values({**example, "daemon": {**example["daemon"], "state_dir": "/x"}}, None)
+
+
+PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CHANGELOG.md")
+
+MADE_LATER = {"docs/measured/gpu.json"}
+"""Files that the pages name and that a command makes."""
+
+
+def _cited(page: Path) -> list[str]:
+    """Pieces of code in a page, in its lines and in its blocks."""
+    text = page.read_text()
+    blocks = re.findall(r"```[^\n]*\n(.*?)```", text, re.DOTALL)
+    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    return [*re.findall(r"`([^`\n]+)`", text), *lines]
+
+
+def test_files_that_the_pages_name_are_there() -> None:
+    """Paths from the top of the tree or of the package; a name in capitals stands for any."""
+    roots = (ROOT, ROOT / "clusterd")
+    tops = {folder.name for root in roots for folder in root.iterdir() if folder.is_dir()} - {"ssh"}
+    path = re.compile(r"(?<![\w/.~-])(?:" + "|".join(sorted(tops)) + r")/[\w./-]*\w")
+    named = {(page.name, name) for page in PAGES for code in _cited(page) for name in path.findall(code)}
+    named = {(page, name) for page, name in named if not re.search(r"[A-Z]{3}|clusterd\.(?:sock|toml)", name)}
+    there = {
+        name for _, name in named if any((root / name).exists() or (root / f"{name}.py").exists() for root in roots)
+    }
+    assert {(page, name) for page, name in named if name not in there | MADE_LATER} == set()
+    assert len(there) > 50
+
+
+def _command(words: list[str]) -> tuple[click.Command, list[str]] | None:
+    """The command that these words of a command line begin with, and the words behind it; None: there is none."""
+    command: click.Command = cli
+    context = click.Context(cli)
+    while isinstance(command, click.Group):
+        name = words[0] if words and re.fullmatch(r"[a-z][a-z-]*", words[0]) else ""
+        found = command.get_command(context, name or "add")  # of a claim, the devices may follow at once
+        if found is None:
+            return None if name else (command, words)
+        command, words = found, words[1:] if name else words
+    return command, words
+
+
+def test_commands_that_the_pages_name_exist_with_their_options() -> None:
+    wrong = []
+    lines = [(page.name, code) for page in PAGES for code in _cited(page)]
+    for page, line in lines:
+        for words in (found.split() for found in re.findall(r"(?:^|[;|] |\()clusterd ([a-z][^#|;)]*)", line)):
+            found = _command(words)
+            if found is None:
+                wrong.append((page, line))
+                continue
+            command, rest = found
+            known = {"--help"}.union(*({*option.opts, *option.secondary_opts} for option in command.params))
+            options = (word.strip("[].,").partition("=")[0] for word in rest[: (*rest, "--").index("--")])
+            wrong += [(page, line) for option in options if option.startswith("--") and option not in known]
+    assert wrong == []
+    assert len(lines) > 1000
+
+
+def test_commands_that_messages_name_exist() -> None:
+    """Advice in a message is a command that can be typed."""
+    wrong = []
+    for file in (*(ROOT / "clusterd").rglob("*.py"), *(ROOT / "tui").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                advice = re.findall(r"(?:: |`|\(| or |, and )clusterd ([a-z][a-z-]*(?: [a-z-]+(?!\w))?)", node.value)
+                wrong += [(file.name, node.lineno, words) for words in advice if _command(words.split()) is None]
+    assert [each for each in wrong if each[2].split()[0] not in ("chooses", "is")] == []
+
+
+def test_targets_of_make_that_the_pages_name_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for page in PAGES for code in _cited(page) for name in re.findall(r"^make ([a-z-]+)", code)}
+    assert named - targets == set()
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -199,6 +199,7 @@ class Top(PlainTextApp):
     def show_touched(self, touched: Touched) -> None:
         """Redraw the parts of the visible screen that changed."""
         if self.is_running and self._boards:
+            touched.jobs |= self.shared.model.place_jobs()
             self.board.sync(touched)
             self.show_frame()
 

@@ -431,6 +431,8 @@ def why(job: str, output: str) -> None:
     if answer["ahead"]:
         names = ", ".join(answer["ahead"][:5]) + (" ..." if len(answer["ahead"]) > 5 else "")
         print_line(f"  {len(answer['ahead'])} ahead in the queue: {names}")
+    if after := answer.get("after"):  # absent from the reply of an older daemon
+        print_line(f"  {after['name']} comes just before it, because {after['why']}")
     if answer["state"] == "queued":
         for name, count in sorted(answer["holders"].items(), key=lambda item: -item[1])[:8]:
             left_s = answer.get("holders_left_s", {}).get(name)

@@ -27,7 +27,7 @@ class ClaimCalendar:
             until_s = inf if claim.until_s is None else claim.until_s - now_s
             for device in claim.devices:
                 self._windows.setdefault(device, []).append(Window(claim.from_s - now_s, until_s))
-        self.leased = frozenset(state.leases) if self._windows else frozenset()
+        self.held = frozenset(state.holders) if self._windows else frozenset()
         hosts = state.hosts.values() if self._windows else ()
         # As they are outside of claims; those in use by others stay out.
         self.devices: list[Device] = [

@@ -360,7 +360,7 @@ class RankExited(Event):
 
     job: JobId
     attempt: int
-    generation: int  # of the lease it ran under; reports of former generations are ignored
+    generation: int  # under which it ran; reports of former generations are ignored
     host: HostId
     rank: int
     end: RankEnd
@@ -400,6 +400,7 @@ class AttemptProgressed(Event):
     loss: float | None
     step_time_s: float
     first_loss: float | None = None  # of step 1; in the first such event only
+    is_nan: bool | None = None  # there is a loss, and it is not a number; None: unknown, of an older agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

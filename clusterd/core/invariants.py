@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from clusterd.core.state import State
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+from clusterd.core import transitions
+from clusterd.core.state import Job, State
 from clusterd.types import AttemptState, HostState, JobState
 
 
 def violations(state: State) -> list[str]:
     """Messages about every violated invariant; empty: none."""
-    return [*_leases(state), *_jobs(state), *_bookings(state), *_index(state)]
+    return [*_holders(state), *_jobs(state), *_bookings(state), *_index(state), *_steps(state)]
 
 
-def _leases(state: State) -> list[str]:
+def _holders(state: State) -> list[str]:
     wrong: list[str] = []
-    for device, lease in state.leases.items():
-        attempt = state.attempt(lease.job, lease.attempt)
-        if attempt is None or device not in attempt.held_on(lease.host):
-            wrong.append(f"{device} is leased to attempt {lease.job}.{lease.attempt}, which does not hold it")
+    for device, holder in state.holders.items():
+        attempt = state.attempt(holder.job, holder.attempt)
+        if attempt is None or device not in attempt.held_on(holder.host):
+            wrong.append(f"{device} is held by attempt {holder.job}.{holder.attempt}, which does not hold it")
     for device, others in state.sharers.items():
-        if device not in state.leases:
-            wrong.append(f"{device} is shared by {', '.join(others)} without a lease")
+        if device not in state.holders:
+            wrong.append(f"{device} is shared by {', '.join(others)} without a holder")
             continue
         jobs, allowed = state.jobs_on(device), state.share_limit(device)
         if not others or len(jobs) > allowed or any(state.jobs[job].attempt is None for job in jobs):
@@ -35,7 +40,7 @@ def _leases(state: State) -> list[str]:
             held = place.device is None or job_id in state.jobs_on(place.device)
             released = attempt.state is AttemptState.STOPPING and place.host not in attempt.pending
             if not held and not released:
-                wrong.append(f"rank {place.rank} of {job_id} runs on {place.device} without a lease")
+                wrong.append(f"rank {place.rank} of {job_id} runs on {place.device} without a holder")
     return wrong
 
 
@@ -90,3 +95,35 @@ def _index(state: State) -> list[str]:
     if listed != {(host, job) for job, some in hosts.items() for host in some}:
         wrong.append("the index of attempts by host differs from the attempts")
     return wrong
+
+
+_Machine = tuple[str, Mapping[Any, frozenset[Any]], Any]
+"""Name of an object with a state, the table of its kind, and the object."""
+
+
+def _steps(state: State) -> list[str]:
+    """Changes of state that are not in the table of their object's kind, by its history."""
+    machines: list[_Machine] = [(f"host {host.id}", transitions.HOST, host) for host in state.hosts.values()]
+    machines += [each for job in state.jobs.values() for each in _machines_of(job)]
+    wrong: list[str] = []
+    for name, table, machine in machines:
+        past = [was for was, _ in machine.history] + [machine.state.value]
+        steps = {(here.value, there.value) for here, nexts in table.items() for there in nexts}
+        begins = len(machine.history) == transitions.HISTORY_MAX or past[0] == next(iter(table)).value
+        if not begins or any(step not in steps for step in pairwise(past)):
+            wrong.append(f"{name} went {' -> '.join(past)}, which is not in its table")
+    return wrong
+
+
+def _machines_of(job: Job) -> Iterator[_Machine]:
+    """A job, its attempts, and what changes them."""
+    yield f"job {job.id}", transitions.JOB, job
+    yield f"trials of job {job.id}", transitions.TRIAL_SERIES, job.trials
+    for trial in [*job.trials.finished, *filter(None, [job.trials.current])]:
+        yield f"trial of {trial.plan} by job {job.id}", transitions.TRIAL, trial
+    for migration in [*job.migrations, *filter(None, [attempt.migration for attempt in job.attempts])]:
+        yield f"migration {migration.number} of job {job.id}", transitions.MIGRATION, migration
+    for restart in [*job.restarts, *filter(None, [attempt.pending_restart for attempt in job.attempts])]:
+        yield f"restart {restart.number} of job {job.id}", transitions.RESTART, restart
+    for attempt in job.attempts:
+        yield f"attempt {job.id}.{attempt.number}", transitions.ATTEMPT, attempt

@@ -53,7 +53,7 @@ class Ledger:
     def __init__(
         self,
         hosts: Iterable[Host] = (),
-        leased: Container[DeviceId] = (),
+        held: Container[DeviceId] = (),
         shared: Iterable[SharedDevice] = (),
     ) -> None:
         self.shared = {some.device.id: some for some in shared}
@@ -67,7 +67,7 @@ class Ledger:
                 self.hosts[host.id], self.devices[host.id] = host, {}
                 self.cores[host.id] = host.facts.cpu_cores - host.cores_used
                 self.memory_bytes[host.id] = host.facts.memory_bytes - host.memory_used_bytes
-                self.put((d for d in host.devices if d.id not in leased), {}, {})
+                self.put((d for d in host.devices if d.id not in held), {}, {})
 
     def copy(self) -> Ledger:
         """Ledger with the same free resources, to be changed without changing this one."""

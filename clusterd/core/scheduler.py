@@ -7,8 +7,8 @@ asks for one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clusterd.core import decisions as d
@@ -27,8 +27,10 @@ from clusterd.core.lifecycle import (
 from clusterd.core.lifecycle import trial_events as trials
 from clusterd.core.lifecycle.context import HOST_LOST_AFTER_S, HandlerContext
 from clusterd.core.policies import POLICIES
+from clusterd.core.queue_order import Order, QueuePlace, changed, difference, only
 from clusterd.core.queueing.arrays import ArrayLimits
 from clusterd.core.queueing.dependencies import in_vain, waits_for
+from clusterd.core.reservations import Reservation
 from clusterd.core.state import Outcome, State
 from clusterd.core.view import Policy, Proposal, Refusal, View
 from clusterd.types import AttemptState, JobId, JobKind, JobState
@@ -51,17 +53,31 @@ class Batch:
     proposal: Proposal | None = None  # None: the policy was not asked, or its proposal was not recorded
 
 
+@dataclass(frozen=True, slots=True)
+class SideEffects:
+    """Changes of jobs in a batch that none of its events and decisions names."""
+
+    jobs: frozenset[JobId] = frozenset()  # whose promised start is another one, or is none any more
+    order: Mapping[JobId, QueuePlace | None] = field(default_factory=dict)  # see `queue_order.difference`
+
+
+NO_SIDE_EFFECTS = SideEffects()
+
+
 class Scheduler:
     """Holds the state and decides; deterministic, so that a replay of the journal gives the same decisions.
 
     Attributes:
         policy: asked for a proposal in each pass.
         proposed: its proposal in the last batch, without refusals that repeat; None: it was not asked.
+        side_effects: of the last batch.
     """
 
     def __init__(self, policy: Policy | None = None, host_lost_after_s: float = HOST_LOST_AFTER_S) -> None:
         self.policy = policy or POLICIES["default"]()
         self.proposed: Proposal | None = None
+        self.side_effects = NO_SIDE_EFFECTS
+        self._before: tuple[Reservation | None, Order] = (None, {})
         self._context = HandlerContext(host_lost_after_s=host_lost_after_s)
 
     @property
@@ -97,6 +113,7 @@ class Scheduler:
         ctx = self._context
         ctx.decisions = []
         self.proposed = None
+        self._before = (ctx.state.reservation, ctx.state.order)
         for event in batch.events:
             ctx.cause, ctx.now_s = event.id, event.at_s
             _HANDLERS[type(event)](ctx, event)
@@ -110,11 +127,19 @@ class Scheduler:
         if proposal is not None:
             self.proposed = replace(proposal, refusals=_apply(ctx, proposal))
             _explain_drained(ctx)
+        self.side_effects = self._side_effects()
         return ctx.decisions
+
+    def _side_effects(self) -> SideEffects:
+        (promise, order), state = self._before, self.state
+        promises = {promise, state.reservation} if promise != state.reservation else set()
+        jobs = frozenset(each.job for each in promises if each is not None)
+        return SideEffects(jobs, difference(order, state.order) if order is not state.order else {})
 
     def _begin_pass(self, ctx: HandlerContext) -> View | None:
         """Do what a scheduling pass does without the policy; returns what the policy is to be asked about, if it is."""
         state = ctx.state
+        state.order = only(state.order, state.queue)
         if not state.queue and not state.active:
             return None
         state.passed_s = ctx.now_s
@@ -187,6 +212,7 @@ def _hold_dependents(ctx: HandlerContext) -> set[JobId]:
 def _apply(ctx: HandlerContext, proposal: Proposal) -> list[Refusal]:
     """Turn a proposal into decisions, each checked against the state; returns the refusals that are new."""
     state = ctx.state
+    state.order = changed(state.order, proposal.order) if proposal.order else state.order
     if proposal.reservation is not None or proposal.ends_reservation:
         state.reservation = proposal.reservation
     if proposal.again_s is not None:
@@ -215,6 +241,7 @@ def _apply(ctx: HandlerContext, proposal: Proposal) -> list[Refusal]:
             jobs.end(ctx, job, JobState.FAILED, refusal.reason, exit_code=None)
         else:
             ctx.hold(job, refusal.reason)
+    state.order = only(state.order, state.queue)  # one that starts now, and is queued again, has to be placed anew
     return new
 
 

@@ -1,4 +1,4 @@
-"""State of the scheduler: hosts, jobs, attempts, migrations, trials and leases.
+"""State of the scheduler: hosts, jobs, attempts, migrations, trials and holders of devices.
 
 Only the handlers of `clusterd.core.scheduler` change it; everybody else reads. Plain data without behaviour beyond
 derived values, so that it serialises, compares, and is equal after a replay of the journal.
@@ -15,9 +15,10 @@ from typing import Any
 from clusterd.core import transitions
 from clusterd.core.host import Host
 from clusterd.core.performance_table import PerformanceTable
+from clusterd.core.queue_order import Order
 from clusterd.core.reservations import Handover, Reservation
 from clusterd.core.timers import Timer
-from clusterd.core.transitions import History, MigrationState, SeriesState, TrialState
+from clusterd.core.transitions import History, MigrationState, RestartState, SeriesState, TrialState
 from clusterd.types import (
     AttemptState,
     DeviceClaim,
@@ -86,15 +87,13 @@ NO_BOUNDS = Bounds()
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
-    """Expiring claim of one attempt on one device; the agent refuses older generations."""
+class Holder:
+    """Attempt that holds a device, and the generation of its ranks there: agents refuse older ones."""
 
-    device: DeviceId
     host: HostId
     job: JobId
     attempt: int
     generation: int
-    until_s: float | None  # end of the job's time limit; None: no limit
 
 
 @dataclass(slots=True)
@@ -105,40 +104,56 @@ class Rank:
     end: RankEnd | None = None
 
 
-@dataclass(slots=True)
-class Migration:
-    """One change of an attempt's plan or devices, under way or over."""
+@dataclass(slots=True, kw_only=True)
+class PlanChange:
+    """One change of a job's plan or devices, under way or over."""
 
     number: int
-    generation: int  # of the target ranks
     plan: Plan
     ranks: dict[int, Rank]  # target ranks
     old_plan: Plan
     reason: str
     started_s: float
-    state: MigrationState = MigrationState.PREPARING
     cores: dict[HostId, int] = field(default_factory=dict)  # of the target ranks, in all
     memory_bytes: dict[HostId, int] = field(default_factory=dict)
     phases: list[tuple[str, float, str]] = field(default_factory=list)  # name, seconds, description
     step: int | None = None
-    network_bytes: int = 0
     local_bytes: int = 0
     downtime_s: float | None = None
     ended_s: float | None = None
-    lost: tuple[int, ...] = ()  # source ranks that were dead when it began
-    restarts: bool = False  # through host memory: the source ranks exit before the target ranks start
     failure: str = ""  # why it failed; empty: it did not
-    old_pin: Plan | None = None  # restored when it fails
     history: History = field(default_factory=list)
-
-    def go(self, state: MigrationState, at_s: float) -> None:
-        """Take a step of the migration's state machine."""
-        transitions.advance(self, transitions.MIGRATION, state, at_s, f"migration {self.number} to {self.plan}")
 
     @property
     def places(self) -> tuple[RankPlace, ...]:
         """Places of the target ranks, by number."""
         return tuple(rank.place for _, rank in sorted(self.ranks.items()))
+
+
+@dataclass(slots=True, kw_only=True)
+class Migration(PlanChange):
+    """A live migration: the target ranks get the state from the source ranks while these still run."""
+
+    generation: int  # of the target ranks
+    state: MigrationState = MigrationState.PREPARING
+    network_bytes: int = 0
+    lost: tuple[int, ...] = ()  # source ranks that were dead when it began
+    old_pin: Plan | None = None  # restored when it fails
+
+    def go(self, state: MigrationState, at_s: float) -> None:
+        """Take a step of the migration's state machine."""
+        transitions.advance(self, transitions.MIGRATION, state, at_s, f"migration {self.number} to {self.plan}")
+
+
+@dataclass(slots=True, kw_only=True)
+class Restart(PlanChange):
+    """A migration through host memory, or of a job with its own training loop: one attempt ends, the next goes on."""
+
+    state: RestartState = RestartState.STOPPING
+
+    def go(self, state: RestartState, at_s: float) -> None:
+        """Take a step of the restart's state machine."""
+        transitions.advance(self, transitions.RESTART, state, at_s, f"restart {self.number} under {self.plan}")
 
 
 @dataclass(slots=True)
@@ -187,7 +202,7 @@ class Attempt:
     memory_bytes: dict[HostId, int] = field(default_factory=dict)
     last_generation: int = 1  # that was given out
     migration: Migration | None = None  # under way, before its switch
-    pending_restart: Migration | None = None  # start of the next attempt, for which this one is being stopped
+    pending_restart: Restart | None = None  # start of the next attempt, for which this one is being stopped
     retired: dict[int, Retired] = field(default_factory=dict)  # by generation
     survivors: Survivors = field(default_factory=Survivors)
     hosts_by_generation: dict[int, dict[int, HostId]] = field(default_factory=dict)  # host by rank, of former ones
@@ -195,7 +210,7 @@ class Attempt:
     versions: dict[HostId, dict[str, str]] = field(default_factory=dict)  # of Python, torch, CUDA, driver
     build_times_s: dict[HostId, float] = field(default_factory=dict)  # of hosts that built it for this attempt
     announced_cores: int | None = None  # per device, last sent to its ranks; None: nothing was sent
-    reserved_devices: dict[DeviceId, HostId] = field(default_factory=dict)  # leased, idle while a smaller plan is tried
+    reserved_devices: dict[DeviceId, HostId] = field(default_factory=dict)  # held, idle while a smaller plan is tried
     history: History = field(default_factory=list)
 
     def go(self, state: AttemptState, at_s: float) -> None:
@@ -291,6 +306,7 @@ class Job:
     reason: str = ""  # why it is in its state
     attempts: list[Attempt] = field(default_factory=list)
     migrations: list[Migration] = field(default_factory=list)  # switched or over
+    restarts: list[Restart] = field(default_factory=list)  # whose next attempt has started, or that failed
     checkpoint: str | None = None  # newest directory with its state, as its hosts see it; "HOST:/folder": on that one
     checkpoint_step: int = 0
     pinned: Plan | None = None  # plan that its user fixed; of a checkpointable job: for its next start, too
@@ -348,14 +364,14 @@ class Job:
 
     def has_trained_under(self, plan: Plan) -> bool:
         """True if it migrated to this plan before, and trained."""
-        return any(m.plan == plan and m.state is MigrationState.DONE for m in self.migrations)
+        return any(change.plan == plan and change.state.value == "done" for change in self.plan_changes)
 
     def back_off_s(self, first_s: float) -> float:
         """Pause after failed migrations: `first_s`, doubled for each further failure in a row; 0 without a failure.
 
         The next migration would fail like them, and its preparation costs the job's devices time.
         """
-        failed = sum(1 for _ in takewhile(lambda move: move.failure, reversed(self.migrations)))
+        failed = sum(1 for _ in takewhile(lambda change: change.failure, reversed(self.plan_changes)))
         return min(first_s * 2.0 ** min(failed - 1, 30), BACK_OFF_MAX_S) if failed else 0.0
 
     @property
@@ -372,10 +388,21 @@ class Job:
         return last if last is not None and last.state is MigrationState.RESUMING else None
 
     @property
-    def restarting(self) -> Migration | None:
-        """The migration through host memory whose target ranks have yet to finish a step, if any."""
-        last = self.migrations[-1] if self.migrations else None
-        return last if last is not None and last.state is MigrationState.STARTING else None
+    def restarting(self) -> Restart | None:
+        """The restart whose ranks have yet to finish a step, if any."""
+        last = self.restarts[-1] if self.restarts else None
+        return last if last is not None and last.state is RestartState.STARTING else None
+
+    @property
+    def plan_changes(self) -> list[Migration | Restart]:
+        """Its migrations and restarts, by number."""
+        return sorted([*self.migrations, *self.restarts], key=lambda change: change.number)
+
+    @property
+    def last_plan_change(self) -> Migration | Restart | None:
+        """The newest of its migrations and restarts, if any."""
+        newest: list[Migration | Restart] = [*self.migrations[-1:], *self.restarts[-1:]]
+        return max(newest, key=lambda change: change.number, default=None)
 
 
 @dataclass(slots=True)
@@ -385,8 +412,8 @@ class State:
     epoch: int = 0
     jobs: dict[JobId, Job] = field(default_factory=dict)
     hosts: dict[HostId, Host] = field(default_factory=dict)
-    leases: dict[DeviceId, Lease] = field(default_factory=dict)
-    sharers: dict[DeviceId, list[JobId]] = field(default_factory=dict)  # further jobs on a device beside its lease's
+    holders: dict[DeviceId, Holder] = field(default_factory=dict)  # by device that is in use
+    sharers: dict[DeviceId, list[JobId]] = field(default_factory=dict)  # further jobs on a device beside its holder
     performance_tables: dict[str, PerformanceTable] = field(default_factory=dict)  # by model
     tenants: dict[str, Tenant] = field(default_factory=dict)
     device_limits: dict[str, int] = field(default_factory=dict)  # devices held at a time, by user; "": all others
@@ -395,6 +422,7 @@ class State:
     timers: dict[Timer, float] = field(default_factory=dict)
     passed_s: float | None = None  # time of the last scheduling pass; None: the next one need not wait
     queue: dict[JobId, None] = field(default_factory=dict)  # queued jobs, in order of arrival in the queue
+    order: Order = field(default_factory=dict)  # of the last pass; see `place_of`
     active: dict[JobId, None] = field(default_factory=dict)  # jobs with an attempt that is not over
     reservation: Reservation | None = None
     handovers: dict[JobId, Handover] = field(default_factory=dict)  # by queued job, oldest first
@@ -425,11 +453,11 @@ class State:
 
     def jobs_on(self, device: DeviceId) -> list[JobId]:
         """Jobs that hold the device: one, unless they share it."""
-        lease = self.leases.get(device)
-        return [lease.job, *self.sharers.get(device, ())] if lease is not None else []
+        holder = self.holders.get(device)
+        return [holder.job, *self.sharers.get(device, ())] if holder is not None else []
 
     def share_limit(self, device: DeviceId) -> int:
-        """Jobs that may be on a leased device at a time, by those that are: the least number counts."""
+        """Jobs that may be on a device in use, by those that are: the least number counts."""
         return min(self.jobs[job].spec.resources.share for job in self.jobs_on(device))
 
     def attempts_on(self, host: HostId) -> Iterator[Attempt]:

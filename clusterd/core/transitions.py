@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from clusterd.errors import InvalidTransition
 from clusterd.types import AttemptState, HostState, JobState
@@ -21,15 +21,22 @@ History = list[tuple[str, float]]
 
 
 class MigrationState(StrEnum):
-    """Progress of one migration, live or through host memory."""
+    """Progress of one live migration."""
 
     PREPARING = "preparing"  # target ranks start and receive the state; the source ranks are the attempt's
     RESUMING = "resuming"  # switched: the target ranks are the attempt's and have not finished a step
-    STOPPING = "stopping"  # through host memory: the source ranks save their state and exit
-    STARTING = "starting"  # through host memory: the next attempt starts from that state
     DONE = "done"
     FAILED = "failed"  # before the switch: the source ranks go on
     INTERRUPTED = "interrupted"  # after the switch: the attempt was stopped before the first step
+
+
+class RestartState(StrEnum):
+    """Progress of one restart of a job under another plan."""
+
+    STOPPING = "stopping"  # the ranks leave their state in host memory, or save it, and exit
+    STARTING = "starting"  # the next attempt starts from that state
+    DONE = "done"
+    FAILED = "failed"  # the next attempt could not be started at once
 
 
 class TrialState(StrEnum):
@@ -78,11 +85,16 @@ HOST: Mapping[HostState, frozenset[HostState]] = {
 MIGRATION: Mapping[MigrationState, frozenset[MigrationState]] = {
     MigrationState.PREPARING: frozenset({MigrationState.RESUMING, MigrationState.FAILED}),
     MigrationState.RESUMING: frozenset({MigrationState.DONE, MigrationState.INTERRUPTED}),
-    MigrationState.STOPPING: frozenset({MigrationState.STARTING, MigrationState.FAILED}),
-    MigrationState.STARTING: frozenset({MigrationState.DONE, MigrationState.FAILED}),
     MigrationState.DONE: frozenset(),
     MigrationState.FAILED: frozenset(),
     MigrationState.INTERRUPTED: frozenset(),
+}
+
+RESTART: Mapping[RestartState, frozenset[RestartState]] = {
+    RestartState.STOPPING: frozenset({RestartState.STARTING, RestartState.FAILED}),
+    RestartState.STARTING: frozenset({RestartState.DONE}),
+    RestartState.DONE: frozenset(),
+    RestartState.FAILED: frozenset(),
 }
 
 TRIAL: Mapping[TrialState, frozenset[TrialState]] = {
@@ -98,6 +110,17 @@ TRIAL_SERIES: Mapping[SeriesState, frozenset[SeriesState]] = {
     SeriesState.RUNNING: frozenset({SeriesState.RETURNING, SeriesState.IDLE}),
     SeriesState.RETURNING: frozenset({SeriesState.RUNNING, SeriesState.IDLE}),
 }
+
+TABLES: Mapping[str, Mapping[Any, frozenset[Any]]] = {
+    "Job": JOB,
+    "Attempt": ATTEMPT,
+    "Host": HOST,
+    "Migration": MIGRATION,
+    "Restart": RESTART,
+    "Trial": TRIAL,
+    "Series of trials": TRIAL_SERIES,
+}
+"""All of them by name; the first state of a table is where objects begin."""
 
 S = TypeVar("S", bound=StrEnum)
 

@@ -11,6 +11,7 @@ from clusterd.core.fair_share import Quotas
 from clusterd.core.host import Host
 from clusterd.core.ledger import Ledger, SharedDevice, of_ranks
 from clusterd.core.performance_table import PerformanceTable
+from clusterd.core.queue_order import Order, QueuePlace
 from clusterd.core.reservations import Handover, Reservation
 from clusterd.core.state import Attempt, Job, State
 from clusterd.core.timers import Timer, TimerKind
@@ -86,6 +87,7 @@ class Proposal:
     again_s: float | None = None  # after which the policy is to be asked again even if nothing happens
     handovers: dict[JobId, Handover] = field(default_factory=dict)  # new ones
     ends_handovers: list[JobId] = field(default_factory=list)  # those that cannot be met any more
+    order: dict[JobId, QueuePlace | None] = field(default_factory=dict)  # places that changed: see `difference`
 
 
 class View:
@@ -106,11 +108,12 @@ class View:
         self.restart_costs_s: Mapping[str, float] = state.restart_costs_s
         self.run_times: Mapping[str, Sequence[float]] = state.run_times
         self.reservation = state.reservation
+        self.order: Order = state.order  # of the pass before, without jobs that wait no more
         self.round_s = state.timers.get(Timer(TimerKind.ROUND))  # time of the next round; None: none is due
         self.handovers: Mapping[JobId, Handover] = state.handovers
         self.running: list[Job] = [state.jobs[job] for job in state.active]
         self.calendar = ClaimCalendar(state, now_s)
-        self.free = Ledger(state.hosts.values(), state.leases, _shared(state))
+        self.free = Ledger(state.hosts.values(), state.holders, _shared(state))
         self.quotas = Quotas(state, self.running)
 
     def leaving(self, attempt: Attempt) -> str:

@@ -194,13 +194,13 @@ class Daemon:
             profiler = Profiler(engine, learned, SubmissionClassifier(engine, archived), trials=config.trials)
             hosts.reports.subscribe(Progress, profiler.on_progress)
             hosts.reports.subscribe(FromRank, profiler.on_rank_message)
-            launches.wants_probe = learned.wants_probe
+            launches.wants_probe, launches.proven = learned.wants_probe, learned.proven
 
             notifier = Notifier(config.notify, scheduler.state) if config.notify is not None else None
 
             def handled(events: Any, decisions: Any) -> None:
                 newest_event.write(*engine.newest())
-                feed.add(events, decisions)
+                feed.add(events, decisions, scheduler.side_effects)
                 if notifier is not None:
                     notifier.handled(decisions, events)
                 executor.carry_out(decisions)

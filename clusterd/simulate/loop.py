@@ -99,7 +99,7 @@ class Simulation(World):
                 run.device_s += passed_s * run.devices
             for job in self._waiting:
                 self.runs[job].waited_s += passed_s
-            leased = len(self.scheduler.state.leases)
+            leased = len(self.scheduler.state.holders)
             self._device_s += passed_s * leased
             if self._waiting:
                 self._idle_s += passed_s * (self.cluster.devices - leased)
@@ -129,7 +129,7 @@ class Simulation(World):
             if not isinstance(decision, NOT_SIMULATED):
                 getattr(self, f"_do_{type(decision).__name__}")(decision)
         if self._on_batch is not None:
-            self._on_batch(self.scheduler.state, events, decided)
+            self._on_batch(self.scheduler, events, decided)
         if self._timeline:
             now = {str(self.runs[job].arrival.name): self.runs[job].devices for job in self._going}
             if not self._samples or self._samples[-1][1] != now:

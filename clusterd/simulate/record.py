@@ -10,7 +10,7 @@ from typing import Any
 
 from clusterd.core.decisions import Decision
 from clusterd.core.events import AttemptProgressed, Event
-from clusterd.core.state import State
+from clusterd.core.scheduler import Scheduler
 from clusterd.errors import ClusterError
 from clusterd.projection import change_row, host_row, job_row
 
@@ -27,17 +27,19 @@ class Recording:
         except OSError as error:
             raise ClusterError(f"--record {path}: cannot be written ({error.strerror}); name another file") from None
 
-    def batch(self, state: State, events: Sequence[Event], decisions: Sequence[Decision]) -> None:
+    def batch(self, scheduler: Scheduler, events: Sequence[Event], decisions: Sequence[Decision]) -> None:
         """Write one handled batch."""
+        state = scheduler.state
         if self._number == 0:
             snapshot = {
                 "status": {"at_s": events[-1].at_s, "epoch": state.epoch, "simulated": True},
                 "jobs": [job_row(job, state) for job in state.jobs.values()],
                 "hosts": [host_row(state, host) for host in state.hosts.values()],
+                "order": state.order,
             }
             self._write({"snapshot": snapshot, "number": 0, "at_s": events[-1].at_s})
         else:
-            row = change_row(state, self._number, events, decisions)
+            row = change_row(state, self._number, events, decisions, side_effects=scheduler.side_effects)
             # Progress is in the jobs' rows; its events would be most of the file.
             row["events"] = [
                 shown

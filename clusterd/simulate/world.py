@@ -20,7 +20,6 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.scheduler import Scheduler
-from clusterd.core.state import State
 from clusterd.core.view import Policy, Proposal, View
 from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.costs import Costs
@@ -30,7 +29,7 @@ from clusterd.simulate.workload import Arrival, Workload
 from clusterd.types import HostFacts, HostId, JobId, JobKind, JobSpec, RankEnd, RankPlace, RankReport, Reason, Resources
 from plans.plan import Plan
 
-OnBatch = Callable[[State, Sequence[e.Event], Sequence[d.Decision]], None]
+OnBatch = Callable[[Scheduler, Sequence[e.Event], Sequence[d.Decision]], None]
 
 _OK = RankEnd(reason=Reason.EXIT, exit_code=0)
 _STOPPED = RankEnd(reason=Reason.STOPPED)

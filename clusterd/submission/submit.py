@@ -61,7 +61,7 @@ def with_workdir(cluster: Client, spec: JobSpec, say: Callable[[str], None] = la
         say(f"not sent, being secrets by their names: {named} (!NAME in {IGNORE_FILE} sends one)")
     with packed.archive:
         if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
-            cluster.call("dry_run", spec=plain(spec))  # what is refused needs no files
+            cluster.call("dry_run", spec=plain(spec), only_check=True)  # what is refused needs no files
             say(f"sending {counted(packed.files, 'file')} of {spec.workdir} ({size(packed.size_bytes)})")
             offset = 0
             while True:

@@ -15,7 +15,7 @@ def test_one_after_the_other(shared_cluster: RunningCluster, tmp_path: Path) -> 
     file = tmp_path / "train.toml"
     file.write_text('name = "train"\ncommand = ["true"]\nafter = ["prepare"]\n')
     message = shared_cluster.run("submit", "--dry-run", str(file)).stdout
-    assert f"train would be queued behind 0 jobs: waits for prepare ({first}, " in message
+    assert f"train would be queued: waits for prepare ({first}, " in message
     second = shared_cluster.run("submit", str(file)).stdout.strip()
     last = shared_cluster.run("run", "-d", "--after", "train", "--after", first, "--no-snapshot", "--", "true").stdout
     assert f"waits for prepare ({first}, " in shared_cluster.run("why", "train").stdout

@@ -42,7 +42,7 @@ def test_a_job_that_runs_is_not_forgotten(shared_cluster: RunningCluster) -> Non
     shared_cluster.wait_for(job, lambda row: row["state"] == "running")
     refused = shared_cluster.run("forget", job, check=False)
     assert refused.returncode == 1
-    assert "runs is running: it is forgotten when it is over" in refused.stderr
+    assert f"job {job} (runs) is running: nothing was deleted; clusterd cancel {job} ends it" in refused.stderr
     assert stored(shared_cluster, job)
     shared_cluster.run("cancel", "--wait", job)
 

@@ -55,9 +55,9 @@ class DrawnQueue:
         checks: waiting jobs for which all placements were tried.
     """
 
-    def __init__(self, choose: Choose[Any]) -> None:
+    def __init__(self, choose: Choose[Any], lab: Lab | None = None) -> None:
         self.choose = choose
-        self.lab = Lab()
+        self.lab = lab or Lab()
         self.promises = 0
         self.checks = 0
         self._before: Reservation | None = None

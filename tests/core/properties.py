@@ -18,7 +18,7 @@ from clusterd.types import AttemptState, HostState, JobId, JobState
 def broken(state: State) -> list[str]:
     """Every promise about a state that is not kept, in words."""
     wrong = [f"{h.id} books less than nothing" for h in state.hosts.values() if h.cores_used < 0]
-    held = {lease.job for lease in state.leases.values()}
+    held = {holder.job for holder in state.holders.values()}
     for job in state.jobs.values():
         attempt = job.attempt
         if job.state.is_final and (

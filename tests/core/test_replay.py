@@ -41,6 +41,6 @@ def test_a_move_through_memory_is_the_same_after_a_snapshot(lab: Lab) -> None:
     snapshot_at = len(lab.log)
     lab.run(job)
     progress(lab, job, 7)
-    assert lab.scheduler.state.jobs[job].migrations[-1].restarts
+    assert lab.scheduler.state.jobs[job].restarts[-1].ended_s is not None
     log = [Batch((event,)) for event in lab.log]
     assert replayed(log, snapshot_at=snapshot_at) == replayed(log)

@@ -156,7 +156,7 @@ def test_cancel_before_and_during(lab: Lab) -> None:
     assert lab.state(running) == "stopping"
     lab.stopped(running, RankReport(rank=0, end=RankEnd(reason=Reason.STOPPED)))
     assert lab.state(running) == "cancelled"
-    assert lab.scheduler.state.leases == {}
+    assert lab.scheduler.state.holders == {}
 
 
 def test_a_host_that_comes_back_in_time_costs_nothing(lab: Lab) -> None:

@@ -1,4 +1,4 @@
-"""Faults in any order: no device leased twice, every job ends once faults stop, replay equals live.
+"""Faults in any order: no device held twice, every job ends once faults stop, replay equals live.
 
 ``CLUSTERD_EXAMPLES=5000`` looks longer than the suite has time for; ``--hypothesis-seed`` looks elsewhere.
 """

@@ -78,7 +78,7 @@ def test_every_policy_finishes_every_job_and_breaks_no_invariant(files: tuple[Pa
     """Whatever the order, all steps are trained, and no device is given twice."""
     given = setting(files)
     wrong: list[str] = []
-    result = run.simulate(given, policy, lambda state, events, decisions: wrong.extend(violations(state)))
+    result = run.simulate(given, policy, lambda scheduler, events, decisions: wrong.extend(violations(scheduler.state)))
     found = figures(result)
     assert wrong == []
     assert (found["finished"], found["jobs"]) == (3, 3)
@@ -340,6 +340,8 @@ def test_on_two_types_every_job_finishes_and_no_invariant_is_broken(tmp_path: Pa
     lines = [f"j{n},{40 * n},0,net,{1 << n % 4},8,ga,{50 + 130 * n % 700},0" for n in range(12)]
     given = two_types(tmp_path, "\n".join(lines).replace("net,8", "net,4") + "\n")
     wrong: list[str] = []
-    found = figures(run.simulate(given, policy, lambda state, events, decisions: wrong.extend(violations(state))))
+    found = figures(
+        run.simulate(given, policy, lambda scheduler, events, decisions: wrong.extend(violations(scheduler.state)))
+    )
     assert wrong == []
     assert (found["finished"], found["jobs"]) == (12, 12)

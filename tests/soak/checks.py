@@ -32,11 +32,11 @@ def after_batch(state: State, machines: Iterable[Machine]) -> Iterator[str]:
             if asked in host.orphans or asked in host.unknown_attempts:
                 continue
             for device in machine.device_names(process):
-                lease = state.leases.get(DeviceId(device))
-                if lease is None:
+                holder = state.holders.get(DeviceId(device))
+                if holder is None:
                     yield f"{device} counts as free, and {key} runs on it"
-                elif (lease.job, lease.attempt) != (job, attempt):
-                    yield f"{device} is leased to {lease.job}.{lease.attempt}, and {key} runs on it"
+                elif (holder.job, holder.attempt) != (job, attempt):
+                    yield f"{device} is held by {holder.job}.{holder.attempt}, and {key} runs on it"
 
 
 def all_jobs(state: State, directory: Path) -> dict[JobId, Job]:
@@ -64,7 +64,7 @@ def at_end(
         ended = jobs[JobId(job_id)]
         if ended.state not in (JobState.CANCELLED, JobState.FINISHED, JobState.FAILED):
             yield f"job {job_id} was cancelled, and is {ended.state.value}"
-    yield from (f"{device} is still leased to {lease.job}" for device, lease in state.leases.items())
+    yield from (f"{device} is still held by {holder.job}" for device, holder in state.holders.items())
     for machine in machines:
         yield from (f"{machine.name}: a process of {key} is left" for key, _ in machine.live())
     for host in state.hosts.values():

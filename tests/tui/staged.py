@@ -100,7 +100,12 @@ def snapshot() -> dict[str, Any]:
         job(5, "sweep-17", "queued", asked=1, priority=-5, reason="behind bert-tune", user="bob"),
         job(6, "old", "cancelled", attempt=1, reason="cancelled by ann", started_s=NOW_S - 3500, ended_s=NOW_S - 3400),
     ]  # fmt: skip
-    return {"status": {"started_s": NOW_S - 86400}, "jobs": jobs, "hosts": hosts}
+    return {
+        "status": {"started_s": NOW_S - 86400},
+        "jobs": jobs,
+        "hosts": hosts,
+        "order": {"2": [None, None], "5": ["2", "priority"]},
+    }
 
 
 def items() -> list[Any]:

@@ -90,6 +90,9 @@ class ClusterCommands:
         if answer.ahead:
             names = ", ".join(answer.ahead[:5]) + (", ..." if len(answer.ahead) > 5 else "")
             made.append(line(("before it  ", "dim"), f"{len(answer.ahead)} in the queue: {printable(names)}"))
+        if answer.after is not None:
+            because = f"{answer.after.name} comes just before it, because {answer.after.why}"
+            made.append(line(("           ", "dim"), printable(because)))
         if answer.state == "queued":
             for name, count in sorted(answer.holders.items(), key=lambda item: -item[1])[:8]:
                 left_s = answer.holders_left_s.get(name)

@@ -159,9 +159,9 @@ _STATES = {
 }
 
 
-def _by_state(job: rows.Job) -> tuple[int, int]:
-    """Sort key: running before waiting, waiting jobs by priority."""
-    return _STATES.get(job.state, 9), -job.priority
+def _by_state(job: rows.Job) -> tuple[int, float, int]:
+    """Sort key: running before waiting, waiting jobs by their place in the queue."""
+    return _STATES.get(job.state, 9), _last(job.place), -job.priority
 
 
 def _loss(job: rows.Job, frame: CellContext) -> Line:
@@ -196,6 +196,8 @@ JOB_COLUMNS: tuple[Column[rows.Job], ...] = (
     Column("id", "id", 6, lambda j, f: _text(j.id), lambda j: (len(j.id), j.id), right=True),
     Column("name", "name", 16, _name, lambda j: j.name, flexible=True, middle=True),
     Column("state", "state", 12, lambda j, f: line(f.look.state(j.shown_state)), _by_state),
+    Column("place", "#", 6, lambda j, f: _text(str(j.place or "")), lambda j: _last(j.place), right=True, rank=5,
+           shown=False),
     Column("priority", "pri", 5, lambda j, f: _text(str(j.priority)), lambda j: j.priority, right=True, rank=5),
     Column("user", "user", 8, lambda j, f: _text(j.user), lambda j: j.user, rank=8, shown=False),
     Column("kind", "kind", 14, lambda j, f: _text(j.kind, "dim"), lambda j: j.kind, rank=9, shown=False),

@@ -58,8 +58,10 @@ class Model:
     losses: dict[str, tuple[Point, ...]] = field(default_factory=dict)
     number: int = -1  # of the newest change; -1: nothing received yet
     at_s: float = 0.0  # of the newest event
+    order: dict[str, rows.QueuePlace] = field(default_factory=dict)  # of the last scheduling pass
     arrays: dict[str, dict[str, None]] = field(default_factory=dict)  # jobs of each array
     stream_count: int = 0  # decisions and events so far; numbers their rows
+    _is_reordered: bool = False  # since the last `place_jobs`
 
     def copy(self) -> Model:
         """Independent copy of the current state."""
@@ -70,6 +72,8 @@ class Model:
             decisions=deque(self.decisions, DECISIONS_MAX),
             events=deque(self.events, EVENTS_MAX),
             losses=dict(self.losses),
+            order=dict(self.order),
+            _is_reordered=True,
             arrays={array: dict(jobs) for array, jobs in self.arrays.items()},
             number=self.number,
             at_s=self.at_s,
@@ -89,14 +93,25 @@ class Model:
             return Touched()
         change = rows.read(rows.Change, item)
         events = [rows.read_event(event) for event in change.events]
+        self._is_reordered |= bool(change.order)
         for job in change.jobs:
             self._add_loss(job)
             self._add_to_array(job)
+            before = self.jobs.get(job.id)
+            if before is None or (before.state, before.held_by) != (job.state, job.held_by):
+                self._is_reordered = True
+            elif before.place is not None:
+                job = msgspec.structs.replace(job, place=before.place)
             self.jobs[job.id] = job
         for host in change.hosts:
             self.hosts[host.name] = host
         for name in change.gone:
             self.hosts.pop(name, None)
+        for waiting, place in change.order.items():
+            if place is None:
+                self.order.pop(waiting, None)
+            else:
+                self.order[waiting] = place
         if change.recovering is not None:
             self.status = {**self.status, "recovering": change.recovering}
         self._append(events, change.decisions, change.at_s)
@@ -133,7 +148,7 @@ class Model:
     def _restart(self, baseline: rows.Baseline, item: Mapping[str, Any]) -> None:
         self.jobs = {job.id: job for job in baseline.jobs}
         self.hosts = {host.name: host for host in baseline.hosts}
-        self.status = baseline.status
+        self.status, self.order, self._is_reordered = baseline.status, dict(baseline.order), True
         number = item.get("number")
         self.number = number if isinstance(number, int) else 0
         at_s = item.get("at_s")
@@ -189,9 +204,27 @@ class Model:
             self.decisions.append((self.stream_count, decision))
 
     def queue(self) -> list[rows.Job]:
-        """Queued jobs in scheduling order: by priority, then submission."""
-        waiting = [job for job in self.jobs.values() if job.state == "queued"]
-        return sorted(waiting, key=lambda job: (-job.priority, job.submitted_s, job.id))
+        """Waiting jobs in the order of the last scheduling pass; without those that it did not consider."""
+        behind = {place.after: job for job, place in self.order.items()}
+        jobs: list[rows.Job] = []
+        job = behind.pop(None, None)
+        while job is not None:
+            known = self.jobs.get(job)
+            if known is not None and known.state == "queued" and known.held_by is None:
+                jobs.append(known)
+            job = behind.pop(job, None)
+        return jobs
+
+    def place_jobs(self) -> set[str]:
+        """Set the places of the rows of waiting jobs; returns the jobs whose place changed."""
+        if not self._is_reordered:
+            return set()
+        self._is_reordered = False
+        places = {job.id: place for place, job in enumerate(self.queue(), 1)}
+        moved = {id for id, job in self.jobs.items() if job.place != places.get(id)}
+        for id in moved:
+            self.jobs[id] = msgspec.structs.replace(self.jobs[id], place=places.get(id))
+        return moved
 
     def decisions_on(self, job: str) -> list[rows.Decision]:
         """Decisions about a job since we attached, oldest first."""
@@ -232,6 +265,7 @@ def _fold(tasks: Sequence[rows.Job]) -> rows.Job:
         holds_devices=bool(holding),
         step=sum(task.is_over for task in tasks),
         steps=len(tasks),
+        place=min((task.place for task in tasks if task.place is not None), default=None),
         submitted_s=min(task.submitted_s for task in tasks),
         started_s=min((task.started_s for task in tasks if task.started_s), default=None),
         ended_s=max(task.ended_s or 0.0 for task in tasks) if all(task.is_over for task in tasks) else None,

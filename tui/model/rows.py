@@ -79,6 +79,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     held_by: str | None = None
     on_loan: int = 0  # devices beyond its request, which go to whoever waits for them
     promise: Promise | None = None
+    place: int | None = None  # in the queue, from 1 on; `Model.place_jobs` sets it
     array: ArrayTask | None = None
     tasks: str = ""  # of a row that stands for a whole array: how many are in which state
     guaranteed: bool = False
@@ -244,11 +245,19 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     devices: dict[str, tuple[Minute, ...]] = {}
 
 
+class QueuePlace(msgspec.Struct, frozen=True, array_like=True):
+    """Place of a queued job: the job before it, if any, and the criterion that puts that one before it."""
+
+    after: str | None = None
+    criterion: str | None = None
+
+
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """The whole state at one instant."""
 
     jobs: tuple[Job, ...] = ()
     hosts: tuple[Host, ...] = ()
+    order: dict[str, QueuePlace] = {}
     status: dict[str, Any] = {}
 
 
@@ -262,6 +271,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[Job, ...] = ()
     hosts: tuple[Host, ...] = ()
     gone: tuple[str, ...] = ()
+    order: dict[str, QueuePlace | None] = {}  # places that changed; None: the job has none any more
     recovering: tuple[str, ...] | None = None  # hosts that must report before anything is placed; None: not reported
 
 
@@ -366,12 +376,21 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     curve: tuple[Throughput, ...] = ()
 
 
+class JobBefore(msgspec.Struct, frozen=True, kw_only=True):
+    """The job just before a queued one, and why it comes first."""
+
+    name: str
+    why: str
+
+
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """The daemon's explanation of a job's state; decisions oldest first."""
 
     state: str
     reason: str = ""
+    place: int | None = None
     ahead: tuple[str, ...] = ()
+    after: JobBefore | None = None
     holders: dict[str, int] = {}
     holders_left_s: dict[str, float] = {}
     unusable: tuple[str, ...] = ()

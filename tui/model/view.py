@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from clusterd.criterion import Criterion
 from clusterd.units import counted, duration, size
 from tui.model import rows
 from tui.model.columns import compact_devices, promise_text, ran_s, time_left_s, waited_s
@@ -177,11 +178,16 @@ def job_summary(job: rows.Job, model: Model, look: Look, now_s: float) -> list[L
 
 def _queue_position(job: rows.Job, model: Model, now_s: float) -> list[Line]:
     """Queue position, and the jobs that hold the devices."""
-    waiting = [other.id for other in model.queue()]
-    ahead = waiting.index(job.id) if job.id in waiting else 0
-    names = ", ".join(model.jobs[other].name for other in waiting[: min(ahead, 3)])
-    more = ", ..." if ahead > 3 else ""
-    made = [_fact("in queue", f"{ahead} before it: {names}{more}" if ahead else "first in the queue")]
+    made: list[Line] = []
+    if job.place is not None:
+        ahead = model.queue()[: job.place - 1]
+        names = ", ".join(other.name for other in ahead[:3]) + (", ..." if len(ahead) > 3 else "")
+        before = f"{len(ahead)} before it: {printable(names)}" if ahead else "first in the queue"
+        made.append(_fact("in queue", before))
+        place = model.order.get(job.id)
+        if ahead and place is not None and place.after == ahead[-1].id and place.criterion in list(Criterion):
+            why = Criterion[place.criterion.upper()].sentence
+            made.append(_fact("", printable(f"{ahead[-1].name} comes just before it, because {why}")))
     if job.promise is not None:
         made.append(_fact("start", printable(promise_text(job.promise, now_s))))
     held = {other.name: len(other.devices) for other in model.jobs.values() if other.holds_devices and other.devices}

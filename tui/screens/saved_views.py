@@ -24,11 +24,11 @@ class SavedView:
     columns: tuple[str, ...] = ()
 
 
-_WAITING = ("id", "name", "priority", "user", "waited", "why")
+_WAITING = ("id", "place", "name", "priority", "user", "waited", "why")
 
 BUILT_IN = (
     SavedView("usual", "queue"),
-    SavedView("waiting", "queue", "state:queued", "waited", False, _WAITING),
+    SavedView("waiting", "queue", "state:queued", "place", False, _WAITING),
     SavedView("failed", "queue", filter="state:failed", columns=("id", "name", "state", "user", "why")),
     SavedView("moves", "decisions", filter="decision:start migration"),
     SavedView("turned down", "decisions", filter="decision:hold"),

@@ -73,7 +73,7 @@ class MigrationCosts:
             return False
         if any(self.view.hosts[d.host].state is not HostState.UP for d in p.devices):
             return False
-        last = job.migrations[-1] if job.migrations else None
+        last = job.last_plan_change
         if last is None:
             return True
         since_s = self.view.now_s - (last.ended_s if last.ended_s is not None else last.started_s)
@@ -82,7 +82,7 @@ class MigrationCosts:
 
     def within_budget(self, p: JobForecast, offer: Estimate) -> bool:
         """True where all its migrations, this one included, stay within a share of its life."""
-        made = sum(not m.failure for m in p.job.migrations)
+        made = sum(not m.failure for m in p.job.plan_changes)
         life_s = executed_s(p.job, self.view.now_s) + p.left_s(offer)
         return made * self.move_s(p.job) + self.cost_s(p, offer) <= self.thresholds.budget * life_s
 

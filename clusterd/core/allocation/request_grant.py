@@ -17,7 +17,7 @@ from clusterd.core.allocation.requirements import (
     never,
     shortage,
 )
-from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose
+from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose, fewer
 from clusterd.core.estimates.request_forecast import requested_plans
 from clusterd.core.ledger import Ledger, Placement
 from clusterd.core.placement.place import fitting, kinds_for, place, place_beside
@@ -123,15 +123,25 @@ def at_some_size(job: Job, free: Ledger, most: int) -> Grant | None:
 
 
 def _choice(job: Job, count: int, devices: Iterable[Device]) -> ChosenPlan | Impossible:
-    """Plan for `count` devices of the available kinds; the same in every pass while the hosts stay the same."""
+    """Plan for `count` devices of the available kinds; the same in every pass while the hosts stay the same.
+
+    Fewer devices, where plans were found to train the job otherwise than one process.
+    """
     shape = ModelShape.from_dict(job.shape or {})
     # "cuda" first: placement prefers it too.
-    for kind in sorted({d.kind for d in devices}, reverse=True):
-        memory_bytes = min(d.memory_bytes for d in devices if d.kind == kind)
-        choice = choose(shape, count, kind, memory_bytes, job.spec.resources.plan, job.bounds)
-        if isinstance(choice, ChosenPlan):
-            return choice
-    return choice
+    kinds = sorted({d.kind for d in devices}, reverse=True)
+    first: Impossible | None = None
+    for number in fewer(count) if job.rejected_plans and job.spec.resources.plan is None else [count]:
+        for kind in kinds:
+            memory_bytes = min(d.memory_bytes for d in devices if d.kind == kind)
+            choice = choose(shape, number, kind, memory_bytes, job.spec.resources.plan, job.bounds)
+            if isinstance(choice, ChosenPlan):
+                if first is None:
+                    return choice
+                return replace(choice, reason=f"on {number} of the {count} devices that it asked for: {first.reason}")
+            first = first or choice
+    assert first is not None
+    return first
 
 
 def _as_pinned(job: Job, view: View) -> ChosenPlan | None:

@@ -86,7 +86,7 @@ def _settles_in_s(ctx: PassContext, v: JobForecast, attempt: Attempt) -> float:
     """Seconds until a job has run long enough since its start or its last migration to be stopped."""
     job = v.job
     restart_s = ctx.costs.restart_s(job) if job.spec.kind is not JobKind.COMMAND else 0.0  # it has no state to load
-    last = max(attempt.started_s, *(m.ended_s or m.started_s for m in job.migrations[-1:]), 0.0)
+    last = max(attempt.started_s, *(m.ended_s or m.started_s for m in job.plan_changes[-1:]), 0.0)
     return last + ctx.thresholds.pause_s(restart_s) - ctx.view.now_s
 
 

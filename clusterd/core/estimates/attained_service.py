@@ -16,7 +16,8 @@ def attained_s(job: Job, now_s: float) -> float:
 
 def _of_attempt(job: Job, attempt: Attempt, now_s: float) -> float:
     end_s = attempt.ended_s if attempt.ended_s is not None else now_s
-    moves = [m for m in job.migrations if not m.failure and m.started_s >= attempt.started_s and m.started_s <= end_s]
+    changes = job.plan_changes
+    moves = [m for m in changes if not m.failure and m.started_s >= attempt.started_s and m.started_s <= end_s]
     if not moves:
         return (end_s - attempt.started_s) * max(len(attempt.ranks), 1)
     total, since_s, size = 0.0, attempt.started_s, moves[0].old_plan.ranks

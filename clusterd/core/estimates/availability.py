@@ -196,7 +196,7 @@ class AvailabilityForecast:
     def _apply_claims(self, ledger: Ledger, at_s: float) -> None:
         """Take out what is claimed while the job would run, and give back what claims have left by then."""
         given_back = {d.id for hold in self._ending(at_s) for d in self._freed(hold)}
-        held = (self._calendar.leased | self._granted) - given_back
+        held = (self._calendar.held | self._granted) - given_back
         for device in self._calendar.devices:
             ledger.take([device], {}, {})
             if device.id not in held and self._calendar.is_free(device.id, at_s, self.run_s):

@@ -37,7 +37,7 @@ def may_change(job: Job, view: View) -> bool:
     attempt = job.attempt
     if attempt is None or not is_settled(job) or not _all_up(attempt, view):
         return False
-    last = job.migrations[-1] if job.migrations else None
+    last = job.last_plan_change
     if last is None or last.ended_s is None:
         return True
     return view.now_s - last.ended_s >= job.back_off_s(SETTLE_AFTER_FAILURE_S)
@@ -56,7 +56,7 @@ def can_migrate(job: Job, view: View, forced: bool = False) -> Attempt | None:
         return None
     if job.step < 1 or not _all_up(attempt, view):
         return None
-    last = job.migrations[-1] if job.migrations else None
+    last = job.last_plan_change
     since_s = view.now_s - last.ended_s if last is not None and last.ended_s is not None else inf
     if since_s < job.back_off_s(SETTLE_AFTER_FAILURE_S):
         return None

@@ -37,6 +37,11 @@ class Impossible:
     reason: str
 
 
+def fewer(devices: int) -> list[int]:
+    """Numbers of devices that are tried where no plan is left on `devices`, which is the first."""
+    return [devices >> n for n in range(devices.bit_length())]
+
+
 @lru_cache(maxsize=4096)
 def choose(
     shape: ModelShape,

@@ -16,7 +16,7 @@ from clusterd.core.lifecycle.adoption import adopt
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.lifecycle.migration_events import resume
 from clusterd.core.lifecycle.reconcile import attempts_of, reconcile
-from clusterd.core.state import Attempt, Job, Outcome, State
+from clusterd.core.state import Attempt, Job, Migration, Outcome, State
 from clusterd.core.timers import TimerKind, account_on
 from clusterd.types import AttemptReport, AttemptState, HostId, JobId
 
@@ -106,8 +106,8 @@ def apply_report(ctx: HandlerContext, host: Host, account: str, reports: Iterabl
 def _repeat_outcome_of_migration(ctx: HandlerContext, attempt: Attempt, host: Host) -> None:
     """Send ranks on a returned host the outcome of the last migration again, in case they missed it."""
     job = ctx.state.jobs[attempt.job]
-    last = job.migrations[-1] if job.migrations else None
-    if last is not None and last.failure and attempt.migration is None:
+    last = job.last_plan_change
+    if isinstance(last, Migration) and last.failure and attempt.migration is None:
         stopping.abort_migration(
             ctx, attempt, last.generation, (host.id,), f"{host.id} is back after a failed migration"
         )

@@ -13,7 +13,7 @@ from clusterd.core.events import TimerKind
 from clusterd.core.host import Host
 from clusterd.core.lifecycle import attempt_events, attempts, jobs, stopping
 from clusterd.core.lifecycle.context import HandlerContext
-from clusterd.core.lifecycle.migrations import end_lease, grant_lease, stop_sharing
+from clusterd.core.lifecycle.migrations import free_device, give_device, stop_sharing
 from clusterd.core.lifecycle.reconcile import newest_generation
 from clusterd.core.state import Attempt, Job, Survivors
 from clusterd.core.transitions import SeriesState
@@ -31,7 +31,7 @@ def adopt(
     """Take over jobs from the records of an account's agent on `host`.
 
     A job that cannot be taken over yet goes on as an unknown attempt: one of its hosts is not a member, or a device of
-    it on another host is leased until that host has reported.
+    it on another host is held until that host has reported.
     """
     by_job: dict[JobId, list[AttemptReport]] = {}
     for report in reports:
@@ -54,8 +54,8 @@ def _may_adopt(ctx: HandlerContext, host: Host, job: Job) -> bool:
 def _conflicts(ctx: HandlerContext, job: Job, attempt: Attempt) -> dict[JobId, HostId]:
     """Other jobs that hold the attempt's devices by this state, with a host where they do."""
     held = {device for where in attempt.all_hosts for device in attempt.held_on(where)}
-    leases = [ctx.state.leases[device] for device in sorted(held) if device in ctx.state.leases]
-    return {lease.job: lease.host for lease in leases if lease.job != job.id and not _share(ctx, lease.job, job)}
+    others = [ctx.state.holders[device] for device in sorted(held) if device in ctx.state.holders]
+    return {holder.job: holder.host for holder in others if holder.job != job.id and not _share(ctx, holder.job, job)}
 
 
 def _share(ctx: HandlerContext, holder: JobId, job: Job) -> bool:
@@ -96,8 +96,8 @@ def _forget(ctx: HandlerContext, job: Job) -> None:
             cores, memory_bytes = attempts.booked_on(attempt, host_id)
             state.hosts[host_id].cores_used -= cores
             state.hosts[host_id].memory_used_bytes -= memory_bytes
-        for device in [device for device, lease in state.leases.items() if lease.job == job.id]:
-            end_lease(state, device)
+        for device in [device for device, holder in state.holders.items() if holder.job == job.id]:
+            free_device(state, device)
         for device in [device for device, others in state.sharers.items() if job.id in others]:
             stop_sharing(state, device, job.id)
         attempt.state = AttemptState.ENDED  # of an object that leaves the state: no step of its state machine
@@ -134,7 +134,7 @@ def _book(ctx: HandlerContext, attempt: Attempt, host: Host) -> None:
     for device in sorted(attempt.held_on(host.id)):
         is_new = device in coming and device not in attempt.devices
         generation = attempt.last_generation if is_new else attempt.generation
-        grant_lease(ctx.state, attempt, device, host.id, generation)
+        give_device(ctx.state, attempt, device, host.id, generation)
     for key in [key for key in host.unknown_attempts if key[0] == attempt.job]:
         del host.unknown_attempts[key]
     if host.state is not HostState.UP:

@@ -11,8 +11,8 @@ from clusterd.core.ledger import of_ranks
 from clusterd.core.lifecycle import attempts, jobs, migrations, recovery, stopping
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.lifecycle.migration_events import abandon_trial, begin_migration
-from clusterd.core.state import Attempt, Job, Migration, Outcome
-from clusterd.core.transitions import MigrationState
+from clusterd.core.state import Attempt, Job, Outcome, Restart
+from clusterd.core.transitions import MigrationState, RestartState
 from clusterd.core.view import Refusal, View
 from clusterd.types import AttemptState, HostId, JobKind, JobState, RankEnd, RankReport, Reason
 from clusterd.units import duration
@@ -48,11 +48,11 @@ def on_attempt_launched(ctx: HandlerContext, event: e.AttemptLaunched) -> None:
     job = ctx.state.jobs[event.job]
     job.go(JobState.RUNNING, ctx.now_s)
     job.building.clear()
-    migration = job.restarting
-    if migration is not None:
-        migration.step = event.restored_step if event.restored_step is not None else job.checkpoint_step
+    restart = job.restarting
+    if restart is not None:
+        restart.step = event.restored_step if event.restored_step is not None else job.checkpoint_step
         if job.spec.kind is JobKind.CHECKPOINTABLE:  # its script may never report a step
-            _restart_completed(ctx, job, migration)
+            _restart_completed(ctx, job, restart)
     if event.restored_step is not None:
         lost = f"; steps {event.restored_step + 1} to {job.step} are done again" * (job.step > event.restored_step)
         ctx.hold(job, f"goes on from the snapshot of step {event.restored_step} in memory{lost}")
@@ -71,15 +71,15 @@ def goes_on(ctx: HandlerContext, job: Job, attempt: Attempt) -> None:
     _watch_for_stall(ctx, job, ctx.now_s)
 
 
-def _restart_completed(ctx: HandlerContext, job: Job, migration: Migration) -> None:
-    """Record that a job trains again after a migration through host memory."""
-    migration.go(MigrationState.DONE, ctx.now_s)
-    migration.downtime_s, migration.ended_s = ctx.now_s - migration.started_s, ctx.now_s
-    stopped_s = sum(seconds for _, seconds, _ in migration.phases)
-    started = f"{len(migration.ranks)} new ranks go on from it"
-    migration.phases.append(("start", migration.downtime_s - stopped_s, started))
+def _restart_completed(ctx: HandlerContext, job: Job, restart: Restart) -> None:
+    """Record that a job trains again after a restart."""
+    restart.go(RestartState.DONE, ctx.now_s)
+    restart.downtime_s, restart.ended_s = ctx.now_s - restart.started_s, ctx.now_s
+    stopped_s = sum(seconds for _, seconds, _ in restart.phases)
+    started = f"{len(restart.ranks)} new ranks go on from it"
+    restart.phases.append(("start", restart.downtime_s - stopped_s, started))
     if job.model:  # the time that one script takes to save says nothing about others
-        migrations.learn_cost(ctx.state.restart_costs_s, job.model, migration.downtime_s)
+        migrations.learn_cost(ctx.state.restart_costs_s, job.model, restart.downtime_s)
     ctx.set_timer(TimerKind.SETTLE, job.id, ctx.now_s + SETTLE_S, f"{job.spec.name} was moved")
 
 
@@ -93,9 +93,9 @@ def _stop_at_target(ctx: HandlerContext, job: Job, attempt: Attempt) -> None:
         stopping.stop(ctx, attempt, Outcome.TARGET_REACHED, f"its loss reached {target:g} by step {job.step}")
 
 
-def _watch_for_nan(ctx: HandlerContext, job: Job, attempt: Attempt, had_loss: bool) -> None:
-    """Report, or stop, a job whose loss has become not a number; reports leave such a loss out."""
-    if job.loss is not None or not had_loss:
+def _watch_for_nan(ctx: HandlerContext, job: Job, attempt: Attempt, is_nan: bool) -> None:
+    """Report, or stop, a job whose loss is not a number."""
+    if not is_nan:
         job.nan_step = None
         return
     if job.nan_step is not None:
@@ -313,9 +313,9 @@ def on_attempt_progressed(ctx: HandlerContext, event: e.AttemptProgressed) -> No
     if job is None or attempt is None or event.step < attempt.step:
         return  # a report that was delayed on its way
     attempt.step = event.step
-    migration = job.restarting
-    if migration is not None and migration.step is not None and event.step > migration.step:
-        _restart_completed(ctx, job, migration)
+    restart = job.restarting
+    if restart is not None and restart.step is not None and event.step > restart.step:
+        _restart_completed(ctx, job, restart)
     had_loss = job.loss is not None or job.nan_step is not None
     job.step, job.loss, job.step_time_s = event.step, event.loss, event.step_time_s
     job.progressed_s = event.at_s
@@ -324,7 +324,7 @@ def on_attempt_progressed(ctx: HandlerContext, event: e.AttemptProgressed) -> No
         job.first_loss = event.first_loss
     job.consecutive_losses = 0
     _stop_at_target(ctx, job, attempt)
-    _watch_for_nan(ctx, job, attempt, had_loss)
+    _watch_for_nan(ctx, job, attempt, event.is_nan if event.is_nan is not None else had_loss and job.loss is None)
     if job.trials.current is not None and job.trials.current.from_step is None:
         ctx.pass_due = True
 

@@ -6,17 +6,30 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from clusterd.core.estimates.first_fit import ChosenPlan, below, choose
+from clusterd.core.estimates.first_fit import ChosenPlan, below, choose, fewer
 from clusterd.core.fair_share import beyond_quota
 from clusterd.core.host import Fault, Host
 from clusterd.core.lifecycle import migrations
 from clusterd.core.state import Attempt, Job, Outcome, Rank, Retired, State
 from clusterd.core.view import Start
-from clusterd.types import AttemptState, DeviceId, HostId, JobId, JobState, RankEnd, RankPlace, RankReport, Reason
+from clusterd.types import (
+    AttemptState,
+    DeviceId,
+    HostId,
+    JobId,
+    JobKind,
+    JobState,
+    RankEnd,
+    RankPlace,
+    RankReport,
+    Reason,
+)
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
 CONSECUTIVE_LOSSES_MAX = 5
+SIGNALS_FROM_OUTSIDE = (1, 2, 9, 15)
+"""SIGHUP, SIGINT, SIGKILL, SIGTERM: no fault of a script raises them."""
 """A job is requeued this often after faults that were not its own, without a step in between."""
 
 PROGRESS_S = 600.0
@@ -65,7 +78,7 @@ def objection(state: State, job: Job, start: Start) -> str | None:
         if place.device is None:
             continue
         if place.device in seen or not _may_join(state, job, place.device):
-            return f"{place.device} is leased"
+            return f"{place.device} is in use"
         if place.device in host.claimed:
             return f"{place.device} is {host.claimed[place.device]}"
         if place.device not in {d.id for d in host.devices}:
@@ -76,7 +89,7 @@ def objection(state: State, job: Job, start: Start) -> str | None:
 
 def _may_join(state: State, job: Job, device: DeviceId) -> bool:
     """True where the device is free, or shared and has a place left for the job."""
-    if device not in state.leases:
+    if device not in state.holders:
         return True
     return len(state.jobs_on(device)) < min(state.share_limit(device), job.spec.resources.share)
 
@@ -97,7 +110,7 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
     )
     for place in start.ranks:
         if place.device is not None:
-            migrations.grant_lease(state, attempt, place.device, place.host, attempt.generation)
+            migrations.give_device(state, attempt, place.device, place.host, attempt.generation)
     for host, cores in start.cores.items():
         state.hosts[host].cores_used += cores
         state.hosts[host].memory_used_bytes += start.memory_bytes.get(host, 0)
@@ -132,11 +145,11 @@ def release(state: State, attempt: Attempt, host_id: HostId) -> None:
     held = attempt.held_on(host_id)
     for rank in attempt.ranks.values():
         device = rank.place.device
-        lease = state.leases.get(device) if device is not None else None
+        holder = state.holders.get(device) if device is not None else None
         if device is None or rank.place.host != host_id or device in held:
             continue
-        if lease is not None and lease.job == attempt.job:
-            migrations.end_lease(state, device)
+        if holder is not None and holder.job == attempt.job:
+            migrations.free_device(state, device)
         elif attempt.job in state.sharers.get(device, ()):
             migrations.stop_sharing(state, device, attempt.job)
     host = state.hosts.get(host_id)
@@ -226,7 +239,9 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} was stopped: {attempt.why}", is_infrastructure=True)
     rank, end = cause
     cause_text = _cause_text(attempt, rank, end)
-    if end.reason.is_infrastructure:
+    # Its snapshot goes on: whatever sent the signal, neither the script nor clusterd did.
+    was_killed = job.spec.kind is JobKind.ELASTIC and end.reason is Reason.SIGNAL and end.signal in SIGNALS_FROM_OUTSIDE
+    if end.reason.is_infrastructure or was_killed:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost, {cause_text}", is_infrastructure=True)
     chosen = attempt.plan if attempt.plan != job.spec.resources.plan else None
     if end.reason is Reason.DEVICE_OOM and chosen is not None and job.shape is not None:
@@ -256,11 +271,11 @@ def _cause_text(attempt: Attempt, rank: int, end: RankEnd) -> str:
 
 
 def _has_another(job: Job, plan: Plan, why: str, kind: str) -> bool:
-    """True if a plan is left for the job on as many devices, or on as many as it asked for, of any memory."""
+    """True if a plan is left for the job on as many devices, on as many as it asked for, or on fewer, of any memory."""
     if job.shape is None:
         return False
     shape, bounds = ModelShape.from_dict(job.shape), replace(job.bounds, rejected=(*job.rejected_plans, (plan, why)))
-    counts = {plan.ranks, max(job.spec.resources.devices, 1)}
+    counts = {plan.ranks, *fewer(max(job.spec.resources.devices, 1))}
     return any(isinstance(choose(shape, n, kind, sys.maxsize, bounds=bounds), ChosenPlan) for n in counts)
 
 

@@ -115,10 +115,6 @@ def on_clock_set(ctx: HandlerContext, event: e.ClockSet) -> None:
     state, by_s = ctx.state, event.by_s
     state.timers = {timer: at_s + by_s for timer, at_s in state.timers.items()}
     state.passed_s = _shifted(state.passed_s, by_s)
-    state.leases = {
-        device: lease if lease.until_s is None else replace(lease, until_s=lease.until_s + by_s)
-        for device, lease in state.leases.items()
-    }
     if (promise := state.reservation) is not None:
         latest_s = _shifted(promise.latest_s, by_s)
         state.reservation = replace(promise, at_s=promise.at_s + by_s, latest_s=latest_s)
@@ -146,9 +142,9 @@ def _shift_job(job: Job, by_s: float) -> None:
             attempt.migration.started_s += by_s
     if job.attempt is not None and job.attempt.pending_restart is not None:
         job.attempt.pending_restart.started_s += by_s
-    for migration in job.migrations:
-        migration.started_s += by_s
-        migration.ended_s = _shifted(migration.ended_s, by_s)
+    for change in job.plan_changes:
+        change.started_s += by_s
+        change.ended_s = _shifted(change.ended_s, by_s)
 
 
 def _shifted(at_s: float | None, by_s: float) -> float | None:

@@ -8,7 +8,7 @@ from copy import deepcopy
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.lifecycle import jobs, migrations, stopping
+from clusterd.core.lifecycle import jobs, stopping
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.queueing.admission import hosts_without_login
 from clusterd.core.queueing.dependencies import split, waits_for
@@ -64,7 +64,6 @@ def on_job_edited(ctx: HandlerContext, event: e.JobEdited) -> None:
         _withdraw_promises(ctx, job)  # they were made for what it asked for before
     if job.spec.time_limit_s != limit_s and job.attempt is not None:
         jobs.set_time_limit(ctx, job, job.attempt)
-        migrations.renew_leases(ctx.state, job.attempt)
     ctx.pass_due = True
 
 

@@ -46,7 +46,7 @@ def start(ctx: HandlerContext, wanted: Start) -> str | None:
     """Begin an attempt of a queued job.
 
     Returns:
-        The objection if it must not start, whichever policy proposed it: no device is ever leased twice.
+        The objection if it must not start, whichever policy proposed it: no device is ever held twice.
     """
     job = ctx.state.jobs[wanted.job]
     if (objection := attempts.objection(ctx.state, job, wanted)) is not None:

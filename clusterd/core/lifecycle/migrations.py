@@ -8,10 +8,10 @@ report them gone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-from clusterd.core.estimates.attained_service import time_left_s
 from clusterd.core.fair_share import beyond_quota
-from clusterd.core.state import Attempt, Job, Lease, Migration, Rank, Retired, State, Survivors
+from clusterd.core.state import Attempt, Holder, Job, Migration, Rank, Restart, Retired, State, Survivors
 from clusterd.core.transitions import MigrationState
 from clusterd.core.view import Move
 from clusterd.types import AttemptState, DeviceId, HostId, JobId
@@ -52,9 +52,9 @@ def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> s
             return f"{place.device} is named twice"
         if place.device in host.claimed and place.device not in own:
             return f"{place.device} is {host.claimed[place.device]}"
-        lease = state.leases.get(place.device)
-        if lease is not None and place.device not in own:
-            return f"{place.device} is leased to {state.jobs[lease.job].spec.name}"
+        holder = state.holders.get(place.device)
+        if holder is not None and place.device not in own:
+            return f"{place.device} is held by {state.jobs[holder.job].spec.name}"
         seen.add(place.device)
     if after_loss:
         return None
@@ -79,28 +79,31 @@ def begin(state: State, job: Job, move: Move, now_s: float, lost: Iterable[int] 
     attempt = job.attempt
     assert attempt is not None and attempt.plan is not None, "only jobs under a plan migrate"
     attempt.last_generation += 1
-    migration = _record(job, attempt.plan, move, attempt.last_generation, now_s)
-    migration.lost = tuple(sorted(lost))
-    _lease_lacking(state, attempt, move, migration.generation)
+    migration = Migration(
+        **_recorded(job, attempt.plan, move, now_s),
+        generation=attempt.last_generation,
+        lost=tuple(sorted(lost)),
+        old_pin=job.pinned,
+    )
+    _take_lacking(state, attempt, move, migration.generation)
     _book(state, _more(migration.cores, attempt.cores), _more(migration.memory_bytes, attempt.memory_bytes))
     attempt.migration = migration
     state.index(attempt)
     return migration
 
 
-def through_memory(state: State, job: Job, attempt: Attempt, move: Move, now_s: float) -> Migration:
+def through_memory(state: State, job: Job, attempt: Attempt, move: Move, now_s: float) -> Restart:
     """Reserve the devices of a migration through host memory while the source ranks are being stopped.
 
     Without the reservation each host's devices would go to other jobs as soon as that host reports its ranks gone.
     """
     assert attempt.plan is not None, "only jobs under a plan migrate"
-    _lease_lacking(state, attempt, move, attempt.generation)
+    _take_lacking(state, attempt, move, attempt.generation)
     attempt.reserved_devices |= {place.device: place.host for place in move.ranks if place.device is not None}
-    migration = _record(job, attempt.plan, move, 1, now_s)  # the first generation of the next attempt
-    migration.state, migration.restarts = MigrationState.STOPPING, True
+    restart = Restart(**_recorded(job, attempt.plan, move, now_s))
     if job.shape is not None:  # else only the script knows what it saves
-        migration.local_bytes = ModelShape.from_dict(job.shape).state_bytes
-    return migration
+        restart.local_bytes = ModelShape.from_dict(job.shape).state_bytes
+    return restart
 
 
 def learn_cost(known: dict[str, float], model: str, downtime_s: float) -> None:
@@ -108,26 +111,30 @@ def learn_cost(known: dict[str, float], model: str, downtime_s: float) -> None:
     known[model] = 0.7 * known.get(model, downtime_s) + 0.3 * downtime_s
 
 
-def _record(job: Job, old_plan: Plan, move: Move, generation: int, now_s: float) -> Migration:
-    return Migration(
-        number=len(job.migrations) + 1,
-        generation=generation,
-        plan=move.plan,
-        ranks={place.rank: Rank(place) for place in move.ranks},
-        old_plan=old_plan,
-        reason=move.reason,
-        started_s=now_s,
-        cores=dict(move.cores),
-        memory_bytes=dict(move.memory_bytes),
-        old_pin=job.pinned,
-    )
+def next_number(job: Job) -> int:
+    """Number of the job's next migration or restart."""
+    return len(job.migrations) + len(job.restarts) + 1
 
 
-def _lease_lacking(state: State, attempt: Attempt, move: Move, generation: int) -> None:
-    """Lease those devices of a migration that are free."""
+def _recorded(job: Job, old_plan: Plan, move: Move, now_s: float) -> dict[str, Any]:
+    """Fields of a new `PlanChange`."""
+    return {
+        "number": next_number(job),
+        "plan": move.plan,
+        "ranks": {place.rank: Rank(place) for place in move.ranks},
+        "old_plan": old_plan,
+        "reason": move.reason,
+        "started_s": now_s,
+        "cores": dict(move.cores),
+        "memory_bytes": dict(move.memory_bytes),
+    }
+
+
+def _take_lacking(state: State, attempt: Attempt, move: Move, generation: int) -> None:
+    """Take those devices of a migration that are free."""
     for place in move.ranks:
-        if place.device is not None and place.device not in state.leases:
-            state.leases[place.device] = lease_of(state, attempt, place.device, place.host, generation)
+        if place.device is not None and place.device not in state.holders:
+            state.holders[place.device] = Holder(place.host, attempt.job, attempt.number, generation)
 
 
 def switch(state: State, job: Job, attempt: Attempt, now_s: float) -> Retired:
@@ -155,7 +162,7 @@ def switch(state: State, job: Job, attempt: Attempt, now_s: float) -> Retired:
     for rank in attempt.ranks.values():
         device = rank.place.device
         if device is not None:
-            state.leases[device] = lease_of(state, attempt, device, rank.place.host, attempt.generation)
+            state.holders[device] = Holder(rank.place.host, attempt.job, attempt.number, attempt.generation)
     attempt.migration, attempt.survivors = None, Survivors()
     state.index(attempt)
     migration.go(MigrationState.RESUMING, now_s)
@@ -192,9 +199,9 @@ def gone(state: State, attempt: Attempt, generation: int, host: HostId) -> bool:
     for rank in retired.ranks.values():
         place = rank.place
         if place.host == host and place.device is not None and place.device not in held:
-            lease = state.leases.get(place.device)
-            if lease is not None and lease.job == attempt.job:
-                del state.leases[place.device]
+            holder = state.holders.get(place.device)
+            if holder is not None and holder.job == attempt.job:
+                del state.holders[place.device]
     known = state.hosts.get(host)
     if known is not None:
         known.cores_used -= retired.cores.get(host, 0)
@@ -205,44 +212,30 @@ def gone(state: State, attempt: Attempt, generation: int, host: HostId) -> bool:
     return True
 
 
-def lease_of(state: State, attempt: Attempt, device: DeviceId, host: HostId, generation: int) -> Lease:
-    """Lease on a device that ends with the job's time limit."""
-    left_s = time_left_s(state.jobs[attempt.job])
-    until_s = attempt.started_s + left_s if left_s is not None else None
-    return Lease(device, host, attempt.job, attempt.number, generation, until_s)
-
-
-def grant_lease(state: State, attempt: Attempt, device: DeviceId, host: HostId, generation: int) -> None:
-    """Lease a device to an attempt, or a place on it beside the jobs that share it."""
-    if device in state.leases:
+def give_device(state: State, attempt: Attempt, device: DeviceId, host: HostId, generation: int) -> None:
+    """Give a device to an attempt, or a place on it beside the jobs that share it."""
+    if device in state.holders:
         state.sharers.setdefault(device, []).append(attempt.job)
     else:
-        state.leases[device] = lease_of(state, attempt, device, host, generation)
+        state.holders[device] = Holder(host, attempt.job, attempt.number, generation)
 
 
-def end_lease(state: State, device: DeviceId) -> None:
-    """End the lease on a device; where jobs share it, the next of them has it."""
-    host = state.leases.pop(device).host
+def free_device(state: State, device: DeviceId) -> None:
+    """Free a device; where jobs share it, the next of them holds it."""
+    host = state.holders.pop(device).host
     if not (others := state.sharers.get(device)):
         return
     attempt = state.jobs[others[0]].attempt
     assert attempt is not None, f"{others[0]} shares {device} without an attempt"
     stop_sharing(state, device, others[0])
-    state.leases[device] = lease_of(state, attempt, device, host, attempt.generation)
+    state.holders[device] = Holder(host, attempt.job, attempt.number, attempt.generation)
 
 
 def stop_sharing(state: State, device: DeviceId, job: JobId) -> None:
-    """Remove a job from those that share a device beside its lease's."""
+    """Remove a job from those that share a device beside its holder."""
     state.sharers[device].remove(job)
     if not state.sharers[device]:
         del state.sharers[device]
-
-
-def renew_leases(state: State, attempt: Attempt) -> None:
-    """Give the attempt's leases the end that its job's time limit has now."""
-    for device, lease in state.leases.items():
-        if lease.job == attempt.job:
-            state.leases[device] = lease_of(state, attempt, device, lease.host, lease.generation)
 
 
 def _more(these: Mapping[HostId, int], those: Mapping[HostId, int]) -> dict[HostId, int]:

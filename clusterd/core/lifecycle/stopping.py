@@ -12,8 +12,8 @@ from clusterd.core.events import TimerKind
 from clusterd.core.ledger import of_ranks
 from clusterd.core.lifecycle import attempts, jobs, migrations, trials
 from clusterd.core.lifecycle.context import HandlerContext
-from clusterd.core.state import Attempt, Job, Migration, Outcome, Retired
-from clusterd.core.transitions import MigrationState, SeriesState
+from clusterd.core.state import Attempt, Job, Outcome, Restart, Retired
+from clusterd.core.transitions import MigrationState, RestartState, SeriesState
 from clusterd.core.view import Start
 from clusterd.types import AttemptState, HostId, JobKind, JobState
 from plans.model_shape import ModelShape
@@ -206,23 +206,23 @@ def _conclude(ctx: HandlerContext, attempt: Attempt) -> None:
         reason = f"{verdict.reason}; {again}"
         ctx.decide(d.RequeueJob(cause=ctx.cause, reason=reason, job=job.id, attempt=attempt.number))
         if attempt.pending_restart is not None:
-            migration, attempt.pending_restart = attempt.pending_restart, None
-            _restart(ctx, job, migration)
+            restart, attempt.pending_restart = attempt.pending_restart, None
+            _restart(ctx, job, restart)
     ctx.pass_due = True
 
 
-def _restart(ctx: HandlerContext, job: Job, migration: Migration) -> None:
+def _restart(ctx: HandlerContext, job: Job, restart: Restart) -> None:
     """Start the job again under the plan that it was stopped for, before anybody else gets its devices."""
     saved = "it has saved" if job.spec.kind is JobKind.CHECKPOINTABLE else "its state waits in host memory"
-    migration.phases.append(("stop", ctx.now_s - migration.started_s, saved))
-    job.migrations.append(migration)
-    start = Start(job.id, migration.plan, migration.places, migration.cores, migration.memory_bytes, migration.reason)
+    restart.phases.append(("stop", ctx.now_s - restart.started_s, saved))
+    job.restarts.append(restart)
+    start = Start(job.id, restart.plan, restart.places, restart.cores, restart.memory_bytes, restart.reason)
     if (objection := jobs.start(ctx, start)) is None:
-        migration.go(MigrationState.STARTING, ctx.now_s)
+        restart.go(RestartState.STARTING, ctx.now_s)
         return
-    migration.go(MigrationState.FAILED, ctx.now_s)
-    migration.failure, migration.ended_s = objection, ctx.now_s
-    ctx.hold(job, f"cannot go on under {migration.plan}: {objection}")
+    restart.go(RestartState.FAILED, ctx.now_s)
+    restart.failure, restart.ended_s = objection, ctx.now_s
+    ctx.hold(job, f"cannot go on under {restart.plan}: {objection}")
 
 
 def abandon_migration(ctx: HandlerContext, attempt: Attempt, why: str) -> None:

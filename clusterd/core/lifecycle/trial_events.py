@@ -7,7 +7,7 @@ from dataclasses import replace
 from clusterd.core import events as e
 from clusterd.core.estimates.first_fit import memory_conflict
 from clusterd.core.events import TimerKind
-from clusterd.core.lifecycle import trials
+from clusterd.core.lifecycle import migrations, trials
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.lifecycle.migration_events import abandon_trial, migrate
 from clusterd.core.state import Attempt, Job, Trial
@@ -85,9 +85,9 @@ def _start_trial(ctx: HandlerContext, job: Job, attempt: Attempt, trial: Trial) 
         trial.go(TrialState.RUNNING, ctx.now_s)
         trial.from_step = job.step
         return
-    number = trial.migration
-    if number is not None and len(job.migrations) >= number and job.migrations[number - 1].failure:
-        trials.fail(job, trial, job.migrations[number - 1].failure, ctx.now_s, is_refused=True)
+    failures = (change.failure for change in job.plan_changes if change.number == trial.migration)
+    if failure := next(failures, ""):
+        trials.fail(job, trial, failure, ctx.now_s, is_refused=True)
         return
     answer = trials.move_for(job, attempt, trial.plan, ctx.state.hosts, f"trial of {trial.plan}: {trial.why}")
     if isinstance(answer, str):
@@ -99,7 +99,7 @@ def _start_trial(ctx: HandlerContext, job: Job, attempt: Attempt, trial: Trial) 
         # During a restart through host memory nothing would reserve the devices that the trial leaves idle.
         trials.fail(job, trial, no_memory, ctx.now_s)
         return
-    trial.migration = len(job.migrations) + 1
+    trial.migration = migrations.next_number(job)
     if migrate(ctx, replace(answer, may_restart=True)) and trial.state is TrialState.PROPOSED:
         trial.go(TrialState.MOVING, ctx.now_s)
     if attempt.pending_restart is not None:

@@ -88,9 +88,9 @@ def release_devices(state: State, attempt: Attempt) -> None:
     """Give back the devices reserved for trials."""
     reserved, attempt.reserved_devices = attempt.reserved_devices, {}
     for device, host in reserved.items():
-        lease = state.leases.get(device)
-        if lease is not None and lease.job == attempt.job and device not in attempt.held_on(host):
-            del state.leases[device]
+        holder = state.holders.get(device)
+        if holder is not None and holder.job == attempt.job and device not in attempt.held_on(host):
+            del state.holders[device]
 
 
 def reserve_devices(attempt: Attempt, move: Move) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple, Self
 
 from clusterd.core.allocation.evacuation import evacuations
 from clusterd.core.allocation.request_grant import Grant, allocate
@@ -12,8 +14,11 @@ from clusterd.core.estimates.candidate_plans import CandidatePlans, CandidatePla
 from clusterd.core.ledger import of_ranks
 from clusterd.core.performance_table import Estimate
 from clusterd.core.placement.apply_targets import Target, apply_targets
+from clusterd.core.queue_order import difference, places
+from clusterd.core.queueing.order import arrival
 from clusterd.core.state import Job
 from clusterd.core.view import Proposal, Refusal, Start, View
+from clusterd.types import JobId
 
 
 class Capacity:
@@ -53,6 +58,14 @@ class Capacity:
             self.left[name] = self.left.get(name, 0) - count  # who runs may count on a type of which no host is up
 
 
+class Key(NamedTuple):
+    """Sort key of a queued job: the policy's own order, which puts jobs without a known speed last."""
+
+    policy: int
+    priority: int
+    arrival: tuple[float, int, JobId]
+
+
 class Baseline(ABC):
     """Policy that grants devices by count among the candidate plans of its `choice`, in an order of its own.
 
@@ -88,9 +101,20 @@ class Baseline(ABC):
             for job in jobs
             if not job.attempt and job.id not in named
         ]
-        start_unmodelled(view, self.candidates_cache, self.choice, proposal)
+        unmodelled = start_unmodelled(view, self.candidates_cache, self.choice, proposal)
+        ordered = [job for job in self.order(view, jobs) if job.attempt is None]
+        keys = {job.id: Key(number, 0, arrival(job)) for number, job in enumerate(ordered)}
+        keys |= {job.id: Key(len(ordered), *_by_arrival(job)) for job in unmodelled}
+        proposal.order = difference(view.order, places(keys))
         proposal.moves += leaving
         return proposal
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A policy that would decide the same, without the candidate plans that this one remembers to be faster."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__ |= deepcopy({**self.__dict__, "candidates_cache": None}, memo)
+        made.candidates_cache = CandidatePlansCache()
+        return made
 
     def managed(self, view: View) -> list[Job]:
         """Jobs whose speed is known and that wait or run undisturbed."""
@@ -143,15 +167,16 @@ def asked_size(job: Job, candidates: CandidatePlans) -> int:
 
 def start_unmodelled(
     view: View, candidates_cache: CandidatePlansCache, choice: PlanFreedom, proposal: Proposal
-) -> None:
-    """Start jobs without a performance model on the devices that the proposal leaves free."""
+) -> list[Job]:
+    """Start jobs without a performance model on the devices that the proposal leaves free; returns them in order."""
     for start in proposal.starts:
         view.free.take_places(start.ranks, start.cores, start.memory_bytes)
     for move in proposal.moves:
         view.free.take_places(move.ranks, move.cores, move.memory_bytes)
-    for job in sorted(view.queued, key=lambda j: (-j.priority, j.submitted_s)):
-        if candidates_cache.of(job, view.performance_tables, choice) is not None:
-            continue
+    known = view.performance_tables
+    unmodelled = [job for job in view.queued if candidates_cache.of(job, known, choice) is None]
+    unmodelled.sort(key=_by_arrival)
+    for job in unmodelled:
         answer = allocate(job, view)
         if isinstance(answer, Grant):
             where = answer.placement
@@ -162,6 +187,11 @@ def start_unmodelled(
             )
         else:
             proposal.refusals.append(answer)
+    return unmodelled
+
+
+def _by_arrival(job: Job) -> tuple[int, tuple[float, int, JobId]]:
+    return -job.priority, arrival(job)
 
 
 def step_s(job: Job, candidates: CandidatePlans, size: int) -> float:

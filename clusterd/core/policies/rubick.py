@@ -94,7 +94,7 @@ class Rubick(Baseline):
 
     def _may_change(self, job: Job, view: View) -> bool:
         age_s = executed_s(job, view.now_s)
-        made = len(job.migrations) + max(len(job.attempts) - 1, 0) + 1
+        made = len(job.plan_changes) + max(len(job.attempts) - 1, 0) + 1
         return age_s > 0 and (age_s - made * DELTA_S) / age_s > SHARE
 
     def _least(self, job: Job, candidates: CandidatePlans) -> int:

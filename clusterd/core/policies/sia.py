@@ -71,7 +71,7 @@ class Sia(Rounds):
         """Restart factor: age less restarts, over age plus one restart (as in Pollux and Sia)."""
         cost_s = view.move_costs_s.get(job.model, max(view.move_costs_s.values(), default=30.0))
         age_s = executed_s(job, view.now_s)
-        made = len(job.migrations) + max(len(job.attempts) - 1, 0)
+        made = len(job.plan_changes) + max(len(job.attempts) - 1, 0)
         if age_s + cost_s <= 0:
             return 1.0  # it has just come, and moves cost nothing
         return max((age_s - made * cost_s) / (age_s + cost_s), 1e-2)

@@ -1,8 +1,8 @@
 """Second stage: order of the queue (after AITurbo's Borda-count multi-level feedback queue).
 
-Priority comes first, then guaranteed jobs that have started before, as their time runs on; then the job to which a
-start was promised, then those who have waited out of proportion, longest first, then those for which a person waits,
-then tenants that have less than their share.
+A job for which others were suspended comes first of all. Then comes priority, then guaranteed jobs that have started
+before, as their time runs on; then the job to which a start was promised, then those who have waited out of proportion,
+longest first, then those for which a person waits, then tenants that have less than their share.
 Inside, queues by attained service; in a queue, Borda scores: every job is ranked by the service it has got, least
 first; predictable ones also by what a device-second brings, most first. Ranks are shares of their list's length, equals
 share a rank, and the list is sorted the way that it is meant (the published code adds the age to each rank and puts the
@@ -14,7 +14,8 @@ be as much as was done already: so jobs with and without a known end are on one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from typing import NamedTuple
 
 from clusterd.core.estimates.attained_service import attained_s
 from clusterd.core.estimates.job_forecast import JobForecast
@@ -32,8 +33,30 @@ STARVED_S = 1800.0
 """... but not before it has waited this long."""
 
 
-def order(view: View, forecasts: Mapping[JobId, JobForecast]) -> list[Job]:
-    """Queued jobs in the order in which they are considered; a requeued job keeps its time of submission."""
+class Key(NamedTuple):
+    """Sort key of a queued job: its fields are criteria, most significant first, and what is less comes first."""
+
+    handover: bool
+    priority: int
+    started_guaranteed: bool
+    promised: bool
+    starved: bool
+    starved_longer: float
+    interactive: bool
+    tenant_share: bool
+    service_level: int
+    score: float
+    arrival: tuple[float, int, JobId]
+
+
+def order(
+    view: View, forecasts: Mapping[JobId, JobForecast], handed_over: Container[JobId] = ()
+) -> Mapping[JobId, Key]:
+    """Queued jobs in the order in which they are considered, each with its key; a requeued job keeps its arrival.
+
+    Args:
+        handed_over: jobs for which others were suspended: what those leave goes to nobody else.
+    """
     queued = view.queued
     known = {job.id: p for job in queued if (p := forecasts.get(job.id)) is not None and not p.curve.is_request}
     service = {job.id: attained_s(job, view.now_s) for job in queued}
@@ -45,25 +68,29 @@ def order(view: View, forecasts: Mapping[JobId, JobForecast]) -> list[Job]:
     promise = view.reservation
     promised = promise.job if promise is not None and promise.latest_s is not None else None
 
-    def key(job: Job) -> tuple[object, ...]:
-        score = by_service[job.id] + by_gain.get(job.id, by_service[job.id])
+    def key(job: Job) -> Key:
         starved = is_starved(job, forecasts, view.now_s)
-        return (
-            -job.priority,
-            not (job.spec.guaranteed and job.started_s is not None),
-            job.id != promised,
-            not starved,
-            job.queued_s if starved else 0.0,
-            not job.spec.interactive,
-            tenants.get(job.spec.tenant, False),
-            sum(service[job.id] >= limit for limit in QUEUES_DEVICE_S),
-            score,
-            job.submitted_s,
-            len(job.id),
-            job.id,
+        return Key(
+            handover=job.id not in handed_over,
+            priority=-job.priority,
+            started_guaranteed=not (job.spec.guaranteed and job.started_s is not None),
+            promised=job.id != promised,
+            starved=not starved,
+            starved_longer=job.queued_s if starved else 0.0,
+            interactive=not job.spec.interactive,
+            tenant_share=tenants.get(job.spec.tenant, False),
+            service_level=sum(service[job.id] >= limit for limit in QUEUES_DEVICE_S),
+            score=by_service[job.id] + by_gain.get(job.id, by_service[job.id]),
+            arrival=arrival(job),
         )
 
-    return sorted(queued, key=key)
+    keys = {job.id: key(job) for job in queued}
+    return dict(sorted(keys.items(), key=lambda item: item[1]))
+
+
+def arrival(job: Job) -> tuple[float, int, JobId]:
+    """Sort key of the order of arrival."""
+    return job.submitted_s, len(job.id), job.id
 
 
 def is_starved(job: Job, forecasts: Mapping[JobId, JobForecast], now_s: float) -> bool:

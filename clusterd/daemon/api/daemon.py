@@ -89,7 +89,7 @@ class DaemonVerbs:
             "jobs": dict(self._archived.counts + others + queued),
             "hosts": {h.id: h.state.value for h in state.hosts.values()},
             "devices": sum(len(h.devices) for h in state.hosts.values()),
-            "leased": len(state.leases),
+            "leased": len(state.holders),
             "events": self._feed.number,
             "scheduling_s": self._engine.scheduling_s,
             "recovering": sorted(state.recovering),

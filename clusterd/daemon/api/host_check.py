@@ -74,7 +74,7 @@ class HostChecks:
             }
             mine = python if host.id in names else None
             # A context on a GPU that a job uses takes memory that the job may need.
-            idle = [d.uuid for d in host.devices if d.kind == "cuda" and not d.foreign and d.id not in state.leases]
+            idle = [d.uuid for d in host.devices if d.kind == "cuda" and not d.foreign and d.id not in state.holders]
             request = CheckHost(peers, mine, tuple(idle) if mine is not None else ())
             of = account if mine is not None else ""
             return to_map(await self._hosts.request(host.id, request, timeout_s=None, account=of))

@@ -16,16 +16,12 @@ import msgspec
 from clusterd import projection
 from clusterd.config import Config
 from clusterd.core import events as e
-from clusterd.core.allocation.request_grant import LEARNING, allocate
 from clusterd.core.allocation.requirements import misfit
-from clusterd.core.estimates.expected_time import longest_left_s
-from clusterd.core.ledger import Placement
 from clusterd.core.queueing import admission
-from clusterd.core.queueing.dependencies import waits_for
 from clusterd.core.state import Job
-from clusterd.core.view import Refusal, View
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.accounts import Accounts
+from clusterd.daemon.api.dry_run import rehearse
 from clusterd.daemon.api.files import FileVerbs
 from clusterd.daemon.api.hosts import ClaimVerbs, HostVerbs
 from clusterd.daemon.api.job_logs import JobLogs
@@ -137,8 +133,7 @@ class JobVerbs:
         if known.account:
             await self._hosts.log_in(known.account)
         job = self._ids.next()
-        if known.array is not None and not known.array.id:
-            known = replace(known, array=replace(known.array, id=job))
+        known = _in_array(known, job)
         rows = [
             ("INSERT INTO secrets VALUES (?, ?, ?)", (job, name, self._archive.sealed(value)))
             for name, value in (secrets or {}).items()
@@ -146,27 +141,26 @@ class JobVerbs:
         await self._engine.post(e.JobSubmitted(at_s=time.time(), job=job, spec=known), rows)
         return {"id": job, "name": known.name, "reason": self._state.jobs[job].reason}
 
-    async def dry_run(self, peer: Peer, spec: dict[str, Any]) -> dict[str, Any]:
-        """Report how a job would start now, without submitting it."""
-        known = self.admit(peer, spec, need_workdir=False)
-        refuse_unsatisfiable(known, self._state, "--wait-for-hosts queues it all the same")
-        now_s = time.time()
-        job = Job(JobId("new"), known, priority=known.priority, submitted_s=now_s, queued_s=now_s)
-        ahead = sum(1 for j in self._state.queue if self._state.jobs[j].priority >= known.priority)
-        awaited = waits_for(known, self._state)
-        view = View(self._state, now_s)
-        claimed = view.calendar.to_withhold([*view.free.all_devices()], longest_left_s(job, view.run_times, now_s))
-        view.free.take(claimed, {}, {})
-        answer = allocate(job, view) if awaited is None else Refusal(job.id, awaited)
-        if isinstance(answer, Refusal):
-            reason = answer.reason
-            if reason == LEARNING:
-                reason = (
-                    f"its model is learned first, without devices; then {known.resources.plan or 'the plan is chosen'}"
-                )
-            return {"starts": False, "ahead": ahead, "reason": reason, "ranks": []}
-        where: Placement = answer.placement
-        return {"starts": True, "ahead": ahead, "reason": answer.reason, "ranks": codec.plain(where.ranks)}
+    async def dry_run(
+        self, peer: Peer, spec: dict[str, Any], also: list[dict[str, Any]] | None = None, only_check: bool = False
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """Report what would happen now to a job, or with `also` to several, without submitting them.
+
+        Args:
+            only_check: only refuse what a submit refuses, which costs no scheduling pass.
+        """
+        known = [self.admit(peer, each, need_workdir=False) for each in (spec, *(also or ()))]
+        for each in known:
+            refuse_unsatisfiable(each, self._state, "--wait-for-hosts queues it all the same")
+        if only_check:
+            return []
+        now_s, ids = time.time(), self._ids.coming(len(known))
+        events = [
+            e.JobSubmitted(at_s=now_s, job=job, spec=_in_array(each, ids[0]))
+            for job, each in zip(ids, known, strict=True)
+        ]
+        answers = await rehearse(self._engine.scheduler, events)
+        return answers if also is not None else answers[0]
 
     def admit(self, peer: Peer, spec: dict[str, Any], need_workdir: bool = True) -> JobSpec:
         """Check a submitted job and make it its user's.
@@ -200,10 +194,13 @@ class JobVerbs:
             before: the next page: only jobs that are over and were submitted before this one.
         """
         rows = []
-        for number, job in enumerate(await self._listed(all, before)):
+        listed = await self._listed(all, before)
+        places = projection.places(self._state)
+        for number, job in enumerate(listed):
             if number % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
                 await anyio.lowlevel.checkpoint()  # others are served meanwhile: there may be many thousands
-            rows.append(projection.job_row(job, self._state))
+            place = places.get(job.id) if job.state is JobState.QUEUED else None
+            rows.append({**projection.job_row(job, self._state), "place": place})
         return rows
 
     async def _listed(self, all: bool, before: str | None = None) -> list[Job]:
@@ -221,6 +218,7 @@ class JobVerbs:
         known = admission.find_job(self._state, job, peer.user)
         return {
             **projection.job_row(known, self._state),
+            **projection.place_row(known.id, self._state),
             "spec": projection.spec_row(known.spec),
             "shape": known.shape,
             "attempts": [projection.attempt_row(a) for a in known.attempts],
@@ -231,21 +229,16 @@ class JobVerbs:
         """Explain a job's state: its reason, the jobs before it, and earlier decisions."""
         known = admission.find_job(self._state, job, peer.user)
         row = projection.job_row(known, self._state)
-        ahead = []
-        if known.id in self._state.queue:
-            mine = (-known.priority, known.submitted_s)
-            queued = [self._state.jobs[j] for j in self._state.queue]
-            ahead = [j.spec.name for j in queued if (-j.priority, j.submitted_s) < mine]
         holders: dict[str, int] = {}
         holders_left_s: dict[str, float] = {}
-        for holder in (self._state.jobs[job] for device in self._state.leases for job in self._state.jobs_on(device)):
+        for holder in (self._state.jobs[job] for device in self._state.holders for job in self._state.jobs_on(device)):
             name = holder.spec.name
             holders[name] = holders.get(name, 0) + 1
             if (left_s := projection.left_s(holder)) is not None:
                 holders_left_s[name] = max(left_s, holders_left_s.get(name, 0.0))
         return {
             **row,
-            "ahead": ahead,
+            **projection.place_row(known.id, self._state),
             "holders": holders,
             "holders_left_s": holders_left_s,
             "misfits": [text for host in self._state.hosts.values() if (text := misfit(known, host)) is not None],
@@ -333,12 +326,21 @@ class JobVerbs:
         if not is_first:
             return {**projection.change_row(self._state, number, (), ()), "jobs": rows}
         hosts = await self._membership.hosts(peer)
-        return {"snapshot": {"status": self._status(), "jobs": rows, "hosts": hosts}, "number": number}
+        first = {"status": self._status(), "jobs": rows, "hosts": hosts, "order": self._state.order}
+        return {"snapshot": first, "number": number}
 
     def _change(self, change: Change) -> dict[str, Any]:
         if change.row is None:
-            number, events, decisions = change.number, change.events, change.decisions
-            change.row = SharedRow(projection.change_row(self._state, number, events, decisions, self._hosts.link_row))
+            change.row = SharedRow(
+                projection.change_row(
+                    self._state,
+                    change.number,
+                    change.events,
+                    change.decisions,
+                    self._hosts.link_row,
+                    change.side_effects,
+                )
+            )
         return change.row
 
 
@@ -358,6 +360,12 @@ def _of_job(job: Job) -> tuple[int, str]:
     return _in_order(job.id)
 
 
+def _in_array(spec: JobSpec, first: JobId) -> JobSpec:
+    """The specification; a task of an array without an id gets that of the array's first job."""
+    array = spec.array
+    return replace(spec, array=replace(array, id=first)) if array is not None and not array.id else spec
+
+
 class JobIds:
     """Ids of jobs: whole numbers from 1 on, each given out once, also by a daemon with a restored, older state."""
 
@@ -368,6 +376,10 @@ class JobIds:
         """A new id."""
         self._last += 1
         return JobId(str(self._last))
+
+    def coming(self, count: int) -> list[JobId]:
+        """The ids that `next` is going to give out."""
+        return [JobId(str(self._last + number)) for number in range(1, count + 1)]
 
     def seen(self, job: str, where: str) -> None:
         """Skip an id that a host remembers: a state that does not know it was restored from a backup."""

@@ -114,7 +114,7 @@ class MigrationVerbs:
                 at_s=time.time(), job=known.id, plan=requested, devices=chosen, pin=pin, by=peer.user
             )
             await self._engine.post(event)
-        moves = {"migrations": len(known.migrations), "stays": stays}
+        moves = {"migrations": len(known.plan_changes), "stays": stays}
         return {"job": known.id, "name": known.spec.name, **moves, **preview}
 
     def _unlike(self, move: Move) -> str | None:
@@ -270,9 +270,7 @@ def _bytes(shape: ModelShape, attempt: Attempt, move: Move) -> tuple[int, int]:
 def _downtime_s(job: Job, local: int, network: int, places: Sequence[RankPlace]) -> float:
     """Downtime scaled from the job's own migrations where there are any."""
     seconds = _expected_s(local, network, places)
-    done = [
-        m for m in job.migrations if m.downtime_s is not None and not m.restarts and m.local_bytes + m.network_bytes
-    ]
+    done = [m for m in job.migrations if m.downtime_s is not None and m.local_bytes + m.network_bytes]
     if not done:
         return seconds
     last = done[-1]

@@ -41,7 +41,10 @@ class RetentionVerbs:
         state = self._engine.scheduler.state
         known = admission.find_own_job(state, job, peer.user, peer.is_operator)
         if not known.state.is_final:
-            raise ClusterError(f"{known.spec.name} is {known.state.value}: it is forgotten when it is over")
+            raise ClusterError(
+                f"job {known.id} ({known.spec.name}) is {known.state.value}: nothing was deleted; "
+                f"clusterd cancel {known.id} ends it, and its files can be deleted then"
+            )
         freed = 0
         left: dict[str, str] = {}
         for number, host in _places(known, state):
@@ -105,4 +108,4 @@ def _places(job: Job, state: State) -> list[tuple[int, HostId]]:
 def hosts_of(job: Job, attempt: Attempt) -> list[HostId]:
     """Hosts of every generation of an attempt."""
     hosts = {*attempt.hosts, *(host for ranks in attempt.hosts_by_generation.values() for host in ranks.values())}
-    return sorted(hosts | {place.host for move in job.migrations for place in move.places})
+    return sorted(hosts | {place.host for move in job.plan_changes for place in move.places})

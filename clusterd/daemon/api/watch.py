@@ -21,6 +21,7 @@ import anyio
 from clusterd import protocol
 from clusterd.core.decisions import Decision
 from clusterd.core.events import Event
+from clusterd.core.scheduler import NO_SIDE_EFFECTS, SideEffects
 from clusterd.core.state import Job
 from clusterd.daemon.access import Peer
 
@@ -55,6 +56,7 @@ class Change:
     number: int  # of its last event
     events: tuple[Event, ...]
     decisions: tuple[Decision, ...]
+    side_effects: SideEffects = NO_SIDE_EFFECTS
     row: SharedRow | None = None  # as watchers get it, once one of them did
 
 
@@ -67,10 +69,12 @@ class Feed:
         self.number = 0
         """Number of the newest event."""
 
-    def add(self, events: Sequence[Event], decisions: Sequence[Decision]) -> None:
+    def add(
+        self, events: Sequence[Event], decisions: Sequence[Decision], side_effects: SideEffects = NO_SIDE_EFFECTS
+    ) -> None:
         """Publish the change of a handled batch."""
         self.number = events[-1].id
-        self._window.append(Change(self.number, tuple(events), tuple(decisions)))
+        self._window.append(Change(self.number, tuple(events), tuple(decisions), side_effects))
         if len(self._window) > ROWS_MAX:
             self._window[-1 - ROWS_MAX].row = None
         self._bell.set()

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=RankMessage)
 
 PREPARE_TIMEOUT_S = 180.0
+PROOF_S = 60.0
+"""Time for source ranks to copy a state beside training, and for target ranks to wait for it, besides some steps."""
 QUIESCE_TIMEOUT_S = 120.0
 STEPS_AWAITED = 4
 """Steps added to time-outs: a request takes effect two steps later, and target ranks rehearse one."""
@@ -210,7 +212,7 @@ class MigrationSaga:
             shape=shape,
             lost=decision.lost,
             step=decision.step,
-            is_new_plan=not job.has_trained_under(decision.new_plan),
+            proof_s=PROOF_S + self._steps_s if not (decision.lost or decision.source_releases_memory) else 0.0,
             makes_room=decision.source_releases_memory,
             old=_side(decision.generation, decision.plan.to_dict(), decision.ranks),
             new=_side(decision.new_generation, decision.new_plan.to_dict(), decision.new_ranks),

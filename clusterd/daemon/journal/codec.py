@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -30,7 +32,7 @@ def event(kind: str, body: bytes) -> events.Event:
         KeyError: the kind is unknown.
         msgspec.ValidationError: another version wrote the event, with other fields.
     """
-    decoded: events.Event = _EVENT_DECODERS[kind].decode(body)
+    decoded: events.Event = _EVENT_DECODERS[kind].decode(_with_restarts(body))
     return decoded
 
 
@@ -51,10 +53,53 @@ def state(body: bytes) -> State:
     return decoded
 
 
+def snapshot(state: State) -> bytes:
+    """Encode a state for a journal snapshot."""
+    return _shape() + encode(state)
+
+
+def of_snapshot(body: bytes) -> State:
+    """Decode the state of a journal snapshot.
+
+    Raises:
+        ValueError: a version whose state has other fields wrote it: those that it lacks would get defaults.
+        msgspec.ValidationError: a value is not of its field's type.
+    """
+    if not body.startswith(_shape()):
+        raise ValueError("its state has other fields")
+    return state(body[len(_shape()) :])
+
+
+@cache
+def _shape() -> bytes:
+    """Digest of the fields of the state, and of all that they hold."""
+    return blake2b(repr(msgspec.inspect.type_info(State)).encode(), digest_size=8).digest()
+
+
 def job(body: bytes) -> Job:
     """Decode a job."""
-    decoded: Job = _JOB.decode(body)
+    decoded: Job = _JOB.decode(_with_restarts(body))
     return decoded
+
+
+_RESTARTS = msgspec.msgpack.encode({"restarts": True})[1:]
+
+
+def _with_restarts(body: bytes) -> bytes:
+    """A job, or an event with jobs, whose restarts are in a list of their own; once they were among its migrations."""
+    return _encoder.encode(_divided(msgspec.msgpack.decode(body))) if _RESTARTS in body else body
+
+
+def _divided(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_divided(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    divided = {key: _divided(each) for key, each in value.items()}
+    if "spec" in value and isinstance(changes := value.get("migrations"), list):
+        divided["migrations"] = [change for change in changes if not change.get("restarts")]
+        divided["restarts"] = [change for change in changes if change.get("restarts")]
+    return divided
 
 
 def proposal(body: bytes) -> Proposal:

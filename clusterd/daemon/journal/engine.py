@@ -129,7 +129,7 @@ class Engine:
         if snapshot is not None:
             after, body = snapshot
             try:
-                self.scheduler.state = codec.state(body)
+                self.scheduler.state = codec.of_snapshot(body)
             except Exception as error:  # written by another version; the journal still has every event
                 log.warning("journal snapshot at event %d has another format (%s): replaying all events", after, error)
                 after = 0
@@ -316,7 +316,7 @@ class Engine:
     async def snapshot(self) -> None:
         """Write a journal snapshot, so that a restart replays only later events."""
         begun_s = time.monotonic()
-        body = codec.encode(self.scheduler.state)
+        body = codec.snapshot(self.scheduler.state)
         self._encoding_s = time.monotonic() - begun_s
         if await self._keep(self.journal.write_snapshot(self._last_id, body, self._pending_rows)):
             self._pending_rows.clear()

@@ -124,7 +124,7 @@ class TrialSelection:
         return self._state.restart_costs_s.get(job.model, RESTART_S)
 
     def _move_s(self, job: Job) -> float:
-        took = [m.downtime_s for m in job.migrations if m.downtime_s is not None and not m.restarts]
+        took = [m.downtime_s for m in job.migrations if m.downtime_s is not None]
         return median(took) if took else MOVE_S
 
     def _note_refused(self, job: Job, known: Knowledge) -> None:

@@ -268,7 +268,7 @@ def _last_step(file: Path) -> dict[str, Any] | None:
     first = next(filter(None, map(_step, lines)), None)
     if last is None or first is None:
         return None
-    return {**last, "first_loss": first["loss"] if first["step"] == 1 else None}
+    return {**last, "first_loss": first.get("loss") if first["step"] == 1 else None}
 
 
 def _step(line: bytes) -> dict[str, Any] | None:
@@ -277,7 +277,7 @@ def _step(line: bytes) -> dict[str, Any] | None:
         step = json.loads(line)
     except ValueError:
         return None
-    return step if isinstance(step, dict) and {"step", "loss", "time_s"} <= step.keys() else None
+    return step if isinstance(step, dict) and {"step", "time_s"} <= step.keys() else None
 
 
 def _begin(log: Path) -> Path:

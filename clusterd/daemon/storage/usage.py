@@ -79,7 +79,7 @@ class _Pending:
 
 
 class UsageStore:
-    """Accounts for every device each `EVERY_S` seconds, by the leases of the state and the samples of agents."""
+    """Accounts for every device each `EVERY_S` seconds, by the holders in the state and the samples of agents."""
 
     def __init__(self, file: Path, state: State, clock: Callable[[], float] = time.time) -> None:
         """Open, or create, the database.

@@ -181,17 +181,18 @@ def test_no_grant_overlaps_a_claim(steps: list[tuple[str, Any, Any]]) -> None:
     lab.host("b", gpus=3)
     lab.tell(e.SpeedLearned(**lab.at(), model="net", table=known(), why="trials"))
     for verb, first, second in steps:
-        before = {device: (lease.job, lease.generation) for device, lease in lab.scheduler.state.leases.items()}
+        before = {device: (holder.job, holder.generation) for device, holder in lab.scheduler.state.holders.items()}
         _take(lab, verb, first, second)
         state = lab.scheduler.state
-        for device, lease in state.leases.items():
-            if before.get(device) == (lease.job, lease.generation):
+        for device, holder in state.holders.items():
+            if before.get(device) == (holder.job, holder.generation):
                 continue
             windows = [c for c in state.device_claims.values() if device in c.devices]
-            own = any(job == lease.job for d_, (job, _) in before.items() if d_ == device)
+            own = any(job == holder.job for d_, (job, _) in before.items() if d_ == device)
             assert own or not any(c.is_active(lab.now_s) for c in windows), f"{device} is claimed"
-            if state.jobs[lease.job].spec.name == "command":
-                end_s = lease.until_s if lease.until_s is not None else float("inf")
+            if state.jobs[holder.job].spec.name == "command":
+                started_s, limit_s = lab.attempt(holder.job).started_s, state.jobs[holder.job].spec.time_limit_s
+                end_s = started_s + limit_s if limit_s is not None else float("inf")
                 assert all(c.from_s >= end_s - 1.0 or c.until_s == lab.now_s for c in windows), f"{device} will be"
 
 

@@ -26,7 +26,7 @@ def test_a_job_joins_a_shared_device_before_it_takes_a_free_one(lab: Lab) -> Non
     late, _ = lab.submit("late", share=2)
     assert lab.state(late) == "queued"
     end(lab, jobs[0])
-    assert devices(lab, late) == ["a:gpu0"], "the place of the one that ended, though its lease was on it"
+    assert devices(lab, late) == ["a:gpu0"], "the place of the one that ended, though it was the holder"
 
 
 def test_the_device_is_free_when_the_last_of_them_has_ended(lab: Lab) -> None:
@@ -36,7 +36,7 @@ def test_the_device_is_free_when_the_last_of_them_has_ended(lab: Lab) -> None:
     assert lab.scheduler.state.jobs_on(GPU) == [first, second]
     end(lab, first)
     assert lab.state(whole) == "queued"
-    assert lab.scheduler.state.leases[GPU].job == second
+    assert lab.scheduler.state.holders[GPU].job == second
     end(lab, second)
     assert devices(lab, whole) == ["a:gpu0"]
 
@@ -94,4 +94,4 @@ def test_a_lost_host_ends_all_that_shared_its_device(lab: Lab) -> None:
     lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="no route"))
     lab.fire(Timer(TimerKind.HOST_LOST, "a"))
     assert {lab.state(job) for job in jobs} <= {"queued", "failed"}
-    assert not lab.scheduler.state.leases and not lab.scheduler.state.sharers
+    assert not lab.scheduler.state.holders and not lab.scheduler.state.sharers

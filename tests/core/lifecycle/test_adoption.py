@@ -55,9 +55,9 @@ def test_a_later_job_goes_on_with_its_devices_and_its_time_limit(lab: Lab) -> No
     assert d.StopAttempt.match(decided, job=job) is None and d.LaunchAttempt.match(decided, job=job) is None
     assert old.state(job) == "running"
     assert old.scheduler.state.timers[Timer(TimerKind.LIMIT, job)] == later.attempts[-1].started_s + 3600.0
-    assert len(old.scheduler.state.leases) == 1 and old.scheduler.state.hosts[HostId("a")].unusable is None
+    assert len(old.scheduler.state.holders) == 1 and old.scheduler.state.hosts[HostId("a")].unusable is None
     old.finish(job)
-    assert old.state(job) == "finished" and not old.scheduler.state.leases
+    assert old.state(job) == "finished" and not old.scheduler.state.holders
     assert old.scheduler.state.hosts[HostId("a")].cores_used == 0
 
 
@@ -76,7 +76,7 @@ def test_devices_that_changed_hands_since_are_those_of_the_later_job(lab: Lab) -
     assert old.state(first) == "finished", "its host has the record of its end"
     assert old.state(second) == "running"
     old.finish(second)
-    assert not old.scheduler.state.leases and not old.scheduler.state.active
+    assert not old.scheduler.state.holders and not old.scheduler.state.active
 
 
 def test_a_job_of_the_backup_that_was_started_again_since(lab_with_two_hosts: Lab) -> None:
@@ -94,7 +94,7 @@ def test_a_job_of_the_backup_that_was_started_again_since(lab_with_two_hosts: La
     start_again(old)
     connect(old, other, report(later), adopted=(later,))
     assert old.attempt(job).number == 2 and old.attempt(job).hosts == (other,)
-    assert {lease.host for lease in old.scheduler.state.leases.values()} == {other}
+    assert {holder.host for holder in old.scheduler.state.holders.values()} == {other}
     assert old.scheduler.state.hosts[first].cores_used == 0
     connect(old, first, report(record(restored(old), job), generation=1))
     assert old.state(job) == "running"

@@ -48,7 +48,7 @@ def test_an_idle_shell_is_told_of_and_then_ended() -> None:
     lab.stopped(job)
     ended = state.jobs[job]
     assert (ended.state, ended.exit_code) == (JobState.FAILED, 124)
-    assert state.leases == {}
+    assert state.holders == {}
 
 
 def test_a_shell_that_works_again_stays() -> None:

@@ -48,10 +48,10 @@ def test_it_stops_with_its_state_kept_and_starts_again_under_the_new_plan(full: 
     assert [p.device for p in launch.ranks] == ["a:gpu1", "a:gpu2", "a:gpu3", "a:gpu5"]
     lab.tell(e.AttemptLaunched(**lab.at(), job=job, attempt=2, generation=1, restored_step=7))
     progress(lab, job, 8)
-    (move,) = lab.scheduler.state.jobs[job].migrations
+    (move,) = lab.scheduler.state.jobs[job].restarts
     assert (move.plan, move.step, move.failure) == (WISH, 7, "")
     assert move.downtime_s is not None and [name for name, _, _ in move.phases] == ["stop", "start"]
-    assert set(lab.scheduler.state.leases) == {f"a:gpu{i}" for i in (1, 2, 3, 5)}
+    assert set(lab.scheduler.state.holders) == {f"a:gpu{i}" for i in (1, 2, 3, 5)}
 
 
 @pytest.mark.parametrize("by_s", [3600.0, -3600.0])
@@ -70,7 +70,7 @@ def test_a_clock_that_is_set_meanwhile_is_no_part_of_what_it_cost(
         lab.stopped(job)
     lab.tell(e.AttemptLaunched(**lab.at(), job=job, attempt=2, generation=1, restored_step=7))
     progress(lab, job, 8)
-    (move,) = lab.scheduler.state.jobs[job].migrations
+    (move,) = lab.scheduler.state.jobs[job].restarts
     assert move.downtime_s is not None and 0 < move.downtime_s < 60
     assert all(0 <= seconds < 60 for _, seconds, _ in move.phases)
     assert 0 < lab.scheduler.state.restart_costs_s["m"] < 60
@@ -114,9 +114,9 @@ def test_a_host_that_is_drained_meanwhile_leaves_the_job_in_the_queue(full: tupl
     lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), why="a fan"))
     decided = lab.stopped(job)
     assert d.LaunchAttempt.match(decided, job=job) is None
-    (move,) = lab.scheduler.state.jobs[job].migrations
+    (move,) = lab.scheduler.state.jobs[job].restarts
     assert move.failure == "a is drained" and lab.state(job) == "queued"
-    assert lab.scheduler.state.leases == {}
+    assert lab.scheduler.state.holders == {}
 
 
 def test_a_cancelled_job_does_not_start_again(full: tuple[Lab, JobId]) -> None:
@@ -124,7 +124,7 @@ def test_a_cancelled_job_does_not_start_again(full: tuple[Lab, JobId]) -> None:
     ask(lab, job, WISH, "gpu1", "gpu2", "gpu3", "gpu5")
     lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann"))
     lab.stopped(job)
-    assert lab.state(job) == "cancelled" and lab.scheduler.state.leases == {}
+    assert lab.state(job) == "cancelled" and lab.scheduler.state.holders == {}
 
 
 def test_with_room_for_both_it_is_moved_as_ever(full: tuple[Lab, JobId]) -> None:
@@ -170,13 +170,13 @@ def test_a_policy_grows_a_job_through_host_memory_where_that_pays(lab: Lab) -> N
 def test_a_plan_is_tried_through_host_memory_and_left_again_in_the_same_way(full: tuple[Lab, JobId]) -> None:
     """The trial outlives the attempt that it began in; nobody else gets the devices meanwhile."""
     lab, job = full
-    before = set(lab.scheduler.state.leases)
+    before = set(lab.scheduler.state.holders)
     decided = propose(lab, job, WISH)
     stop = d.StopAttempt.match(decided, job=job)
     assert stop is not None and stop.keep
     launch = d.LaunchAttempt.match(lab.stopped(job), job=job)
     assert launch is not None and launch.plan == WISH
-    assert set(lab.scheduler.state.leases) == before
+    assert set(lab.scheduler.state.holders) == before
     lab.tell(e.AttemptLaunched(**lab.at(), job=job, attempt=2, generation=1, restored_step=7))
     progress(lab, job, 8)
     known = lab.scheduler.state.jobs[job]

@@ -112,7 +112,7 @@ def test_a_job_that_is_pinned_to_the_plan_that_is_tried_on_it_stays_there(lab: L
     lab.submit(devices=4)
     assert lab.scheduler.state.jobs[job].pinned == lab.attempt(job).plan == Plan(tp=2)
     assert lab.attempt(job).migration is None
-    assert len([lease for lease in lab.scheduler.state.leases.values() if lease.job == job]) == 2
+    assert len([holder for holder in lab.scheduler.state.holders.values() if holder.job == job]) == 2
 
 
 def test_a_trial_that_was_thought_of_before_a_pin_is_not_made(lab: Lab) -> None:

@@ -228,7 +228,7 @@ def test_a_job_outlives_a_host_without_power(spread: tuple[Lab, JobId], noticed:
     assert lab.state(job) == "running"
     assert attempt.number == 1
     assert not attempt.retired
-    assert not [device for device in lab.scheduler.state.leases if device.startswith("b:")]
+    assert not [device for device in lab.scheduler.state.holders if device.startswith("b:")]
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
@@ -248,7 +248,7 @@ def test_a_lost_host_is_not_waited_for_when_nothing_came_of_its_survivors(
     lab.stopped(job)
     assert lab.state(job) == ("cancelled" if is_cancelled else "starting")
     assert lab.scheduler.state.hosts[HostId("b")].cores_used == 0
-    assert not [lease for lease in lab.scheduler.state.leases.values() if lease.host == "b"]
+    assert not [holder for holder in lab.scheduler.state.holders.values() if holder.host == "b"]
 
 
 def test_a_host_that_dies_under_a_move_to_it_does_not_take_the_job(spread: tuple[Lab, JobId]) -> None:
@@ -262,7 +262,7 @@ def test_a_host_that_dies_under_a_move_to_it_does_not_take_the_job(spread: tuple
     assert lab.attempt(job).migration is None
     assert not d.StopAttempt.match(decided, generation=1)
     assert lab.state(job) == "running"
-    assert not [device for device in lab.scheduler.state.leases if device.startswith("c:")]
+    assert not [device for device in lab.scheduler.state.holders if device.startswith("c:")]
 
 
 @pytest.mark.parametrize("can_finish_step", [True, False])

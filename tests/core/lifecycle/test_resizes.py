@@ -227,7 +227,7 @@ def test_it_leaves_a_drained_host_once_there_is_room_elsewhere(lab: Lab) -> None
     assert launch is not None and (launch.plan, launch.attempt) == (Plan(dp=2), 2)
     assert {place.host for place in launch.ranks} == {"b"}
     lab.run(job)
-    (move,) = lab.scheduler.state.jobs[job].migrations
+    (move,) = lab.scheduler.state.jobs[job].restarts
     assert move.ended_s is not None and move.downtime_s is not None and not move.failure
     assert not lab.scheduler.state.restart_costs_s, "what it took says nothing of jobs that keep their state"
 

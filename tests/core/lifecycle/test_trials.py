@@ -80,7 +80,7 @@ def test_a_trial_keeps_the_devices_that_it_leaves_idle(lab_with_two_hosts: Lab) 
     move(lab, job)
     state = lab.scheduler.state
     assert len(lab.attempt(job).devices) == 2
-    assert {device for device, lease in state.leases.items() if lease.job == job} == before
+    assert {device for device, holder in state.holders.items() if holder.job == job} == before
     other, _ = lab.submit(devices=4, hosts=(lab.attempt(job).hosts[0],))
     assert lab.state(other) == "queued"
     measured(lab, job, 2.0)
@@ -117,7 +117,7 @@ def test_a_failed_trial_is_over_and_the_old_plan_goes_on(lab_with_two_hosts: Lab
     known = lab.scheduler.state.jobs[job]
     assert known.trials.current is None and "out of device memory" in known.trials.finished[-1].failure
     assert attempt.plan == plan
-    assert {lease.job for lease in lab.scheduler.state.leases.values()} == {job}
+    assert {holder.job for holder in lab.scheduler.state.holders.values()} == {job}
 
 
 def test_a_person_who_moves_a_job_ends_its_trial(lab_with_two_hosts: Lab) -> None:
@@ -141,13 +141,13 @@ def test_a_trial_that_nobody_measures_is_given_up(lab_with_two_hosts: Lab) -> No
     assert known.trials.current is None and "not measured" in known.trials.finished[-1].failure
 
 
-def test_a_job_that_ends_in_a_trial_leaves_no_lease(lab_with_two_hosts: Lab) -> None:
+def test_a_job_that_ends_in_a_trial_leaves_no_device_held(lab_with_two_hosts: Lab) -> None:
     lab = lab_with_two_hosts
     job = running(lab)
     propose(lab, job, Plan(dp=2))
     move(lab, job)
     lab.finish(job)
-    assert lab.scheduler.state.leases == {} and lab.state(job) == "finished"
+    assert lab.scheduler.state.holders == {} and lab.state(job) == "finished"
 
 
 def test_a_trial_that_would_take_the_memory_of_who_trains_is_not_made(lab: Lab) -> None:

@@ -20,7 +20,7 @@ AT = {"attempt": 1}
 
 
 def refuses(lab: Lab, job: JobId) -> list[d.Decision]:
-    lab.exit(job, rank=1, end=WRITES)
+    lab.exit(job, rank=max(lab.attempt(job).ranks), end=WRITES)
     return lab.stopped(job)
 
 
@@ -65,8 +65,21 @@ def test_the_next_attempt_leaves_out_what_the_refused_plan_did_until_none_is_lef
             assert "writes into blocks.0.weight; it gets another plan" in said
             lab.run(job)
     assert len(refused) >= 2
+    assert refused[-1].ranks == 1
     assert lab.state(job) == "failed"
     assert "the forward pass writes into blocks.0.weight" in lab.why(job)
+
+
+def test_a_job_for_which_no_plan_is_left_on_its_devices_gets_fewer_and_is_told(lab: Lab) -> None:
+    job = submitted(lab)
+    asked = lab.attempt(job).plan.ranks
+    while lab.attempt(job).plan.ranks == asked:
+        started = d.LaunchAttempt.match(refuses(lab, job), job=job)
+        lab.run(job)
+    assert started is not None
+    assert f"on 1 of the {asked} devices that it asked for: no plan on {asked} devices: under " in started.reason
+    assert "the forward pass writes into blocks.0.weight" in started.reason
+    assert len(lab.attempt(job).devices) == 1
 
 
 def test_a_plan_that_was_asked_for_fails_as_it_is(lab: Lab) -> None:

@@ -124,7 +124,7 @@ def test_a_bug_in_a_launch_ends_it(caplog: pytest.LogCaptureFixture) -> None:
             decided = wait_for_retry(lab, job)
     assert "a bug of clusterd's own, which daemon.log tells of: KeyError: 'nobody thought of this'" in lab.why(job)
     assert "Traceback" in caplog.text
-    assert lab.scheduler.state.leases == {}
+    assert lab.scheduler.state.holders == {}
 
 
 def test_a_bug_while_a_model_is_learned_is_said(caplog: pytest.LogCaptureFixture) -> None:

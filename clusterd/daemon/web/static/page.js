@@ -114,6 +114,7 @@ async function queue() {
     ["name", job => queueLink(job, job.name)],
     ["user", job => job.user],
     ["state", job => element("span", {class: job.state}, job.state)],
+    ["place", job => job.place ? String(job.place) : "", "number"],
     ["devices", job => job.devices.length ? `${job.devices.length} of ${job.asked}` : String(job.asked), "number"],
     ["step", progress],
     ["loss", job => number(job.loss), "number"],
