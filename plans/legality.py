@@ -45,7 +45,6 @@ def check_model(plan: Plan, shape: ModelShape) -> list[str]:
         *_tensor_parallelism(plan, shape),
         *_optimizer(plan, shape),
         *_parameters(plan, shape),
-        *_loss(plan, shape),
         *_parameter_writes(plan, shape),
     ]
 
@@ -157,8 +156,8 @@ def _tensor_parallelism(plan: Plan, shape: ModelShape) -> Iterator[str]:
 def _optimizer(plan: Plan, shape: ModelShape) -> Iterator[str]:
     if not shape.optimizer_by_tensor and (plan.tp > 1 or plan.pp > 1 or plan.zero):
         yield (
-            f"{plan} updates parts of the model separately, but {shape.optimizer}'s update of one tensor depends on "
-            "the others; dp leaves the model whole"
+            f"{plan} updates parts of the model separately, but trial updates of {shape.optimizer} do not show that a "
+            "tensor alone is updated as beside the others; dp leaves the model whole"
         )
     elif not shape.optimizer_elementwise and (plan.tp > 1 or plan.zero >= 2):
         yield (
@@ -167,39 +166,9 @@ def _optimizer(plan: Plan, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _loss(plan: Plan, shape: ModelShape) -> Iterator[str]:
-    if shape.uncut_batch and plan.accumulation > 1:
-        yield f"accumulation={plan.accumulation} cuts batches: {shape.uncut_batch}"
+def _parameters(plan: Plan, shape: ModelShape) -> Iterator[str]:
     if shape.gathers and plan.accumulation > 1:
         yield f"accumulation={plan.accumulation} cuts batches, of which train.gather needs all samples at once"
-    if shape.loss == "sum" and (plan.dp > 1 or plan.accumulation > 1):
-        yield f"{plan} cuts the batch, but the loss sums over samples: return their mean"
-    if shape.gradients_bent and (plan.dp > 1 or plan.accumulation > 1):
-        yield (
-            f"{plan} cuts the batch, but the backward pass clips, or otherwise distorts, gradients of each part: let "
-            "clusterd.train.run clip them (clip_norm)"
-        )
-    if shape.by_frequency and (plan.dp > 1 or plan.accumulation > 1):
-        yield (
-            f"{plan} cuts the batch, but the gradient of {shape.by_frequency} is divided by the frequency of each row "
-            "in it (scale_grad_by_freq)"
-        )
-    if shape.loss_learns and (plan.pp > 1 or plan.tp > 1 or plan.zero >= 2):
-        yield (
-            f"{plan} cuts the model, but the loss computes with its parameters: let the model compute that term and "
-            "return it with its output, or the optimizer apply it (weight_decay)"
-        )
-    # Added gradients are weighted correctly only by a mean over equal shares.
-    unequal = len(set(plan.shares)) > 1
-    summed = plan.dp > 1 and plan.zero < 2 and (plan.tp > 1 or plan.pp > 1)
-    if shape.gradients_added and (plan.accumulation > 1 or unequal or summed):
-        yield (
-            f"{plan} weights parts of the batch through the loss, but the backward pass adds gradients of its own (an "
-            "auxiliary loss?): add it to the loss"
-        )
-
-
-def _parameters(plan: Plan, shape: ModelShape) -> Iterator[str]:
     yield from _fully_sharded(plan, shape) if plan.zero >= 2 else ()
     trainable = [p for p in shape.parameters if p.trainable]
     if plan.zero == 1 and (other := [p for p in trainable if p.dtype_bytes != trainable[0].dtype_bytes]):

@@ -70,13 +70,11 @@ class OddSlot:
     dtype_bytes: int
 
 
-_NOT_SIGNED = ("steps", "samples", "optimizer_temporaries_ratio", "draws")
+_NOT_SIGNED = ("steps", "samples", "optimizer_temporaries_ratio")
 
 _SIGNED_SINCE = (
     "precision", "pipeline_refused", "optimizer_by_tensor", "find_unused_parameters", "noncontiguous", "repeated_block",
-    "hooked", "loss", "loss_learns", "gradients_added", "gradients_bent", "sparse", "by_frequency", "counted",
-    "written", "written_by_samples", "written_anew", "written_known",
-    "uncut_batch", "parts", "gathers",
+    "hooked", "sparse", "written", "written_by_samples", "written_anew", "written_known", "parts", "gathers",
 )  # fmt: skip
 """Fields added later: with their defaults, signatures are the same as before."""
 
@@ -111,16 +109,8 @@ class ModelShape:
     parts: tuple[str, ...] = ()  # submodules that have losses and optimizers of their own, in the order of updates
     repeated_block: str = ""  # a block that is in a list more than once
     hooked: str = ""  # a parameter with a gradient hook
-    uncut_batch: str = ""  # why a batch cannot be cut between its samples
-    loss: str = "mean"  # over the given samples; "sum", "other", or "unknown"
     gathers: bool = False  # the loss or the model gathers the samples of all replicas
-    loss_learns: bool = False  # the loss computes with parameters of the model
-    gradients_added: bool = False  # the backward pass adds values independent of the loss
-    gradients_bent: bool = False  # the backward pass is not linear in the loss gradient
     sparse: str = ""  # a parameter with sparse gradients
-    by_frequency: str = ""  # one whose gradient is scaled by row frequency in the batch
-    draws: bool = False  # the forward pass or the loss draws random numbers
-    counted: str = ""  # a numeric attribute that each forward pass changes
     written: tuple[str, ...] = ()  # parameters that the forward pass writes into
     written_by_samples: str = ""  # one of them, if the values depend on samples or random numbers
     written_anew: str = ""  # one of them, if a second pass would write other values

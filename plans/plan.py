@@ -74,6 +74,11 @@ class Plan:
         """Techniques beyond one process with one pass per step: names of non-default fields."""
         return frozenset(n for n in _DEFAULTS if getattr(self, n) != _DEFAULTS[n]) - {"schedule", "shares"}
 
+    @property
+    def family(self) -> str:
+        """Techniques by which a step is computed, without their degrees."""
+        return "+".join(sorted(f"zero{self.zero}" if name == "zero" else name for name in self.techniques))
+
     def coordinates(self, rank: int) -> Coordinates:
         """Stage, replica and shard of `rank`."""
         if not 0 <= rank < self.ranks:

@@ -26,7 +26,7 @@ from clusterd.cli.common.output import (
 from clusterd.cli.common.resources import container_options, requested_resources, resource_options, with_container
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
-from clusterd.protocol.launch import STAGE_VARIABLE
+from clusterd.protocol.launch import SCHEDULE_VARIABLE, STAGE_VARIABLE
 from clusterd.submission.batch_script import is_script, read_batch_script
 from clusterd.submission.job_edit import parse_changes, with_changes
 from clusterd.submission.job_file import (
@@ -49,6 +49,7 @@ from clusterd.submission.sweep import (
 )
 from clusterd.submission.workdir import commit_of
 from clusterd.types import JobId, JobSpec
+from clusterd.units import counted
 
 _AFTER = click.option(
     "--after",
@@ -111,6 +112,11 @@ _ARRAY = click.option(
     shell_complete=complete_job,
     help="Start from the newest checkpoint of a job that is over, or from one in DIR, which its hosts must see.",
 )
+@click.option(
+    "--schedule",
+    type=click.Choice(("saved", "script")),
+    help="With --from: take values of parameter groups and schedule from the checkpoint, the default, or the script.",
+)
 @click.option("--dry-run", is_flag=True, help="Print where the job would start, or why it would wait; submit nothing.")
 @click.option("--wait", "and_wait", is_flag=True, help="Wait for the end; return the exit code.")
 @output_option
@@ -131,6 +137,10 @@ def submit(file: Path, output: str, **options: Any) -> int:
     spec = replace(spec, env={**spec.env, **variables(options["env"])})
     spec = replace(spec, waits_for_hosts=spec.waits_for_hosts or options["wait_for_hosts"])
     spec = replace(spec, restore=options["restore"])
+    if options["schedule"] is not None:
+        if options["restore"] is None:
+            raise UsageError("--schedule chooses between a checkpoint and the script: give --from too")
+        spec = replace(spec, env={**spec.env, SCHEDULE_VARIABLE: options["schedule"]})
     spec = replace(spec, after=(*spec.after, *map(JobId, options["after"])))
     stages = parse_stages(options["stages"] or request.stages)
     expand = _expansion(options["sweep"], options["array"] or request.array, stages)
@@ -229,6 +239,9 @@ def _with_environment(spec: JobSpec, options: dict[str, Any]) -> JobSpec:
     check_environment(spec, "--uv" if options["uv"] else "--requirements")
     return spec
 
+
+TRIED_MAX = 200
+"""Jobs of a sweep or array in one dry run: a request is bounded, and so is what somebody reads."""
 
 Expansion = Callable[[JobSpec], list[JobSpec]]
 """From a job to the jobs of its sweep or array; a list of one where there is none."""
@@ -397,18 +410,32 @@ def _follow(answer: dict[str, Any]) -> dict[str, Any]:
 def _dry_run(cluster: Client, spec: JobSpec, expand: Expansion, output: str, *, snapshot: bool) -> int:
     if snapshot and spec.workdir is not None:
         pack_workdir(cluster, spec).archive.close()  # refuses what a submission would refuse
-    answers = []
-    for each in expand(spec):
-        answer = cluster.call("dry_run", spec=plain(each))
-        answers.append(answer)
-        if output != "table":
-            continue
-        if answer["starts"]:
-            where = ", ".join(place["device"] or f"{place['host']} (CPU cores)" for place in answer["ranks"])
-            print_line(f"{each.name} would start now on {where}: {answer['reason']}")
-        else:
-            print_line(f"{each.name} would be queued behind {answer['ahead']} jobs: {answer['reason']}")
+    specs = expand(spec)
+    # A later stage waits for the one before.
+    first, *others = specs[:1] if STAGE_VARIABLE in specs[0].env else specs[:TRIED_MAX]
+    answers = cluster.call("dry_run", spec=plain(first), also=[plain(each) for each in others])
+    if output == "table":
+        for each, answer in zip(specs, answers, strict=False):
+            print_line(f"{each.name} {_outcome(answer)}")
+        if left := len(specs) - len(answers):
+            print_line(f"{counted(left, 'further job')} would be queued behind {specs[len(answers) - 1].name}")
+        for verb in ("stops", "migrates"):
+            for change in answers[0][verb]:
+                print_line(f"  the scheduler {verb} {change['name']}: {change['reason']}")
     if output != "table":
         show_json(answers if len(answers) > 1 else answers[0], output)
     sys.stdout.flush()
     return 0
+
+
+def _outcome(answer: dict[str, Any]) -> str:
+    """Words for what would become of one job."""
+    if answer["starts"]:
+        where = ", ".join(place["device"] or f"{place['host']} (CPU cores)" for place in answer["ranks"])
+        return f"would start now on {where}: {answer['reason']}"
+    if answer["state"] != "queued":
+        return f"would be {answer['state']}: {answer['reason']}"
+    after = answer["after"]
+    behind = f" ({after['name']} comes just before it, because {after['why']})" if after else ""
+    place = f" behind {counted(answer['ahead'], 'job')}{behind}" if answer["ahead"] else ""
+    return f"would be queued{place}: {answer['reason']}"

@@ -161,6 +161,7 @@ class Progress(Event, event="progress"):
     samples: int | None = None
     at_s: float | None = None
     last: bool = False
+    is_nan: bool | None = None  # there is a loss, and it is not a number
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,12 @@ from clusterd.protocol.migration import Address, MigrationRequest
 STEPS_VARIABLE = "CLUSTERD_STEPS"
 """Environment variable of a rank: number of steps instead of that in the script."""
 
+SAME_VARIABLE = "CLUSTERD_SAME_LOSS"
+"""Environment variable of a rank: the first step from a checkpoint must have the loss that it had for its writer."""
+
+SCHEDULE_VARIABLE = "CLUSTERD_SCHEDULE"
+"""Environment variable of a rank: ``script`` for parameter groups and schedule of the script, not of a checkpoint."""
+
 STAGE_VARIABLE = "CLUSTERD_STAGE"
 """Environment variable of a rank: the stage of the script that its job trains."""
 
@@ -95,6 +101,8 @@ class LaunchRequest(Request[Launched], verb="launch"):
     data_cache: str | None = None  # directory; None: the agent's own
     snapshot_every: int = 0  # steps between state snapshots; 0: none
     probe: bool = False  # measure devices and links first
+    proven: tuple[str, ...] = ()  # families of plans that are known to train as one process
+    note: str = ""  # first line of the log of rank 0
     memory_bytes: int = 0  # of the host, that all ranks on it may use together; 0: not limited
     cores: int = 0  # booked for them on the host; 0: unknown
     record: bytes = field(default=b"", repr=False)  # of the job, sealed, for a daemon with an older journal
@@ -120,3 +128,5 @@ class RankFile(RankSpec):
     data_cache: str | None = None
     snapshot_every: int = 0
     probe: bool = False
+    proven: tuple[str, ...] = ()
+    note: str = ""

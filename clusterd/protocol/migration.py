@@ -7,6 +7,9 @@ from typing import Any
 
 Address = tuple[str, int]
 
+PROOF = ".proof"
+"""Suffix of a migration's id in the names of segments of its proof."""
+
 
 @dataclass(frozen=True)
 class SideRequest:
@@ -37,7 +40,7 @@ class MigrationRequest:
     token: str = ""  # by which agents let each other read its segments
     lost: tuple[int, ...] = ()  # source ranks that are gone
     step: int | None = None  # with lost ranks: step that survivors must complete, if they can
-    is_new_plan: bool = False  # the job has not trained under it: target ranks repeat the job's first steps
+    proof_s: float = 0.0  # time for source ranks to publish a state and the steps after it; 0: there is no proof
     makes_room: bool = False  # source ranks free their memory before target ranks start
     fabric: dict[str, Address] = field(default_factory=dict)  # where agents serve segments, by host
     host: str | None = None  # of the receiving ranks

@@ -34,6 +34,13 @@ class Probed(RankMessage, what="probe"):
 
 
 @dataclass(frozen=True)
+class Proved(RankMessage, what="proved"):
+    """Plans of a family train what one process trains, or differ in a way that the log tells."""
+
+    family: str
+
+
+@dataclass(frozen=True)
 class Orphaned(RankMessage, what="orphaned"):
     """The rank lost its peers or ran out of device memory; it holds its state and waits."""
 

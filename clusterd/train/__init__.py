@@ -22,19 +22,21 @@ Guarantees under every plan, and across changes of plan:
   are not repeatable across plans.
 - **Names** of parameters and their optimizer state are global (``blocks.17.attn.qkv.weight``) on every rank.
 - **Buffers** (running statistics) are taken from replica 0. Where losses depend on them, or on other samples of the
-  batch (batch normalisation), they depend on how the plan cuts the batch. Numbers, and lists and maps of numbers, in
-  plain attributes of a module, the optimizer or the loss are migrated and saved too. So are tensors there that exist
-  before the first step, keep their shape and have at most 256 KiB; the log names others, which must be buffers.
-  Counters of forward passes count micro-batches as well; the log says so.
+  batch (batch normalisation), they depend on how the plan cuts the batch. What modules, the optimizer and the loss keep
+  in themselves and in objects that they hold is migrated and saved too: numbers, text, lists and maps of these, tensors
+  and arrays of at most 256 KiB, states of generators, and of objects that save their own. The log names what changes
+  and is not carried.
 - **Parameter attributes and hooks** follow the parameter: attributes (``p.no_decay = True``), which the optimizer
   factory may use to form groups, and hooks, which see the gradient of one replica and one micro-batch, as everywhere
   in torch. A hook that does more than scale the gradient rules out plans that cut the batch.
-- **Unfaithful plans are refused**, with the reason: when the forward pass writes into parameters (``max_norm``; moving
-  averages of weights train under dp without sharding and accumulation), when the backward pass adds to gradients or
-  clips them, when the loss is a sum or computes with parameters; and when a job moves to a plan under which its first
-  steps differ by more than rounding. A loss that averages over a count in the samples
-  (tokens that are not padding) is reported in the log: return it as (sum, weight) instead. The set of trainable
+- **Plans that change the result are refused**, by proof: before the first step under a plan that cuts the batch,
+  children of the ranks compute a few samples as a whole and in the plan's parts. Where losses or gradients differ by
+  more than rounding, the plan is refused with the numbers, unless ``sees_batch="replica"`` accepts it. Before a
+  migration switches, the target ranks make the two steps after a state of the source ranks, and compare. After a
+  restart from a checkpoint, the first step must have the loss that it had where that was written. The set of trainable
   parameters is fixed when the model is made: none can become trainable later.
+- **Replicas are compared**: after steps 1, 2, 4, ... and every hundredth, their parameters and optimizer state must be
+  the same; a difference ends the job. What an optimizer draws is the same on all replicas.
 - **Evaluation** (`Evaluation`) counts each sample once under every plan, in evaluation mode, with the buffers of
   replica 0, and changes no state of training. A stop or a migration ends it between two batches, and it is repeated.
 - **A stop** (the agent's, or SIGTERM) takes effect at the end of a step, the same one on all ranks.
@@ -87,9 +89,11 @@ def run(
     scheduler: Callable[[Any], Any] | None = None,
     clip_norm: float | None = None,
     num_workers: int = 0,
+    sampler: Any = None,
     collate_fn: Callable[[Any], Any] | None = None,
     precision: str = "fp32",
     find_unused_parameters: bool = False,
+    sees_batch: str = "global",
     save: str | None = None,
     save_format: str = "torch",
     init_from: str | None = None,
@@ -108,9 +112,9 @@ def run(
             evaluation mode as a whole is put into training mode.
         loss: (model output, target) to the mean loss over the samples given; or to a pair (sum, weight), whose sums
             over the global batch are divided (masked words: the sum over them, and their number), exact under every
-            plan; or to a dict with one of these as ``loss`` and further values, which are reduced over replicas and
-            micro-batches like it and logged as metrics. A dict of functions (model, batch), with `optimizer` a dict of
-            the same keys: losses of submodules, which a step updates in this order.
+            plan; or to a dict with one of these as ``loss`` and further values, or (loss, dict), which are reduced
+            over replicas and micro-batches like it and logged as metrics. A dict of functions (model, batch), with
+            `optimizer` a dict of the same keys: losses of submodules, which a step updates in this order.
         data: map-style data set of (input, target), either of them nested; or of mappings, for ``model(**batch)`` and
             ``loss(output, batch)``. Or a stream of such samples: an iterable whose ``state_dict`` and
             ``load_state_dict`` save and set its position.
@@ -125,9 +129,13 @@ def run(
             Trainable modules that compute with such shards must be sharded too, or be
             ``replicated_with_grad_allreduce`` (a norm that all heads share). An unsupported plan rules out tensor
             parallelism and nothing else.
-        scheduler: optimizer to learning-rate scheduler, stepped once per step.
+        scheduler: optimizer to learning-rate scheduler, stepped once per step; by epochs, or by the monitored metric of
+            `evaluate`, if it needs them.
         clip_norm: limit of the gradients' global 2-norm.
         num_workers: data-loader processes per rank, at most one for a stream; with 0 samples are read between steps.
+        sampler: order of the samples of a map-style data set: an iterable of their numbers, as torch's samplers are, or
+            of lists of `global_batch` of them. It is iterated once per epoch under (seed, epoch), alike on every rank;
+            each epoch must have as many. Default: a permutation.
         collate_fn: a list of samples to one batch: (input, target), or a mapping. Micro-batches (accumulation,
             pipelines) are cut along the first dimension of each tensor in it, which must be the sample dimension.
             Default: torch's own.
@@ -135,6 +143,9 @@ def run(
             state keep their dtype. Losses under different plans are then equal to that precision.
         find_unused_parameters: the set of parameters that get a gradient may differ between steps or replicas (experts,
             stochastic depth). Costs a walk of the graph per step, and rules out ZeRO-2 and ZeRO-3.
+        sees_batch: "replica": a loss or a model that looks at the whole batch sees one replica's part of it, as under
+            torch's DistributedDataParallel: results then depend on the plan. By default plans that change them are
+            refused.
         save: file for the trained model, relative to the working directory: its whole ``state_dict``, written by
             rank 0 after the last step, or when the target loss is reached. A stopped run writes none.
         save_format: "torch"; "safetensors"; or "hf": a folder as of ``save_pretrained``, with the model's ``config``.

@@ -16,22 +16,21 @@ import torch
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.control import Ready
 from clusterd.protocol.launch import STAGE_VARIABLE, STEPS_VARIABLE
-from clusterd.protocol.migration import MigrationRequest
-from clusterd.protocol.rank import Probed
+from clusterd.protocol.rank import Probed, Proved
 from clusterd.train.checkpoint import dcp, dcp_files, export, pretrained
 from clusterd.train.checkpoint.weight_files import open_weights
 from clusterd.train.data import fingerprint
-from clusterd.train.data.fingerprint import Fingerprint
-from clusterd.train.data.stream import is_stream, stream_fingerprint
-from clusterd.train.inspect import describe, loss_mean
+from clusterd.train.data.stream import Stream, is_stream, keep_first_samples
+from clusterd.train.inspect import describe
 from clusterd.train.loop.rank_training import Training
 from clusterd.train.loop.session import Session, SkippedSession, Stopped
 from clusterd.train.loop.training_loop import StepLog, TrainingLoop
 from clusterd.train.migration.target import MigrationTarget
 from clusterd.train.parallel import precision
 from clusterd.train.parallel.alternating import check_parts
-from clusterd.train.parallel.mesh import device_of, process_groups
+from clusterd.train.parallel.mesh import device_of, process_groups, rendezvous
 from clusterd.train.parallel.meta_build import can_build_on_meta
+from clusterd.train.parallel.schedule import rate_beyond
 from clusterd.train.process import context as contexts
 from clusterd.train.process import device_faults, exits, loggers
 from clusterd.train.process.context import Context
@@ -42,7 +41,8 @@ from clusterd.train.process.loggers import Loggers
 from clusterd.train.process.probe import probe
 from clusterd.train.process.run_in_fork import run_in_fork
 from clusterd.train.process.steps_log import StepsLog
-from clusterd.train.state.segments import available_memory_bytes
+from clusterd.train.proof.ranks import prove_split
+from clusterd.train.proof.split import Verdict, cuts
 from plans import legality
 from plans.model_shape import ModelShape
 from plans.plan import Plan
@@ -75,21 +75,30 @@ def session(job: Job, on_end: OnEnd | None = None, *, own_loop: bool = True) -> 
         check_parts(job)
         if job.save_format not in export.FORMATS:
             raise Refused(f"save_format is {job.save_format!r}; it must be one of {', '.join(export.FORMATS)}")
+        if job.sees_batch not in ("global", "replica"):
+            raise Refused(f'sees_batch is {job.sees_batch!r}; it must be "global" or "replica"')
         loggers.check(job.loggers)
         if is_stream(job.data) and job.evaluate is not None and isinstance(job.evaluate.every, str):
             raise Refused(
                 f"evaluate: every is {job.evaluate.every!r}, but a stream has no length: give steps, as every=500"
             )
+        if is_stream(job.data) and job.sampler is not None:
+            raise Refused("sampler gives numbers of samples, and a stream has none: let the stream have that order")
         context = contexts.read()
         if _belongs_to_another_job(job.stage, context):
             yield SkippedSession()
             return
         if steps := os.environ.get(STEPS_VARIABLE):
+            factory = job.scheduler if int(steps) > job.steps and context.rank == 0 else None
+            if factory is not None and (what := rate_beyond(factory, job.steps, int(steps))):
+                _log(f"the script's schedule is made for its {job.steps} steps, the job has {steps}: {what}")
             job = replace(job, steps=int(steps))
         if os.environ.get("CLUSTERD_DESCRIBE") and context.directory is not None:
             write_description(job, context.directory)  # requested before the first launch, to choose a plan
             raise SystemExit(0)
         refuse_second_run(context)
+        if context.note and context.rank == 0:
+            _log(context.note)
         control = Control(context)
         control.start()
         log = _RankLog(job, context)
@@ -171,7 +180,6 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
     """Loop of one rank at its first step, from creating process groups to destroying them."""
     target = MigrationTarget(context, control) if context.standby and context.migration is not None else None
     shape = ModelShape.from_dict(context.migration.shape) if context.migration is not None else None
-    shape = check_plan(job, context, shape)
     if context.rank == 0 and job.save is not None:
         # Also in standby: then the migration fails, not the job after the switch.
         export.check(job.save, job.save_format)
@@ -179,12 +187,15 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
         export.check(job.evaluate.save_best, job.save_format)
     if context.final:
         dcp_files.check(context.final)
+    stream = _opened_stream(job, context) if is_stream(job.data) else None
+    shape = check_plan(job, context, shape)
     # A single process that will never migrate has no other to compare with.
     known = None
-    if is_stream(job.data):
-        known = stream_fingerprint(job.data, context.job)
+    if stream is not None:
+        known = fingerprint.of_stream(context.job, [])
     elif context.launcher != "alone":
         known = fingerprint.fingerprint_of(job.data, context.job)
+    compared = known if stream is None else fingerprint.of_stream(context.job, stream.samples())
     if context.rank == 0 and known is not None and known["draws"] and context.plan.dp > 1:
         _log(
             "the data set draws from the global random generators (augmentation), under "
@@ -192,42 +203,90 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
             "own, seeded by the number of the sample, does not depend on the plan",
         )
     weights = open_weights(job.init_from) if job.init_from is not None and not context.restore else None
-    comparable = _are_first_steps_comparable(known, shape)
-    repeats = comparable and context.migration is not None and _can_repeat(context.migration, context, shape)
-    needs_values = target is None or repeats
+    needs_values = target is None
     covered = weights is not None and needs_values and pretrained.covers(weights, job.model, job.seed)
     uninitialized = target is not None or bool(context.restore) or covered
-    on_meta = uninitialized and (covered or not repeats) and can_build_on_meta(job.model, job.seed)
-    begins = comparable and context.launcher == "clusterd" and target is None and not context.restore
+    on_meta = uninitialized and can_build_on_meta(job.model, job.seed)
+    store = rendezvous(context)
+    if cuts(context.plan) and context.plan.family not in context.proven:
+        gathers = shape is not None and shape.gathers
+        limit = target.leave_memory_to_source if target is not None else lambda _: None
+        given = stream.samples() if stream is not None else None
+        verdict = prove_split(job, context, control, store, given=given, gathers=gathers, limit=limit)
+        _act_on(verdict, job, context)
+        if context.rank == 0 and not verdict.unclear:
+            control.report(Proved(context.plan.family))
     # No fork from here on: a child of a process with a CUDA context and the threads of NCCL may hang.
     device = device_of(context)
-    with process_groups(context, device) as mesh:
+    with process_groups(context, device, store) as mesh:
 
         def make() -> Training:
-            fingerprint.check_same_on_all_ranks(known)
+            fingerprint.check_same_on_all_ranks(compared)
             build_as: dict[str, bool] = {"uninitialized": uninitialized, "on_meta": on_meta}
-            build_as["repeats_first_steps"] = repeats
-            made = Training(job, context, device, mesh, **build_as, shape=shape, fingerprint=known)
+            made = Training(job, context, device, mesh, **build_as, shape=shape, fingerprint=known, stream=stream)
             if weights is not None and needs_values:
                 pretrained.load(made, weights, strict=job.init_strict)
             return made
 
+        restored = ""
         if target is not None:
             training = target.take_over(make, device)
         else:
             training = make()
             if context.restore:
                 training.optimizer.make_state()
-                dcp.restore(training, training.shape, dcp_files.find(context.restore))
-            elif begins:
-                training.record_first_steps()
+                restored = dcp_files.find(context.restore)
+                dcp.restore(training, training.shape, restored)
         control.send_status(Ready())
         if context.probe and target is None:
             figures = probe(device, context.hosts, precision.dtype_of(job.precision))
             if context.rank == 0:
                 control.report(Probed(figures))
         migration_id = target.migration_id if target is not None else ""
-        yield TrainingLoop(training, control, log, migration_id=migration_id)
+        yield TrainingLoop(training, control, log, migration_id=migration_id, restored=restored)
+
+
+WAYS_OUT = 'return (sum, weight), compare samples by train.gather, or accept it: sees_batch="replica"'
+
+
+def _act_on(verdict: Verdict, job: Job, context: Context) -> None:
+    """Refuse the plan, or say in the log what differs from one process.
+
+    Raises:
+        PlanRefused: the plan trains something else than one process.
+    """
+    plan, texts = context.plan, []
+    if verdict.difference and job.sees_batch != "replica":
+        raise PlanRefused(f"the result depends on how the batch is cut: {verdict.difference}; {WAYS_OUT}")
+    if verdict.difference:
+        texts.append(f"the result depends on how {plan} cuts the batch, as accepted: {verdict.difference}")
+    if verdict.unclear:
+        texts.append(f"it is not shown that {plan} trains as one process: {verdict.unclear}")
+    if verdict.metrics:
+        texts.append(f"{verdict.metrics}: it depends on the plan, and is no mean over samples")
+    if verdict.draws and not verdict.unclear:
+        texts.append(
+            f"a step draws random numbers (dropout, noise), under {plan} others than in one process: losses differ as "
+            "between two seeds"
+        )
+    if context.rank == 0:
+        for text in texts:
+            _log(text)
+
+
+def _opened_stream(job: Job, context: Context) -> Stream:
+    """The job's stream, with the first batch read for its first step, unless its position comes from other ranks."""
+    migration = context.migration
+    moves_live = migration is not None and migration.snapshot is None and not migration.lost
+    stream = Stream(job.data, strict=moves_live)
+    if migration is None:
+        step = 0
+        if context.restore:
+            step, position = dcp.stream_position(dcp_files.find(context.restore))
+            stream.restore(position)
+        plan, coordinates = context.plan, context.coordinates
+        stream.open(job, plan, coordinates.replica, step, collates=coordinates.stage in (0, plan.pp - 1))
+    return stream
 
 
 def check_plan(job: Job, context: Context, shape: ModelShape | None = None) -> ModelShape | None:
@@ -243,62 +302,19 @@ def check_plan(job: Job, context: Context, shape: ModelShape | None = None) -> M
     plan = context.plan
     # A job under clusterd may migrate, which needs the shape. Describing forks, which later threads and a GPU forbid.
     if shape is None and (plan != Plan() or context.launcher == "clusterd"):
+        if not is_stream(job.data):
+            describe.check_data(job.data)
+            keep_first_samples(job.data)
         degrees = [plan.tp] if plan.tp > 1 else []
         shape = run_in_fork(lambda: describe.describe(job, tp_degrees=degrees, trace=False, pipeline=plan.pp > 1))
     if reasons := legality.check(plan, shape, global_batch=job.global_batch):
         raise PlanRefused(f"the plan {plan} cannot run: {'; '.join(reasons)}")
-    if context.rank == 0 and shape is not None:
-        for text in _differences(plan, shape):
-            _log(text)
     return shape
-
-
-def _differences(plan: Plan, shape: ModelShape) -> Iterator[str]:
-    """Yield in words where a legal plan does not train exactly as one process does."""
-    if shape.counted and plan.accumulation > 1:
-        yield (
-            f"each forward pass changes {shape.counted}, and a step under {plan} has {plan.accumulation} "
-            "forward passes: losses that depend on it differ from those of one process"
-        )
-    if shape.draws and (plan.ranks > 1 or plan.accumulation > 1):
-        yield (
-            f"the model draws random numbers (dropout, noise), under {plan} others than in one process: "
-            "losses differ as between two seeds"
-        )
-    if shape.loss == loss_mean.UNKNOWN and (plan.dp > 1 or plan.accumulation > 1):
-        yield (
-            "the model returns a loss and is too large to verify that it is the mean over samples: if it "
-            f"divides by a count in them (padded or masked words) or compares them, losses under {plan} differ from "
-            "those of one process; a `loss` that returns (sum, weight) is exact"
-        )
-    if shape.loss == loss_mean.OTHER and (plan.dp > 1 or plan.accumulation > 1):
-        yield (
-            "the loss of a batch is not the mean over its samples (does it divide by a count in them, or "
-            f"compare them?): losses and gradients under {plan} differ from those of one process; "
-            "a loss that returns (sum, weight) is exact, or one that compares samples by train.gather"
-        )
 
 
 def _log(text: str) -> None:
     """Write a line of clusterd's own into the log of the rank."""
     print(f"clusterd: {text}", flush=True)
-
-
-def _are_first_steps_comparable(known: Fingerprint | None, shape: ModelShape | None) -> bool:
-    """True if the first steps can be repeated, and the log tells of no difference that plans make to them."""
-    if known is None or known["length"] is None or shape is None:  # a stream cannot be read again
-        return False
-    return not known["draws"] and not any(_differences(Plan(dp=2, accumulation=2), shape))
-
-
-def _can_repeat(migration: MigrationRequest, context: Context, shape: ModelShape | None) -> bool:
-    """True if the ranks of a migration have the time and the memory to repeat the job's first steps."""
-    source_waits = migration.makes_room or migration.snapshot is not None or migration.lost
-    if not migration.is_new_plan or source_waits or shape is None:
-        return False
-    # Each rank builds the model whole, and cuts it.
-    ranks_here = migration.new.hosts.count(migration.new.hosts[context.rank])
-    return 2 * shape.parameter_bytes * ranks_here < available_memory_bytes()
 
 
 def write_description(job: Job, directory: Path) -> None:
@@ -323,11 +339,12 @@ class _RankLog:
         self._log: StepsLog | None = None
         self._loggers: Loggers | None = None
 
-    def step(self, step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
+    def step(self, step: int, loss: float | None, time_s: float, details: dict[str, Any]) -> None:
         """Record a finished step."""
         if (log := self._opened(step)) is not None:
             log.step(step, loss, time_s, details)
-            self._write(step, {"loss": loss, **{k: details[k] for k in SHOWN if k in details}})
+            known = {"loss": loss} if loss is not None else {}
+            self._write(step, {**known, **{k: details[k] for k in SHOWN if k in details}})
             self._write(step, details.get("metrics", {}))
 
     def evaluation(self, step: int, metrics: dict[str, float], time_s: float) -> None:

@@ -19,7 +19,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(prog="python -m tests.foreign", description="Run training scripts under plans.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="a script, or a group of them; default: all")
-    parser.add_argument("--plan", action="append", default=[], help="only these plans; `move` for the live move")
+    parser.add_argument("--plan", action="append", default=[], help="only these plans; or move, resume, restart")
     parser.add_argument("--json", action="store_true", help="print verdicts as JSON, a line for each script")
     parser.add_argument("--write", action="store_true", help="write the rows of these scripts into docs/train.md")
     options = parser.parse_args()

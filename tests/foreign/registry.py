@@ -17,6 +17,10 @@ GROUPS = {
     "networks": (),
     "batches": (),
     "settings": (),
+    "whole_batch": (),
+    "diverging": (),
+    "hidden_state": (),
+    "carried": (),
 }
 """Modules of scripts, and the packages that each needs beside torch."""
 

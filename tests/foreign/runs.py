@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from migration_driver import Mover
 from rank_pool import Rank, RankPool
 
+from clusterd.train.loop.resumption import FILE
 from tests.foreign.registry import PLANS, Script
+from tests.hang import HANG_S
 
 STEPS, BASELINE_STEPS = 12, 120
 MOVE = ("dp=1", "dp=2,zero=3")
+AGAIN = ("resume", "restart")
+"""After a stop that saves, and after a kill behind a checkpoint."""
+
+NOISE_TIMES = 5.0
+"""Of the difference between two runs of one process, which counts as equal where these differ."""
+
 PACE_S = 0.3
 """Pause between steps while a move is prepared, so that the baseline is long enough."""
 
@@ -84,19 +93,51 @@ class Runner:
             pool.close()
 
     def verdicts(self, script: Script, plans: Sequence[str] = ()) -> dict[str, Verdict]:
-        """Verdicts by plan; `"one"` is one process and `"move"` the live move."""
+        """Verdicts by plan; `"one"` is one process, `"move"` the live move, and see `AGAIN`."""
         directory = self._directory / script.name
         alone = self._pools[0].run(directory / "one", "dp=1", script=script.name, steps=BASELINE_STEPS)
         found = {"one": judge(alone.ranks, alone.losses, alone.losses, script.tolerance)}
         if found["one"].verdict != RIGHT:
             return found
+        again = self._pools[0].run(directory / "noise", "dp=1", script=script.name, steps=STEPS)
+        found["one"] = judge(again.ranks, again.losses, alone.losses, math.inf)
+        noise = found["one"].difference
+        if noise > script.tolerance:  # a script that draws from entropy of its own: no run is like another
+            script = replace(script, tolerance=NOISE_TIMES * noise)
         for plan in plans or (*PLANS, *script.plans):
-            if plan != "move":
+            if plan != "move" and plan not in AGAIN:
                 run = self._pools[0].run(directory / plan, plan, script=script.name, steps=STEPS)
                 found[plan] = judge(run.ranks, run.losses, alone.losses, script.tolerance)
         if not plans or "move" in plans:
             found["move"] = self._move(script, directory / "move", alone.losses)
+        for how in AGAIN:
+            if not plans or how in plans:
+                found[how] = self._again(script, directory / how, alone.losses, kills=how == "restart")
         return found
+
+    def _again(self, script: Script, directory: Path, expected: list[float], *, kills: bool) -> Verdict:
+        """One process that ends, killed after a checkpoint or by a stop that saves, and another that goes on."""
+        directory.mkdir()
+        saved = directory / "checkpoint"
+        mover = Mover(self._pools, directory, {"script": script.name, "pace_s": PACE_S})
+        try:
+            mover.start("dp=1")
+            mover.train(3)
+            if kills:
+                step = mover.checkpoint(saved)["step"]
+                mover.wait((saved / FILE).exists, "the loss beside the checkpoint")
+                os.kill(mover.agents["a"].pid(1, 0), signal.SIGKILL)
+                mover.now.run.result(HANG_S)
+            else:
+                step = mover.cancel(saved)
+        except Exception as error:
+            return _of_failure(str(error))
+        finally:
+            mover.close()
+        more = {"restore": str(saved)}
+        options = {"script": script.name, "steps": step + 5}
+        run = self._pools[0].run_each(directory / "again", "dp=1", [options], more=lambda _: more)[0]
+        return judge(run.ranks, run.losses, expected[step:], script.tolerance)
 
     def _losses_of(self, script: Script, directory: Path, steps: int) -> list[float]:
         return self._pools[0].run(directory, "dp=1", script=script.name, steps=steps).checked().losses
@@ -121,11 +162,16 @@ class Runner:
             mover.close()
         ranks = [rank for generation in mover._launched for rank in _ended(generation.run)]
         if failure:
-            refusal = re.search(r"clusterd: (.*)", failure) or re.search(r"'why': [\"'](.*?)[\"']", failure)
-            if refusal is None or "Traceback" in failure:
-                return Verdict(WRONG, f"move: {failure.strip().splitlines()[-1][:300]}")
-            return Verdict(REFUSED, refusal[1])
+            return _of_failure(failure)
         return judge(ranks, losses, expected, script.tolerance)
+
+
+def _of_failure(failure: str) -> Verdict:
+    """Verdict from the error of a driver: a refusal, if a rank gave a reason."""
+    refusal = re.search(r"clusterd: (.*)", failure) or re.search(r"'why': [\"'](.*?)[\"']", failure)
+    if refusal is None or "Traceback" in failure:
+        return Verdict(WRONG, f"{failure.strip().splitlines()[-1][:300]}")
+    return Verdict(REFUSED, refusal[1])
 
 
 def _ended(run: Future[Any]) -> list[Rank]:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from tests.foreign.batches import arguments, perceptron
+from tests.foreign.batches import arguments, perceptron, points
 from tests.foreign.registry import script
 
 
@@ -25,6 +26,13 @@ def clipped_one_cycle() -> dict[str, Any]:
 def bf16() -> dict[str, Any]:
     """`precision="bf16"`; equal to 1e-2."""
     return arguments(precision="bf16")
+
+
+@script(tolerance=5e-2)
+def bf16_weights() -> dict[str, Any]:
+    """Weights and samples in bfloat16; equal to 5e-2."""
+    x, y = points().tensors
+    return arguments(model=lambda: perceptron().bfloat16(), data=TensorDataset(x.bfloat16(), y))
 
 
 @script()

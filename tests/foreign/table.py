@@ -11,7 +11,15 @@ from tests.foreign.runs import RIGHT, Verdict
 
 PAGE = Path(__file__).parents[2] / "docs/train.md"
 TABLE = re.compile(r"(?<=<!-- scripts -->\n).*?(?=<!-- end of scripts -->)", re.DOTALL)
-COLUMNS = {"one": "one process", "dp=2": "dp=2", "dp=2,zero=3": "dp=2 zero=3", "": "further plan", "move": "live move"}
+COLUMNS = {
+    "one": "one process",
+    "dp=2": "dp=2",
+    "dp=2,zero=3": "dp=2 zero=3",
+    "": "further plan",
+    "move": "live move",
+    "resume": "cancel, resume",
+    "restart": "kill, restart",
+}
 
 
 def text(name: str, verdicts: Mapping[str, Verdict]) -> str:

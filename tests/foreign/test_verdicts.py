@@ -62,7 +62,7 @@ def test_a_row_of_the_table_is_replaced_and_the_others_stay(tmp_path: Path, monk
     table.write(first, {"one": Verdict("right")})
     rows = [line for line in page.read_text().splitlines() if line.startswith("| `")]
     assert rows == [
-        "| `a`: A script | right |  |  |  |  |  |",
-        "| `b`: A script | right | told |  | pp=2 accumulation=2: right |  | do this |",
+        "| `a`: A script | right |  |  |  |  |  |  |  |",
+        "| `b`: A script | right | told |  | pp=2 accumulation=2: right |  |  |  | do this |",
     ]
     assert page.read_text().endswith("<!-- end of scripts -->\nafter\n")

@@ -70,6 +70,7 @@ class Mover:
     options: dict[str, Any]
     hosts: tuple[str, ...] = ("a",)
     rank_file: Message = field(default_factory=dict)  # additional entries, for every rank
+    proof_s: float = 60.0
     generations: list[Generation] = field(default_factory=list)
     moves: list[MigrationSpec] = field(default_factory=list)
 
@@ -133,7 +134,7 @@ class Mover:
             "lost": list(lost),
             "step": step,
             "makes_room": makes_room,
-            "is_new_plan": True,
+            "proof_s": self.proof_s if not (lost or makes_room) else 0.0,
             "old": old.side,
             "new": new.side,
             "fabric": {host: [host, 1] for host in self.hosts},
@@ -291,6 +292,12 @@ class Mover:
         self._tell(self.now, {"event": "stop", "reason": "enough", "done": done})
         self.now.run.result(HANG_S)[0].checked()
         return [step for generation in self.generations for step in generation.steps()]
+
+    def cancel(self, directory: Path) -> int:
+        """End the job before its end, with a checkpoint; return its step."""
+        self._tell(self.now, {"event": "stop", "reason": "cancelled", "save": str(directory)})
+        self.now.run.result(HANG_S)[0].checked()
+        return int(self.now.steps()[-1]["step"])
 
     def all_say(self, generation: Generation, what: str, move: str) -> dict[int, Message]:
         """Wait for this report of every rank; fail at once if one reports a failure."""

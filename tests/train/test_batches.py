@@ -42,7 +42,7 @@ def test_batches_that_cannot_be_cut_train_under_replicas(ranks: RankPool, tmp_pa
 def test_plans_that_cut_them_are_refused_before_the_first_step(ranks: RankPool, tmp_path: Path) -> None:
     run = ranks.run(tmp_path, "accumulation=2", **OPTIONS, model="graphs")
     assert run.ranks[0].exit_code == 96
-    assert "accumulation=2 cuts batches: a batch of 2 samples has a Graphs, which cannot be cut" in run.ranks[0].output
+    assert "a batch of 8 samples has a Graphs, which cannot be cut into micro-batches" in run.ranks[0].output
     assert run.steps == []
 
 

@@ -108,7 +108,7 @@ def test_a_schedule_reaches_all_of_a_sharded_optimizer(
             "the optimizer has parameters that are not the model's: make parameters of the loss",
         ),
         ({"optimizer": "lbfgs"}, "LBFGS computes the loss several times per step (its step() needs a closure)"),
-        ({"schedule": "plateau"}, "schedulers that need a metric are not supported: ReduceLROnPlateau"),
+        ({"schedule": "plateau"}, "ReduceLROnPlateau needs a metric: pass evaluate=train.Evaluation("),
         ({"loss": "of each sample"}, "; it must return the mean over the samples it is given, a scalar"),
         ({"model": "still"}, "the model has no trainable parameter"),
     ],
@@ -189,6 +189,33 @@ def test_counters_of_modules_and_optimizers_continue(
     rest = [{**options, "steps": 2 * STEPS}]
     run = ranks.run_each(tmp_path / "then", "dp=2", rest, more=lambda _: {"restore": left["final"]})[0]
     assert run.checked().losses == pytest.approx(whole.losses[STEPS:], rel=1e-5)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "plateau", "evaluate": {"every": 2}},
+        {"schedule": "by epochs", "samples": 64},
+        {"schedule": "by number"},
+    ],
+    ids=str,
+)
+def test_schedulers_that_need_a_metric_or_an_epoch_are_given_it(
+    moving: Callable[..., Mover], ranks: RankPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    alone = ranks.run(tmp_path / "one", ALONE, depth=2, steps=60, **options).checked()
+    rates = [step["lr"] for step in alone.steps]
+    assert len(set(rates)) > 2, "the test is of no use if the rate does not change"
+    mover = moving(**options)
+    mover.start(ALONE)
+    for plan in ("dp=2", "pp=2,accumulation=2"):
+        mover.train(5)
+        mover.move(plan)
+    mover.train(5)
+    steps = mover.stop()[:60]
+    assert [step["lr"] for step in steps] == rates[: len(steps)]
+    assert [step["loss"] for step in steps] == pytest.approx(alone.losses[: len(steps)], rel=1e-4)
 
 
 @pytest.mark.slow

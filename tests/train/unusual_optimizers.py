@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,58 @@ def by_names(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Op
     return torch.optim.SGD([{"params": first, "lr": 0.5}, {"params": others, "lr": 0.05}], momentum=0.5)
 
 
+def backbone_and_head(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Two groups, of which those are left out that would be empty on a stage of a pipeline."""
+    head = [p for name, p in named_parameters if name.startswith("head.")]
+    others = [p for name, p in named_parameters if not name.startswith("head.")]
+    groups = [{"params": others, "lr": 0.05}, {"params": head, "lr": 0.5}]
+    return torch.optim.SGD([group for group in groups if group["params"]], momentum=0.5)
+
+
+def warmup_then_cosine(optimizer: Any) -> Any:
+    """Schedulers within a scheduler, as many as there are groups."""
+    of = torch.optim.lr_scheduler
+    parts = [of.LinearLR(optimizer, 0.1, total_iters=4), of.CosineAnnealingLR(optimizer, 300)]
+    return of.SequentialLR(optimizer, parts, [4])
+
+
+def plateau(optimizer: Any) -> Any:
+    """Driven by the evaluation's metric."""
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
+
+
+class ByEpochs:
+    """A scheduler of timm's kind: no torch scheduler, told of updates and of epochs, of which it uses one."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.base_values = optimizer, [group["lr"] for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "optimizer"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        for group, base in zip(self.optimizer.param_groups, self.base_values, strict=True):
+            group["lr"] = base / (1 + epoch)
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        """Nothing: it counts epochs."""
+
+
+class ByNumber(ByEpochs):
+    """The same, told of the number of the step only."""
+
+    step_update: Any = None
+
+
+def sgd_with_the_scripts_schedule(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """In a job that was submitted with ``--schedule script``."""
+    os.environ["CLUSTERD_SCHEDULE"] = "script"
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def of_the_head(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Only the head is trained."""
     return torch.optim.SGD([p for name, p in named_parameters if name.startswith("head.")], lr=0.1)
@@ -231,7 +284,9 @@ OPTIMIZERS = {
     "with the loss": lambda p: torch.optim.AdamW([*p, nn.Parameter(torch.ones(3))]),
     "common scale": lambda p: CommonScale(p, lr=0.01),
     "by marks": by_marks,
+    "sgd, schedule of the script": sgd_with_the_scripts_schedule,
     "by names": adapt_optimizer_factory(by_names),
+    "backbone and head": adapt_optimizer_factory(backbone_and_head),
     "of the head": adapt_optimizer_factory(of_the_head),
     "rows by names": adapt_optimizer_factory(rows_by_names),
     "rows by marks": rows_by_marks,
@@ -255,6 +310,6 @@ def onecycle(optimizer: Any) -> Any:
 
 
 SCHEDULERS = {
-    "cosine": cosine, "onecycle": onecycle, "plateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
-    "by hand": StatelessScheduler, "drawn": Drawn, "warmup": warmup,
+    "cosine": cosine, "onecycle": onecycle, "plateau": plateau, "by epochs": ByEpochs, "by number": ByNumber,
+    "sequential": warmup_then_cosine, "by hand": StatelessScheduler, "drawn": Drawn, "warmup": warmup,
 }  # fmt: skip

@@ -220,6 +220,8 @@ def write_rank_file(attempt: Attempt, rank: RankSpec, control_socket: Path) -> N
         data_cache=launch.data_cache,
         snapshot_every=launch.snapshot_every,
         probe=launch.probe,
+        proven=launch.proven,
+        note=launch.note,
     )
     write_json(attempt.rank_file(rank.rank), to_map(place))
 

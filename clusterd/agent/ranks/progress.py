@@ -52,6 +52,7 @@ class Progress:
                 attempt.generation,
                 step=step["step"],
                 loss=step.get("loss"),
+                is_nan="loss" in step and step["loss"] is None,
                 step_time_s=step["time_s"],
                 steps=tuple((s["step"], s["time_s"]) for s in steps if s.get("plan") == step.get("plan")),
                 plan=step.get("plan") or "",

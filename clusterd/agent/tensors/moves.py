@@ -24,7 +24,7 @@ from clusterd.agent.tensors.snapshot_replicas import SnapshotReplicas, set_of
 from clusterd.agent.threads import in_thread
 from clusterd.protocol import control
 from clusterd.protocol.messages import Done, Event
-from clusterd.protocol.migration import MigrationRequest
+from clusterd.protocol.migration import PROOF, MigrationRequest
 from clusterd.protocol.requests import Port, Receivers
 
 Message = dict[str, Any]
@@ -96,7 +96,8 @@ class Moves:
     def admit(self, move: MigrationRequest) -> None:
         """Accept this migration's token for its segments, and the tokens of the state snapshots it restores from."""
         self._tokens.update(move.sets)
-        self.admit_reader(move.id, move.token)
+        for name in (move.id, move.id + PROOF):
+            self.admit_reader(name, move.token)
 
     def admit_reader(self, move: str, token: str) -> None:
         """Accept a token for the segments of a migration, or of a set of state snapshots."""
@@ -115,12 +116,13 @@ class Moves:
 
     def drop(self, move: str) -> None:
         """End a migration, completed or aborted, and drop its segments."""
-        self._ended[move] = None
-        if len(self._ended) > ENDED_MAX:
-            del self._ended[next(iter(self._ended))]
-        self._tokens.pop(move, None)
-        self._arrived.pop(move, None)
-        self._store.drop(move)
+        for name in (move, move + PROOF):
+            self._ended[name] = None
+            if len(self._ended) > ENDED_MAX:
+                del self._ended[next(iter(self._ended))]
+            self._tokens.pop(name, None)
+            self._arrived.pop(name, None)
+            self._store.drop(name)
 
     def end(self, job: str, attempt: int) -> None:
         """Drop all migrations of an attempt that has ended here; its state snapshots stay."""

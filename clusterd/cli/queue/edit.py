@@ -10,6 +10,7 @@ import click
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.output import note, output_option, show_json
 from clusterd.client import Client
+from clusterd.protocol.launch import SAME_VARIABLE
 from clusterd.submission.job_edit import parse_changes
 from clusterd.submission.job_file import variables
 
@@ -39,6 +40,7 @@ def edit(job: str, changes: tuple[str, ...]) -> None:
 @click.option("--time", "time_limit", help="Time limit of the new job, as in 4h; default: that of JOB.")
 @click.option("--steps", type=click.IntRange(1), help="Steps in all, instead of the number in the script.")
 @click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be repeated.")
+@click.option("--accept-difference", is_flag=True, help="Go on even if its first step has another loss than in JOB.")
 @output_option
 def resume(job: str, changes: tuple[str, ...], output: str, **options: Any) -> None:
     """Submit a job that goes on where JOB ended, from its newest checkpoint; prints its id.
@@ -50,14 +52,13 @@ def resume(job: str, changes: tuple[str, ...], output: str, **options: Any) -> N
     clusterd resume night --time 4h
     clusterd resume night --steps 20000 gpus=a100:4
     """
+    env = variables(options["env"]) | {SAME_VARIABLE: "" if options["accept_difference"] else "1"}
     given = [*changes, *([f"time={options['time_limit']}"] if options["time_limit"] else [])]
     fields = parse_changes(given) if given else {}
     with Client() as cluster:
         names = cluster.call("job", job=job)["spec"]["secrets"]
         secrets = {name: os.environ[name] for name in names if name in os.environ}
-        answer = cluster.call(
-            "resume", job=job, changes=fields, steps=options["steps"], env=variables(options["env"]), secrets=secrets
-        )
+        answer = cluster.call("resume", job=job, changes=fields, steps=options["steps"], env=env, secrets=secrets)
     if output != "table":
         show_json(answer, output)
         return

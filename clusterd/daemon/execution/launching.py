@@ -52,6 +52,8 @@ class LaunchRequests:
         self._sending: WeakValueDictionary[tuple[str, str, str], anyio.Lock] = WeakValueDictionary()
         self.wants_probe: Callable[[Iterable[str], int], bool] = lambda device_types, hosts: False
         """True where devices of these types, or links between so many hosts, have not been measured."""
+        self.proven: Callable[[JobId, JobSpec], tuple[str, ...]] = lambda job, spec: ()
+        """Families of plans under which the job was shown to train what one process trains."""
 
     async def requests(
         self, decision: d.LaunchAttempt, spec: JobSpec, secrets: dict[str, str], pythons: Mapping[HostId, str | None]
@@ -114,6 +116,8 @@ class LaunchRequests:
                 restore=_checkpoint_path(restored, datasets[host]),
                 snapshot_every=snapshot_every,
                 probe=probe,
+                proven=self.proven(decision.job, spec) if spec.kind is JobKind.ELASTIC else (),
+                note=decision.reason if decision.plan and len(decision.ranks) < spec.resources.devices else "",
                 datasets=datasets[host],
                 cores=booked.get(host, 0),
                 memory_bytes=booked_memory.get(host, 0) if spec.resources.memory_bytes else 0,

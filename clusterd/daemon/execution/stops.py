@@ -113,7 +113,8 @@ class Stops:
                     job=decision.job,
                     attempt=decision.attempt,
                     step=last["step"],
-                    loss=last["loss"],
+                    loss=last.get("loss"),
+                    is_nan="loss" in last and last["loss"] is None,
                     step_time_s=last["time_s"],
                     first_loss=last["first_loss"],
                 )

@@ -70,6 +70,7 @@ class Progress:
                 attempt=report.attempt,
                 step=report.step,
                 loss=report.loss,
+                is_nan=report.is_nan,
                 step_time_s=report.step_time_s,
                 first_loss=first_loss,
             )

@@ -5,6 +5,7 @@ Based on all stored measurements of the same model on the same type of device, a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -22,6 +23,7 @@ from clusterd.core.lifecycle import trials
 from clusterd.core.performance_table import Estimate, PerformanceTable, evenly
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.journal.engine import Engine
+from clusterd.types import JobId, JobSpec
 from plans.memory import Overhead, communicators, learn_overhead
 from plans.model_shape import ModelShape
 from plans.plan import Plan, replicas
@@ -39,6 +41,9 @@ log = logging.getLogger(__name__)
 PLANS_PER_SHAPE = 4
 OVERHEAD_NOISE_BYTES = 32 << 20
 SHAPES_MOST = 256
+
+PROOFS_MAX, FAMILIES_MAX = 1000, 50
+"""Scripts whose proofs are remembered, and families of plans of each."""
 
 LINK_EFFICIENCY = 0.8
 """Share of a link's peak rate that collectives of large messages reach, as NCCL's own tests do."""
@@ -59,6 +64,8 @@ class PerformanceModels:
         self._forgot = 0  # number of resets: data read before one is outdated
         self._stale: set[str] = set()  # models with a table from before the last reset
         self._probes: dict[str, dict[str, float]] = json.loads(engine.journal.fact("probes", "{}"))
+        # Families of plans that a script was shown to train alike under, newest script last.
+        self._proofs: dict[str, list[str]] = json.loads(engine.journal.fact("proofs", "{}"))
         # Largest measured overhead in bytes, by type of device and number of communicators.
         self._overheads: dict[str, dict[int, int]] = {
             name: {int(count): found for count, found in known.items()}
@@ -104,6 +111,21 @@ class PerformanceModels:
         key = Key(model, device_type, self._environment(model), self._link(device_type))
         found = await anyio.to_thread.run_sync(self._stored, key)
         return {m.row: m.phases for m in found if m.phases}
+
+    # --- proofs -------------------------------------------------------------------------------------------------------
+
+    def proven(self, job: JobId, spec: JobSpec) -> tuple[str, ...]:
+        """Families of plans under which the job's script was shown to train what one process trains."""
+        return tuple(self._proofs.get(_script(job, spec), ()))
+
+    async def proved(self, job: JobId, spec: JobSpec, family: str) -> None:
+        """Remember that a script needs no further proof of a family of plans."""
+        script = _script(job, spec)
+        known = self._proofs.pop(script, [])
+        self._proofs[script] = [*known, family][-FAMILIES_MAX:] if family not in known else known
+        for oldest in list(self._proofs)[:-PROOFS_MAX]:
+            del self._proofs[oldest]
+        await self._engine.journal.keep_fact("proofs", json.dumps(self._proofs))
 
     # --- probes -------------------------------------------------------------------------------------------------------
 
@@ -342,3 +364,9 @@ def _enough_cores(devices: DeviceType, one: Ranked) -> int:
     return min(
         (n for n, step_s in one.core_times if step_s <= ENOUGH_CORES * one.step_time_s and n < fair), default=fair
     )
+
+
+def _script(job: JobId, spec: JobSpec) -> str:
+    """Digest of what decides the code that a job runs; one in a folder of the host is known by its id alone."""
+    parts = [spec.snapshot or job, spec.command, sorted(spec.env.items()), spec.python, spec.uv, spec.requirements]
+    return hashlib.sha256(json.dumps([*parts, spec.container]).encode()).hexdigest()[:16]

@@ -26,7 +26,7 @@ from clusterd.daemon.profiling.submission_classifier import SubmissionClassifier
 from clusterd.daemon.profiling.trial_selection import SLOW_TRIAL_STEPS, WARM_UP_STEPS, TrialSelection
 from clusterd.errors import ClusterError
 from clusterd.protocol.agent import Progress
-from clusterd.protocol.rank import FromRank, Probed
+from clusterd.protocol.rank import FromRank, Probed, Proved
 from clusterd.types import HostId, JobId, RankEnd, Reason
 from plans.plan import Plan
 from profiling.knowledge import Knowledge
@@ -35,6 +35,8 @@ from profiling.online import Observation
 from profiling.store import Measurement
 
 log = logging.getLogger(__name__)
+
+FAMILY_LENGTH_MAX = 100
 
 INBOX_MAX = 10_000
 """Waiting pieces of work beyond which reports of steps are ignored."""
@@ -117,6 +119,8 @@ class Profiler:
         """Queue what a rank measured of its device and links before its first step."""
         if isinstance(report.message, Probed):
             self._put(partial(self._on_probed, JobId(report.job), report.message))
+        elif isinstance(report.message, Proved):
+            self._put(partial(self._on_proved, JobId(report.job), report.message.family[:FAMILY_LENGTH_MAX]))
 
     def forget(self) -> None:
         """Rebuild the models after a change of the store."""
@@ -153,6 +157,10 @@ class Profiler:
         if len(names) != 1:
             return
         await self._models.probed(names.pop(), probed.figures)
+
+    async def _on_proved(self, job_id: JobId, family: str) -> None:
+        if (job := self._state.jobs.get(job_id)) is not None:
+            await self._models.proved(job_id, job.spec, family)
 
     async def _devices_changed(self) -> None:
         await self._models.devices_changed()

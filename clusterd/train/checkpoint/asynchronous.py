@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from clusterd.protocol import rank
 from clusterd.protocol.control import TakeCheckpoint
+from clusterd.train.checkpoint import same_plan
 from clusterd.train.checkpoint.dcp import stage
 from clusterd.train.checkpoint.dcp_files import Staged, write
 from clusterd.train.process.control import Control
@@ -39,7 +40,6 @@ class AsyncCheckpointer:
         self._thread: threading.Thread | None = None
         self.failure = ""  # of the last one
         self.written: deque[tuple[int, str]] = deque()  # step and directory of those that no one has been notified of
-        self._can_travel = True
         control.on(TakeCheckpoint, self._on_checkpoint)
 
     def take(self, path: str | None = None) -> None:
@@ -54,16 +54,15 @@ class AsyncCheckpointer:
         path = path or self._path()
         training = self._training
         shape = training.shape
-        staged, self.failure = None, ""
+        self.failure, why = "", ""
+        placed = layout(shape, training.context.plan)
         try:
-            staged = stage(training, shape, layout(shape, training.context.plan))
+            staged = stage(training, shape, placed)
         except NotSerializable as error:
-            self.failure, self._can_travel = str(error), False
-        # A rank that failed must not leave the others waiting for it.
-        self.failure = next(filter(None, self._gather(self.failure)), "")
-        if staged is None or self.failure:
-            self._control.report(rank.CheckpointFailed(path, self.failure, training.step))
-            return
+            why = str(error)
+        # All ranks write a checkpoint of one kind.
+        if why := next(filter(None, self._gather(why)), ""):
+            staged = same_plan.stage(training, shape, placed, why)
         blocked_s = time.perf_counter() - began
         self._thread = threading.Thread(
             target=self._write, args=[staged, path, blocked_s], name="clusterd-checkpoint", daemon=True
@@ -85,7 +84,7 @@ class AsyncCheckpointer:
             if not self.failure:
                 return
             # Decide together, or some ranks would wait for others that have exited.
-            goes_on = wait_s is not None and self._can_travel and not self._control.requested("stop")
+            goes_on = wait_s is not None and not self._control.requested("stop")
             if wait_s is None or not all(self._gather("yes" if goes_on else "")):
                 break
             print(

@@ -13,7 +13,9 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from clusterd.train.checkpoint import dcp_files as files
+from clusterd.train.checkpoint import same_plan
 from clusterd.train.checkpoint.dcp_files import Key, Staged, StagedTensor
+from clusterd.train.data.stream import Position
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.plain_data import NotSerializable, plain_value
 from clusterd.train.state import lazy_optimizer_state, scalars
@@ -70,12 +72,25 @@ def stage(training: Training, shape: ModelShape, layout: Layout) -> Staged:
     return Staged(training.step, tensors, values)
 
 
+def stream_position(directory: str) -> tuple[int, Position | None]:
+    """Step of a checkpoint, and the position of the stream after it; None: it has none."""
+    values: dict[str, Any] = {}
+    if "clusterd.scalars.0" in files.metadata(directory).state_dict_metadata:
+        values = {"clusterd.scalars.0": None, "step": None}
+        files.read(directory, {}, values)
+    return int(values.get("step") or 0), values.get("clusterd.scalars.0", {}).get("stream")
+
+
 def restore(training: Training, shape: ModelShape, directory: str) -> None:
     """Restore a rank, whose optimizer state is allocated, from a checkpoint of any plan.
 
     Raises:
         Refused: there is no checkpoint, or it is of another model.
+        PlanRefused: the plan cannot cut some of its state.
     """
+    if same_plan.is_for(directory, training.context.plan):
+        same_plan.restore(training, shape, directory)
+        return
     metadata = files.metadata(directory)
     known = metadata.state_dict_metadata
     ranks = sorted(key for key in known if key.startswith("clusterd.scalars."))
@@ -112,11 +127,13 @@ def restore(training: Training, shape: ModelShape, directory: str) -> None:
     for shard in live.values():
         if shard.mirror is not None and (local := shard.tensors[0]) is not None:
             shard.mirror.copy_(local)
-    scalars.restore(training, shape, rank_scalars)
+    takes_scripts_schedule = scalars.restore(training, shape, rank_scalars)
     plain = {name: p for name, _, p in training.optimizer.local}
     for (name, slot), tensor in lazy.items():
         training.optimizer.holder.state[plain[name]][slot] = tensor
     training.step = int(values["step"])
+    if takes_scripts_schedule and training.schedule is not None:
+        training.schedule.advance(training.step)
 
 
 def _keys(name: str, kind: str, slots: dict[str, list[str]]) -> list[Key]:

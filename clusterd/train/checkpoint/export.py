@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from clusterd.train.checkpoint import whole_model
 from clusterd.train.checkpoint.weight_files import write_safetensors
 from clusterd.train.parallel import build
 from clusterd.train.process.exits import Refused, first_line
@@ -55,7 +56,8 @@ def check(path: str, save_format: str) -> None:
 def save(training: Training, path: str) -> None:
     """Write the model's ``state_dict``, whole and on the CPU, to `path` on rank 0; every rank must call it.
 
-    Each part of a tensor comes from one of the ranks that hold it. The file appears when it is complete.
+    Each part of a tensor comes from one of the ranks that hold it, and the model itself makes the state dict of them.
+    The file appears when it is complete.
 
     Raises:
         OSError, RuntimeError: on rank 0, after `PATIENCE_S`: it cannot be written.
@@ -69,14 +71,20 @@ def save(training: Training, path: str) -> None:
         if key[1] in ("parameter", "buffer") and held.tensors[0] is not None
     }
     module = training.parallel.module
-    # Of every rank: dtypes of its tensors, names not to be saved, and tensors that no layout contains.
+    # Of every rank: dtypes of its tensors, what its modules have changed in themselves, names not to be saved, and
+    # tensors that no layout contains.
     descriptions: list[Any] = [
-        ({key: tensor.dtype for key, tensor in held.items()}, unsaved_names(module), _without_holder(module, shape))
+        (
+            {key: tensor.dtype for key, tensor in held.items()},
+            training.attributes.changed(),
+            unsaved_names(module),
+            _without_holder(module, shape),
+        )
     ]
     if dist.is_initialized():  # the default group sends tensors in host memory by gloo
         own, descriptions = descriptions[0], [None] * dist.get_world_size()
         dist.all_gather_object(descriptions, own)
-    unsaved = {name for _, names, _ in descriptions for name in names}
+    unsaved = {name for *_, names, _ in descriptions for name in names}
     sizes = {(t.name, t.kind): t.shape for t in shared.tensors}
     whole = {name: t for *_, unheld in reversed(descriptions) for name, t in unheld.items() if name not in unsaved}
     without_holder = set(whole)
@@ -98,20 +106,24 @@ def save(training: Training, path: str) -> None:
             narrow_to_box(whole[name], [low for low, _ in box], [high for _, high in box], [0] * len(box)).copy_(part)
     if rank:
         return
-    file = Path(path).absolute()
-    if training.job.save_format == "hf":  # whose loaders share tied weights by themselves
-        _write(lambda part: _write_folder(whole, module, part), file)
+    file, save_format = Path(path).absolute(), training.job.save_format
+    for names in shape.tied:
+        one = next(whole[name] for name in names if name in whole)
+        whole.update(dict.fromkeys(names, one))
+    state = whole_model.state_dict(training.job, module, whole, [changed for _, changed, *_ in descriptions])
+    if save_format == "torch":
+        _write(lambda part: torch.save(state, part), file)
     else:
-        for names in shape.tied:
-            one = next(whole[name] for name in names if name in whole)
-            whole.update(dict.fromkeys(names, one))
-        write = write_safetensors if training.job.save_format == "safetensors" else _write_torch
-        _write(lambda part: write(part, whole), file)
+        tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+        if left_out := sorted(map(str, state.keys() - tensors.keys())):
+            print(f"clusterd: a {save_format} file has tensors only, and lacks {', '.join(left_out)}", flush=True)
+        if save_format == "hf":  # whose loaders share tied weights by themselves
+            for _, *others in shape.tied:
+                tensors = {name: tensor for name, tensor in tensors.items() if name not in others}
+            _write(lambda part: _write_folder(tensors, module, part), file)
+        else:
+            _write(lambda part: write_safetensors(part, tensors), file)
     print(f"clusterd: saved the model after step {training.step} to {file}", flush=True)
-
-
-def _write_torch(file: Path, whole: Mapping[str, torch.Tensor]) -> None:
-    torch.save(dict(whole), file)
 
 
 def _write_folder(whole: Mapping[str, torch.Tensor], module: torch.nn.Module, folder: Path) -> None:

@@ -1,38 +1,52 @@
-"""Fingerprint of a data set: its length and a few of its samples, to find processes that have other data.
+"""Fingerprint of a data set: its length and some of its samples, to find processes that have other data.
 
 Numbers are summarized and compared with a tolerance, because hosts may decode an image differently in the last digits.
-A sample that differs between two readings is a random one. Then none is compared: where a coin is tossed for each, some
-are alike by chance.
+Each sample is read twice. What differs between the two readings, in any sample, is random and compared in none: where a
+coin is tossed for each sample, some are alike by chance.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from clusterd.train.process import held
 from clusterd.train.process.exits import Refused
-from clusterd.train.process.run_in_fork import run_in_fork
-from clusterd.train.process.seeding import all_generator_states, seed_everything
+from clusterd.train.process.seeding import all_generator_states, preserved_generators, seed_everything
 
-SAMPLES = 4
+SAMPLES = 8
+LIMIT_S = 10.0
+"""Time after which no further sample is read."""
+
 MEANS = 8
 """Mean values that summarize a tensor: of so many stretches of it."""
 TOLERANCE = 1e-3
 
 Fingerprint = dict[str, Any]
-"""job, length (None of a stream), draws (True if samples draw from the global generators), and samples: [index, summary
-of each part, or None for a random sample]."""
+"""job, length (None of a stream), draws (True if samples draw from the global generators), samples: [index, summary of
+each part], and random: numbers of the parts that are random."""
 
 
 def fingerprint_of(data: Any, job: str) -> Fingerprint | None:
-    """Fingerprint of a map-style data set; None for others. Samples are read in a forked child."""
+    """Fingerprint of a map-style data set; None for others.
+
+    Samples are read in this process, as training does: a fork would share the position in open files, and connections.
+    """
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         return None
-    return run_in_fork(lambda: _read(data, job))
+    with preserved_generators(), held.preserved(data):
+        return _read(data, job)
+
+
+def of_stream(job: str, samples: Sequence[Any]) -> Fingerprint:
+    """Fingerprint of a stream, from samples that were read to train on them."""
+    summaries = [[index, summary(sample)] for index, sample in enumerate(samples)]
+    return {"job": job, "length": None, "draws": False, "samples": summaries, "random": []}
 
 
 def check_same_on_all_ranks(own: Fingerprint | None) -> None:
@@ -63,12 +77,13 @@ def difference(one: Fingerprint | None, other: Fingerprint | None) -> str:
     if one["length"] != other["length"]:
         lengths = [f["length"] for f in (other, one)]
         return " instead of ".join("a stream" if length is None else f"{length} samples" for length in lengths)
-    if len(one["samples"]) != len(other["samples"]):
-        return f"{len(other['samples'])} samples instead of {len(one['samples'])}"
-    if any(sample is None for fingerprint in (one, other) for _, sample in fingerprint["samples"]):
+    if "random" not in one or "random" not in other:  # of an earlier version, whose samples were summarized otherwise
         return ""
-    for (index, first), (_, second) in zip(one["samples"], other["samples"], strict=True):
-        if not alike(first, second):
+    random = {*one["random"], *other["random"]}
+    there = dict(other["samples"])
+    for index, first in one["samples"]:
+        second = there.get(index, first)  # another process may have had no time for it
+        if not alike(*([p for i, p in enumerate(parts) if i not in random] for parts in (first, second))):
             return f"sample {index} is another one"
     return ""
 
@@ -76,58 +91,59 @@ def difference(one: Fingerprint | None, other: Fingerprint | None) -> str:
 def _read(data: Any, job: str) -> Fingerprint:
     length = len(data)
     indices = sorted({length * i // SAMPLES for i in range(SAMPLES)} | {length - 1}) if length else []
-    samples, draws = [], False
+    samples: list[Any] = []
+    random: set[int] = set()
+    draws, began_s = False, time.monotonic()
     for index in indices:
-        sample, drawn = _sample(data, index)
-        samples.append([index, sample])
-        draws = draws or drawn
-    return {"job": job, "length": length, "draws": draws, "samples": samples}
+        readings: list[list[Any]] = []
+        for _ in range(2):
+            seed_everything(index)
+            before = all_generator_states()
+            readings.append(summary(data[index]))
+            draws = draws or all_generator_states() != before
+        first, again = readings
+        random |= {i for i in range(len(first)) if len(first) != len(again) or not alike([first[i]], [again[i]])}
+        samples.append([index, first])
+        if (took_s := time.monotonic() - began_s) > LIMIT_S and index != indices[-1]:
+            print(
+                f"clusterd: reading {len(samples)} of the {len(indices)} samples that ranks compare took {took_s:.0f} "
+                "seconds; the others are not compared",
+                flush=True,
+            )
+            break
+    return {"job": job, "length": length, "draws": draws, "samples": samples, "random": sorted(random)}
 
 
-def drop_random(one: list[Any], again: list[Any]) -> list[Any]:
-    """The summaries of one reading, with None for those of random samples, which another reading has otherwise."""
-    return [a if alike(a, b) else None for a, b in zip(one, again, strict=False)]
-
-
-def summary(sample: Any) -> list[Any]:
-    """Summary of each part of a nested sample."""
+def summary(sample: Any, elements: int = 1 << 20) -> list[Any]:
+    """Summary of each part of a nested sample or batch, from at most so many elements of a tensor."""
     parts: list[Any] = []
-    _summarize(sample, parts)
+    _summarize(sample, parts, elements, ())
     return parts
 
 
-def _sample(data: Any, index: int) -> tuple[list[Any] | None, bool]:
-    """Summary of a sample, None for a random one; and whether it draws from the global generators."""
-    readings, drawn = [], False
-    for seed in (index, index):
-        seed_everything(seed)
-        before = all_generator_states()
-        readings.append(summary(data[index]))
-        drawn = drawn or all_generator_states() != before
-    return readings[0] if alike(*readings) else None, drawn
-
-
-def _summarize(value: Any, parts: list[Any]) -> None:
-    """Append a summary of each part of a nested sample."""
+def _summarize(value: Any, parts: list[Any], elements: int, around: tuple[int, ...]) -> None:
+    """Append a summary of each part of a nested sample; `around`: objects that contain it."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             parts.append(str(key))
-            _summarize(value[key], parts)
+            _summarize(value[key], parts, elements, around)
     elif isinstance(value, (list, tuple)):
         for part in value:
-            _summarize(part, parts)
+            _summarize(part, parts, elements, around)
     elif isinstance(value, (bool, int, float)):
         parts.append([float(value)])
     elif isinstance(value, (str, bytes)):
-        parts.append(zlib.crc32(value.encode() if isinstance(value, str) else value))
+        parts.append(zlib.crc32(value.encode(errors="surrogatepass") if isinstance(value, str) else value))
     elif (array := _as_tensor(value)) is not None:
-        flat = array.detach().reshape(-1)[: 1 << 20].to("cpu", torch.float64)
+        flat = array.detach().reshape(-1)[:elements].to("cpu", torch.float64)
         parts.append(str(tuple(array.shape)))
         parts.append(
             [stretch.mean().item() for stretch in flat.tensor_split(min(MEANS, len(flat)))] if len(flat) else []
         )
     else:  # an object of the script's own, which only its collate_fn can read
         parts.append(type(value).__name__)
+        if id(value) not in around and len(around) < held.DEPTH_MAX and not callable(value):
+            _summarize(held.attributes(value), parts, elements, (*around, id(value)))
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:

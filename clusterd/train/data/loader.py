@@ -6,7 +6,7 @@ import atexit
 import copy
 import signal
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from clusterd.train.data.order import SampleOrder
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.seeding import seed_step
 from plans.plan import Plan, even_shares
-from plans.sample_order import TooFewSamples, mix, replica_indices, steps_per_epoch
+from plans.sample_order import mix
 
 DATA_STAGE = 0xFFFF
 """Stage number of the data set in `seed_step`: no pipeline stage draws the same numbers."""
@@ -26,16 +27,13 @@ DATA_STAGE = 0xFFFF
 class ShareSampler:
     """Yields the indices of this replica's share for each step from `first_step` (counted from 0)."""
 
-    def __init__(
-        self, samples: int, shares: tuple[int, ...], seed: int, replica: int, first_step: int, steps: int
-    ) -> None:
-        self._order = (samples, shares, seed)
+    def __init__(self, order: SampleOrder, shares: tuple[int, ...], replica: int, first_step: int, steps: int) -> None:
+        self._order, self._shares = order, shares
         self._replica, self._first_step, self._steps = replica, first_step, steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        samples, shares, seed = self._order
         for step in range(self._first_step, self._steps):
-            yield replica_indices(samples, shares, seed, step, self._replica).tolist()
+            yield self._order.share(step, self._shares, self._replica)
 
     def __len__(self) -> int:
         return max(0, self._steps - self._first_step)
@@ -49,21 +47,25 @@ def batches(
     *,
     global_batch: int,
     seed: int,
+    draws_seed: int | None = None,
     first_step: int,
     steps: int,
     num_workers: int,
     collate_fn: Callable[[list[Any]], Any] = default_collate,
+    sampler: Iterable[Any] | None = None,
 ) -> Iterator[tuple[Any, Any]]:
     """(input, target) of the replica's share of each step, on `device`.
 
+    Args:
+        seed: of the order, and of random numbers that the data set draws.
+        draws_seed: of these instead.
     Raises:
         Refused: the data set is too small, or has no length.
     """
-    epoch_steps(dataset, global_batch)
-    samples = len(dataset)
+    order = order_of(dataset, global_batch, seed, sampler)
     loader = DataLoader(
         dataset,
-        batch_sampler=ShareSampler(samples, plan.batch_shares(global_batch), seed, replica, first_step, steps),
+        batch_sampler=ShareSampler(order, plan.batch_shares(global_batch), replica, first_step, steps),
         num_workers=num_workers,
         collate_fn=collate_fn,
         pin_memory=device.type == "cuda",
@@ -75,7 +77,7 @@ def batches(
         for step in range(first_step, steps):
             # Without workers the data set draws here. The first and last stages of a replica read the same samples, for
             # inputs and targets: both must draw the same numbers.
-            seed_step(seed, step, replica, DATA_STAGE)
+            seed_step(seed if draws_seed is None else draws_seed, step, replica, DATA_STAGE)
             yield pair_on_device(next(fetched), device)
 
 
@@ -104,17 +106,14 @@ def check_length(data: Any) -> None:
         )
 
 
-def epoch_steps(dataset: Any, global_batch: int) -> int:
-    """Steps of an epoch.
+def order_of(dataset: Any, global_batch: int, seed: int, sampler: Iterable[Any] | None) -> SampleOrder:
+    """Order of the samples of a map-style data set.
 
     Raises:
         Refused: the data set is smaller than a global batch, or has no length.
     """
     check_length(dataset)
-    try:
-        return steps_per_epoch(len(dataset), global_batch)
-    except TooFewSamples as error:
-        raise Refused(str(error)) from None
+    return SampleOrder(len(dataset), global_batch, seed, sampler)
 
 
 class Keywords(UserDict[str, Any]):

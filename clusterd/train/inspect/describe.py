@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from clusterd.train.data.loader import as_batch, as_pair, check_length
 from clusterd.train.data.stream import check_has_position, is_stream
-from clusterd.train.inspect import loss_mean
 from clusterd.train.inspect.forward import FakeForward
 from clusterd.train.inspect.optimizer_traits import optimizer_traits
 from clusterd.train.inspect.temporaries import temporaries_ratio
@@ -49,17 +48,25 @@ def describe(
     Raises:
         Refused: `layers` name what the model does not have, or the data set has no pairs.
     """
-    if is_stream(job.data):
-        check_has_position(job.data)
-    else:
-        check_length(job.data)
+    check_data(job.data)
     job = _with_one_loss(job)
     # Fake tensors, not the meta device, on which attention takes a different kernel that saves all its scores.
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with fakes as fake, _fake_tensor_log_off(), _fake_copies(), gathering(Gathering()) as seen:
         shape = _described(job, FakeForward(job, fake), tp_degrees, trace, pipeline)
-    # A loss that compares gathered samples is that of the whole batch on each replica.
-    return replace(shape, gathers=True, loss=loss_mean.MEAN) if seen.used else shape
+    return replace(shape, gathers=True) if seen.used else shape
+
+
+def check_data(data: Any) -> None:
+    """Check that data are a map-style data set or a stream.
+
+    Raises:
+        Refused: they are neither.
+    """
+    if is_stream(data):
+        check_has_position(data)
+    else:
+        check_length(data)
 
 
 @contextmanager
@@ -96,7 +103,7 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
     paths = build.layer_paths(model, job.layers) if job.layers else build.block_paths(model)
     blocks = set(build.block_paths(model))
     styles, tp_dims, uncut = tensor_parallel_cuts(model, job.tp_plan or {})
-    writes, following, counted = forward.trace_passes()
+    writes = forward.parameter_writes()
     if mutated := next((name for name in writes.names if name in tp_dims), ""):
         styles, tp_dims, uncut = {}, {}, f"the forward pass writes into {mutated}, and may need it whole"
     if writes.sparse in tp_dims:
@@ -152,15 +159,7 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
         parts=tuple(job.losses),
         noncontiguous=next((name for name, p in build.named_parameters(model) if not p.is_contiguous()), ""),
         repeated_block=_repeated(model),
-        loss=forward.loss_kind(),
-        uncut_batch=forward.uncut_batch(),
-        loss_learns=forward.loss_uses_parameters(),
-        gradients_added=following.added,
-        gradients_bent=following.nonlinear,
         sparse=writes.sparse,
-        by_frequency=writes.by_frequency,
-        draws=writes.draws,
-        counted=counted,
         written=writes.names,
         written_known=writes.complete,
         written_by_samples=writes.sample_dependent,

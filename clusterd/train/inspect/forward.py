@@ -11,10 +11,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from clusterd.train.data.loader import as_pair, call, check_sliceable, map_batch
+from clusterd.train.data.loader import as_pair, call, map_batch
 from clusterd.train.data.stream import first_samples
-from clusterd.train.inspect import loss_mean
-from clusterd.train.inspect.gradient_linearity import GradientLinearityTracer
 from clusterd.train.inspect.operations import OperationRecorder
 from clusterd.train.inspect.parameter_mutation import ParameterMutationTracer
 from clusterd.train.inspect.tp_gradients import TpGradientTracer
@@ -25,8 +23,8 @@ from clusterd.train.parallel.tp_shards import shard_model
 from clusterd.train.parallel.tp_styles import GATHERING, ROWWISE
 from clusterd.train.process.exits import Refused, first_line
 from clusterd.train.process.job import Job
-from clusterd.train.process.seeding import all_generator_states, generator_states, seed_everything
-from clusterd.train.process.weighted_means import is_pair, mean_of, split_loss
+from clusterd.train.process.seeding import seed_everything
+from clusterd.train.process.weighted_means import mean_of
 
 
 class FakeForward:
@@ -137,14 +135,9 @@ class FakeForward:
             return f"the model does more than apply `layers` one after another ({differs})"
         return ""
 
-    def trace_passes(self) -> tuple[ParameterMutationTracer, GradientLinearityTracer, str]:
-        """Trace two forward passes and a backward pass.
-
-        Returns:
-            Writes into parameters, treatment of the loss gradient, and the name of an attribute that counts passes. If
-            fake tensors cannot run the model, the traces end where it failed.
-        """
-        model, given, fresh = self.model(), [], generator_states()
+    def parameter_writes(self) -> ParameterMutationTracer:
+        """Writes into parameters by two forward passes; if fake tensors cannot run the model, until it failed."""
+        model, given = self.model(), []
 
         def note(part: Any) -> Any:
             if isinstance(part, torch.Tensor):
@@ -152,100 +145,14 @@ class FakeForward:
             return part  # some batches (a PackedSequence) require the same type back
 
         map_batch((self._inputs, self._target), note)
-        writes, following, before = ParameterMutationTracer(model, *given), GradientLinearityTracer(), _numbers(model)
+        writes = ParameterMutationTracer(model, *given)
         with self.real(), torch.random.fork_rng(devices=[]), suppress(Exception), self._fake:
             for _ in range(2):  # some writes happen once, some from the second pass on
                 seed_everything(self._job.seed)
-                fresh = generator_states()
                 with writes:
-                    loss = self._computing(self._loss)(call(self._computing(model), self._inputs), self._target)
+                    self._computing(self._loss)(call(self._computing(model), self._inputs), self._target)
             writes.complete = True
-            following.run(model, loss)
-        if not writes.complete:
-            writes.draws = writes.draws or self._draws_for_real()
-        elif generator_states() != fresh:
-            writes.draws = True
-        now = _numbers(model)
-        return writes, following, next((name for name, number in before.items() if now.get(name) != number), "")
-
-    def _draws_for_real(self) -> bool:
-        """True if a real pass draws random numbers; False if unknown, as for a large model."""
-        job = self._job
-        if sum(p.numel() for p in self.model().parameters()) > loss_mean.PARAMETERS_MAX:
-            return False
-        with suppress(Exception), self.real(), torch.random.fork_rng(devices=[]):
-            inputs, target = as_pair(job.collate_fn(first_samples(job.data, 1)))
-            model = build.build_model(job.model, job.seed)
-            seed_everything(job.seed)
-            before = all_generator_states()
-            with torch.no_grad():
-                job.loss(call(model, inputs), target)
-            return all_generator_states() != before
-        return False
-
-    def uncut_batch(self) -> str:
-        """Reason why a batch of two samples cannot be cut between them; empty: it can, or that is unknown."""
-        job = self._job
-        with suppress(Exception), self.real():
-            inputs, target = as_pair(job.collate_fn(self._two_samples()))
-            try:
-                check_sliceable(inputs, 2)
-                check_sliceable(target, 2)
-            except Refused as refusal:
-                return str(refusal)
-        return ""
-
-    def _two_samples(self) -> list[Any]:
-        with suppress(IndexError):
-            return first_samples(self._job.data, 2)
-        return first_samples(self._job.data, 1) * 2
-
-    def loss_kind(self) -> str:
-        """Kind of the loss, as in `loss_mean`; the mean if unknown, or if the loss returns a sum and its weight."""
-        job = self._job
-
-        def loss(outputs: Any, target: Any) -> Any:
-            value, _ = split_loss(job.loss(outputs, target))
-            if is_pair(value):
-                raise TypeError
-            return value
-
-        for count in loss_mean.SAMPLES:
-            with suppress(Exception):
-                with self.real():
-                    inputs, target = as_pair(job.collate_fn(first_samples(job.data, count)))
-                try:
-                    with torch.no_grad():
-                        outputs = call(self.model(), self._faked(inputs))
-                except Exception:  # code that reads values
-                    kind = self._computed_loss_kind(loss, inputs, target, count)
-                    return kind if kind != loss_mean.UNKNOWN else loss_mean.MEAN
-                if loss_mean.has_scalar(outputs):
-                    return self._computed_loss_kind(loss, inputs, target, count)
-                if loss_mean.small_enough(outputs):
-                    with self.real():
-                        return loss_mean.classify_loss(loss, outputs, target, count)
-        return loss_mean.MEAN
-
-    def _computed_loss_kind(self, loss: Callable[[Any, Any], Any], inputs: Any, target: Any, samples: int) -> str:
-        """Kind of a loss that the model may have computed itself, found with its initial weights."""
-        parameters = self.model().parameters()
-        if sum(p.numel() for p in parameters) > loss_mean.PARAMETERS_MAX:
-            return loss_mean.UNKNOWN
-        with self.real():
-            model = build.build_model(self._job.model, self._job.seed).eval()
-            return loss_mean.classify_computed_loss(lambda i, t: loss(call(model, i), t), inputs, target, samples)
-
-    def loss_uses_parameters(self) -> bool:
-        """True if the loss computes with parameters of the model; False if unknown."""
-        with suppress(Exception):
-            model = self.model()
-            with torch.no_grad():
-                outputs = call(self._computing(model), self._inputs)
-            return loss_mean.depends_on_parameters(
-                self._computing(self._loss)(outputs, self._target), model.parameters()
-            )
-        return False
+        return writes
 
     def _operations(self, module: nn.Module) -> OperationRecorder:
         """Operations of a forward pass, under the same random numbers each time."""
@@ -285,16 +192,6 @@ class FakeForward:
 
     def _faked(self, value: Any) -> Any:
         return map_batch(value, lambda part: self._fake.from_tensor(part) if isinstance(part, torch.Tensor) else part)
-
-
-def _numbers(model: nn.Module) -> dict[str, float]:
-    """Numeric attributes of all submodules."""
-    return {
-        build.global_name(f"{path}.{name}" if path else name): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
 
 
 def _is_sent(outputs: Any) -> bool:

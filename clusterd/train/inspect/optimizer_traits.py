@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from clusterd.train.parallel.optimizer_slots import ParameterSpec, stand_in_shape, trial_update
+from clusterd.train.parallel.optimizer_slots import ParameterSpec, stand_in_shape, trial_update, without_hooks
 from clusterd.train.process.job import OptimizerFactory
 
 _SMALL, _LARGE = (8, 6), (256, 192)
@@ -65,12 +65,13 @@ def _traits(
 ) -> tuple[bool, bool, str]:
     """Traits for the parameters of one kind; `beside`: one of each other kind."""
 
-    def updated(*tensors: _Trial) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
-        return _updated(factory, kind[: _STANDING_IN - 1], [*kind[_STANDING_IN - 1 :], *beside], *tensors)
+    def updated(*tensors: _Trial, first: int = 0) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+        named = kind[: _STANDING_IN - 1]
+        return _updated(factory, named[first:] or named[-1:], [*kind[_STANDING_IN - 1 :], *beside], *tensors)
 
     halves = _halves(*_trial(_SMALL), 0)
     together, optimizer = updated(*halves)
-    by_tensor = all(_alike(updated(half)[0][0], other) for half, other in zip(halves, together, strict=True))
+    by_tensor = all(_alike(updated(half, first=i)[0][0], together[i]) for i, half in enumerate(halves))
     # The large one last: some optimizers are slow with it, and fail on the small one already.
     elementwise = all(_cuts_are_alike(updated, *_trial(shape)) for shape in (_SMALL, _LARGE))
     return elementwise, by_tensor, type(optimizer).__name__
@@ -113,7 +114,7 @@ def _updated(
         vars(parameter).update(named[min(index, len(named) - 1)].attributes if named else {})
     for parameter, outline in zip(others, beside, strict=True):
         vars(parameter).update(outline.attributes)
-    optimizer = factory([*parameters, *others])
+    optimizer = without_hooks(factory([*parameters, *others]))
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), (int, float)):
             group["lr"] = max(group["lr"], 1e-2)  # tiny updates would compare equal

@@ -33,17 +33,15 @@ class ParameterMutationTracer(TorchDispatchMode):  # type: ignore[misc]  # torch
             none.
         not_idempotent: name of one into which a second pass would write other values.
         sparse: name of one with sparse gradients (embedding lookups).
-        by_frequency: name of one whose gradient is divided by the frequency of each row.
         pipeline_refusal: reason if one changes before another micro-batch's backward pass needs it.
-        draws: True if an operation draws random numbers.
         complete: True if all passes ran to their end.
     """
 
     def __init__(self, model: nn.Module, *given: torch.Tensor) -> None:
         """Track the parameters of `model`; `given`: the samples."""
         super().__init__()
-        self.sample_dependent = self.not_idempotent = self.sparse = self.by_frequency = self.pipeline_refusal = ""
-        self.draws = self.complete = False
+        self.sample_dependent = self.not_idempotent = self.sparse = self.pipeline_refusal = ""
+        self.complete = False
         self._model = model
         self._parameters = dict(build.named_parameters(model))
         self._before = {name: (p, storage_of(p), p._version) for name, p in self._parameters.items()}
@@ -63,20 +61,14 @@ class ParameterMutationTracer(TorchDispatchMode):  # type: ignore[misc]  # torch
         given, into = _tensors((arguments, options)), list(written_tensors(function, arguments, options))
         name = function.__name__.partition(".")[0]
         is_seeded = torch.Tag.nondeterministic_seeded in function.tags
-        probabilities = [_given(function, arguments, options, name) for name in ("dropout_p", "dropout")]
-        if is_seeded and 0.0 not in probabilities:
-            self.draws = True
         depends = is_seeded or (
             any(storage_of(t) in self._depending for t in given) and "_like" not in name and not name.startswith("new_")
         )
         for tensor in given:
             if parameter := self._names.get(storage_of(tensor), ""):
                 self._read.setdefault(parameter, set()).add(name)
-                if self._parameters[parameter].requires_grad:
-                    if _given(function, arguments, options, "sparse"):
-                        self.sparse = self.sparse or parameter
-                    if _given(function, arguments, options, "scale_grad_by_freq"):
-                        self.by_frequency = self.by_frequency or parameter
+                if self._parameters[parameter].requires_grad and _given(function, arguments, options, "sparse"):
+                    self.sparse = self.sparse or parameter
         for tensor in into:
             if parameter := self._names.get(storage_of(tensor), ""):
                 self._done.setdefault(parameter, set()).add(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,12 +46,10 @@ class AlternatingStepper(Stepper):
         total = torch.zeros((), device=self._parallel.device)
         self._metrics = WeightedMeans()
         *_, last = self._updates
-        for part, update in self._updates.items():
-            with self._parallel.training_only(part):
-                loss = update.compute_gradients(inputs, targets)
+        for part, update, loss in self.gradients(inputs, targets):
             total += loss
             self._metrics.add({part: (loss, float(self._is_first))})
-            update.add_metrics(self._metrics)
+            self._metrics.merge(update._metrics)
             if part == last:
                 self.gradient_norm = update.gradient_norm
                 self.metric_names = sorted(
@@ -62,19 +60,23 @@ class AlternatingStepper(Stepper):
             else:
                 on_change()
             self.updating = True
+            self.before_update()
             self._optimizer.step(part)
             self.phases.lap("optimizer")
         if self._scheduler is not None:
             self._scheduler.step()
         self.updating = False
 
+    def gradients(self, inputs: Any, targets: Any) -> Iterator[tuple[str, Stepper, torch.Tensor]]:
+        """Compute the gradients of each loss in turn; see `Stepper.gradients`."""
+        for part, update in self._updates.items():
+            with self._parallel.training_only(part):
+                loss = update.compute_gradients(inputs, targets)
+            yield part, update, loss
+
 
 class _Update(Stepper):
     """Gradients of one loss, which is given the model and the batch."""
-
-    def add_metrics(self, metrics: WeightedMeans) -> None:
-        """Add the further values of the loss in this step."""
-        metrics.merge(self._metrics)
 
     def _loss_of(self, inputs: Any, targets: Any, samples: int) -> torch.Tensor:
         return self._contribution(self._parallel.module, as_batch(inputs, targets), samples)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from clusterd.train.process import accelerator
-from clusterd.train.process.control import SIGNALS
+from clusterd.train.process.control import OF_ALL, SIGNALS
 
 
 class StepConsensus:
@@ -74,7 +74,9 @@ class StepConsensus:
     def result(self) -> tuple[float, set[str]]:
         """Global loss, and the `SIGNALS` raised on any rank; the same on every rank."""
         loss, _, *counts = self._values()
-        return loss, {name for name, count in zip(SIGNALS, counts, strict=False) if count > 0}
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        pairs = zip(SIGNALS, counts, strict=False)
+        return loss, {name for name, count in pairs if count >= (ranks if name in OF_ALL else 0.5)}
 
     def sums(self) -> list[float]:
         """Sums of the further numbers over all ranks."""

@@ -1,7 +1,8 @@
 """Evaluation under every plan: each sample once, the model in evaluation mode, without gradients.
 
-Rounds of samples are cut into contiguous shares of the replicas, as training cuts its batches. All ranks go through the
-same rounds, because shards (ZeRO-2, ZeRO-3) are gathered by all replicas together.
+Batches are the same under every plan, because a metric need not be a mean over samples; a replica computes each of them
+whole. All ranks go through the same rounds of batches, because shards (ZeRO-2, ZeRO-3) are gathered by all replicas
+together.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from clusterd.train.data import loader
@@ -22,11 +24,16 @@ from clusterd.train.parallel.mesh import same_on_all_ranks
 from clusterd.train.parallel.precision import with_precision
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.seeding import seed_step
-from clusterd.train.process.weighted_means import WeightedMeans, means, weighted
-from plans.plan import even_shares
+from clusterd.train.process.weighted_means import Weighted, WeightedMeans, means, weighted
 
 _STREAM = 0xFFFE
 """Stage number of evaluation data in `seed_step`."""
+
+BATCH = 16
+"""Samples of a batch, or those of a global batch, if fewer: no plan may change it, and it must fit under each."""
+
+TOLERANCE = 1e-4
+"""Relative difference between the metric of a batch and that of its halves that is rounding."""
 
 # Between pipeline stages, each message begins with a header of dtypes and shapes: torch's pipeline schedules need
 # micro-batches of one shape, which a last batch with fewer samples has not.
@@ -76,11 +83,13 @@ class Evaluator:
         *,
         batch: int | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
+        whole: bool = False,
         interrupted_by: frozenset[str] = frozenset(),
     ) -> dict[str, float]:
         """Mean of each metric over all samples, the same on every rank; every rank must call it.
 
         Args:
+            whole: rank 0 gives the metric the outputs and targets of all samples at once.
             interrupted_by: flags that end the evaluation.
         Raises:
             Interrupted: one of them is raised on some rank.
@@ -94,7 +103,8 @@ class Evaluator:
             raise Refused(f"the evaluation data have {samples} samples here: they need some, as many on every rank")
         name = "loss" if metric is None else getattr(metric, "__name__", "metric").replace("<lambda>", "metric")
         judge = with_precision(job.precision, device.type, metric or job.loss)
-        rounds = list(self._rounds(samples, batch or self._training.stepper.samples_at_once))
+        rounds = list(self._rounds(samples, batch or min(job.global_batch, BATCH)))
+        kept: list[tuple[int, Any, Any]] = []
         batches = self._batches(data, rounds, collate_fn or job.collate_fn)
         totals, agreed = WeightedMeans(), None
         with self._evaluation_mode():
@@ -108,24 +118,70 @@ class Evaluator:
                     continue
                 inputs, targets = next(batches)
                 outputs = self._outputs(inputs)
-                if self._reports and stop > start:
-                    totals.add(weighted(judge(outputs, targets), stop - start, name))
+                if not self._reports or stop == start:
+                    continue
+                if whole:
+                    kept.append((start, *(loader.to_device(part, torch.device("cpu")) for part in (outputs, targets))))
+                    continue
+                found = weighted(judge(outputs, targets), stop - start, name)
+                if start == 0 and metric is not None:
+                    self._compare_with_halves(judge, outputs, targets, stop, found, name)
+                totals.add(found)
+            if whole and (every := self._gathered_on_first(kept)):
+                totals.add(weighted(judge(*_joined(every)), samples, name))
         return means(self._gathered(totals.sums()))
 
+    def _compare_with_halves(
+        self, judge: Callable[[Any, Any], Any], outputs: Any, targets: Any, samples: int, found: Weighted, name: str
+    ) -> None:
+        """Say once that a metric is no mean over samples."""
+        if samples < 2 or name in self._training.compared_metrics:
+            return
+        self._training.compared_metrics.add(name)
+        halves, middle = WeightedMeans(), samples // 2
+        try:
+            for start, stop in ((0, middle), (middle, samples)):
+                loader.check_sliceable(outputs, samples)
+                loader.check_sliceable(targets, samples)
+                parts = (loader.slice_batch(part, start, stop) for part in (outputs, targets))
+                halves.add(weighted(judge(*parts), stop - start, name))
+        except Exception:  # a batch that cannot be cut, or a metric that needs more samples
+            return
+        whole = WeightedMeans()
+        whole.add(found)
+        there, here = means([halves.sums()]), means([whole.sums()])
+        for key, value in here.items():
+            other = there.get(key, value)
+            if abs(value - other) > TOLERANCE * max(abs(value), abs(other)):
+                print(
+                    f"clusterd: {key} is {value:.6g} of {samples} samples as a whole and {other:.6g} as the mean of "
+                    "their halves: it is no mean over samples, and the mean of its values of batches is shown; a pair "
+                    "(sum, weight) is exact, and whole=True gives it all samples at once",
+                    flush=True,
+                )
+
+    def _gathered_on_first(self, kept: list[tuple[int, Any, Any]]) -> list[tuple[int, Any, Any]]:
+        """Outputs and targets of all replicas on rank 0, in the order of samples."""
+        every: list[Any] = [kept]
+        if dist.is_initialized():
+            is_first = dist.get_rank() == 0
+            every = [None] * dist.get_world_size()
+            dist.gather_object(kept, every if is_first else None, dst=0)
+            every = every if is_first else []
+        return sorted((entry for some in every for entry in some), key=lambda entry: entry[0])
+
     def _rounds(self, samples: int, each: int) -> Iterator[tuple[int, int, int]]:
-        """First and end of this replica's samples of each round, and the first of all replicas."""
+        """First and end of this replica's batch of each round, and the first sample of all replicas."""
         for first in range(0, samples, each * self._replicas):
-            shares = even_shares(min(each * self._replicas, samples - first), self._replicas)
-            start = first + sum(shares[: self._replica])
-            yield start, start + shares[self._replica], first
+            start = min(first + each * self._replica, samples)
+            yield start, min(start + each, samples), first
 
     def _batches(
         self, data: Any, rounds: list[tuple[int, int, int]], collate_fn: Callable[[Any], Any]
     ) -> Iterator[tuple[Any, Any]]:
         """Batches of this replica; with sharded parameters, a round without samples gets one that does not count."""
-        indices = [
-            list(range(start, stop)) or [first] for start, stop, first in rounds if stop > start or self._gathers
-        ]
+        read = [each for each in rounds if each[1] > each[0] or self._gathers]
+        indices = [list(range(start, stop)) or [first] for start, stop, first in read]
         if self._stage and not self._is_last:
             yield from ((None, None) for _ in indices)
             return
@@ -142,8 +198,8 @@ class Evaluator:
             )
         )
         try:
-            for index in range(len(indices)):
-                seed_step(job.seed, index, self._replica, _STREAM)
+            for start, _, _ in read:
+                seed_step(job.seed, start, 0, _STREAM)
                 yield loader.pair_on_device(next(fetched), device)
         finally:
             loader.stop_workers(fetched)
@@ -192,6 +248,27 @@ class Evaluator:
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own)
         return gathered
+
+
+def _joined(every: list[tuple[int, Any, Any]]) -> tuple[Any, Any]:
+    """Outputs and targets of all batches as one of each.
+
+    Raises:
+        Refused: they are of different shapes.
+    """
+
+    def joined(parts: list[Any]) -> Any:
+        leaves, structures = zip(*map(tree_flatten, parts), strict=True)
+        columns = [list(column) for column in zip(*leaves, strict=True)]
+        wholes = [torch.cat(c) if isinstance(c[0], torch.Tensor) and c[0].dim() else c for c in columns]
+        return tree_unflatten(wholes, structures[0])
+
+    try:
+        return joined([outputs for _, outputs, _ in every]), joined([targets for *_, targets in every])
+    except (RuntimeError, ValueError) as error:
+        raise Refused(
+            f"whole=True joins outputs and targets of all batches along their first dimension: {error}"
+        ) from error
 
 
 def _send(tensors: tuple[Any, ...], group: dist.ProcessGroup, stage: int) -> None:

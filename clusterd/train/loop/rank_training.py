@@ -11,25 +11,25 @@ import torch
 
 from clusterd.train.data import loader
 from clusterd.train.data.fingerprint import Fingerprint
-from clusterd.train.data.stream import Stream, first_samples, is_stream
+from clusterd.train.data.stream import Stream, first_samples, keep_first_samples
 from clusterd.train.inspect import describe
 from clusterd.train.loop.alternating_step import AlternatingStepper
 from clusterd.train.loop.consensus import StepConsensus
 from clusterd.train.loop.step import Stepper
 from clusterd.train.parallel import build, precision
 from clusterd.train.parallel.apply_plan import ParallelModel
-from clusterd.train.parallel.mesh import same_on_all_ranks
+from clusterd.train.parallel.mesh import check_same_model
 from clusterd.train.parallel.optimizers import RankOptimizer
+from clusterd.train.parallel.schedule import Schedule
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import SIGNALS
-from clusterd.train.process.exits import PlanRefused, Refused
+from clusterd.train.process.exits import Refused
 from clusterd.train.process.job import Job
 from clusterd.train.process.run_in_fork import run_in_fork
-from clusterd.train.process.seeding import seed_step
-from clusterd.train.state import first_steps
+from clusterd.train.process.seeding import UPDATE_STAGE, seed_step
 from clusterd.train.state.attributes import Attributes
 from clusterd.train.state.evaluations import Evaluations
-from clusterd.train.state.first_steps import FirstSteps
+from clusterd.train.state.next_steps import NextSteps
 from clusterd.train.state.registered import Registered
 from plans.model_shape import ModelShape
 from plans.plan import Plan
@@ -41,20 +41,19 @@ class Training:
     Attributes:
         parallel: the module and its parallelization; parameters have global names.
         optimizer: the optimizer over this rank's shards.
+        schedule: steps of the scheduler; None: there is none.
+        rounds_as: precision whose rounding the losses have.
+        normalises_parts: batch normalisation sees the parts into which a plan cuts the batch.
         attributes: plain attributes that the modules and the optimizer change.
         step: number of the last step done; with the seed it determines the data position and the RNG.
         fingerprint: of the data set.
         stream: the data, if they are a stream.
         evaluations: schedule and results of the evaluations.
         registered: objects of the script.
-        first_steps: of the job, as recorded; None: they cannot be compared.
-        repeated_steps: the same steps under this plan, if they were repeated here.
-        first_steps_limit: the loop records so many of them.
 
     Args:
         on_meta: build without values; they come from other ranks or a checkpoint.
         uninitialized: values come from there, whether or not the model is built with some.
-        repeats_first_steps: the rehearsal consists of the job's first steps.
         shape: of the whole model, if known.
     """
 
@@ -67,32 +66,27 @@ class Training:
         *,
         uninitialized: bool = False,
         on_meta: bool = False,
-        repeats_first_steps: bool = False,
         shape: ModelShape | None = None,
         fingerprint: Fingerprint | None = None,
+        stream: Stream | None = None,
     ) -> None:
         plan = context.plan
         self.job, self.context, self.device, self.step = job, context, device, 0
         self.fingerprint = fingerprint
-        self.stream = Stream(job.data) if is_stream(job.data) else None
-        per_epoch = loader.epoch_steps(job.data, job.global_batch) if self.stream is None else 0
+        self.stream = stream
+        per_epoch = 0
+        if self.stream is None:
+            per_epoch = loader.order_of(job.data, job.global_batch, job.seed, job.sampler).steps_per_epoch
         self.registered = Registered()
+        self.compared_metrics: set[str] = set()
         self.evaluations = Evaluations(job.evaluate, steps=job.steps, steps_per_epoch=per_epoch)
         self._prefetched: Iterator[tuple[Any, Any]] | None = None
-        self._shape, self._repeats = shape, repeats_first_steps
+        self._shape = shape
         model = build.build_model(job.model, job.seed, meta=on_meta)
-        if not uninitialized and not same_on_all_ranks(build.fingerprint(model), device):
-            raise PlanRefused(
-                "model() made different weights on different ranks; it must draw them from torch's generator only"
-            )
-        self.first_steps: FirstSteps | None = None
-        self.repeated_steps: FirstSteps | None = None
-        self.first_steps_limit = 1 if job.own_loop else first_steps.STEPS
-        self._no_steps = FirstSteps(
-            plan,
-            None if on_meta or job.init_from is not None else build.fingerprint(model),
-            plan.dp * plan.accumulation if _batch_norm_of(model) is not None else 1,
-        )
+        if not uninitialized:
+            check_same_model(model, device)
+        self.normalises_parts = _batch_norm_of(model) is not None
+        self.rounds_as = precision.rounds_as(job.precision, model)
         if context.rank == 0:
             _warn_of_batch_norm(model, plan)
         if plan.pp > 1:
@@ -113,14 +107,21 @@ class Training:
         if not any(p.requires_grad for _, p in self.parallel.parameters):
             raise Refused("the model has no trainable parameter (requires_grad is False for all)")
         self.optimizer = RankOptimizer(self.parallel, job.optimizer)
+        if context.rank == 0:
+            _warn_of_hooks(self.optimizer.optimizer, plan)
         self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
-        self.attributes = Attributes(modules, self.optimizer.holder, job.losses or job.loss)
+        own_data = job.data if self.stream is None and not job.num_workers else None
+        self.attributes = Attributes(modules, self.optimizer.holder, job.losses or job.loss, own_data)
         options: dict[str, Any] = {
             "coordinates": context.coordinates,
-            "global_batch": job.global_batch,
+            "shares": plan.batch_shares(job.global_batch),
             "clip_norm": job.clip_norm,
         }
-        parts = self.parallel, self.optimizer, self.scheduler
+        self.schedule: Schedule | None = None
+        if self.scheduler is not None:
+            evaluates = job.evaluate is not None
+            self.schedule = Schedule(self.scheduler, lambda: self.step + 1, per_epoch, evaluates=evaluates)
+        parts = self.parallel, self.optimizer, self.schedule
         in_precision = partial(precision.with_precision, job.precision, device.type)
         self.stepper: Stepper
         if job.losses:
@@ -128,6 +129,8 @@ class Training:
             self.stepper = AlternatingStepper(*parts, losses, **options)
         else:
             self.stepper = Stepper(*parts, in_precision(job.loss), **options)
+        # What an optimizer draws must be the same on all replicas.
+        self.stepper.before_update = lambda: seed_step(job.seed, self.step, 0, UPDATE_STAGE)
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """Batches of this replica's share, one per remaining step."""
@@ -147,7 +150,9 @@ class Training:
             return itertools.repeat((None, None), self.job.steps - self.step)
         return self._read(self.step, self.job.steps, self.job.num_workers)
 
-    def _read(self, first_step: int, steps: int, num_workers: int) -> Iterator[tuple[Any, Any]]:
+    def _read(
+        self, first_step: int, steps: int, num_workers: int, draws_seed: int | None = None
+    ) -> Iterator[tuple[Any, Any]]:
         return loader.batches(
             self.job.data,
             self.context.plan,
@@ -155,16 +160,20 @@ class Training:
             self.device,
             global_batch=self.job.global_batch,
             seed=self.job.seed,
+            draws_seed=draws_seed,
             first_step=first_step,
             steps=steps,
             num_workers=num_workers,
             collate_fn=self.job.collate_fn,
+            sampler=self.job.sampler,
         )
 
     @property
     def shape(self) -> ModelShape:
         """Shape of the whole model."""
         if self._shape is None:
+            if self.stream is None:
+                keep_first_samples(self.job.data)
             self._shape = run_in_fork(lambda: describe.describe(self.job, tp_degrees=[], trace=False, pipeline=False))
         return self._shape
 
@@ -179,42 +188,52 @@ class Training:
         """Global names of all parameters of the whole model."""
         return [parameter.name for parameter in self.shape.parameters]
 
-    def record_first_steps(self) -> None:
-        """Have the loop record the first steps, which begin with the initial weights."""
-        self.first_steps = self._no_steps
+    def rates(self) -> dict[str, float]:
+        """Learning rate of each parameter that this rank updates, where it is known on the host."""
+        names = {id(plain): name for name, _, plain in self.optimizer.local}
+        return {
+            names[id(parameter)]: float(group["lr"])
+            for group in self.optimizer.optimizer.param_groups
+            for parameter in group["params"]
+            if isinstance(group.get("lr"), (int, float)) and id(parameter) in names
+        }
 
-    def record(self, step: int, loss: float) -> None:
-        """Record one of the job's first steps, if they are recorded."""
-        if self.first_steps is not None and step == len(self.first_steps.losses) + 1:
-            self.first_steps = self.first_steps.with_step(loss, self.stepper.gradient_norms)
+    def measured_norms(self) -> dict[str, float]:
+        """Norm of each parameter's gradient, where the last step has measured them: not with several losses."""
+        return dict(zip(self.parameter_names, self.stepper.gradient_norms, strict=False))
 
-    def repeat_first_steps(self) -> None:
-        """Make the first steps of the job under this plan, from its initial weights; see `Stepper.rehearsal`."""
-        job, coordinates, found = self.job, self.context.coordinates, self._no_steps
-        batches: Iterator[tuple[Any, Any]] = itertools.repeat((None, None), first_steps.STEPS)
+    def try_steps(self, count: int, seed: int) -> NextSteps:
+        """Make the next steps; the caller restores the state afterwards.
+
+        Args:
+            seed: in place of the job's, for random numbers in a step.
+        """
+        coordinates, made = self.context.coordinates, NextSteps()
+        batches: Iterator[tuple[Any, Any]] = itertools.repeat((None, None), count)
         if self.stepper.wants_inputs:
-            batches = self._read(0, first_steps.STEPS, num_workers=0)
-        losses: list[torch.Tensor] = []
-        self.stepper.measured_parameters = self.parameter_names
-        with self.stepper.rehearsal():
-            for step, (inputs, targets) in enumerate(batches):
-                seed_step(job.seed, step, coordinates.replica, coordinates.stage)
-                self.stepper.step(inputs, targets, losses.append)
-                loss, _ = StepConsensus(losses[step], [0.0] * len(SIGNALS)).result()
-                found = found.with_step(loss, self.stepper.gradient_norms)
-        self.repeated_steps = found
+            batches = self._read(self.step, self.step + count, num_workers=0, draws_seed=seed)
+        for number, (inputs, targets) in enumerate(batches):
+            seed_step(seed, self.step + number, coordinates.replica, coordinates.stage)
+            contributions: list[torch.Tensor] = []
+            if number == 0:
+                self.stepper.measured_parameters = self.parameter_names
+            else:
+                made.rates = self.rates()
+            self.stepper.step(inputs, targets, contributions.append)
+            if number == 0:
+                made.norms = self.measured_norms()
+            made.losses.append(StepConsensus(contributions[0], [0.0] * len(SIGNALS)).result()[0])
+        return made
 
     def rehearse(self) -> None:
         """Run a step on copies of the first sample; see `Stepper.rehearsal`."""
-        if self._repeats:
-            self.repeat_first_steps()
-            return
         share = self.context.plan.batch_shares(self.job.global_batch)[self.context.coordinates.replica]
         batch: tuple[Any, Any] = (None, None)
-        if self.stepper.wants_inputs:
+        if self.stream is None and self.stepper.wants_inputs:
             batch = loader.pair_on_device(self.job.collate_fn(first_samples(self.job.data, 1) * share), self.device)
         with self.stepper.rehearsal():
-            self.stepper.step(*batch)
+            if self.stream is None:  # which is read to train on it only
+                self.stepper.step(*batch)
 
 
 def _warn_of_batch_norm(model: torch.nn.Module, plan: Plan) -> None:
@@ -223,9 +242,22 @@ def _warn_of_batch_norm(model: torch.nn.Module, plan: Plan) -> None:
     parts = plan.dp * plan.accumulation
     if found is not None and parts > 1:
         print(
-            f"clusterd: {found or 'the model'} normalises over the samples that it gets, under {plan} one of {parts} "
-            "parts of each batch: losses differ from those of one process, and running statistics are replica 0's; "
-            "group and layer normalisation do not depend on the plan",
+            f"clusterd: {found or 'the model'} is batch normalisation, which sees one of {parts} parts of each batch "
+            f"under {plan}: losses differ from those of one process, and running statistics are replica 0's. On GPUs, "
+            "without accumulation, torch.nn.SyncBatchNorm.convert_sync_batchnorm sees all of them; group and layer "
+            "normalisation do not depend on the plan",
+            flush=True,
+        )
+
+
+def _warn_of_hooks(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Log hooks of the optimizer's steps that see a part of the model."""
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    if hooks and (plan.zero or plan.tp > 1 or plan.pp > 1):
+        names = ", ".join(getattr(hook, "__name__", type(hook).__name__) for hook in hooks)
+        print(
+            f"clusterd: under {plan} the optimizer's hooks ({names}) see this rank's part of the parameters: what they "
+            "compute, an average of the weights for one, may differ from one process",
             flush=True,
         )
 

@@ -84,6 +84,7 @@ class Session:
         *,
         batch: int | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
+        whole: bool = False,
     ) -> Any:
         """Evaluate the model on a data set; see `clusterd.train.Evaluation` for the arguments.
 
@@ -91,7 +92,7 @@ class Session:
             The mean over all samples, the same on every rank; a dict by name if the metric has several.
         """
         with self._loop.pause():
-            found = self._loop.evaluator.means(data, metric, batch=batch, collate_fn=collate_fn)
+            found = self._loop.evaluator.means(data, metric, batch=batch, collate_fn=collate_fn, whole=whole)
         return next(iter(found.values())) if len(found) == 1 else found
 
     def log(self, **metrics: Any) -> None:

@@ -18,6 +18,7 @@ from clusterd.train.parallel.buffers import isolate_first_pass
 from clusterd.train.parallel.gather import Gathering, gathering
 from clusterd.train.parallel.gradient_sync import local_gradient
 from clusterd.train.parallel.optimizers import RankOptimizer
+from clusterd.train.parallel.schedule import Schedule
 from clusterd.train.process import accelerator
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.job import LossFunction
@@ -34,6 +35,11 @@ class Stepper:
     A loss given as (sum, weight) is divided by the weight of the whole global batch instead: gradients are scaled once
     the weight of all micro-batches and replicas is known.
 
+    Args:
+        shares: samples of the global batch that each replica takes.
+        each_whole: the replicas compute the same samples, which are the whole batch to each of them. Where gradients of
+            replicas are summed, the sum is then that of as many whole batches.
+
     Attributes:
         metric_names: further values that the loss returns.
         gradient_norm: of the last step, before clipping; None without a limit.
@@ -41,6 +47,7 @@ class Stepper:
         gradient_norms: norm of each parameter's gradient, as measured.
         complete: True from the end of gradient reduction to the end of the update; the rest of the step needs no peer.
         stage_forward: forward pass of a pipeline stage, for passes outside of the schedule.
+        before_update: called before each update of the optimizer.
         updating: True from the first to the last change of a parameter; a step that fails in between leaves neither the
             old state nor the new one.
     """
@@ -49,18 +56,14 @@ class Stepper:
         self,
         parallel: ParallelModel,
         optimizer: RankOptimizer,
-        scheduler: Any,
+        scheduler: Schedule | None,
         loss: LossFunction,
         *,
         coordinates: Coordinates,
-        global_batch: int,
+        shares: tuple[int, ...],
         clip_norm: float | None,
+        each_whole: bool = False,
     ) -> None:
-        if scheduler is not None:
-            try:
-                inspect.signature(scheduler.step).bind()
-            except TypeError:
-                raise Refused(f"schedulers that need a metric are not supported: {type(scheduler).__name__}") from None
         plan = parallel.plan
         self._parallel, self._optimizer, self._scheduler = parallel, optimizer, scheduler
         self._loss = loss
@@ -74,13 +77,15 @@ class Stepper:
         self.gradient_norms: list[float] = []
         self._stage = coordinates.stage
         self.complete = self.updating = False
+        self.before_update: Callable[[], None] = lambda: None
         self.phases = PhaseClock(parallel.device)
-        self._global_batch, self._clip_norm = global_batch, clip_norm
-        shares = plan.batch_shares(global_batch)
+        self._shares, self._global_batch, self._clip_norm = shares, sum(shares), clip_norm
         self._sizes = micro_batch_sizes(shares[coordinates.replica], plan.accumulation)
-        self._gathering = Gathering(shares, coordinates.replica, parallel.dp_group, plan.accumulation)
+        self._gathering = Gathering()
+        if not each_whole:
+            self._gathering = Gathering(shares, coordinates.replica, parallel.dp_group, plan.accumulation)
         self._batch_unchecked = plan.accumulation > 1  # the first batch tells if batches can be cut
-        self._gradient_factor = plan.dp if parallel.averages else 1
+        self._gradient_factor = plan.dp if parallel.averages or each_whole else 1
         self._trainable: list[nn.Parameter] = [p for p in parallel.module.parameters() if p.requires_grad]
         self._pipeline_stage: Any = None
         self._schedule_options: dict[str, bool] = {}
@@ -94,12 +99,6 @@ class Stepper:
     def wants_inputs(self) -> bool:
         """True if this stage reads samples; stages in the middle of a pipeline do not."""
         return self._stage in (0, self._parallel.plan.pp - 1)
-
-    @property
-    def samples_at_once(self) -> int:
-        """Samples of the largest micro-batch of any replica."""
-        plan = self._parallel.plan
-        return max(micro_batch_sizes(max(plan.batch_shares(self._global_batch)), plan.accumulation))
 
     def step(
         self,
@@ -124,6 +123,17 @@ class Stepper:
         self.phases.lap("agree")
         self.update()
         self.phases.lap("optimizer")
+
+    def gradients(self, inputs: Any, targets: Any) -> Iterator[tuple[str, Stepper, torch.Tensor]]:
+        """Compute the gradients of each loss of a step in turn.
+
+        Yields the part of the model, what computed its gradients, and this rank's contribution to its loss.
+        """
+        yield "", self, self.compute_gradients(inputs, targets)
+
+    def own_metrics(self) -> dict[str, tuple[float, float]]:
+        """Sums and weights of the further values of the loss that this rank adds."""
+        return self._metrics.sums() if self._reports_loss else {}
 
     def compute_gradients(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Gradients of one step, clipped; return this rank's contribution to the loss.
@@ -158,6 +168,7 @@ class Stepper:
     def update(self) -> None:
         """Finish a step: update the parameters from their gradients."""
         self.updating = True
+        self.before_update()
         self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
@@ -363,7 +374,7 @@ def gradient_norms(
     for name, parameter in parameters:
         if name in places and parameter.grad is not None and (gradient := _gradient_values(parameter)).numel():
             norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.promote_types(gradient.dtype, torch.float32))
-            squares[places[name]] = norm.double().square() / _holders(parameter, plan)
+            squares[places[name]] = norm.double().square() / holders(parameter, plan)
     squares = squares.to(device)
     if dist.is_initialized():
         dist.all_reduce(squares)
@@ -384,7 +395,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], plan: Plan, device: torch
         if parameter.grad is not None and (gradient := _gradient_values(parameter)).numel():
             # A norm in bfloat16 has three digits, and would differ between a shard and the whole.
             wide = torch.promote_types(gradient.dtype, torch.float32)
-            groups.setdefault((_holders(parameter, plan), gradient.device, wide), []).append(gradient)
+            groups.setdefault((holders(parameter, plan), gradient.device, wide), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (copies, _, wide), gradients in groups.items():
         norms = torch.stack(torch._foreach_norm(gradients, dtype=wide))
@@ -408,7 +419,7 @@ def _gradient_values(parameter: nn.Parameter) -> torch.Tensor:
     return values
 
 
-def _holders(parameter: nn.Parameter, plan: Plan) -> int:
+def holders(parameter: nn.Parameter, plan: Plan) -> int:
     """Number of ranks of the stage that hold the same part of this parameter."""
     shards = 1
     for dim, placement in enumerate(getattr(parameter, "placements", ())):

@@ -21,6 +21,8 @@ from clusterd.train.loop.consensus import StepConsensus
 from clusterd.train.loop.evaluation import Evaluator, Interrupted
 from clusterd.train.loop.phases import MemoryUse
 from clusterd.train.loop.rank_training import Training
+from clusterd.train.loop.replicas import ReplicaComparison
+from clusterd.train.loop.resumption import Resumption
 from clusterd.train.migration.snapshots import StateSnapshots
 from clusterd.train.migration.source import MigrationSource
 from clusterd.train.parallel.mesh import COLLECTIVE_TIMEOUT_S
@@ -28,7 +30,7 @@ from clusterd.train.process import accelerator, exits
 from clusterd.train.process.control import Control
 from clusterd.train.process.job import Outcome
 from clusterd.train.process.plain_data import NotSerializable
-from clusterd.train.process.seeding import seed_step
+from clusterd.train.process.seeding import all_generator_states, seed_step
 from clusterd.train.state import scalars
 
 ORPHAN_WAIT_S = 600.0
@@ -49,8 +51,8 @@ INCONSISTENT_STEP = -1
 class StepLog(Protocol):
     """Log of finished steps, called on every rank."""
 
-    def step(self, step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
-        """Record a step: its number, the global loss, its seconds; on timed steps, its phases."""
+    def step(self, step: int, loss: float | None, time_s: float, details: dict[str, Any]) -> None:
+        """Record a step: its number, the global loss if known, its seconds; on timed steps, its phases."""
 
     def evaluation(self, step: int, metrics: dict[str, float], time_s: float) -> None:
         """Record an evaluation after a step."""
@@ -68,9 +70,12 @@ class TrainingLoop:
 
     Args:
         migration_id: the migration that created this rank; the rank reports its first step under it.
+        restored: directory of the checkpoint that the job goes on from.
     """
 
-    def __init__(self, training: Training, control: Control, log: StepLog, *, migration_id: str = "") -> None:
+    def __init__(
+        self, training: Training, control: Control, log: StepLog, *, migration_id: str = "", restored: str = ""
+    ) -> None:
         self.training, self._control, self._log = training, control, log
         self._ends_early = False
         self.stopped = ""
@@ -93,6 +98,10 @@ class TrainingLoop:
         plan = training.context.plan
         self._replicated = plan.dp > 1 and plan.zero == 0 and training.context.launcher == "clusterd"
         self._synchronous_until = training.step + SYNCHRONOUS_STEPS if training.context.migration is not None else 0
+        self._replicas = ReplicaComparison(training)
+        self._resumption = Resumption(training, restored)
+        self._fresh: tuple[Any, ...] | None = None  # generators at the start of a step whose draws matter
+        self._drew = True
         self._memory_use = MemoryUse(training.device, alone=training.context.migration is None)
         self._update_done: Any = None  # device event: the last step's update is done
         self._last_whole_step = 0  # step that was complete on the device at the disconnect
@@ -104,17 +113,14 @@ class TrainingLoop:
         control.on(UseCores, self._on_cores)
 
     def check(self) -> None:
-        """Fail before the first step, not after the last, if the final state cannot be saved.
-
-        Raises:
-            CheckpointFailed: the job must leave a checkpoint, and its state cannot be saved in one.
-        """
+        """Say before the first step, not after the last, if the final state can be restored under this plan only."""
         training = self.training
         if training.context.final:
             try:
                 scalars.collect(training, training.shape, lazy_saved_separately=True)
             except NotSerializable as error:
-                raise exits.CheckpointFailed(f"the job must leave a checkpoint, and cannot: {error}") from error
+                plan = training.context.plan
+                print(f"clusterd: the job must leave a checkpoint, which will be for {plan} only: {error}", flush=True)
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """Batch of each step, to be given to `step`; between them, the loop acts on events.
@@ -177,14 +183,17 @@ class TrainingLoop:
         coordinates = training.context.coordinates
         seed_step(training.job.seed, training.step, coordinates.replica, coordinates.stage)
         training.stepper.phases.lap("input")
-        if training.step == 0 and training.first_steps is not None:
-            training.stepper.measured_parameters = training.parameter_names
+        self._migration.before_step()
+        if self._fresh is not None:
+            self._fresh = all_generator_states()
         self._hang_detector.begin()
-        training.stepper.step(inputs, targets, self._reach_consensus, self._snapshots.copied)
+        training.stepper.step(inputs, targets, self._reach_consensus, self._copied)
         self._ended_at_s = time.time()
         if self._gpu is not None:
             self._update_done = self._gpu.record_event()
         training.step += 1
+        self._replicas.end()
+        self._replicas.begin()
         consensus = self._consensus
         assert consensus is not None
         # A step is settled after the next one, so that no rank waits for the reduction.
@@ -235,11 +244,19 @@ class TrainingLoop:
         ends_early, final = bool(self.stopped) and not self._target_reached, self.training.context.final
         if ends_early and self._saves and self.training.step:
             self._checkpointer.take_at_stop()
+            self._make_next_step()
         elif final and not ends_early:
             self._checkpointer.take_final(final)
         if self._checkpointer.written:
             self._control.flush()  # the daemon must know of the checkpoint before it hears of the exit
         self._call_on_checkpoint()
+
+    def _make_next_step(self) -> None:
+        """Make the step after a checkpoint for its sake alone: who goes on from it compares."""
+        training = self.training
+        if training.stream is None and training.step < training.job.steps:
+            made = training.try_steps(1, training.job.seed)
+            self._resumption.record(training.step + 1, made.losses[0], drew=True)
 
     def has_ended(self) -> bool:
         """True if no step follows: a stop, or an early end."""
@@ -260,6 +277,10 @@ class TrainingLoop:
             # A flag that this step carries too is carried again by the next one.
             self._settle()
             self._checkpointer.take()
+            self._fresh = ()
+        if "prove" in signals:
+            self._settle()
+            self._migration.begin_proof()
         if "quiesce" in signals and training.step < training.job.steps:
             self._end_of_step()
             self._settle()
@@ -298,9 +319,13 @@ class TrainingLoop:
             request.metric,
             batch=request.batch,
             collate_fn=request.collate_fn,
+            whole=request.whole,
             interrupted_by=frozenset(interrupted_by),
         )
-        if evaluations.record(training.step, metrics) and request.save_best is not None:
+        is_best = evaluations.record(training.step, metrics)
+        if training.schedule is not None:
+            training.schedule.evaluated(metrics[evaluations.monitored(metrics)])
+        if is_best and request.save_best is not None:
             export.save(training, request.save_best)
         self._log.evaluation(training.step, metrics, time.perf_counter() - began_s)
         if self._is_first and training.job.on_evaluate is not None:
@@ -328,6 +353,8 @@ class TrainingLoop:
 
     def _reach_consensus(self, contribution: torch.Tensor) -> None:
         training = self.training
+        if self._fresh is not None:
+            self._drew, self._fresh = all_generator_states() != self._fresh, None
         self._consensus = StepConsensus(
             contribution,
             self._control.flags(),
@@ -338,7 +365,12 @@ class TrainingLoop:
         if self._replicated or self.training.step < self._synchronous_until:
             self._consensus.wait()
         self._check_connected()
+        self._copied()
+
+    def _copied(self) -> None:
+        """Wait until no copy reads the state any more."""
         self._snapshots.copied()
+        self._migration.copied()
 
     def _check_connected(self) -> None:
         """Raise after a disconnect: on a GPU, aborted groups raise nothing and their results may be garbage."""
@@ -356,8 +388,8 @@ class TrainingLoop:
             self.training.parallel.check_same_gradients(consensus.missing)
             self._missing_checksum = missing
         self._pending = None
-        if step <= self.training.first_steps_limit:
-            self.training.record(step, self._loss)
+        self._migration.record(step, self._loss)
+        self._resumption.record(step, self._loss, drew=self._drew)
         details = self._measured(consensus, time_s) | self._details()
         self._log.step(step, self._loss, time_s, details)
         if self._is_first:
@@ -374,6 +406,7 @@ class TrainingLoop:
         on_checkpoint = self.training.job.on_checkpoint
         while self._is_first and self._checkpointer.written:
             written = self._checkpointer.written.popleft()
+            self._resumption.written(*written)
             if on_checkpoint is not None:
                 on_checkpoint(*written)
 
@@ -432,7 +465,7 @@ class TrainingLoop:
         if self._pending is not None:
             # Done, though its loss may never have been summed; replicas wait for the sum within the step.
             step, time_s, consensus = self._pending
-            self._log.step(step, consensus.result()[0] if self._replicated else float("nan"), time_s, {})
+            self._log.step(step, consensus.result()[0] if self._replicated else None, time_s, {})
         # The traceback's frames hold the step's activations; the next ranks need that memory.
         cause: BaseException | None = error
         while cause is not None:  # a pipeline stage wraps the error
@@ -445,7 +478,7 @@ class TrainingLoop:
         while (migration := self._migration.wait_for_migration(deadline - time.monotonic())) is not None:
             if may_finish and migration.step == training.step + 1:
                 # Another survivor completed the reduction and updated its parameters; this rank must follow.
-                self._snapshots.copied()
+                self._copied()
                 training.stepper.update()
                 training.step += 1
                 may_finish = False

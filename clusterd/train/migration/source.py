@@ -1,5 +1,7 @@
 """Source side of a migration: prepare beside training, publish the state, wait for the outcome.
 
+For the proof that the state is carried, a state is copied beside a step, and published with the steps that follow it.
+
 Preparation runs in a thread beside the training loop. Publishing runs in the loop's own thread, between two steps that
 all ranks agreed on. Until the target ranks train, an abort lets this rank go on with the next step as if nothing had
 happened.
@@ -13,6 +15,7 @@ import time
 
 from clusterd.protocol.control import Abort, BeginMigration, MakeSegment, PublishSegment, Quiesce
 from clusterd.protocol.rank import Failed, Prepared, Quiesced, Resumed
+from clusterd.train.migration.carry_proof import CarryProof
 from clusterd.train.migration.spec import MigrationSpec, sums_to_bytes
 from clusterd.train.process import accelerator
 from clusterd.train.process.control import Control
@@ -52,6 +55,7 @@ class MigrationSource:
         self._segment: Segment | None = None
         self._addresses: tuple[MemoryAddresses, int] = {}, 0  # at preparation, and the last step done then
         self._prepared: PreparedCopy | None = None
+        self._proof = CarryProof(training, control)
         control.on(BeginMigration, self._on_move)
         control.on(Quiesce, self._on_quiesce)
         control.on(Abort, self._on_abort)
@@ -80,6 +84,22 @@ class MigrationSource:
             except Exception as error:  # the daemon decides about the migration; this rank is unchanged
                 self._fail(migration, "quiesce", error)
         return self._wait(migration)
+
+    def before_step(self) -> None:
+        """Have the next step measure what a proof compares."""
+        self._proof.before_step()
+
+    def begin_proof(self) -> None:
+        """Begin to copy the state between two steps, on every rank; `copied` waits for the copy."""
+        self._proof.begin()
+
+    def copied(self) -> None:
+        """Wait until no copy reads the state any more; call before the state changes."""
+        self._proof.copied()
+
+    def record(self, step: int, loss: float) -> None:
+        """Record a finished step, for the proof."""
+        self._proof.record(step, loss)
 
     def has_begun(self) -> bool:
         """True once after a migration began: between two steps, the loop then frees what the target ranks may need."""
@@ -222,7 +242,8 @@ class MigrationSource:
         try:
             digest = migration.transfers.digest
             outbox = migration.packing.outbox(rank)
-            scalars.collect(self._training, migration.shape)
+            if migration.proof_s:
+                self._proof.run(migration, lambda: self._migration is not migration)
             addresses = (
                 memory_addresses(check_shards(self._training, migration.shape, migration.old_layout, rank)),
                 self._training.step,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from clusterd.protocol.migration import Address, MigrationRequest, SideRequest, SnapshotSegments
+from clusterd.protocol.migration import PROOF, Address, MigrationRequest, SideRequest, SnapshotSegments
 from plans.layout import Layout, layout
 from plans.model_shape import ModelShape
 from plans.packing import Packing
@@ -45,6 +45,7 @@ class MigrationSpec:
     snapshot: SnapshotSegments | None  # source of the state, instead of ranks
     step: int | None  # with lost ranks: step that survivors must complete, if they can
     frees_source_memory: bool  # source ranks free their memory before target ranks start
+    proof_s: float = 0.0  # time for the proof that the state is carried; 0: there is none
 
     @classmethod
     def of(cls, request: MigrationRequest) -> MigrationSpec:
@@ -63,7 +64,15 @@ class MigrationSpec:
             request.snapshot,
             request.step,
             request.makes_room,
+            request.proof_s,
         )
+
+    @cached_property
+    def of_proof(self) -> MigrationSpec:
+        """The same, with segments of its own for the proof."""
+        other = replace(self, id=f"{self.id}{PROOF}")
+        vars(other).update(transfers=self.transfers, packing=self.packing)
+        return other
 
     @cached_property
     def old_layout(self) -> Layout:

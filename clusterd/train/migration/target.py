@@ -16,22 +16,28 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from clusterd.protocol import control as events
 from clusterd.protocol.messages import Event
+from clusterd.protocol.migration import PROOF
 from clusterd.protocol.rank import Failed, Loaded, Prepared
 from clusterd.train.migration.spec import MigrationSpec, sums_from_bytes
+from clusterd.train.parallel.mesh import same_on_all_ranks
 from clusterd.train.process import accelerator, device_faults, exits
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
+from clusterd.train.process.exits import PlanRefused
 from clusterd.train.state import scalars
 from clusterd.train.state.copy_plan import LocalShards, copy_threads, segment_part
 from clusterd.train.state.copying import CopyBatch, copies_from_segment
 from clusterd.train.state.local_shards import check_shards
+from clusterd.train.state.next_steps import NOISE_TIMES, STEPS, Difference, NextSteps, difference
 from clusterd.train.state.segments import Segment, memory_headroom_bytes, trim_heap
 from clusterd.train.state.training import Training
 from plans.memory import OVERHEAD, estimate
 from plans.packing import Read
+from plans.plan import Plan
 
 POLL_S = 0.1
 
@@ -40,6 +46,10 @@ MAPPED_AHEAD_BYTES = 256 << 20
 
 The rest is mapped source by source, and counts as this process's memory while it is read."""
 PEAK_SHARE = 1.25
+
+
+class CarryFailed(exits.TrainError):
+    """The state of the source ranks does not go on here as it does there."""
 
 
 class MigrationFailed(exits.TrainError):
@@ -65,6 +75,7 @@ class MigrationTarget:
         self._mapped: dict[str, Segment] = {}  # by path
         self._copies: dict[tuple[str, int], CopyBatch] = {}  # out of mapped segments, by path and source
         self._map_budget_bytes = MAPPED_AHEAD_BYTES
+        self._device = torch.device("cpu")
         self._gpu: Any = None
         for kind in (events.SegmentPublished, events.SegmentMade, events.FetchFailed, events.Resume, events.Connected):
             control.on(kind, self._events.put)
@@ -78,12 +89,12 @@ class MigrationTarget:
             SystemExit: code 0 after SIGTERM: this rank is not needed.
         """
         try:
-            self._gpu = accelerator.of(device)
-            training = self._prepare_and_load(make)
+            training = self._prepare_and_load(make, device)
         except Exception as error:
             known = exits.classify_error(error, where="")
             known = device_faults.judge(error, known, self._context, self._control)
-            why = str(known) if isinstance(known, exits.PlanRefused) else f"{type(error).__name__}: {error}"
+            own = isinstance(known, (exits.PlanRefused, CarryFailed))
+            why = str(known) if own else f"{type(error).__name__}: {error}"
             full = isinstance(known, exits.DeviceOutOfMemory)
             refused = str(known) if isinstance(known, exits.PlanRefused) else ""
             self._control.report(Failed(self.migration_id, why, self._phase, full, refused))
@@ -93,12 +104,13 @@ class MigrationTarget:
         self._control.on(events.Resume, lambda _: self._control.resend_report())
         return training
 
-    def _prepare_and_load(self, make: Callable[[], Target]) -> Target:
+    def _prepare_and_load(self, make: Callable[[], Target], device: torch.device) -> Target:
         assert self._context.migration is not None
         migration = MigrationSpec.of(self._context.migration)
         rank = self._context.rank
-        self._leave_memory_to_source(migration)
+        self.leave_memory_to_source(device)
         training = make()
+        self._device = device
         training.rehearse()
         if self._gpu is not None:
             self._gpu.empty_cache()  # the source ranks train beside this one
@@ -108,6 +120,9 @@ class MigrationTarget:
         )
         live = check_shards(training, migration.shape, migration.new_layout, rank)
         reads = migration.packing.reads(rank)
+        if migration.proof_s:
+            self._prove(migration, training, reads)
+            live = check_shards(training, migration.shape, migration.new_layout, rank)  # steps may replace buffers
         self._fetch(migration)
         for segment in self._control.ask(events.ListSegments(migration.id)).rooms:
             self._map(migration, live, reads, segment)
@@ -120,6 +135,8 @@ class MigrationTarget:
             raise ValueError(f"the source ranks ended different steps: {sorted(steps)}")
         training.step = steps.pop()
         scalars.restore(training, migration.shape, [meta["scalars"] for meta in metas])
+        if training.stream is not None:
+            training.read_ahead()  # fails where the stream does not go on as for the source ranks
         host = migration.new.hosts[rank]
         self._control.report(
             Loaded(
@@ -143,8 +160,87 @@ class MigrationTarget:
             threading.Thread(target=self._unmap, name="clusterd-unpin").start()
         return training
 
-    def _leave_memory_to_source(self, migration: MigrationSpec) -> None:
+    def _prove(self, migration: MigrationSpec, training: Training, reads: list[Read]) -> None:
+        """Make the steps after a state of the source ranks, and compare them with theirs, while they train.
+
+        Leaves a state that the loading replaces.
+
+        Raises:
+            CarryFailed: they differ.
+            PlanRefused: they differ, and the source ranks do without some technique of this plan.
+        """
+        proof, rank = migration.of_proof, self._context.rank
+
+        def load() -> list[dict[str, Any]]:
+            live = check_shards(training, migration.shape, migration.new_layout, rank)
+            deadline = time.monotonic() + migration.proof_s
+            found, _ = self._load(proof, live, reads, copy_threads(migration.new.hosts, rank), deadline)
+            self._unmap()
+            return found
+
+        why_not = "a stream is read once" if training.stream is not None else ""
+        metas: list[dict[str, Any]] = []
+        self._fetch(proof)
+        try:
+            metas = load()
+            why_not = why_not or next((meta["skipped"] for meta in metas if "skipped" in meta), "")
+        except TimeoutError:
+            why_not = "the source ranks sent no state in time"
+        if not same_on_all_ranks(bool(why_not), self._device) or why_not:
+            print(
+                f"clusterd: it was not tried whether the state is carried: {why_not or 'on another rank'}", flush=True
+            )
+            return
+        job, old, new = training.job, migration.old.plan, migration.new.plan
+        there = NextSteps.of_all([meta["next"] for meta in metas])
+        if job.own_loop:
+            there = NextSteps(there.losses[:1], there.norms)  # the script may change something before the second
+        if _parts(old) != _parts(new) and (training.normalises_parts or job.sees_batch == "replica"):
+            there = NextSteps(rates=there.rates)  # the other numbers depend on the plan, as the log says
+
+        def made(seed: int) -> NextSteps:
+            training.step = int(metas[0]["step"])
+            scalars.restore(training, migration.shape, [meta["scalars"] for meta in metas])
+            return training.try_steps(STEPS, seed)
+
+        def off(one: NextSteps, other: NextSteps) -> Difference:
+            return self._worst(difference(one, other, training.rounds_as))
+
+        here = made(job.seed)
+        found = off(there, here)
+        if found.excess > 1 and found.random:
+            load()
+            if off(here, made(job.seed)).excess <= 1:  # else it is what was not restored here either
+                noise = []
+                for seed in (job.seed + 1, job.seed + 2):
+                    load()
+                    noise.append(off(here, made(seed)).excess)
+                if found.excess <= NOISE_TIMES * max(noise):
+                    found = Difference()
+        training.optimizer.make_state()
+        training.parallel.refresh_replication()
+        if found.excess <= 1:
+            return
+        step = int(metas[0]["step"])
+        text = f"the state of step {step} does not go on under {new} as under {old}: {found}"
+        if new.techniques <= old.techniques:
+            raise CarryFailed(f"{text}. State outside of the model's buffers and registered objects is not moved")
+        raise PlanRefused(f"{text}. Does the model or the loss keep state that is not registered?")
+
+    def _worst(self, own: Difference) -> Difference:
+        """The largest difference that any rank has found."""
+        if not dist.is_initialized():
+            return own
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        worst: Difference = max(every, key=lambda each: each.excess)
+        return worst
+
+    def leave_memory_to_source(self, device: torch.device) -> None:
         """Leave a source rank on the same GPU its memory until the resume: this rank can fail harmlessly."""
+        self._gpu = accelerator.of(device)
+        assert self._context.migration is not None
+        migration = MigrationSpec.of(self._context.migration)
         shared = migration.new.devices[self._context.rank] in migration.old.devices
         if self._gpu is None or not shared or migration.snapshot is not None or migration.frees_source_memory:
             return
@@ -175,9 +271,18 @@ class MigrationTarget:
         self._control.ask(events.FetchSegments(migration.id, migration.inbox_name, size_bytes, sources))
 
     def _load(
-        self, migration: MigrationSpec, live: LocalShards, reads: list[Read], threads: int
+        self,
+        migration: MigrationSpec,
+        live: LocalShards,
+        reads: list[Read],
+        threads: int,
+        deadline: float = float("inf"),
     ) -> tuple[list[dict[str, Any]], tuple[float, float]]:
-        """Read every source as it arrives; return the metadata by source, and start and end times."""
+        """Read every source as it arrives; return the metadata by source, and start and end times.
+
+        Raises:
+            TimeoutError: they did not arrive by the deadline.
+        """
         pending: dict[int, list[Read]] = {}
         for read in reads:
             pending.setdefault(read.source, []).append(read)
@@ -189,7 +294,7 @@ class MigrationTarget:
         began_s = 0.0
         self._request_published(migration)
         while pending:
-            event = self._next()
+            event = self._next(deadline)
             if isinstance(event, events.Connected):
                 self._request_published(migration)
             if isinstance(event, events.SegmentMade) and event.move == migration.id:
@@ -200,7 +305,8 @@ class MigrationTarget:
             if not own_reads or own_reads[0].local != (event.where == "outbox"):
                 continue
             began_s = began_s or time.time()
-            self._read_source(migration, live, own_reads, event, event.source, threads)
+            if "sums" in event.meta:
+                self._read_source(migration, live, own_reads, event, event.source, threads)
             metas[event.source] = event.meta
             del pending[event.source]
         for shard in live.values():
@@ -282,8 +388,10 @@ class MigrationTarget:
         for segment in self._control.ask(events.ListSegments(migration.id)).segments:
             self._events.put(segment)
 
-    def _next(self) -> Event:
+    def _next(self, deadline: float = float("inf")) -> Event:
         while True:
+            if time.monotonic() > deadline:
+                raise TimeoutError
             if self._control.requested("stop"):
                 raise SystemExit(0)
             try:
@@ -291,7 +399,7 @@ class MigrationTarget:
             except queue.Empty:
                 continue
             break
-        if isinstance(event, events.FetchFailed) and event.move == self.migration_id:
+        if isinstance(event, events.FetchFailed) and event.move.removesuffix(PROOF) == self.migration_id:
             raise ConnectionError(f"{event.name}: {event.why}")
         return event
 
@@ -300,6 +408,11 @@ class MigrationTarget:
         print(f"clusterd: not needed: {stop.reason}", flush=True)
         sys.stderr.flush()
         os._exit(0)
+
+
+def _parts(plan: Plan) -> int:
+    """Number of parts into which a plan cuts the batch."""
+    return plan.dp * plan.accumulation
 
 
 def _copies(migration: MigrationSpec, live: LocalShards, segment: Segment, reads: list[Read]) -> CopyBatch:

@@ -150,10 +150,11 @@ def named_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 def fingerprint(model: nn.Module) -> int:
-    """Number that almost surely differs when initial weights do: a few values of every parameter, hashed."""
+    """Number that almost surely differs when initial weights do: a few values of every parameter and buffer, hashed."""
     total = 0
-    for index, (_, parameter) in enumerate(named_parameters(model)):
-        flat = parameter.detach().reshape(-1)
+    tensors = [*(parameter for _, parameter in named_parameters(model)), *model.buffers()]
+    for index, tensor in enumerate(tensor for tensor in tensors if not (tensor.is_complex() or tensor.is_sparse)):
+        flat = tensor.detach().reshape(-1)
         probe = flat[:: max(1, flat.numel() // 16)][:16].double()
         bits = probe.view(torch.int64)
         total = (total * 31 + int(bits.sum()) + index) % (1 << 62)

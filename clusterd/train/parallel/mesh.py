@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from clusterd.train.parallel import build
 from clusterd.train.process import accelerator, exits
 from clusterd.train.process.context import Context
-from clusterd.train.process.exits import NoTorch
+from clusterd.train.process.exits import NoTorch, PlanRefused
 
 RENDEZVOUS_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
@@ -50,13 +53,38 @@ def device_of(context: Context) -> torch.device:
         raise NoTorch(f"{context} cannot compute on its CUDA device: {exits.first_line(error)}") from error
 
 
+def rendezvous(context: Context, *, within: str = "") -> Any:
+    """Key-value store that the ranks share; None for a single rank.
+
+    Args:
+        within: prefix of the keys, for ranks that are children of the job's: they connect to its store.
+    Raises:
+        PortTaken: rank 0 cannot listen on the rendezvous port.
+    """
+    if context.world_size == 1:
+        return None
+    try:
+        if context.launcher == "torchrun" and not within:
+            store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)))
+            return store
+        store = _store(context, is_master=context.rank == 0 and not within)
+        return dist.PrefixStore(within, store) if within else store
+    except Exception as error:
+        refusal = exits.classify_error(error, where=f"{context} at {context.master_addr}:{context.master_port}")
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
 @contextmanager
-def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
+def process_groups(context: Context, device: torch.device, store: Any = None) -> Iterator[Any]:
     """Mesh of those of (pp, dp, tp) along which the context's plan has several ranks; None without any.
 
     A group of one rank would cost the device the buffers of a communicator, and one of all ranks exists already. FSDP2
     alone needs a mesh for one rank as well. All groups are destroyed at the end: they hold threads and sockets.
 
+    Args:
+        store: of the ranks; default: as of `rendezvous`.
     Raises:
         PortTaken: rank 0 cannot listen on the rendezvous port.
     """
@@ -69,19 +97,8 @@ def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
     options["timeout"] = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     # No device_id: with two backends torch would try to split the mesh's groups from the first one, and fail
     # (pytorch issue 159200).
-    try:
-        if context.world_size == 1:
-            options["store"] = dist.HashStore()
-        elif context.launcher == "torchrun":
-            options["init_method"] = "env://"
-        else:
-            options["store"] = _store(context)
-        dist.init_process_group(backend, **options)
-    except Exception as error:
-        refusal = exits.classify_error(error, where=f"{context} at {context.master_addr}:{context.master_port}")
-        if refusal is None:
-            raise
-        raise refusal from error
+    options["store"] = store or rendezvous(context) or dist.HashStore()
+    dist.init_process_group(backend, **options)
     from torch.distributed.device_mesh import init_device_mesh
 
     try:
@@ -114,17 +131,31 @@ def _connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -
     accelerator.of(device).synchronize()
 
 
-def _store(context: Context) -> Any:
+def _store(context: Context, *, is_master: bool) -> Any:
+    by_torchrun = context.launcher == "torchrun"
     store = dist.TCPStore(
-        context.master_addr,
-        context.master_port,
+        os.environ["MASTER_ADDR"] if by_torchrun else context.master_addr,
+        int(os.environ["MASTER_PORT"]) if by_torchrun else context.master_port,
         context.world_size,
-        is_master=context.rank == 0,
+        is_master=is_master,
         timeout=datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
         wait_for_workers=False,
     )
     # A rank of an older generation that is slow to exit must not rendezvous with ranks of this one.
     return dist.PrefixStore(f"{context.job}.{context.attempt}.{context.generation}", store)
+
+
+def check_same_model(model: nn.Module, device: torch.device) -> None:
+    """Check on every rank that the model is the same on all.
+
+    Raises:
+        PlanRefused: it is not.
+    """
+    if not same_on_all_ranks(build.fingerprint(model), device):
+        raise PlanRefused(
+            "model() made different weights or buffers on different ranks; it must draw them from torch's, NumPy's or "
+            "Python's global generator only"
+        )
 
 
 def same_on_all_ranks(value: int, device: torch.device) -> bool:

@@ -110,13 +110,20 @@ def trial_update(
         ]
         for parameter, outline in zip(stand_ins, parameters, strict=True):
             vars(parameter).update(outline.attributes)
-        optimizer = make_optimizer(factory, stand_ins)
+        optimizer = without_hooks(make_optimizer(factory, stand_ins))
         if scheduler is not None:
             scheduler(optimizer)
         for parameter in stand_ins:
             parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
         optimizer.step()
     return optimizer, stand_ins
+
+
+def without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Remove the script's hooks from an optimizer of a trial: they keep something of real updates."""
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        hooks.clear()
+    return optimizer
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

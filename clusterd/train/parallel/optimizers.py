@@ -114,7 +114,9 @@ class RankOptimizer:
     @property
     def holder(self) -> torch.optim.Optimizer:
         """Optimizer that holds this rank's state: under ZeRO-1 the inner one."""
-        inner: torch.optim.Optimizer = getattr(self.optimizer, "optim", self.optimizer)
+        if self._parallel.plan.zero != 1:
+            return self.optimizer
+        inner: torch.optim.Optimizer = self.optimizer.optim
         return inner
 
     @property

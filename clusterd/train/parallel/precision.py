@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from clusterd.train.process.exits import Refused
 
@@ -29,6 +30,11 @@ def check(precision: str) -> None:
 def dtype_of(precision: str) -> torch.dtype:
     """Dtype of matrix products."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def rounds_as(precision: str, model: nn.Module) -> str:
+    """Precision by whose rounding losses differ: a model may keep its weights in 16 bits."""
+    return "bf16" if any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters()) else precision
 
 
 def with_precision(precision: str, device_type: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ the entry of `KINDS` for a kind of device.
 from __future__ import annotations
 
 import contextlib
+import platform
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -115,6 +116,11 @@ def of(device: torch.device) -> Any:
     if (kind, device) not in _made:
         _made[kind, device] = kind(device)
     return _made[kind, device]
+
+
+def name_of(device: torch.device) -> str:
+    """Name by which equal devices are equal: that of the GPU, or of the CPU's host."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else platform.node()
 
 
 def is_in_use() -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.protocol.codec import from_map
-from clusterd.protocol.launch import RankFile
+from clusterd.protocol.launch import SAME_VARIABLE, RankFile
 from clusterd.protocol.migration import MigrationRequest
 from clusterd.train.process.exits import PlanRefused
 from plans.plan import Coordinates, Plan, PlanError
@@ -42,8 +42,11 @@ class Context:
     migration: MigrationRequest | None = None
     snapshot_every: int = 0  # steps between state snapshots; 0: none
     probe: bool = False  # measure device and links first
+    proven: tuple[str, ...] = ()  # families of plans that are known to train as one process
+    note: str = ""  # first line of the log of rank 0
     hosts: int = 1  # number of hosts of the ranks
     restore: str = ""  # directory of the checkpoint to restore
+    refuses_difference: bool = False  # ends if its first step is another one than where that was written
     final: str = ""  # directory of the final checkpoint
 
     @property
@@ -106,8 +109,12 @@ def _of_rank_file(file: RankFile) -> Context:
         migration=file.move,
         snapshot_every=file.snapshot_every,
         probe=file.probe,
+        proven=file.proven,
+        note=file.note,
         hosts=file.hosts,
         restore=file.restore or "",
+        # A job that failed goes on by itself, and the log tells of a difference; a person is asked.
+        refuses_difference=file.attempt == 1 and bool(os.environ.get(SAME_VARIABLE)),
         final=file.final or "",
     )
 

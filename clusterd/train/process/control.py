@@ -24,8 +24,11 @@ from clusterd.protocol.messages import Event, Request, read_event
 from clusterd.protocol.rank import RankMessage
 from clusterd.train.process.context import Context
 
-SIGNALS = ("stop", "quiesce", "checkpoint", "keep", "done", "save")
+SIGNALS = ("stop", "quiesce", "checkpoint", "keep", "done", "save", "prove")
 """Flags that ranks agree on, in the order of their positions in the all-reduce."""
+
+OF_ALL = frozenset({"prove"})
+"""Those that count once every rank has raised them; the others do once one has."""
 
 RECONNECT_S = 1.0
 ANSWER_S = 120.0

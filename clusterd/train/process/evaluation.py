@@ -18,7 +18,10 @@ class Evaluation:
             samples are divided, or to a dict of such values by name. Default: the loss.
         every: steps between two evaluations, or epochs as text: ``"epoch"``, ``"2 epochs"``; 0: at the end only.
         at_end: evaluate after the last step, too.
-        batch: samples that a replica evaluates at once. Default: as many as it trains at once.
+        batch: samples of which `metric` is computed at once, under every plan. Default: 16, or the global batch if
+            that has fewer.
+        whole: `metric` gets outputs and targets of all samples at once, joined along their first dimension, in host
+            memory of rank 0: for F1 and others that are no mean over samples.
         monitor: name of the metric by which `patience` and `save_best` judge; default: the first one.
         mode: "min" or "max": the better direction of that metric.
         patience: evaluations without an improvement after which training ends; None: no limit.
@@ -36,6 +39,7 @@ class Evaluation:
     patience: int | None = None
     save_best: str | None = None
     collate_fn: Callable[[Any], Any] | None = None
+    whole: bool = False
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -48,6 +52,8 @@ class Evaluation:
             raise ValueError(f"Evaluation: mode is {self.mode!r}; it must be 'min' or 'max'")
         if self.batch is not None and self.batch < 1:
             raise ValueError(f"Evaluation: batch is {self.batch}; it must be at least 1")
+        if self.whole and self.metric is None:
+            raise ValueError("Evaluation: whole gives all samples to a metric, and there is none")
         if self.patience is not None and self.patience < 1:
             raise ValueError(f"Evaluation: patience is {self.patience}; it must be at least 1")
 

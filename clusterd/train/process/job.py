@@ -37,9 +37,11 @@ class Job:
     scheduler: SchedulerFactory | None = None
     clip_norm: float | None = None
     num_workers: int = 0
+    sampler: Any = None
     collate_fn: Callable[[list[Any]], Any] = default_collate
     precision: str = "fp32"
     find_unused_parameters: bool = False
+    sees_batch: str = "global"
     save: str | None = None
     save_format: str = "torch"
     init_from: str | None = None

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-_TENSOR, _TUPLE = "tensor bytes", "tuple items"
-"""Keys of the bytes of a tensor, and of the items of a tuple."""
+_TENSOR, _ARRAY, _TUPLE = "tensor bytes", "array bytes", "tuple items"
+"""Keys of the bytes of a tensor or of an array of NumPy, and of the items of a tuple."""
 
 
 class NotSerializable(Exception):
@@ -64,7 +64,7 @@ def restore_like(fresh: Any, plain: Any) -> Any:
 
 
 def plain_with_tensors(value: Any, where: str) -> Any:
-    """Convert `value` as `plain_value` does, and tensors of any size, for `from_plain`.
+    """Convert `value` as `plain_value` does, and tensors and arrays of any size, for `from_plain`.
 
     Raises:
         NotSerializable: it holds something else; `where` names it.
@@ -73,6 +73,10 @@ def plain_with_tensors(value: Any, where: str) -> Any:
         data = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         dtype = str(value.dtype).removeprefix("torch.")
         return {_TENSOR: base64.b64encode(data).decode(), "dtype": dtype, "shape": list(value.shape)}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return {
+            _ARRAY: base64.b64encode(value.tobytes()).decode(), "dtype": value.dtype.str, "shape": list(value.shape)
+        }  # fmt: skip
     if isinstance(value, Mapping):
         return {plain_value(k, f"a key of {where}"): plain_with_tensors(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -88,6 +92,9 @@ def from_plain(value: Any) -> Any:
         dtype = getattr(torch, value["dtype"])
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         return flat.reshape(value["shape"])
+    if isinstance(value, dict) and _ARRAY in value:
+        array = np.frombuffer(bytearray(base64.b64decode(value[_ARRAY])), np.dtype(value["dtype"]))
+        return array.reshape(value["shape"])
     if isinstance(value, dict) and value.keys() == {_TUPLE}:
         return tuple(from_plain(v) for v in value[_TUPLE])
     if isinstance(value, dict) and not ("tensor" in value and "dtype" in value):

@@ -12,9 +12,10 @@ import pickle
 import select
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import torch
 
@@ -22,18 +23,18 @@ from clusterd.train.process.exits import TrainError
 
 T = TypeVar("T")
 
-PATIENCE_S = 300.0
-"""Time limit: a child may hang on a lock of a thread that only the parent has."""
+PATIENCE_S, SLOW_S = 120.0, 10.0
+"""Time limit, as a child may hang on a lock of a thread that only the parent has; and when the log tells of it."""
 
 
 def run_in_fork(work: Callable[[], T]) -> T:
     """Run `work` in a forked child and return its result, which must be picklable.
 
-    If the fork is impossible, hangs, or ends with an error, run it in this process, so that the script's own error is
-    raised here. If a signal ended it (a crash in native code, no memory), here it would end a rank without a message.
+    If the fork is impossible or ends with an error, run it in this process, so that the script's own error is raised
+    here. If a signal ended it (a crash in native code, no memory), here it would end a rank without a message.
 
     Raises:
-        TrainError: as `work` does, or a signal ended the fork.
+        TrainError: as `work` does, or the fork hung, or a signal ended it.
     """
     reply = _run_child(work)
     if reply is None:
@@ -61,13 +62,21 @@ def _run_child(work: Callable[[], object]) -> bytes | None:
         _child_main(work, write_end)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as file:
-        in_time = bool(select.select([file], [], [], PATIENCE_S)[0])  # the child writes once, at its end
+        in_time = _answers(file, SLOW_S)  # the child writes once, at its end
+        if not in_time:
+            print(f"clusterd: trying the script's model and loss takes long; {_suspects()}", flush=True)
+            in_time = _answers(file, PATIENCE_S - SLOW_S)
         if not in_time:
             os.kill(pid, signal.SIGKILL)
         reply = file.read()
     _, status = os.waitpid(pid, 0)
+    if not in_time:
+        raise TrainError(
+            f"a process that tried the script's model and loss before training gave no answer for {PATIENCE_S:.0f} "
+            f"seconds; {_suspects()}"
+        )
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    if in_time and number not in (0, signal.SIGTERM):  # a stop is the parent's matter too
+    if number not in (0, signal.SIGTERM):  # a stop is the parent's matter too
         known = {s.value: s.name for s in signal.Signals}
         why = " (was there too little memory?)" if number == signal.SIGKILL else ""
         raise TrainError(
@@ -75,6 +84,21 @@ def _run_child(work: Callable[[], object]) -> bytes | None:
             "data before training; training would end alike"
         )
     return reply if status == 0 else None
+
+
+def _answers(file: IO[bytes], seconds: float) -> bool:
+    return bool(select.select([file], [], [], max(seconds, 0.0))[0])
+
+
+def _suspects() -> str:
+    """Threads of this process, for which a forked one may wait in vain, in words."""
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    threads = [name for name in threads if not name.startswith("clusterd")]
+    has = f"threads ({', '.join(threads[:3])})" if threads else "no threads"
+    return (
+        f"the script has {has}: start threads and open connections that the model or the loss use in their first call, "
+        "not before the training, as no forked process has them"
+    )
 
 
 def _child_main(work: Callable[[], object], write_end: int) -> None:

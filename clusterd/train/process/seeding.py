@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from plans.sample_order import mix
+
+UPDATE_STAGE = 0xFFFD
+"""Stage number of the optimizer's update in `seed_step`: no pipeline stage draws the same numbers."""
 
 
 def seed_everything(seed: int) -> None:
@@ -25,7 +30,18 @@ def generator_states() -> tuple[Any, ...]:
 
 def all_generator_states() -> tuple[Any, ...]:
     """The same with torch's, where its operations are real."""
-    return *generator_states(), torch.get_rng_state().numpy().tobytes()
+    of_gpu = (torch.cuda.get_rng_state().numpy().tobytes(),) if torch.cuda.is_initialized() else ()
+    return *generator_states(), torch.get_rng_state().numpy().tobytes(), *of_gpu
+
+
+@contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Context after which all generators go on as if nothing had been drawn in it."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
 
 
 def seed_step(seed: int, step: int, replica: int, stage: int) -> None:

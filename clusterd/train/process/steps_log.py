@@ -30,12 +30,12 @@ class StepsLog:
             if last >= first_step:
                 self._write({"restart_from": first_step - 1})
 
-    def step(self, step: int, loss: float, time_s: float, details: dict[str, Any] | None = None) -> None:
-        """Record a finished step, with phases if measured."""
+    def step(self, step: int, loss: float | None, time_s: float, details: dict[str, Any] | None = None) -> None:
+        """Record a finished step, with phases if measured; without a loss that no rank could tell."""
         self._write(
             {
                 "step": step,
-                "loss": loss if math.isfinite(loss) else None,  # JSON has no NaN
+                **({"loss": loss if math.isfinite(loss) else None} if loss is not None else {}),  # JSON has no NaN
                 "time_s": round(time_s, 6),
                 "samples": self._samples,
                 "at_s": round(time.time(), 3),
@@ -44,7 +44,7 @@ class StepsLog:
             }
         )
         now = time.monotonic()
-        if now - self._printed_at >= PRINT_EVERY_S or step == self._steps:
+        if loss is not None and (now - self._printed_at >= PRINT_EVERY_S or step == self._steps):
             self._printed_at = now
             rate = self._samples / time_s if time_s else 0.0
             print(

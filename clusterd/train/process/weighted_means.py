@@ -14,13 +14,15 @@ Weighted = dict[str, tuple[Any, Any]]
 
 
 def weighted(value: Any, samples: int, name: str) -> Weighted:
-    """Convert a result: a mean over `samples`, a pair (sum, weight), or a dict of such values.
+    """Convert a result: a mean over `samples`, a pair (sum, weight), a dict of such values, or one beside a dict.
 
     Args:
         name: of a result that is no dict.
     Raises:
         Refused: it is something else.
     """
+    if _has_metrics(value):
+        value = {**value[1], name: value[0]}
     if isinstance(value, Mapping):
         return {str(key): _pair(part, samples, str(key)) for key, part in value.items()}
     return {name: _pair(value, samples, name)}
@@ -49,6 +51,8 @@ def split_loss(value: Any) -> tuple[Any, dict[str, Any]]:
     Raises:
         Refused: a dict has no ``loss``.
     """
+    if _has_metrics(value):
+        return value[0], {str(name): part for name, part in value[1].items()}
     if not isinstance(value, Mapping):
         return value, {}
     if "loss" not in value:
@@ -59,6 +63,11 @@ def split_loss(value: Any) -> tuple[Any, dict[str, Any]]:
 def is_pair(value: Any) -> bool:
     """True for (sum, weight)."""
     return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def _has_metrics(value: Any) -> bool:
+    """True for (loss, further values by name)."""
+    return is_pair(value) and isinstance(value[1], Mapping)
 
 
 def mean_of(value: Any) -> Any:

@@ -1,17 +1,19 @@
-"""Small tensors outside of parameters and buffers of the model: in plain attributes, and in a loss with a mean."""
+"""Small tensors and arrays outside of parameters and buffers of the model: in attributes, and in a loss with a mean."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from clusterd.train.process import held
 from clusterd.train.process.plain_data import from_plain, plain_with_tensors
 
-BYTES_MAX = 1 << 18
-"""Limit for one tensor: it is part of a message, unlike parameters and buffers."""
+BYTES_MAX, TOTAL_BYTES_MAX = 1 << 18, 1 << 22
+"""Limits for one tensor and for all: they are part of a message, unlike parameters and buffers."""
 
 Key = tuple[str, str]
 """Owner and attribute."""
@@ -21,86 +23,92 @@ BUFFERS = "(buffers)"
 
 
 class AttributeTensors:
-    """Tensors that exist before the first step and keep their shape, and their changes since.
-
-    Those that a module makes later are caches as a rule, and are not carried.
+    """Tensors without gradient and arrays in attributes of objects, and their changes since the first step.
 
     Args:
         owners: objects by name.
         losses: names of those whose buffers count too.
     """
 
-    def __init__(self, owners: Mapping[str, object], losses: frozenset[str]) -> None:
-        self._owners, self._losses = owners, losses
-        self._initial = {key: _Initial(tensor) for key, tensor in self._found()}
+    def __init__(self, owners: Mapping[str, held.Owner], losses: frozenset[str]) -> None:
+        self._losses = losses
+        self._initial = {key: _Initial(value) for key, value in self._found(owners)}
 
-    def carries(self, owner: str, attribute: str, value: Any) -> bool:
-        """True if the state of this attribute is part of `changed`."""
-        initial = self._initial.get((owner, attribute))
-        return initial is not None and initial.value is not None and initial.is_like(value)
-
-    def changed(self) -> dict[str, dict[str, Any]]:
-        """Plain values of the tensors that differ from their initial values, by owner and attribute."""
+    def changed(self, owners: Mapping[str, held.Owner]) -> tuple[dict[str, dict[str, Any]], list[Key]]:
+        """Plain values of those that differ from their initial values, the smallest first; and names of the others."""
         found: dict[str, dict[str, Any]] = {}
-        for (owner, attribute), initial, tensor in self._changed():
-            if initial.value is not None and initial.is_like(tensor):
-                found.setdefault(owner, {})[attribute] = plain_with_tensors(tensor, f"{owner}.{attribute}")
-        return found
-
-    def too_large(self) -> list[Key]:
-        """Changed tensors that are not carried because of their size."""
-        return [key for key, initial, _ in self._changed() if initial.value is None]
-
-    def restore(self, received: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set received values, and the others to their initial values."""
-        now = dict(self._found())
-        for (owner, attribute), initial in self._initial.items():
-            plain, current = received.get(owner, {}).get(attribute), now.get((owner, attribute))
-            if initial.value is None or (plain is None and not initial.has_changed(current)):
+        left_out: list[Key] = []
+        total = 0
+        for (owner, attribute), value in sorted(self._found(owners), key=lambda pair: pair[1].nbytes):
+            initial = self._initial.get((owner, attribute))
+            if initial is not None and not initial.has_changed(value):
                 continue
-            value = initial.value if plain is None else from_plain(plain)
-            if current is not None and current.shape == value.shape:
-                with torch.no_grad():
-                    current.copy_(value)  # in place: other objects may use the same tensor
+            total += value.nbytes
+            if value.nbytes > BYTES_MAX or total > TOTAL_BYTES_MAX:
+                left_out.append((owner, attribute))
             else:
-                setattr(self._owners[owner.removesuffix(BUFFERS)], attribute, value.clone().to(initial.value.device))
+                found.setdefault(owner, {})[attribute] = plain_with_tensors(value, held.path(owner, attribute))
+        return found, left_out
 
-    def _changed(self) -> Iterator[tuple[Key, _Initial, torch.Tensor]]:
-        for key, tensor in self._found():
-            initial = self._initial.get(key)
-            if initial is not None and initial.has_changed(tensor):
-                yield key, initial, tensor
+    def restore(self, owners: Mapping[str, held.Owner], received: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set received values, and the others to their initial values."""
+        now = dict(self._found(owners))
+        modules = (owner.value for owner in owners.values() if isinstance(owner.value, nn.Module))
+        device = next((parameter.device for module in modules for parameter in module.parameters()), None)
+        values = {(owner, k): from_plain(v) for owner, some in received.items() for k, v in some.items()}
+        for key in {**self._initial, **values}:
+            initial, current = self._initial.get(key), now.get(key)
+            value = values.get(key, initial.value if initial is not None else None)
+            if value is None or (key not in values and initial is not None and not initial.has_changed(current)):
+                continue
+            owner = owners.get(key[0].removesuffix(BUFFERS))
+            if current is not None and type(current) is type(value) and current.shape == value.shape:
+                _overwrite(current, value)  # in place: other objects may use the same one
+            elif owner is not None and isinstance(value, torch.Tensor):
+                at = initial.device if initial is not None else device
+                held.assign(owner.value, key[1], value.clone().to(at))
+            elif owner is not None:
+                held.assign(owner.value, key[1], value.copy())
 
-    def _found(self) -> Iterator[tuple[Key, torch.Tensor]]:
-        for owner, value in self._owners.items():
-            for attribute, tensor in getattr(value, "__dict__", {}).items():
-                if _is_plain_tensor(tensor):
-                    yield (owner, attribute), tensor
-            if owner in self._losses and isinstance(value, nn.Module):
-                for name, buffer in value.named_buffers(recurse=False):
-                    if _is_plain_tensor(buffer):
-                        yield (f"{owner}{BUFFERS}", name), buffer
+    def _found(self, owners: Mapping[str, held.Owner]) -> Iterator[tuple[Key, Any]]:
+        for name, owner in owners.items():
+            for attribute, tensor in owner.attributes.items():
+                if _is_plain(tensor):
+                    yield (name, attribute), tensor
+            if name in self._losses and isinstance(owner.value, nn.Module):
+                for attribute, buffer in owner.value.named_buffers(recurse=False):
+                    if _is_plain(buffer):
+                        yield (f"{name}{BUFFERS}", attribute), buffer
 
 
 class _Initial:
     """A tensor before the first step: the object, its version, and its value, unless that is too large."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor: Any = tensor
-        self._version = tensor._version
-        self.value = tensor.detach().clone() if tensor.nbytes <= BYTES_MAX else None
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self._is_array = isinstance(tensor, np.ndarray)
+        self._version = 0 if self._is_array else tensor._version
+        self.device = None if self._is_array else tensor.device
+        self.value: Any = None
+        if tensor.nbytes <= BYTES_MAX:
+            self.value = tensor.copy() if self._is_array else tensor.detach().clone()
 
-    def has_changed(self, now: torch.Tensor | None) -> bool:
+    def has_changed(self, now: Any) -> bool:
+        if self._is_array:
+            return now is not self._tensor or (self.value is not None and not np.array_equal(now, self.value))
         changed: bool = self._tensor._version != self._version or now is not self._tensor
         return changed
 
-    def is_like(self, value: Any) -> bool:
-        return _is_plain_tensor(value) and (value.shape, value.dtype) == (self._tensor.shape, self._tensor.dtype)
+
+def _overwrite(current: Any, value: Any) -> None:
+    with torch.no_grad():
+        if isinstance(current, torch.Tensor):
+            current.copy_(value)
+        else:
+            current[...] = value
 
 
-def _is_plain_tensor(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and not isinstance(value, nn.Parameter)
-        and not (value.requires_grad or value.is_meta or value.is_sparse)
-    )
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject
+    return type(value) is torch.Tensor and not (value.requires_grad or value.is_meta or value.is_sparse)

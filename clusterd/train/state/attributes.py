@@ -1,24 +1,21 @@
-"""Plain attributes that modules, the optimizer and the loss change: a step counter, a temperature that falls."""
+"""Attributes that modules, the optimizer and the loss change: a step counter, a temperature, a generator's state."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import json
 import types
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from clusterd.train.process.plain_data import plain_value, restore_like
+from clusterd.train.parallel.alternating import AlternatingOptimizer
+from clusterd.train.process import held
+from clusterd.train.process.plain_data import NotSerializable, from_plain, plain_value, plain_with_tensors, restore_like
 from clusterd.train.state.attribute_tensors import AttributeTensors
-
-_EXCLUDED = frozenset({*vars(nn.Module()), "forward"})
-"""torch's own attributes, and the wrapped forward method."""
 
 OPTIMIZER = "(optimizer)"
 """Key in the place of a module name."""
@@ -26,105 +23,170 @@ OPTIMIZER = "(optimizer)"
 LOSS = "(loss)"
 """Prefix of the names of modules that belong to the loss."""
 
-_SAVED_ELSEWHERE = frozenset({"state", "param_groups"})
-"""Attributes of an optimizer that are saved by other means."""
+DATA = "(data)"
+"""Key of a data set, of which only generators are carried."""
 
-VALUES_MAX = 1000
-"""Limit for a list or map; a longer one is a table or a history."""
+EXTRA = "(extra state)"
+"""Attribute in the place of what a module's ``get_extra_state`` gives."""
+
+STATE_BYTES_MAX = 1 << 20
+"""Limit for the state of one object: it is part of a message."""
 
 
 class Attributes:
-    """Changed plain attributes of the modules, the optimizer and the loss of a rank.
+    """Changed attributes of the modules, the optimizer and the loss of a rank, and of the objects that they hold.
 
-    Numbers and text, and lists and maps of these, are part of the training state. A module that has replaced an object
-    of another kind (a table that grew, with its length beside it) is skipped as a whole: restoring the one without the
-    other would be inconsistent. A replaced tensor is reported in the log, once.
+    Carried are numbers and text, lists and maps of these, small tensors and arrays, the states of generators, and those
+    of objects that save their own. Other objects are left as they are. What has changed and is not carried is reported
+    in the log, once.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, loss: object = None) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer,
+        loss: object = None,
+        data: object = None,
+    ) -> None:
         """Record the initial values; call before the first step.
 
         Args:
             modules: by the names that they have in the model.
-            loss: included if it is an object and not a function.
+            loss: included if it is an object, or a function that keeps something.
+            data: set of samples that this process reads.
         """
-        optimizers = getattr(optimizer, "parts", {})  # of an `AlternatingOptimizer`
-        self._modules: dict[str, object] = {**modules, OPTIMIZER: optimizer}
-        self._modules |= {f"{OPTIMIZER}.{name}": part for name, part in optimizers.items()}
+        optimizers = optimizer.parts if isinstance(optimizer, AlternatingOptimizer) else {}
+        self._roots: dict[str, object] = {**modules, OPTIMIZER: optimizer}
+        self._roots |= {f"{OPTIMIZER}.{name}": part for name, part in optimizers.items()}
         losses = {f"{LOSS}.{name}": module for name, module in _parts(loss).items()}
-        self._modules |= losses
-        self.tensors = AttributeTensors(self._modules, frozenset(losses))
-        self._initial_objects = {name: _attributes(module) for name, module in self._modules.items()}
+        self._roots |= losses
+        self._data = {DATA: data} if data is not None else {}
+        owners = held.owners(self._roots)
+        self._tensors = AttributeTensors(owners, frozenset(losses))
         self._initial = {
-            name: {k: copy.deepcopy(v) for k, v in attributes.items() if _is_plain(v)}
-            for name, attributes in self._initial_objects.items()
+            name: {k: copy.deepcopy(v) for k, v in owner.attributes.items() if held.is_plain(v)}
+            for name, owner in owners.items()
         }
-        self._warned: set[tuple[str, str]] = set()
+        self._told: set[tuple[str, str]] = set()
+        self._initial_states = self._states(self._stateful(owners))
+        for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            for hook in filter(held.keeps_something, getattr(optimizer, kind, {}).values()):
+                name = getattr(hook, "__qualname__", type(hook).__name__)
+                self._tell(OPTIMIZER, name, f"what the optimizer's step hook {name} keeps")
 
-    def changed(self) -> dict[str, dict[str, Any]]:
-        """Attributes that differ from their initial values, by module."""
-        found: dict[str, dict[str, Any]] = {}
-        for name, module in self._modules.items():
-            now = _attributes(module)
-            self._warn_of_tensors(name, now)
-            if changed := self._differing(name, now):
-                found[name] = {k: plain_value(v, f"{name}.{k}") for k, v in changed.items()}
-        for owner, attribute in self.tensors.too_large():
-            self._warn(owner, attribute, "has changed the large tensor in")
+    def changed(self) -> dict[str, Any]:
+        """Attributes that differ from their initial values, by owner.
+
+        Returns:
+            attributes: plain values; attribute_tensors: tensors and arrays; attribute_states: states of generators and
+            of objects that save their own, by name.
+        """
+        owners = held.owners(self._roots)
+        plain: dict[str, dict[str, Any]] = {}
+        for name, owner in owners.items():
+            if differing := self._differing(name, owner):
+                plain[name] = {k: plain_value(v, held.path(name, k)) for k, v in differing.items()}
+        tensors, left_out = self._tensors.changed(owners)
+        for owned_by, attribute in left_out:
+            self._tell(owned_by, attribute, f"{held.path(owned_by, attribute)}, which has changed and is large,")
+        states = self._states(self._stateful(owners))
+        differing_states = {name: state for name, state in states.items() if state != self._initial_states.get(name)}
+        return {"attributes": plain, "attribute_tensors": tensors, "attribute_states": differing_states}
+
+    def restore(self, sources: Sequence[Mapping[str, Any]]) -> None:
+        """Set what several ranks have changed, and reset the rest to its initial value.
+
+        Args:
+            sources: results of `changed`; of two that have changed the same, the first counts. Old ones have less.
+        """
+        plain, tensors, states = (
+            {name: value for source in reversed(sources) for name, value in source.get(kind, {}).items()}
+            for kind in ("attributes", "attribute_tensors", "attribute_states")
+        )
+        owners = held.owners(self._roots)
+        for name, owner in owners.items():
+            for attribute, value in self._differing(name, owner).items():
+                initial = self._initial_value(name, owner, attribute, value)
+                held.assign(owner.value, attribute, copy.deepcopy(initial))
+            for attribute, value in plain.get(name, {}).items():
+                initial = self._initial_value(name, owner, attribute, None)
+                held.assign(owner.value, attribute, restore_like(initial, value))
+        self._tensors.restore(owners, tensors)
+        stateful = self._stateful(owners)
+        now = self._states(stateful)
+        for name, state in {**self._initial_states, **states}.items():
+            if name in stateful and now.get(name) != state:
+                _load(stateful[name], state)
+
+    def _differing(self, name: str, owner: held.Owner) -> dict[str, Any]:
+        # What begins with an underscore and was made later may be torch's own, for this plan.
+        return {
+            k: v
+            for k, v in owner.attributes.items()
+            if held.is_plain(v) and v != self._initial_value(name, owner, k, v if k.startswith("_") else _NONE)
+        }
+
+    def _initial_value(self, name: str, owner: held.Owner, attribute: str, default: Any) -> Any:
+        """Initial value of an attribute; that of the class if the instance had none."""
+        initial = self._initial.get(name, {})
+        return initial[attribute] if attribute in initial else getattr(type(owner.value), attribute, default)
+
+    def _stateful(self, owners: Mapping[str, held.Owner]) -> dict[str, Any]:
+        """Generators, objects that save their own state, and modules with an extra state, by name."""
+        found = held.generators(self._data)
+        for name, owner in owners.items():
+            if (
+                isinstance(owner.value, nn.Module)
+                and type(owner.value).get_extra_state is not nn.Module.get_extra_state
+            ):
+                found[held.path(name, EXTRA)] = owner.value
+            for attribute, part in owner.parts():
+                if not isinstance(part, held.SIMPLE) and (isinstance(part, held.GENERATORS) or held.has_state(part)):
+                    found[held.path(name, attribute)] = part
         return found
 
-    def _differing(self, name: str, now: dict[str, Any]) -> dict[str, Any]:
-        objects, initial_values = self._initial_objects[name], self._initial[name]
-        changed: dict[str, Any] = {}
-        for k in objects.keys() | now.keys():
-            value, initial = now.get(k), objects.get(k)
-            if value is initial and (k not in initial_values or isinstance(value, _SIMPLE)):
+    def _states(self, stateful: Mapping[str, Any]) -> dict[str, str]:
+        found = {}
+        for name, value in stateful.items():
+            try:
+                state = _saved(value, name)
+            except NotSerializable as error:
+                self._tell(name, "", f"the state of {name} ({error})")
                 continue
-            if self.tensors.carries(name, k, value):
-                continue
-            if not (_is_plain(value) and (k in initial_values or initial is None)):
-                if value is not initial:
-                    return {}
-            elif k in now and value != self._initial_value(name, k, value):
-                changed[k] = value
-        return changed
+            if len(state) <= STATE_BYTES_MAX:
+                found[name] = state
+            else:
+                self._tell(name, "", f"the state of {name}, which has {len(state)} bytes,")
+        return found
 
-    def _warn_of_tensors(self, name: str, now: dict[str, Any]) -> None:
-        for k, value in now.items():
-            if isinstance(value, _SIMPLE) or value is self._initial_objects[name].get(k) or (name, k) in self._warned:
-                continue
-            if self.tensors.carries(name, k, value):
-                continue
-            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-            if tensors and not any(
-                tensor.requires_grad for tensor in tensors
-            ):  # else computed from weights in every pass
-                self._warn(name, k, "has put a tensor into")
-
-    def _warn(self, name: str, attribute: str, what: str) -> None:
-        if (name, attribute) not in self._warned:
-            self._warned.add((name, attribute))
+    def _tell(self, name: str, attribute: str, what: str) -> None:
+        if (name, attribute) not in self._told:
+            self._told.add((name, attribute))
             print(
-                f"clusterd: {name or 'the model'} {what} its attribute {attribute}, which is neither "
-                "migrated nor saved in checkpoints: register it as a buffer of the model, unless it can be recomputed",
+                f"clusterd: {what} is neither migrated nor saved in checkpoints: register it as a buffer of the model, "
+                "unless it can be recomputed",
                 flush=True,
             )
 
-    def _initial_value(self, name: str, attribute: str, default: Any) -> Any:
-        """Initial value of an attribute; that of the class if the instance had none."""
-        return self._initial[name].get(attribute, getattr(type(self._modules[name]), attribute, default))
 
-    def restore(self, received: dict[str, dict[str, Any]]) -> None:
-        """Set received values of the modules that are here, and reset the others to their initial values."""
-        for name, module in self._modules.items():
-            for attribute, value in self._differing(name, _attributes(module)).items():
-                setattr(module, attribute, copy.deepcopy(self._initial_value(name, attribute, value)))
-        for name, values in received.items():
-            for attribute, value in values.items() if name in self._modules else ():
-                setattr(self._modules[name], attribute, restore_like(self._initial_value(name, attribute, None), value))
+_NONE = object()
 
 
-_SIMPLE = (bool, int, float, str, type(None), np.bool_, np.integer, np.floating)
+def _saved(value: Any, name: str) -> str:
+    if (state := held.generator_state(value)) is not None:
+        return state
+    return json.dumps(
+        plain_with_tensors(value.get_extra_state() if isinstance(value, nn.Module) else value.state_dict(), name)
+    )
+
+
+def _load(value: Any, state: str) -> None:
+    if held.generator_state(value) is not None:
+        held.set_generator_state(value, state)
+    elif isinstance(value, nn.Module):
+        value.set_extra_state(from_plain(json.loads(state)))
+    else:
+        value.load_state_dict(from_plain(json.loads(state)))
 
 
 def _parts(loss: object) -> dict[str, object]:
@@ -137,34 +199,4 @@ def _parts(loss: object) -> dict[str, object]:
     loss = getattr(loss, "__self__", loss)
     if isinstance(loss, nn.Module):
         return dict(loss.named_modules())
-    is_object = hasattr(loss, "__dict__") and not isinstance(loss, (type, types.FunctionType, types.ModuleType))
-    return {"": loss} if is_object else {}
-
-
-def _attributes(module: object) -> dict[str, Any]:
-    left_out = _SAVED_ELSEWHERE if isinstance(module, torch.optim.Optimizer) else _EXCLUDED
-    return {name: value for name, value in vars(module).items() if name not in left_out}
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, _SIMPLE) or (isinstance(value, _CONTAINERS) and _count(value) <= VALUES_MAX)
-
-
-_CONTAINERS = (list, tuple, deque, dict)
-
-
-def _count(value: Any) -> int:
-    """Number of values inside; above the limit if some are not plain."""
-    if isinstance(value, _SIMPLE):
-        return 1
-    if not isinstance(value, _CONTAINERS) or hasattr(value, "_fields") or len(value) > VALUES_MAX:
-        return VALUES_MAX + 1
-    if isinstance(value, dict) and not all(isinstance(key, (int, str)) for key in value):
-        return VALUES_MAX + 1
-    parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
-    total = 0
-    for part in parts:
-        total += _count(part)
-        if total > VALUES_MAX:
-            break
-    return total
+    return {"": loss} if hasattr(loss, "__dict__") and not isinstance(loss, (type, types.ModuleType)) else {}

@@ -32,6 +32,18 @@ class Evaluations:
             return False
         return (step >= self._steps and self.request.at_end) or bool(self._every and step % self._every == 0)
 
+    def monitored(self, metrics: dict[str, float]) -> str:
+        """Name of the metric that decides.
+
+        Raises:
+            Refused: there is none of that name.
+        """
+        assert self.request is not None
+        name = self.request.monitor or next(iter(metrics))
+        if name not in metrics:
+            raise Refused(f"Evaluation: monitor is {name!r}, but the metrics are {', '.join(metrics)}")
+        return name
+
     def record(self, step: int, metrics: dict[str, float]) -> bool:
         """Record an evaluation; return True if it is the best so far.
 
@@ -39,10 +51,7 @@ class Evaluations:
             Refused: there is no metric of the monitored name.
         """
         assert self.request is not None
-        name = self.request.monitor or next(iter(metrics))
-        if name not in metrics:
-            raise Refused(f"Evaluation: monitor is {name!r}, but the metrics are {', '.join(metrics)}")
-        self.step, value = step, metrics[name]
+        self.step, value = step, metrics[self.monitored(metrics)]
         sign = 1 if self.request.mode == "min" else -1
         if math.isfinite(value) and (self.best is None or sign * value < sign * self.best):
             self.best, self.best_step, self.without_improvement = value, step, 0

@@ -49,6 +49,11 @@ class Registered:
                 )
         return found
 
+    def raw_states(self) -> dict[str, Any]:
+        """All states as the objects give them."""
+        waiting = {name: from_plain(state) for name, state in self._waiting.items()}
+        return waiting | {name: value.state_dict() for name, value in self._objects.items()}
+
     def restore(self, states: Mapping[str, Any] | None) -> None:
         """Load received states into the objects that are here, and keep the others for later ones."""
         for name, state in (states or {}).items():

@@ -7,6 +7,7 @@ source and target ranks may distribute parameters and groups differently.
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from clusterd.protocol.launch import SCHEDULE_VARIABLE
 from clusterd.train.data import fingerprint
 from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.parallel import build
 from clusterd.train.parallel.optimizers import RankOptimizer, attribute_with_tensors
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.plain_data import NotSerializable, plain_value, restore_like
-from clusterd.train.state.first_steps import FirstSteps, check_same
+from clusterd.train.state import parameter_groups
 from clusterd.train.state.lazy_optimizer_state import lazy_tensors
 from clusterd.train.state.training import Training
 from plans.model_shape import ModelShape
@@ -29,7 +31,7 @@ Scalars = dict[str, Any]
 
 
 class ScalarMismatch(Exception):
-    """Received state does not fit the optimizer or the scheduler of this rank."""
+    """Received state does not fit the optimizer of this rank."""
 
 
 def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: bool = False) -> Scalars:
@@ -38,22 +40,21 @@ def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: boo
     Args:
         lazy_saved_separately: the caller saves tensors that the optimizer created after its first update.
     Returns:
-        first_steps: of the job; data: fingerprint of the data set; stream: position of a stream after this step;
-        evaluations, registered: their states; attributes, attribute_tensors: changed attributes of modules, the
-        optimizer and the loss, by name;
+        data: fingerprint of the data set; stream: position of a stream after this step;
+        evaluations, registered: their states; attributes, attribute_tensors, attribute_states: what modules,
+        the optimizer and the loss have changed in themselves, by name;
         counters: [values by slot, names of the parameters that have them]; absent: parameters without state yet;
         groups: names and values of each; common: optimizer state of no parameter; frozen: parameters no longer
         trainable; scheduler: its ``state_dict``, or None.
     Raises:
         NotSerializable: naming the value.
     """
-    optimizer, scheduler = training.optimizer, training.scheduler
+    optimizer = training.optimizer
     _check_buffers(training.parallel.module, shape)
     _check_hidden_state(optimizer.holder)
     tensors = tensor_slots(shape)
     equal_values: dict[str, tuple[dict[str, Any], list[str]]] = {}
     absent: list[str] = []
-    names = {id(plain): name for name, _, plain in optimizer.local}
     state = optimizer.holder.state
     updated = optimizer.updated()
     lazy = set(lazy_tensors(optimizer, tensors))
@@ -77,32 +78,38 @@ def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: boo
         }
         equal_values.setdefault(json.dumps(values, sort_keys=True), (values, []))[1].append(name)
     return {
-        "first_steps": training.first_steps.to_dict() if training.first_steps is not None else None,
-        "attributes": training.attributes.changed(),
-        "attribute_tensors": training.attributes.tensors.changed(),
-        "data": training.fingerprint,
-        "stream": training.stream.position(training.step) if training.stream is not None else None,
-        "evaluations": training.evaluations.state(),
+        **carried(training),
         "registered": training.registered.states(),
         "counters": [[values, names_with] for values, names_with in equal_values.values() if values],
         "absent": absent,
-        "frozen": training.parallel.newly_frozen(),
         "common": {k: plain_value(v, f"optimizer state: {k}") for k, v in state.items() if isinstance(k, str)},
-        "groups": [
-            {
-                "names": [names[id(p)] for p in group["params"]],
-                "values": {k: plain_value(v, f"parameter group: {k}") for k, v in group.items() if k != "params"},
-            }
-            for group in optimizer.optimizer.param_groups
-        ],
-        "scheduler": plain_value(_state_dict(scheduler), "scheduler") if scheduler is not None else None,
+        **parameter_groups.collect(optimizer, training.scheduler),
     }
 
 
-def _state_dict(scheduler: Any) -> Any:
-    if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
-        raise NotSerializable(f"the scheduler, a {type(scheduler).__name__}, has no state_dict or load_state_dict")
-    return scheduler.state_dict()
+def carried(training: Training) -> Scalars:
+    """The part of `collect` that every rank can give, whatever its optimizer and buffers are like."""
+    return {
+        **training.attributes.changed(),
+        "data": training.fingerprint,
+        "stream": training.stream.position(training.step) if training.stream is not None else None,
+        "evaluations": training.evaluations.state(),
+        "frozen": training.parallel.newly_frozen(),
+    }
+
+
+def restore_carried(training: Training, sources: Sequence[Scalars]) -> None:
+    """Restore what `carried` collects.
+
+    Raises:
+        Refused: the data set is another one.
+    """
+    same_data = _check_data(training.fingerprint, sources[0].get("data"))
+    if training.stream is not None:
+        training.stream.restore(sources[0].get("stream") if same_data else None)
+    training.evaluations.restore(sources[0].get("evaluations"))
+    training.attributes.restore(sources)  # replica 0 wins, as for buffers
+    training.parallel.freeze({name for source in sources for name in source.get("frozen", ())})
 
 
 def _check_buffers(module: nn.Module, shape: ModelShape) -> None:
@@ -151,58 +158,49 @@ def on_host(scalars: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [read[id(scalar)].reshape(scalar.shape) for scalar in scalars]
 
 
-def restore(training: Training, shape: ModelShape, received: Iterable[Scalars]) -> None:
+def restore(training: Training, shape: ModelShape, received: Iterable[Scalars]) -> bool:
     """Restore the scalar state that several ranks sent.
 
+    Returns:
+        True if groups and schedule are the script's, at its first step, as this job asked for.
     Raises:
-        ScalarMismatch: a counter or a group that is needed was not received.
+        ScalarMismatch, GroupMismatch: a counter or a group that is needed was not received.
         Refused: the data set is another one.
-        PlanRefused: the first steps of the job differ under this plan.
+        PlanRefused: the first steps of the job differ under this plan, or groups or scheduler cannot be placed.
     """
     sources = list(received)
-    _compare_first_steps(training, shape, sources[0])
-    same_data = _check_data(training.fingerprint, sources[0].get("data"))
-    if training.stream is not None:
-        training.stream.restore(sources[0].get("stream") if same_data else None)
-    training.evaluations.restore(sources[0].get("evaluations"))
+    optimizer = training.optimizer
+    placement = _placement(training, sources)
+    restore_carried(training, sources)
     training.registered.restore(sources[0].get("registered"))
-    optimizer, scheduler = training.optimizer, training.scheduler
-    attributes: dict[str, Any] = {}
-    tensors: dict[str, Any] = {}
-    for source in reversed(sources):  # replica 0 wins, as for buffers; old checkpoints have none
-        attributes |= source.get("attributes", {})
-        tensors |= source.get("attribute_tensors", {})
-    training.attributes.restore(attributes)
-    training.attributes.tensors.restore(tensors)
     _restore_counters(optimizer, tensor_slots(shape), sources)
     state = optimizer.holder.state
     for key, value in sources[0].get("common", {}).items():  # old state snapshots and checkpoints have none
         state[key] = restore_like(state.get(key), value)
-    training.parallel.freeze({name for source in sources for name in source.get("frozen", ())})
-    origins = _restore_groups(optimizer, sources)
-    if scheduler is not None:
-        states = [source["scheduler"] for source in sources]
-        if any(state is None for state in states):
-            raise ScalarMismatch("this rank has a scheduler, but the source had none")
-        fresh = scheduler.state_dict()
-        scheduler.load_state_dict(restore_like(fresh, _by_groups(states, sources, origins)))
+    if placement is not None:
+        placement.apply()
+    return placement is None
 
 
-def _compare_first_steps(training: Training, shape: ModelShape, source: Scalars) -> None:
-    """Take over the first steps of the job, and compare them with the same steps under this plan.
+def _placement(training: Training, sources: list[Scalars]) -> parameter_groups.Placement | None:
+    """Values of groups and schedule; None: those of the script stay, as a job that goes on from another's asked for.
 
     Raises:
-        PlanRefused: they differ.
+        Refused: the schedule of the other job is of another kind.
     """
-    training.first_steps = None
-    here, before = training.fingerprint, source.get("data")
-    is_same_job = bool(here and before and here["job"] == before["job"])
-    if not is_same_job or not source.get("first_steps"):  # another job's, or ranks of an earlier version
-        return
-    training.first_steps = FirstSteps.from_dict(source["first_steps"])
-    if training.repeated_steps is not None:
-        names = [parameter.name for parameter in shape.parameters]
-        check_same(training.first_steps, training.repeated_steps, training.job.precision, names)
+    optimizer, factory = training.optimizer, training.job.scheduler
+    here, before = training.fingerprint, sources[0].get("data")
+    other_job = bool(here and before and here["job"] != before["job"])
+    if other_job and os.environ.get(SCHEDULE_VARIABLE) == "script":
+        return None
+    placement = parameter_groups.Placement(optimizer, training.scheduler, factory, sources)
+    if other_job and (differing := placement.differences()) and training.context.rank == 0:
+        print(
+            f"clusterd: values of the checkpoint are kept where the script has others: {', '.join(differing)}; "
+            "clusterd submit --from ... --schedule script takes the script's",
+            flush=True,
+        )
+    return placement
 
 
 def _check_data(here: Fingerprint | None, before: Fingerprint | None) -> bool:
@@ -237,46 +235,6 @@ def _restore_counters(optimizer: RankOptimizer, tensors: dict[str, set[str]], so
             raise ScalarMismatch(f"no {min(missing)} of {name} was received")
         for slot, value in counters.get(name, {}).items():
             optimizer.holder.state[plain][slot] = restore_like(slots.get(slot), value)
-
-
-def _restore_groups(optimizer: RankOptimizer, sources: list[Scalars]) -> list[tuple[int, int]]:
-    """Set the values of the groups; return for each group here its (source, group) of origin."""
-    names = {id(plain): name for name, _, plain in optimizer.local}
-    where = {
-        name: (s, g)
-        for s, source in reversed(list(enumerate(sources)))
-        for g, group in enumerate(source["groups"])
-        for name in group["names"]
-    }
-    origins: list[tuple[int, int]] = []
-    for number, group in enumerate(optimizer.optimizer.param_groups):
-        first = next((names[id(p)] for p in group["params"] if names[id(p)] in where), None)
-        if first is None and (group["params"] or number >= len(sources[0]["groups"])):
-            raise ScalarMismatch(f"parameter group {number} of this rank is in none of the received groups")
-        source, origin = where[first] if first is not None else (0, number)
-        origins.append((source, origin))
-        values = sources[source]["groups"][origin]["values"]
-        group.update({k: restore_like(group.get(k), v) for k, v in values.items()})
-    holder = optimizer.holder
-    if holder is not optimizer.optimizer:
-        for outer, inner in zip(optimizer.optimizer.param_groups, holder.param_groups, strict=True):
-            inner.update({k: v for k, v in outer.items() if k != "params"})
-    return origins
-
-
-def _by_groups(states: list[Any], sources: list[Scalars], origins: list[tuple[int, int]]) -> Any:
-    """A scheduler's state, with its per-group lists rearranged for the groups that are here."""
-    here = len(origins)
-    if all(len(s["groups"]) == here for s in sources) and [g for _, g in origins] == list(range(here)):
-        return states[0]
-    first = states[0]
-    if isinstance(first, dict):
-        return {k: _by_groups([s[k] for s in states], sources, origins) for k in first}
-    if isinstance(first, list) and len(first) == len(sources[0]["groups"]):
-        return [states[s][g] for s, g in origins]
-    if isinstance(first, list):
-        return [_by_groups([s[i] for s in states], sources, origins) for i in range(len(first))]
-    return first
 
 
 def tensor_slots(shape: ModelShape) -> dict[str, set[str]]:

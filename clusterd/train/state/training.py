@@ -10,11 +10,12 @@ from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.data.stream import Stream
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.optimizers import RankOptimizer
+from clusterd.train.parallel.schedule import Schedule
 from clusterd.train.process.context import Context
 from clusterd.train.process.job import Job
 from clusterd.train.state.attributes import Attributes
 from clusterd.train.state.evaluations import Evaluations
-from clusterd.train.state.first_steps import FirstSteps
+from clusterd.train.state.next_steps import NextSteps
 from clusterd.train.state.registered import Registered
 from plans.model_shape import ModelShape
 
@@ -26,13 +27,14 @@ class Training(Protocol):
         parallel: the module and its parallelization; parameters have global names.
         optimizer: the optimizer over this rank's shards.
         attributes: plain attributes that modules and the optimizer change.
+        schedule: steps of the scheduler.
         step: number of the last step done.
         fingerprint: of the data set; None: unknown.
         stream: the data, if they are a stream.
         evaluations: schedule and results of the evaluations.
         registered: objects of the script.
-        first_steps: of the job, as recorded; None: they cannot be compared.
-        repeated_steps: the same steps under this rank's plan, if it has repeated them.
+        rounds_as: precision whose rounding the losses have.
+        normalises_parts: batch normalisation sees the parts into which a plan cuts the batch.
     """
 
     job: Job
@@ -42,13 +44,15 @@ class Training(Protocol):
     optimizer: RankOptimizer
     attributes: Attributes
     scheduler: Any
+    schedule: Schedule | None
     step: int
     fingerprint: Fingerprint | None
     stream: Stream | None
     evaluations: Evaluations
     registered: Registered
-    first_steps: FirstSteps | None
-    repeated_steps: FirstSteps | None
+    normalises_parts: bool
+    rounds_as: str
+    stepper: Any
 
     @property
     def shape(self) -> ModelShape:
@@ -56,6 +60,19 @@ class Training(Protocol):
 
     def rehearse(self) -> None:
         """Run a step whose result is discarded."""
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """Global names of all parameters of the whole model."""
+
+    def rates(self) -> dict[str, float]:
+        """Learning rate of each parameter that this rank updates."""
+
+    def measured_norms(self) -> dict[str, float]:
+        """Norm of each parameter's gradient, where the last step has measured them."""
+
+    def try_steps(self, count: int, seed: int) -> NextSteps:
+        """Make the next steps; the caller restores the state afterwards."""
 
     def read_ahead(self) -> None:
         """Read the samples of the next step in advance."""

@@ -16,7 +16,7 @@ from clusterd.core.host import Host
 from clusterd.core.state import State
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.profiling.performance_models import PerformanceModels, _enough_cores
-from clusterd.types import Device, DeviceId, HostFacts, HostId
+from clusterd.types import Device, DeviceId, HostFacts, HostId, JobId, JobSpec
 from plans.memory import OVERHEAD, MemoryEstimate
 from plans.plan import Plan
 from profiling.coefficients import INDEX
@@ -147,3 +147,25 @@ def test_links_that_hosts_report_are_priors_until_a_probe_measures_them(tmp_path
 
     assert anyio.run(prior, "{}") == pytest.approx([360e9, 40e9])
     assert anyio.run(prior, probes) == pytest.approx([200e9, 40e9])
+
+
+def test_a_proof_outlives_the_daemon_and_holds_for_the_same_code_only(tmp_path: Path) -> None:
+    facts: dict[str, str] = {}
+
+    async def keep_fact(name: str, value: str) -> None:
+        facts[name] = value
+
+    def models() -> PerformanceModels:
+        journal = SimpleNamespace(fact=lambda name, default: facts.get(name, default), keep_fact=keep_fact)
+        engine = SimpleNamespace(journal=journal, scheduler=SimpleNamespace(state=State()))
+        return PerformanceModels(cast(Engine, engine), tmp_path / "measurements.db")
+
+    sent = JobSpec(name="a", command=("python", "train.py"), snapshot="11")
+    anyio.run(models().proved, JobId("1"), sent, Plan(dp=4).family)
+    anyio.run(models().proved, JobId("1"), sent, Plan(dp=2, zero=3).family)
+    assert set(models().proven(JobId("2"), replace(sent, name="b"))) == {Plan(dp=2).family, Plan(dp=8, zero=3).family}
+    for other in (replace(sent, snapshot="12"), replace(sent, env={"LR": "1"}), replace(sent, python="/opt/python")):
+        assert models().proven(JobId("1"), other) == ()
+    in_place = replace(sent, snapshot=None)  # its files may change
+    anyio.run(models().proved, JobId("1"), in_place, "dp")
+    assert (models().proven(JobId("1"), in_place), models().proven(JobId("2"), in_place)) == (("dp",), ())

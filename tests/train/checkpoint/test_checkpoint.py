@@ -15,6 +15,8 @@ from cases import slow
 from migration_driver import Mover
 from rank_pool import HERE, ROOT, RankPool
 
+from plans.plan import Plan
+
 TOLERANCE = 1e-4
 MORE = 10
 
@@ -143,21 +145,34 @@ def test_the_last_checkpoint_is_tried_again(ranks: RankPool, tmp_path: Path) -> 
     assert (tmp_path / "final" / ".metadata").exists()
 
 
-@pytest.mark.slow
-def test_state_that_only_a_pickle_could_hold_costs_the_checkpoint_and_not_the_training(
-    moving: Callable[..., Mover], ranks: RankPool, tmp_path: Path
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    ("options", "plan", "says"),
+    [
+        ({"optimizer": "slow weights"}, "dp=1", "SlowWeights keeps tensors of its own in its attribute kept"),
+        ({"model": "remembering", "layers": False}, "dp=2", "the buffer embed.before is of shape"),
+        ({"schedule": "drawn"}, "dp=2", "scheduler.shape is a function"),
+        ({"schedule": "by hand"}, "dp=1", "has no state_dict"),
+        ({"model": "growing", "layers": False, "optimizer": "momentum"}, "dp=1", "the buffer embed.before is of shape"),
+    ],
+    ids=str,
+)
+def test_state_that_no_rule_cuts_is_saved_for_the_same_plan(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any], plan: str, says: str
 ) -> None:
-    mover = moving(schedule="drawn")
-    mover.start("dp=2")
-    mover.train(3)
-    assert all("scheduler.shape is a function" in why for why in mover.checkpoint_fails(tmp_path / "checkpoint"))
-    mover.train(3)
-    mover.stop()
-    to_leave_one = {"final": str(tmp_path / "last")}
-    run = ranks.run_each(tmp_path / "asked", "dp=1", [{"schedule": "drawn"}], more=lambda _: to_leave_one)[0]
-    assert (run.ranks[0].exit_code, run.losses) == (1, []), "not after the last step"
-    assert "the job must leave a checkpoint, and cannot: scheduler.shape is a function" in run.ranks[0].output
-    assert "Traceback" not in run.ranks[0].output
+    """Such a job lost all its work when it was cancelled."""
+    whole = ranks.run(tmp_path / "whole", plan, **options, steps=10).checked()
+    left = {"final": str(tmp_path / "left")}
+    first = ranks.run_each(tmp_path / "first", plan, [{**options, "steps": 5}], more=lambda _: left)[0].checked()
+    assert f"the checkpoint of step 5 is for {Plan.parse(plan)} only: " in first.ranks[0].output
+    assert says in first.ranks[0].output
+    goes_on, rest = {"restore": left["final"]}, [{**options, "steps": 10}]
+    run = ranks.run_each(tmp_path / "then", plan, rest, more=lambda _: goes_on)[0].checked()
+    if "schedule" not in options:  # what could not be stored begins anew
+        assert first.losses + run.losses == whole.losses
+    other = ranks.run_each(tmp_path / "other", "dp=1,checkpointing", rest, more=lambda _: goes_on)[0]
+    assert [rank.exit_code for rank in other.ranks] == [96]
+    assert f"is for {Plan.parse(plan)} only: " in other.ranks[0].output
 
 
 @pytest.mark.slow
@@ -223,3 +238,29 @@ def test_the_word_of_one_agent_is_enough(moving: Callable[..., Mover], tmp_path:
     assert mover.checkpoints() == taken
     mover.checkpoint(tmp_path / "b", "a")
     mover.stop()
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(
+    ("options", "rates", "says"),
+    [
+        ({"optimizer": "sgd, schedule of the script", "schedule": "warmup"}, [0.07, 0.08, 0.09], ""),
+        ({"optimizer": "sgd", "schedule": "warmup"}, [], "the schedule of the checkpoint is no LambdaLR"),
+        (
+            {"optimizer": "momentum", "schedule": "sequential"},
+            None,
+            "weight_decay of parameter group 0 0.0001 (script: 0)",
+        ),
+    ],
+)
+def test_a_new_script_says_which_rates_it_goes_on_with(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any], rates: list[float] | None, says: str
+) -> None:
+    """The old run's were kept over those of the new script, and nothing was said."""
+    left, old = {"final": str(tmp_path / "left")}, [{"steps": 6, "schedule": "sequential", "optimizer": "nesterov"}]
+    ranks.run_each(tmp_path / "old", "dp=1", old, more=lambda _: left)[0].checked()
+    goes_on = {"restore": left["final"], "job": "another"}
+    run = ranks.run_each(tmp_path / "new", "dp=1", [{"steps": 9, **options}], more=lambda _: goes_on)[0]
+    assert says in run.ranks[0].output
+    if rates is not None:
+        assert [step["lr"] for step in run.steps] == pytest.approx(rates)

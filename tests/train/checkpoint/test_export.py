@@ -14,6 +14,7 @@ from scenarios import Recorded, job
 from clusterd.train.checkpoint import export
 from clusterd.train.loop.rank_training import Training
 from clusterd.train.process.context import Context
+from plans.plan import Plan
 
 TOLERANCE = 1e-3
 
@@ -54,6 +55,22 @@ def test_the_trained_model_is_that_of_one_process(plan: str, model: str, ranks: 
         if not tensor.is_floating_point():
             continue  # "tables" counts its calls, one per micro-batch
         torch.testing.assert_close(saved["spread"][name], tensor, rtol=TOLERANCE, atol=1e-5)
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("plan", ["dp=1", "pp=2,accumulation=2", "dp=2", "dp=2,zero=3", "tp=2"])
+def test_a_model_saves_itself_in_its_own_way(plan: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Raw parameters under other names than the class's own did not load into it."""
+    file = tmp_path / "model.pt"
+    options: dict[str, Any] = {"model": "own way", "depth": 2, "steps": 4, "save": str(file)}
+    ranks.run(tmp_path / "run", plan, **options).checked()
+    state = torch.load(file, weights_only=True)
+    assert all(name.startswith(("net.", "saved by")) for name in state)
+    assert state._metadata["blocks.0"]["version"] == 7
+    fresh = job(Recorded(32), model="own way", depth=2).model()
+    fresh.load_state_dict(state)
+    assert fresh.blocks[0].steps == 4 * Plan.parse(plan).accumulation  # it counts forward passes
+    assert fresh.loaded_version == 7
 
 
 @pytest.mark.slow

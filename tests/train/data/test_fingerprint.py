@@ -62,9 +62,47 @@ def test_augmentation_is_no_difference() -> None:
         assert difference(fingerprint_of(Cropped(start), "1"), fingerprint_of(Cropped(start), "1")) == ""
 
 
+class Record:
+    """A sample that is an object of the script's own."""
+
+    def __init__(self, name: str, values: Any) -> None:
+        self.name, self.values, self.around = name, values, self
+
+
+def test_objects_of_the_script_are_compared_by_what_they_hold() -> None:
+    """By their type alone, three data sets in another order passed as one."""
+    records = [Record(f"{i}", {"points": torch.full((3,), float(i))}) for i in range(10)]
+    first = fingerprint_of(Samples(*records), "1")
+    assert difference(first, fingerprint_of(Samples(*records), "1")) == ""
+    assert "is another one" in difference(first, fingerprint_of(Samples(*reversed(records)), "1"))
+
+
+def test_a_random_part_does_not_hide_what_is_not_random() -> None:
+    """One random sample ended the comparison."""
+
+    class Called(Samples):
+        def __getitem__(self, index: int) -> Any:
+            image, label = random.SystemRandom().random(), self.samples[index]
+            return torch.tensor(image), label
+
+    first = fingerprint_of(Called(*range(20)), "1")
+    assert difference(first, fingerprint_of(Called(*range(20)), "1")) == ""
+    assert "is another one" in difference(first, fingerprint_of(Called(*reversed(range(20))), "1"))
+
+
+def test_a_data_set_that_is_slow_to_read_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    every = fingerprint_of(Samples(*PAIRS), "1")
+    monkeypatch.setattr("clusterd.train.data.fingerprint.LIMIT_S", -1.0)
+    some = fingerprint_of(Samples(*PAIRS), "1")
+    assert "reading 1 of the 9 samples that ranks compare took 0 seconds" in capsys.readouterr().out
+    assert difference(every, some) == difference(some, every) == ""
+
+
 def test_a_coin_that_is_tossed_for_each_sample_is_no_difference() -> None:
     """Some samples look alike by chance in both readings."""
-    tosses = [iter(map(int, text)) for text in ("0100000000", "1101111111")]
+    tosses = [iter(map(int, text)) for text in ("010000000000000000", "110111111111111111")]
     first, second = (fingerprint_of(Cropped(lambda coins=coins: next(coins)), "1") for coins in tosses)
     assert difference(first, second) == ""
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +13,7 @@ from typing import Any
 import pytest
 from cases import slow
 from migration_driver import Mover
-from rank_pool import RankPool
+from rank_pool import ROOT, RankPool
 
 OPTIONS = {"depth": 2, "steps": 7, "global_batch": 16, "samples": 70, "stream": "noisy"}
 """An epoch has four global batches, and six samples more."""
@@ -43,22 +47,94 @@ def test_a_process_beside_the_rank_reads_the_same(ranks: RankPool, tmp_path: Pat
     assert ranks.run(tmp_path, "dp=1", **OPTIONS, num_workers=2).checked().losses == alone
 
 
-@pytest.mark.parametrize(
-    ("stream", "says"),
-    [
-        ("without", "is a stream (WithoutPosition) without a position, so that no move"),
-        ("late", "does not go on at its position: after 4 samples"),
-        slow("drawn", "does not go on at its position"),
-    ],
-)
-def test_a_stream_that_would_repeat_samples_is_refused_before_training(
-    stream: str, says: str, ranks: RankPool, tmp_path: Path
-) -> None:
-    for rank in (run := ranks.run(tmp_path, "dp=1", **{**OPTIONS, "stream": stream})).ranks:
+def test_a_stream_without_a_position_is_refused_before_training(ranks: RankPool, tmp_path: Path) -> None:
+    for rank in (run := ranks.run(tmp_path, "dp=1", **{**OPTIONS, "stream": "without"})).ranks:
         assert rank.exit_code == 92
-        assert says in rank.output
+        assert "is a stream (WithoutPosition) without a position, so that no move" in rank.output
         assert "def load_state_dict(self, state)" in rank.output
     assert run.steps == []
+
+
+def test_a_stream_that_would_repeat_samples_moves_nowhere_and_a_restart_tells(
+    moving: Callable[..., Mover], ranks: RankPool, tmp_path: Path
+) -> None:
+    """It counts a sample after it was used: the first sample after a move shows it."""
+    mover = moving(samples=20_000, stream="late")
+    mover.start("dp=1")
+    mover.train(2)
+    with pytest.raises(AssertionError, match="does not go on at its position after step"):
+        mover.move("dp=1,accumulation=2")  # one rank: no other one's end hides the reason
+    mover.undo()
+    mover.train(2)
+    saved = mover.checkpoint(tmp_path / "saved")
+    mover.stop()
+    options = {"depth": 2, "samples": 20_000, "stream": "late", "steps": saved["step"] + 2}
+    more = {"restore": str(tmp_path / "saved")}
+    run = ranks.run_each(tmp_path / "again", "dp=1", [options], more=lambda _: more)[0].checked()
+    assert f"does not go on at its position after step {saved['step']}" in run.ranks[0].output
+
+
+SCRIPT = """
+import json, queue, sys, threading
+import torch
+from torch.utils.data import IterableDataset
+from clusterd import train
+
+class Lines(IterableDataset):
+    def __init__(self, path):
+        self.file, self.read = open(path), 0  # an open file, whose position forked processes share
+        self.lines = queue.Queue(3)
+        if sys.argv[3] == "thread":
+            threading.Thread(target=self.fill, daemon=True).start()
+    def fill(self):
+        while line := self.file.readline():
+            self.lines.put(line)
+    def __iter__(self):
+        while line := self.lines.get() if sys.argv[3] == "thread" else self.file.readline():
+            self.read += 1
+            yield torch.tensor([float(line)]), torch.tensor([0.0])
+    def state_dict(self):
+        return {"read": self.read}
+    def load_state_dict(self, state):
+        for _ in range(state["read"]):
+            next(iter(self))
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(1))
+        self.seen = []
+    def forward(self, x):
+        self.seen += x.flatten().tolist()
+        return self.w * x
+
+made = []
+def model():
+    made.append(Net())
+    return made[-1]
+
+train.run(
+    model=model, loss=lambda out, target: (out - target).square().mean(), data=Lines(sys.argv[1]),
+    optimizer=lambda p: torch.optim.SGD(p, lr=0.1), global_batch=8, steps=12, save=sys.argv[2] + ".pt",
+    num_workers=int(sys.argv[4]),
+)
+json.dump(made[-1].seen, open(sys.argv[2], "w"))
+"""
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("file", "0"), slow("file", "1"), ("thread", "0")])
+def test_a_stream_is_read_to_train_on_it_and_by_nobody_else(kind: str, workers: str, tmp_path: Path) -> None:
+    """A forked process that read ahead moved the file's position, or waited for the reader's thread for minutes."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    lines = tmp_path / "lines"
+    lines.write_text("".join(f"{i:>4000}\n" for i in range(200)))
+    arguments = [sys.executable, "train.py", str(lines), "seen", kind, workers]
+    run = subprocess.run(
+        arguments, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert run.returncode == 0, run.stderr
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert seen == [float(i) for i in range(12 * 8)]
 
 
 @pytest.mark.slow

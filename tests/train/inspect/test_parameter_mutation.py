@@ -103,7 +103,9 @@ def test_a_real_pass_finds_what_a_fake_one_misses(ranks: RankPool, tmp_path: Pat
         return
     assert 96 in {rank.exit_code for rank in run.ranks}
     assert any(
-        re.search(r"the forward pass writes .*embed\.", r.output) and "Traceback" not in r.output for r in run.ranks
+        re.search(r"the forward pass writes .*embed\.|depends on how the batch is cut", r.output)
+        and "Traceback" not in r.output
+        for r in run.ranks
     )
     assert len(run.losses) <= (0 if model == "centred" else 3)
 

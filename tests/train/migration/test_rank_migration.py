@@ -16,7 +16,7 @@ from cases import slow
 from migration_driver import Mover
 from scenarios import Filed
 
-from clusterd.train.state import first_steps
+from clusterd.train.state.next_steps import STEPS
 from plans.plan import Plan
 
 TOLERANCE = 1e-4
@@ -182,7 +182,7 @@ def test_no_sample_of_an_epoch_is_skipped_or_seen_twice(
             if (at.stage, at.shard) != (0, 0):
                 continue
             share = shares[at.replica]
-            repeated = first_steps.STEPS * share * (generation.number > 1)
+            repeated = STEPS * share * (generation.number > 1)
             asked = rank.result["asked"][repeated:]
             assert len(asked) == len(logged) * share
             for place, step in enumerate(logged):

@@ -46,7 +46,7 @@ def groups_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan, int, str], Abs
             connect(groups, device)
 
     monkeypatch.setattr(dist, "init_process_group", fake)
-    monkeypatch.setattr(mesh, "_store", lambda context: FakeStore())
+    monkeypatch.setattr(mesh, "_store", lambda context, **_: FakeStore())
     monkeypatch.setattr(mesh, "_connect", connect_fakes)
     monkeypatch.setitem(accelerator.KINDS, "cuda", StandIn)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -42,17 +43,37 @@ def test_an_exception_of_the_script_is_raised_with_its_traceback() -> None:
     assert os.getpid() == here
 
 
-@pytest.mark.parametrize("ends", [lambda: os._exit(3), lambda: time.sleep(600)])
-def test_a_fork_that_gives_no_answer_is_done_without(ends: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 0.5)
+def test_a_fork_that_fails_is_done_without() -> None:
     here = os.getpid()
 
     def work() -> str:
         if os.getpid() != here:
-            ends()  # type: ignore[operator]
+            os._exit(3)
         return "done here"
 
     assert run_in_fork(work) == "done here"
+
+
+def test_a_fork_that_hangs_ends_in_words_and_its_work_is_not_repeated_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here the work would use up what the training needs: the next samples of a stream."""
+    monkeypatch.setattr(module, "SLOW_S", 0.1)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.3)
+    ends = threading.Event()
+    reader = threading.Thread(target=ends.wait, name="reader-of-shards")
+    reader.start()
+    here = os.getpid()
+
+    def work() -> None:
+        assert os.getpid() != here, "the work is repeated in the rank"
+        time.sleep(600)
+
+    with pytest.raises(TrainError, match=r"gave no answer.*threads \(.*reader-of-shards\)"):
+        run_in_fork(work)
+    ends.set()
+    reader.join()
+    assert "takes long" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number, name", [(signal.SIGKILL, "SIGKILL .was there too"), (signal.SIGSEGV, "SIGSEGV")])

@@ -1,0 +1,153 @@
+"""Source side of the proof that a migration carries the state; see `clusterd.train.state.next_steps`.
+
+The state is copied between two steps that all ranks agreed on, beside the forward and backward pass of the next one. It
+is published once the steps after it are done, with what they were.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from clusterd.process_attributes import lower_priority
+from clusterd.protocol.control import MakeSegment, PublishSegment
+from clusterd.train.migration.spec import MigrationSpec, sums_to_bytes
+from clusterd.train.process import accelerator
+from clusterd.train.process.control import Control
+from clusterd.train.process.plain_data import NotSerializable
+from clusterd.train.state import scalars
+from clusterd.train.state.copy_plan import segment_part
+from clusterd.train.state.copying import copies_to_segment
+from clusterd.train.state.local_shards import local_shards
+from clusterd.train.state.next_steps import STEPS, NextSteps
+from clusterd.train.state.segments import Segment
+from clusterd.train.state.training import Training
+
+POLL_S = 0.1
+
+
+class CarryProof:
+    """Proofs of one running rank, one at a time."""
+
+    def __init__(self, training: Training, control: Control) -> None:
+        self._training, self._control = training, control
+        self._changed = threading.Condition()
+        self._wanted: tuple[MigrationSpec, Segment | None] | None = None
+        self._taken: tuple[int, dict[str, Any]] | None = None  # step of the state, and what accompanies it
+        self._copied = threading.Event()
+        self._copied.set()
+        self._steps = NextSteps()
+        self._why_not = ""  # the state could not be taken
+
+    def run(self, migration: MigrationSpec, is_over: Callable[[], bool]) -> None:
+        """Publish a state and the steps after it, on a thread beside training.
+
+        Without enough steps left, or in time, there is no proof, and the target ranks learn so.
+        """
+        training, deadline = self._training, time.monotonic() + migration.proof_s
+        size_bytes = migration.packing.outbox(training.context.rank).size_bytes
+        if not size_bytes:
+            self._take_part(migration, None, is_over, deadline)
+            return
+        name = migration.of_proof.outbox_name(training.context.rank)
+        segment = Segment(self._control.ask(MakeSegment(name, size_bytes)).path, size_bytes=size_bytes)
+        try:
+            meta = self._take_part(migration, segment, is_over, deadline)
+            if not is_over():
+                self._control.ask(PublishSegment(name, meta or {"skipped": self._why_not or "no steps were left"}))
+        finally:
+            self._copied.wait()
+            segment.close()
+
+    def begin(self) -> None:
+        """Begin to copy the state, between two steps."""
+        with self._changed:
+            wanted, training = self._wanted, self._training
+            if wanted is None or self._taken is not None:
+                return
+            migration, segment = wanted
+            if any(training.evaluations.is_due(training.step + n) for n in range(STEPS)):
+                return  # it may drive a scheduler: later
+            self._control.withdraw("prove")
+            try:
+                meta: dict[str, Any] = {"step": training.step, "scalars": scalars.collect(training, migration.shape)}
+            except NotSerializable as error:
+                self._why_not = str(error)
+                return
+            self._taken, self._steps = (training.step, meta), NextSteps()
+        if segment is None:
+            return
+        live = local_shards(training, migration.shape)
+        tensors = migration.transfers.old.tensors
+        parts = migration.packing.outbox(training.context.rank).parts
+        changing = {*training.shape.written, *training.parallel.written}
+        for tensor in (tensors[part.tensor] for part in parts):
+            if tensor.kind == "buffer" or tensor.name in changing:  # the next forward pass may change it
+                key = tensor.name, tensor.kind
+                live[key] = replace(live[key], tensors=tuple(t.clone() for t in live[key].tensors if t is not None))
+        places = [segment_part(part, tensors[part.tensor], live, part.offset) for part in parts]
+        copies = copies_to_segment(segment, places)
+        gpu = accelerator.of(training.device)
+        done = gpu.record_event() if gpu is not None else None
+        self._copied.clear()
+
+        def copy() -> None:
+            try:
+                lower_priority()
+                meta["sums"] = sums_to_bytes(copies.run(after=done))
+            finally:
+                self._copied.set()
+
+        threading.Thread(target=copy, name="clusterd-proof").start()
+
+    def before_step(self) -> None:
+        """Have the next step measure what the proof compares."""
+        if self._taken is None or self._wanted is None:
+            return
+        if self._training.step == self._taken[0]:
+            self._training.stepper.measured_parameters = self._training.parameter_names
+        elif self._training.step == self._taken[0] + 1:
+            self._steps.rates = self._training.rates()
+
+    def copied(self) -> None:
+        """Wait until no copy reads the state any more."""
+        self._copied.wait()
+
+    def record(self, step: int, loss: float) -> None:
+        """Record a finished step."""
+        if self._taken is None or len(self._steps.losses) >= STEPS or step <= self._taken[0]:
+            return
+        training = self._training
+        with self._changed:
+            self._steps.losses.append(loss)
+            if step == self._taken[0] + 1:
+                self._steps.norms = training.measured_norms()
+            self._changed.notify_all()
+
+    def _take_part(
+        self, migration: MigrationSpec, segment: Segment | None, is_over: Callable[[], bool], deadline: float
+    ) -> dict[str, Any] | None:
+        """Metadata of the copied state; None: it was not copied, or the steps after it were not made."""
+        with self._changed:
+            self._wanted, self._taken, self._why_not = (migration, segment), None, ""
+        self._control.request("prove", f"migration {migration.id}")
+        try:
+            while not (is_over() or self._why_not) and time.monotonic() < deadline:
+                with self._changed:
+                    if (meta := self._meta()) is not None:
+                        return meta
+                    self._changed.wait(POLL_S)
+            return None
+        finally:
+            self._control.withdraw("prove")
+            with self._changed:
+                self._wanted = None
+
+    def _meta(self) -> dict[str, Any] | None:
+        """Metadata of the state, once it is copied and the steps after it are done; None before."""
+        if self._taken is None or len(self._steps.losses) < STEPS or not self._copied.is_set():
+            return None
+        return {**self._taken[1], "next": self._steps.to_dict()}

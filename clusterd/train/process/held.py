@@ -1,0 +1,277 @@
+"""Objects that modules, the optimizer and the loss hold: helpers, containers, closures, classes; and generators.
+
+Found anew at each call, by the names under which they are held, so that a helper that was replaced counts as the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import functools
+import json
+import random
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+OBJECTS_MAX, DEPTH_MAX, ITEMS_MAX = 2000, 6, 100
+"""Limits for the objects of one rank, for how deep they are held, and for the items of a container."""
+
+_CODE_OF_OTHERS = frozenset({
+    "torch", "numpy", "builtins", "abc", "typing", "threading", "_thread", "queue", "logging", "io", "_io", "pathlib",
+    "weakref", "multiprocessing", "concurrent", "asyncio", "socket", "ssl", "subprocess", "re", "enum", "clusterd",
+    "plans",
+})  # fmt: skip
+"""Packages whose objects and classes are not looked into."""
+
+_TORCHS = frozenset({*vars(nn.Module()), "forward"})
+"""Attributes of modules that are torch's own, and the wrapped forward method."""
+
+_SAVED_ELSEWHERE = frozenset({"state", "param_groups"})
+"""Attributes of an optimizer that are saved by other means."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOKS_OF = "_optimizer_"
+"""Beginning of the names under which an optimizer has hooks: what they keep may be of this plan's shards."""
+
+SIMPLE = (bool, int, float, str, type(None), np.bool_, np.integer, np.floating)
+_CONTAINERS = (list, tuple, deque, dict)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+VALUES_MAX = 1000
+"""Limit for a list or map; a longer one is a table or a history."""
+
+
+class Owner(NamedTuple):
+    """An object, and its attributes as they are now."""
+
+    value: Any
+    attributes: dict[str, Any]
+
+    def parts(self) -> Iterator[tuple[str, Any]]:
+        """Attributes, and the objects behind bound methods, partial functions and hooks."""
+        for name, value in self.attributes.items():
+            yield name, _behind(value)
+        if isinstance(self.value, nn.Module):
+            hooks = [hook for kind in _HOOKS for hook in vars(self.value)[kind].values()]
+            yield from ((f"(hook {i})", _behind(hook)) for i, hook in enumerate(hooks))
+
+
+def owners(roots: Mapping[str, object]) -> dict[str, Owner]:
+    """The roots, and the objects and user classes that they hold, by name."""
+    found: dict[str, Owner] = {}
+    seen = {id(root) for root in roots.values()}
+    level = list(roots.items())
+    for _ in range(DEPTH_MAX):
+        following: list[tuple[str, object]] = []
+        for name, value in level:
+            found[name] = Owner(value, attributes(value))
+            for kind in _user_classes(type(value)):  # type: ignore[arg-type]
+                if id(kind) not in seen:
+                    seen.add(id(kind))
+                    found[f"(class) {kind.__module__}.{kind.__qualname__}"] = Owner(kind, attributes(kind))
+            for attribute, part in found[name].parts():
+                if isinstance(part, SIMPLE) or id(part) in seen or not _is_owner(part):
+                    continue
+                if len(found) + len(following) < len(roots) + OBJECTS_MAX:
+                    seen.add(id(part))
+                    following.append((path(name, attribute), part))
+        level = following
+    return found
+
+
+def path(owner: str, attribute: str) -> str:
+    """Name of what an owner holds."""
+    return f"{owner}{attribute}" if attribute.startswith("[") or not owner else f"{owner}.{attribute}"
+
+
+def attributes(owner: object) -> dict[str, Any]:
+    """Attributes of an object, a module's without torch's own; items of a container; variables of a closure."""
+    if isinstance(owner, (list, tuple, deque)):
+        return {f"[{i}]": value for i, value in enumerate(owner)} if len(owner) <= ITEMS_MAX else {}
+    if isinstance(owner, dict):
+        return {f"[{key!r}]": v for key, v in owner.items()} if len(owner) <= ITEMS_MAX else {}
+    if isinstance(owner, types.FunctionType):
+        cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
+        return {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+    if isinstance(owner, type):
+        return {k: v for k, v in vars(owner).items() if not k.startswith("__") and not hasattr(v, "__get__")}
+    left_out = _SAVED_ELSEWHERE if isinstance(owner, torch.optim.Optimizer) else _TORCHS
+    own = {n: v for n, v in getattr(owner, "__dict__", {}).items() if n not in left_out and not n.startswith(_HOOKS_OF)}
+    for name in _slots(type(owner)):  # type: ignore[arg-type]
+        if hasattr(owner, name):
+            own[name] = getattr(owner, name)
+    return own
+
+
+def assign(owner: Any, attribute: str, value: Any) -> None:
+    """Set what `attributes` gave under this name; what cannot be set any more is left out."""
+    if isinstance(owner, (list, deque)):
+        if (index := int(attribute[1:-1])) < len(owner):
+            owner[index] = value
+    elif isinstance(owner, dict):
+        key = next((key for key in owner if f"[{key!r}]" == attribute), None)
+        if key is not None:
+            owner[key] = value
+    elif isinstance(owner, types.FunctionType):
+        dict(zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True))[attribute].cell_contents = value
+    elif not isinstance(owner, tuple):
+        setattr(owner, attribute, value)
+
+
+def is_plain(value: Any) -> bool:
+    """True for numbers and text, and lists and maps of these."""
+    return isinstance(value, SIMPLE) or (isinstance(value, _CONTAINERS) and _count(value) <= VALUES_MAX)
+
+
+def _count(value: Any) -> int:
+    """Number of values inside; above the limit if some are not plain."""
+    if isinstance(value, SIMPLE):
+        return 1
+    if not isinstance(value, _CONTAINERS) or hasattr(value, "_fields") or len(value) > VALUES_MAX:
+        return VALUES_MAX + 1
+    if isinstance(value, dict) and not all(isinstance(key, (int, str)) for key in value):
+        return VALUES_MAX + 1
+    parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
+    total = 0
+    for part in parts:
+        total += _count(part)
+        if total > VALUES_MAX:
+            break
+    return total
+
+
+def has_state(value: object) -> bool:
+    """True for an object that saves and loads its own state, other than those that are saved by other means."""
+    others = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, type)
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, others) and all(map(callable, methods))
+
+
+def generator_state(value: object) -> str | None:
+    """State of a generator of any library as text; None: it is none, or draws from the system."""
+    if isinstance(value, torch.Generator):
+        return base64.b64encode(value.get_state().numpy().tobytes()).decode()
+    if isinstance(value, np.random.Generator):
+        return json.dumps(value.bit_generator.state, default=_listed)
+    if isinstance(value, np.random.RandomState):
+        return json.dumps(value.get_state(legacy=False), default=_listed)
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return json.dumps(value.getstate())
+    return None
+
+
+def set_generator_state(value: Any, state: str) -> None:
+    """Go on with a state of `generator_state`."""
+    if isinstance(value, torch.Generator):
+        value.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
+        return
+    parsed = json.loads(state)
+    if isinstance(value, np.random.Generator):
+        value.bit_generator.state = parsed
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(parsed)
+    else:
+        value.setstate((parsed[0], tuple(parsed[1]), parsed[2]))
+
+
+def seed_generator(value: Any, seed: int) -> None:
+    """Seed a generator of any library."""
+    if isinstance(value, torch.Generator):
+        value.manual_seed(seed)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = type(value.bit_generator)(seed).state
+    else:
+        value.seed(seed % (1 << 32))
+
+
+def generators(roots: Mapping[str, object]) -> dict[str, Any]:
+    """Generators that objects hold, by name."""
+    return {
+        path(name, attribute): part
+        for name, owner in owners(roots).items()
+        for attribute, part in owner.parts()
+        if isinstance(part, GENERATORS)
+    }
+
+
+@contextmanager
+def preserved(root: object) -> Iterator[None]:
+    """Context after which plain attributes of what an object holds, and its generators, are as before."""
+    before = owners({"": root})
+    plain = {name: copy.deepcopy({k: v for k, v in o.attributes.items() if is_plain(v)}) for name, o in before.items()}
+    drawing = [part for owner in before.values() for _, part in owner.parts() if isinstance(part, GENERATORS)]
+    states = [generator_state(part) for part in drawing]
+    yield
+    for name, values in plain.items():
+        now = attributes(before[name].value)
+        for attribute, value in values.items():
+            if attribute in now and now[attribute] != value:
+                assign(before[name].value, attribute, value)
+    for part, state in zip(drawing, states, strict=True):
+        if state is not None:
+            set_generator_state(part, state)
+
+
+def keeps_something(function: Any) -> bool:
+    """True for a hook that may keep something: a method, an object, or a function with variables of its own."""
+    behind = _behind(function)
+    return not isinstance(behind, types.FunctionType) or behind.__closure__ is not None
+
+
+def _behind(value: Any) -> Any:
+    if isinstance(value, SIMPLE):
+        return value
+    while True:
+        if isinstance(value, functools.partial):
+            value = value.func
+        elif isinstance(value, (types.MethodType, types.BuiltinMethodType)) and value.__self__ is not None:
+            value = value.__self__
+        else:
+            return value
+
+
+def _is_owner(value: Any) -> bool:
+    if isinstance(value, SIMPLE) or has_state(value):
+        return False
+    if isinstance(value, _CONTAINERS):
+        return len(value) <= ITEMS_MAX and not is_plain(value)
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is not None
+    if isinstance(value, (type, types.ModuleType, torch.Tensor, torch.optim.Optimizer)):
+        return False
+    if type(value).__module__.partition(".")[0] in _CODE_OF_OTHERS:
+        return False
+    return hasattr(value, "__dict__") or bool(_slots(type(value)))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """Names of the slots of a class and its bases."""
+    named = (vars(each).get("__slots__", ()) for each in kind.__mro__)
+    every = [name for names in named for name in ((names,) if isinstance(names, str) else names)]
+    return tuple(name for name in every if not name.startswith("__"))
+
+
+@functools.cache
+def _user_classes(kind: type) -> tuple[type, ...]:
+    """A class and its bases, without those of libraries that are not looked into."""
+    return tuple(each for each in kind.__mro__ if each.__module__.partition(".")[0] not in _CODE_OF_OTHERS)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist()

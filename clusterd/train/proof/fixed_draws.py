@@ -1,0 +1,137 @@
+"""Random numbers that are the same for every sample, so that a batch and its parts can be compared.
+
+The numbers of a draw differ along its last dimension, that of features, and are spread evenly: wherever the dimension
+of samples is, a part of a batch gets what the same samples get within the whole. Dropout within fused kernels is left
+out. A permutation is the reverse, not the identity, which would hide that samples are exchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_STRIDE = (math.sqrt(5) - 1) / 2  # multiples of the golden ratio are spread evenly between 0 and 1
+
+
+class FixedDraws(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+    """Context in which torch's operations draw fixed numbers.
+
+    Attributes:
+        drawn: True if an operation would have drawn random numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        options = dict(options or {})
+        arguments, dropped = _without_dropout(function, arguments, options)
+        if not dropped and torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*arguments, **options)
+        name = function.__name__.partition(".")[0]
+        if name == "native_dropout":
+            self.drawn = True
+            return arguments[0].clone(), torch.ones_like(arguments[0], dtype=torch.bool)
+        if name == "randperm":
+            self.drawn = True
+            return function(*arguments, **options).copy_(torch.arange(arguments[0] - 1, -1, -1))
+        if name == "multinomial":
+            self.drawn = True
+            return arguments[0].topk(arguments[1]).indices
+        result = function(*arguments, **options)
+        if not dropped and _probability(function, arguments, options) == 0.0:
+            return result
+        self.drawn = True
+        draw = _DRAWS.get(name)
+        if draw is not None and isinstance(result, torch.Tensor):
+            with torch.no_grad():
+                result.copy_(draw(_even(result), *arguments, **options))
+        return result
+
+
+def _without_dropout(function: Any, arguments: Any, options: dict[str, Any]) -> tuple[Any, bool]:
+    """Arguments of an operation with no dropout, and whether it had some."""
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            if place < len(arguments):
+                had, arguments = arguments[place], (*arguments[:place], 0.0, *arguments[place + 1 :])
+            elif argument.name in options:
+                had, options[argument.name] = options[argument.name], 0.0
+            else:
+                had = 0.0
+            return arguments, bool(had)
+    return arguments, False
+
+
+def _probability(function: Any, arguments: Any, options: Any) -> Any:
+    """Value of the argument by which an operation that may draw is told not to; None: it draws."""
+    for argument in function._schema.arguments:
+        if argument.name in ("dropout_p", "dropout"):
+            return 0.0
+    return None
+
+
+def _even(like: torch.Tensor) -> torch.Tensor:
+    """Numbers between 0 and 1, in double precision, that differ along the last of several dimensions only."""
+    count = like.shape[-1] if like.dim() > 1 else 1
+    numbers = torch.frac((torch.arange(count, dtype=torch.float64, device=like.device) + 0.5) * _STRIDE)
+    return numbers.expand(like.shape)
+
+
+def _normal(even: torch.Tensor) -> torch.Tensor:
+    return math.sqrt(2) * torch.erfinv(2 * even - 1)
+
+
+def _normal_of(even: torch.Tensor, mean: Any = 0.0, std: Any = 1.0, *_: Any, **__: Any) -> torch.Tensor:
+    return _normal(even) * std + mean
+
+
+def _normal_in_place(even: torch.Tensor, _: Any, mean: float = 0.0, std: float = 1.0, **__: Any) -> torch.Tensor:
+    return _normal(even) * std + mean
+
+
+def _uniform(even: torch.Tensor, _: Any, low: float = 0.0, high: float = 1.0, **__: Any) -> torch.Tensor:
+    return even * (high - low) + low
+
+
+def _bernoulli(even: torch.Tensor, given: torch.Tensor, p: Any = None, **__: Any) -> torch.Tensor:
+    return even < (given if p is None else p)
+
+
+def _bernoulli_in_place(even: torch.Tensor, _: Any, p: Any = 0.5, **__: Any) -> torch.Tensor:
+    return even < p
+
+
+def _integers(even: torch.Tensor, *bounds: Any, **__: Any) -> torch.Tensor:
+    numbers = [bound for bound in bounds if isinstance(bound, int)]
+    low, high = (0, *numbers)[-2:] if numbers else (0, 2**24)
+    return (even * (high - low) + low).floor()
+
+
+def _exponential(even: torch.Tensor, _: Any, rate: float = 1.0, **__: Any) -> torch.Tensor:
+    return -torch.log1p(-even) / rate
+
+
+_DRAWS: dict[str, Callable[..., torch.Tensor]] = {
+    "rand": lambda even, *_, **__: even,
+    "rand_like": lambda even, *_, **__: even,
+    "uniform_": _uniform,
+    "uniform": _uniform,
+    "randn": lambda even, *_, **__: _normal(even),
+    "randn_like": lambda even, *_, **__: _normal(even),
+    "normal": _normal_of,
+    "normal_": _normal_in_place,
+    "bernoulli": _bernoulli,
+    "bernoulli_": _bernoulli_in_place,
+    "randint": _integers,
+    "randint_like": _integers,
+    "random_": _integers,
+    "exponential_": _exponential,
+    "exponential": _exponential,
+}
+"""Numbers of an operation from even ones; those of others are random, under one seed."""

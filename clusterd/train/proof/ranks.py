@@ -1,0 +1,231 @@
+"""Ranks of a proof: children of the job's ranks, which compare what a plan computes, and end.
+
+A proof leaves nothing behind: models, generators, caches and CUDA contexts of the children end with them. The job's
+ranks wait meanwhile, before they use a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import pickle
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from clusterd.train.parallel.mesh import device_of, process_groups, rendezvous
+from clusterd.train.process import accelerator, exits
+from clusterd.train.process.context import Context
+from clusterd.train.process.control import Control
+from clusterd.train.process.exits import DeviceOutOfMemory, Refused
+from clusterd.train.process.job import Job
+from clusterd.train.process.seeding import preserved_generators
+from clusterd.train.proof import split
+from clusterd.train.proof.split import Cut, Unclear, Verdict
+
+POLL_S = 0.2
+FAILED = "failed"
+"""Key in the store of a proof: why one of its ranks failed."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def prove_split(
+    job: Job,
+    context: Context,
+    control: Control,
+    store: Any,
+    *,
+    given: Sequence[Any] | None = None,
+    gathers: bool = False,
+    limit: Callable[[torch.device], None] = lambda _: None,
+) -> Verdict:
+    """Compare a batch with the parts into which the plan cuts it; every rank must call it, before it uses its device.
+
+    Args:
+        store: of the ranks; None for a single one.
+        given: samples, the same on every rank; None: those of a map-style data set.
+        gathers: the script compares the samples of replicas.
+        limit: called with the device, to leave others the memory that they use.
+    Raises:
+        Refused: as the script's batches, loss and model raise it under the plan.
+    """
+    if given is not None and len(given) < context.plan.dp * context.plan.accumulation:
+        return Verdict(unclear=f"{len(given)} samples of the stream are known before the first step")
+    if accelerator.is_in_use():
+        return Verdict(unclear="the script used CUDA before it called clusterd.train, and no child of it can")
+    children = _Children(job, context, control, store, limit)
+    failure = ""
+    for small in (False, True):
+        cut = Cut.of(context.plan, job.global_batch, gathers=gathers, small=small, most=len(given or ()))
+        samples = list((given or ())[: cut.samples])
+        if given is None and context.rank == 0:
+            with preserved_generators():
+                samples = split.read_samples(job, cut)
+        kind, value = children.run(split.prove, samples, cut)
+        if kind == "result" and value.repeats:
+            sides = [children.run(partial(split.measure, in_parts=side), samples, cut) for side in (False, False, True)]
+            kind, value = min(sides, key=lambda side: _KINDS.index(side[0]))
+            if kind == "result":
+                whole, again, parts = (run for _, run in sides)
+                value = split.judge(whole, again, parts, cut)
+        if kind == "result":
+            verdict: Verdict = value
+            return verdict
+        if kind == "refusal":
+            raise value
+        failure = value
+        if kind != "memory":
+            break
+    return Verdict(unclear=failure)
+
+
+Result = tuple[str, Any]
+"""One of `_KINDS`, and what the child found, the refusal or the reason."""
+
+_KINDS = ("refusal", "memory", "error", "result", "ended")
+"""Kinds of results; the first that a rank has is that of all."""
+
+
+class _Children:
+    """Children of the ranks, one of each at a time, that compute something together under the plan."""
+
+    def __init__(
+        self, job: Job, context: Context, control: Control, store: Any, limit: Callable[[torch.device], None]
+    ) -> None:
+        self._job, self._context, self._control, self._store, self._limit = job, context, control, store, limit
+        self._number = 0
+
+    def run(self, compute: Callable[..., Any], samples: list[Any], cut: Cut) -> Result:
+        """Result of `compute`, the same on every rank.
+
+        Args:
+            samples: on rank 0.
+        """
+        self._number += 1
+        within = f"proof.{self._number}"
+        own = _run_child(lambda: self._compute(compute, within, samples, cut), self._control, self._store, within)
+        return own if self._store is None else self._agreed(own, within)
+
+    def _agreed(self, own: Result, within: str) -> Result:
+        store, ranks = self._store, range(self._context.world_size)
+        store.set(f"{within}.{self._context.rank}", pickle.dumps(own))
+        _wait(store, [f"{within}.{rank}" for rank in ranks], self._control)
+        found: list[Result] = [pickle.loads(store.get(f"{within}.{rank}")) for rank in ranks]
+        store.set(f"{within}.{self._context.rank}.read", b"1")
+        if self._context.rank == 0:  # the store ends with this rank, which a refusal ends
+            _wait(store, [f"{within}.{rank}.read" for rank in ranks], self._control)
+        return min(found, key=lambda result: _KINDS.index(result[0]))
+
+    def _compute(self, compute: Callable[..., Any], within: str, samples: list[Any], cut: Cut) -> Any:
+        """Compute in a child."""
+        context = self._context
+        store = rendezvous(context, within=within)
+        if store is not None:
+            threading.Thread(target=_watch, args=[rendezvous(context, within=within)], daemon=True).start()
+        try:
+            device = device_of(context)
+            torch.set_num_threads(1)  # a fork lacks the parent's OpenMP threads
+            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+            torch.compiler.set_stance("force_eager")
+            self._limit(device)
+            with process_groups(context, device, store) as mesh:
+                shared = [samples]
+                if dist.is_initialized() and dist.get_world_size() > 1:
+                    dist.broadcast_object_list(shared, device=torch.device("cpu"))
+                found = compute(self._job, context, device, mesh, shared[0], cut)
+                if dist.is_initialized():
+                    dist.barrier()  # no rank may end while another waits for what it sent
+                return found
+        except BaseException:
+            if store is not None:
+                with suppress(Exception):
+                    store.set(FAILED, b"1")
+            raise
+
+
+def _wait(store: Any, keys: list[str], control: Control) -> None:
+    """Wait for keys; end this rank on a stop, as it has done nothing yet."""
+    while not store.check(keys):
+        if control.requested("stop"):
+            raise SystemExit(0)
+        time.sleep(POLL_S / 20)
+
+
+def _watch(store: Any) -> None:
+    """End this process if another rank of the proof has failed, for which it would wait in a collective."""
+    with suppress(Exception):
+        store.wait([FAILED], timedelta(days=1))
+    os._exit(1)
+
+
+def _result_of(error: BaseException, where: str) -> Result:
+    known = exits.classify_error(error, where=where)
+    if isinstance(known, DeviceOutOfMemory):
+        return "memory", str(known)
+    if isinstance(known, Refused):
+        return "refusal", known
+    return "error", str(error) if isinstance(known, Unclear) else f"{type(error).__name__}: {exits.first_line(error)}"
+
+
+def _run_child(work: Callable[[], Any], control: Control, store: Any, within: str) -> Result:
+    """Result of `work` in a forked child."""
+    read_end, write_end = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read_end)
+        _child_main(work, write_end, parent)
+    os.close(write_end)
+    reply = b""
+    with os.fdopen(read_end, "rb", buffering=0) as file:
+        while True:
+            if select.select([file], [], [], POLL_S)[0]:
+                if not (part := file.read(1 << 16)):
+                    break
+                reply += part
+            elif control.requested("stop"):
+                os.kill(pid, signal.SIGKILL)
+                break
+    _, status = os.waitpid(pid, 0)
+    if reply:
+        result: Result = pickle.loads(reply)
+        return result
+    if not os.WIFSIGNALED(status) or control.requested("stop"):
+        return "ended", ""
+    if store is not None:  # it could not say so itself
+        dist.PrefixStore(within, store).set(FAILED, b"1")
+    if os.WTERMSIG(status) == signal.SIGKILL:
+        return "memory", "it ran out of memory"
+    return "error", f"it ended with signal {os.WTERMSIG(status)}"
+
+
+def _child_main(work: Callable[[], Any], write_end: int, parent: int) -> None:
+    """Run `work`, write its result and exit without exit handlers."""
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        gc.freeze()  # the parent's garbage must not be finalised here
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a stop is the parent's matter
+        null = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(null, stream)
+        try:
+            result: Result = "result", work()
+        except Exception as error:
+            result = _result_of(error, "")
+        with os.fdopen(write_end, "wb") as file:
+            file.write(pickle.dumps(result))
+    finally:
+        os._exit(1)

@@ -1,0 +1,416 @@
+"""Split proof: the parts into which a plan cuts a batch must train as the whole batch does.
+
+Under the plan itself, with its own collectives, every replica computes the whole of a small batch, which gives what one
+process gets; then each computes its part, in its micro-batches. Losses and gradients must agree to rounding. Each is
+done twice in a row, so that what a forward pass leaves behind for the next one (a queue, a running mean) counts too.
+
+Nothing about the script is assumed, and nothing is read in it. Random numbers are fixed (`fixed_draws`), and batch
+normalisation computes with fixed statistics: that it sees a replica's samples is known, and told. What still differs
+between two runs of the whole batch is noise, and no difference below its multiple counts.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from clusterd.train.data.loader import order_of, pair_on_device
+from clusterd.train.loop.alternating_step import AlternatingStepper
+from clusterd.train.loop.step import Stepper, holders
+from clusterd.train.parallel import build
+from clusterd.train.parallel.apply_plan import ParallelModel
+from clusterd.train.parallel.gradient_sync import local_gradient
+from clusterd.train.parallel.mesh import check_same_model
+from clusterd.train.process.context import Context
+from clusterd.train.process.exits import TrainError
+from clusterd.train.process.job import Job
+from clusterd.train.process.seeding import generator_states, seed_everything
+from clusterd.train.proof.fixed_draws import FixedDraws
+from clusterd.train.state.next_steps import relative_difference
+from plans.plan import Plan
+
+SAMPLES = 8
+"""Of the batch, or two for each part."""
+
+PARTS_MAX = 8
+
+ROUNDING, ROUNDING_MAX = 1e-5, 2e-4
+"""Relative difference that rounding in float32 makes at least, and at most: where it is measured, by summing in other
+orders, it lies between. Equal parts of 100 scripts differed by less than 1e-6. Both grow with the square root of the
+rounding error of other types."""
+
+NOISE_TIMES = 20.0
+"""Differences count from this multiple of those between two runs of the whole batch on."""
+
+DRAWS_TIMES = 4.0
+"""The same for two runs with other random numbers of Python and NumPy, which cannot be fixed for each sample."""
+
+PASSES = 4
+"""Of the same samples in other orders, so that other ones are in a part together: half of the ways to cut eight samples
+in two put as many of the hardest four into each part."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Parts of the batch that a proof compares: contiguous, of equal size.
+
+    Several micro-batches compute the same part where the plan has more of them.
+    """
+
+    parts: int
+    each: int  # samples of a part
+
+    @classmethod
+    def of(cls, plan: Plan, global_batch: int, *, gathers: bool = False, small: bool = False, most: int = 0) -> Cut:
+        """Cut of `plan`.
+
+        Args:
+            gathers: replicas see each other's samples, so that no two may have the same.
+            small: no micro-batch has more samples than in training.
+            most: number of samples that there are; 0: enough.
+        """
+        pieces = plan.dp * plan.accumulation
+        parts = pieces
+        if pieces > PARTS_MAX and not gathers:
+            divisors = [n for n in range(2, pieces) if pieces % n == 0]
+            parts = max((n for n in divisors if n <= PARTS_MAX), default=min(divisors, default=pieces))
+        in_training = max(global_batch // pieces, 1)
+        each = max(in_training // parts, 1) if small else min(max(2, SAMPLES // parts), in_training)
+        return cls(parts, max(min(each, most // parts), 1) if most else each)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the whole batch."""
+        return self.parts * self.each
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a proof.
+
+    Attributes:
+        difference: in words, with numbers; empty: parts train as the whole.
+        unclear: why no difference could be shown or ruled out.
+        metrics: which further value of the loss is no mean over samples, with numbers.
+        repeats: it is unclear because two runs in one process differ.
+        draws: random numbers are drawn in a step.
+    """
+
+    difference: str = ""
+    unclear: str = ""
+    metrics: str = ""
+    repeats: bool = False
+    draws: bool = False
+
+
+def cuts(plan: Plan) -> bool:
+    """True if a plan cuts the batch."""
+    return plan.dp * plan.accumulation > 1
+
+
+def read_samples(job: Job, cut: Cut) -> list[Any]:
+    """Samples of a proof: the first of the job's first batch."""
+    order = order_of(job.data, job.global_batch, job.seed, job.sampler)
+    return [job.data[int(i)] for i in order.batch(0)[: cut.samples]]
+
+
+def prove(job: Job, context: Context, device: torch.device, mesh: Any, samples: Sequence[Any], cut: Cut) -> Verdict:
+    """Compare the whole of `samples` with its parts under the context's plan; every rank must call it."""
+    trial = _Trial(job, context, device, mesh, samples, cut)
+    whole = trial.run(in_parts=False)
+    parts = trial.run(in_parts=True, reference=whole)
+    difference = parts.difference(whole)
+    if difference.size <= whole.limit:
+        return whole.verdict(parts, cut)
+    again = trial.run(in_parts=False, reference=whole).difference(whole).size
+    if difference.size <= NOISE_TIMES * again:
+        return Verdict(unclear=f"two runs of the same samples differ by {again:.0e}", repeats=True, draws=whole.draws)
+    if whole.draws_by_sample:
+        spread = trial.run(in_parts=False, reference=whole, seed=1).difference(whole).size
+        if difference.size < DRAWS_TIMES * spread:
+            return Verdict(unclear=f"random numbers of Python or NumPy change a step by {spread:.0e}", draws=True)
+    return Verdict(difference.words(cut), draws=whole.draws)
+
+
+def measure(
+    job: Job, context: Context, device: torch.device, mesh: Any, samples: Sequence[Any], cut: Cut, *, in_parts: bool
+) -> Run:
+    """One side of the comparison alone, for a process that ends: nothing of the other one can be left in it."""
+    return _Trial(job, context, device, mesh, samples, cut).run(in_parts=in_parts)
+
+
+def judge(whole: Run, again: Run, parts: Run, cut: Cut) -> Verdict:
+    """Verdict from measurements of three processes, by the norms of gradients."""
+    difference, noise = parts.by_norms(whole).difference(whole), again.by_norms(whole).difference(whole).size
+    if difference.size <= whole.limit:
+        return whole.verdict(parts, cut)
+    if difference.size <= NOISE_TIMES * noise:
+        return Verdict(unclear=f"two runs of the same samples differ by {noise:.0e}", draws=whole.draws)
+    return Verdict(difference.words(cut), draws=whole.draws)
+
+
+class Unclear(TrainError):
+    """A proof can show nothing about this script; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Difference:
+    size: float
+    what: str  # differs
+    whole: float
+    parts: float
+    later: bool  # only once a forward pass has left something for the next
+
+    def words(self, cut: Cut) -> str:
+        after = "after an earlier forward pass, " if self.later else ""
+        numbers = f"{self.whole:.6g} of {cut.samples} samples, {self.parts:.6g} of their {cut.parts} parts"
+        text = f"{after}{self.what} is {numbers}"
+        if relative_difference(self.parts * cut.parts, self.whole) < ROUNDING_MAX and self.what == "the loss":
+            return f"{text}: it is their sum, not their mean"
+        return text
+
+
+@dataclass(frozen=True)
+class Run:
+    """Results of the passes of one run, the same on all ranks.
+
+    Attributes:
+        losses: by pass and loss of the job.
+        metrics: further values of the losses in the first pass.
+        norms: of each gradient in the last pass, by loss and parameter.
+        apart: norm of the difference of each from the reference.
+        rounding: of the type with the largest rounding error in the model.
+        draws, draws_by_sample: random numbers are drawn, by any library, or by one whose numbers cannot be fixed.
+    """
+
+    losses: dict[tuple[int, str], float]
+    metrics: dict[str, float]
+    norms: dict[tuple[str, str], float]
+    apart: dict[tuple[str, str], float]
+    rounding: float = 0.0
+    draws: bool = False
+    draws_by_sample: bool = False
+
+    @property
+    def limit(self) -> float:
+        """Relative difference that rounding explains."""
+        scale = math.sqrt(self.rounding / torch.finfo(torch.float32).eps)
+        return scale * min(ROUNDING_MAX, max(ROUNDING, NOISE_TIMES * self.spread))
+
+    def verdict(self, parts: Run, cut: Cut) -> Verdict:
+        """Verdict where the parts agree with this whole."""
+        return Verdict(metrics=_metric_difference(self, parts, self.limit, cut), draws=self.draws)
+
+    def by_norms(self, reference: Run) -> Run:
+        """The same with the differences of norms in place of the norms of differences."""
+        keys = self.norms.keys() | reference.norms.keys()
+        return replace(self, apart={k: abs(self.norms.get(k, 0.0) - reference.norms.get(k, 0.0)) for k in keys})
+
+    @property
+    def spread(self) -> float:
+        """Largest difference between passes over the same samples in another order."""
+        first = {part: loss for (number, part), loss in self.losses.items() if number == 0}
+        return max(relative_difference(loss, first[part]) for (_, part), loss in self.losses.items())
+
+    def difference(self, whole: Run) -> _Difference:
+        """The largest difference."""
+        found = [
+            _Difference(
+                relative_difference(self.losses[key], one), _loss_name(key[1]), one, self.losses[key], key[0] > 0
+            )
+            for key, one in whole.losses.items()
+        ]
+        first = [each for each in found if not each.later and each.size > ROUNDING_MAX]
+        largest = max(whole.norms.values(), default=0.0) or 1.0
+        for key, apart in self.apart.items():
+            what = f"the norm of the gradient of {key[1]}"
+            size = apart / largest if math.isfinite(apart) else math.inf
+            found.append(_Difference(size, what, whole.norms.get(key, 0.0), self.norms.get(key, 0.0), False))
+        return max(first or found, key=lambda each: each.size)
+
+
+class _Trial:
+    def __init__(
+        self, job: Job, context: Context, device: torch.device, mesh: Any, samples: Sequence[Any], cut: Cut
+    ) -> None:
+        self._job, self._context, self._device, self._mesh = job, context, device, mesh
+        self._samples, self._cut = samples, cut
+        self._model: nn.Module | None = None  # of the run before
+        self._gradients: dict[tuple[str, str], torch.Tensor] = {}
+        self._rounding = torch.finfo(torch.float32).eps
+
+    def run(self, *, in_parts: bool, reference: Run | None = None, seed: int = 0) -> Run:
+        """Make the passes on a new model.
+
+        Args:
+            reference: the first run, from whose gradients the differences are measured.
+            seed: of the random numbers that are not fixed.
+        """
+        plan, coordinates = self._context.plan, self._context.coordinates
+        if not in_parts:
+            plan = replace(plan, accumulation=1, schedule="gpipe" if plan.pp > 1 else plan.schedule)
+        drawing, draws_by_sample = FixedDraws(), False
+        losses: dict[tuple[int, str], torch.Tensor] = {}
+        found = Run({}, {}, {}, {})
+        metrics: dict[str, tuple[float, float]] = {}
+        model = build.build_model(self._job.model, self._job.seed)
+        if model is self._model:
+            raise Unclear("model() returns the same module in each call")
+        self._model = model
+        check_same_model(model, self._device)
+        with _fixed_statistics([model, self._job.loss, *self._job.losses.values()]):
+            stepper, parallel = self._stepper(model, plan, in_parts)
+            for number in range(PASSES):
+                seed_everything(seed)
+                before = generator_states()
+                with drawing:
+                    batch: tuple[Any, Any] = (None, None)
+                    if stepper.wants_inputs:
+                        batch = self._batch(number, in_parts, coordinates.replica)
+                    for part, update, value in stepper.gradients(*batch):
+                        losses[number, part] = value
+                        if number == 0:
+                            metrics |= update.own_metrics()
+                        if number == PASSES - 1:
+                            self._measure(found, part, parallel, in_parts, keeps=reference is None)
+                draws_by_sample = draws_by_sample or generator_states() != before
+            parallel.drop_buckets()
+        drew = draws_by_sample or drawing.drawn, draws_by_sample
+        totals = torch.stack([value.double() for value in losses.values()]).to(self._device)
+        if dist.is_initialized():
+            dist.all_reduce(totals)
+        found.losses.update(zip(losses, totals.tolist(), strict=True))
+        return self._summed(found, metrics, drew)
+
+    def _stepper(self, model: nn.Module, plan: Plan, in_parts: bool) -> tuple[Stepper, ParallelModel]:
+        job, coordinates = self._job, self._context.coordinates
+        types = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        self._rounding = max([self._rounding, *(torch.finfo(t).eps for t in types)])
+        if plan.pp > 1:
+            model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[coordinates.stage])
+        parallel = ParallelModel(
+            model,
+            plan,
+            self._device,
+            mesh=self._mesh,
+            tp_plan=job.tp_plan,
+            find_unused_parameters=job.find_unused_parameters,
+            alternates=bool(job.losses),
+        )
+        each = self._cut.each * plan.accumulation if in_parts else self._cut.samples
+        options: dict[str, Any] = {
+            "coordinates": coordinates,
+            "shares": (each,) * plan.dp,
+            "clip_norm": None,
+            "each_whole": not in_parts,
+        }
+        optimizer: Any = _NoOptimizer(parallel)
+        if job.losses:
+            return AlternatingStepper(parallel, optimizer, None, job.losses, **options), parallel
+        return Stepper(parallel, optimizer, None, job.loss, **options), parallel
+
+    def _batch(self, number: int, in_parts: bool, replica: int) -> tuple[Any, Any]:
+        """Batch of this replica in a pass: all samples, or the parts of its micro-batches, one after another."""
+        samples = list(self._samples)
+        if number:
+            random.Random(number).shuffle(samples)
+        if in_parts:
+            cut, count = self._cut, self._context.plan.accumulation
+            numbers = [(replica * count + i) % cut.parts for i in range(count)]
+            samples = [sample for n in numbers for sample in samples[n * cut.each : (n + 1) * cut.each]]
+        return pair_on_device(self._job.collate_fn(samples), self._device)
+
+    def _measure(self, found: Run, part: str, parallel: ParallelModel, in_parts: bool, *, keeps: bool) -> None:
+        """Squares of this rank's part of each gradient, and of its distance from the reference."""
+        for name, parameter in parallel.parameters:
+            if parameter.grad is None:
+                continue
+            gradient = local_gradient(parameter).detach()
+            if not (in_parts or parallel.averages):  # each replica has added the gradient of the whole
+                gradient = gradient / parallel.plan.dp
+            there = self._gradients.get((part, name))
+            copies = holders(parameter, parallel.plan)
+            found.norms[part, name] = _square(gradient) / copies
+            found.apart[part, name] = _square(gradient if there is None else gradient - there) / copies
+            if keeps:
+                self._gradients[part, name] = gradient.clone()
+        for key, there in self._gradients.items():
+            if key[0] == part and key not in found.norms:
+                found.norms[key], found.apart[key] = 0.0, _square(there)  # no gradient in this run
+
+    def _summed(self, own: Run, own_metrics: dict[str, tuple[float, float]], drew: tuple[bool, bool]) -> Run:
+        """The run of all ranks: norms over what each of them holds."""
+        every: list[Any] = [(own_metrics, own.norms, own.apart, drew)]
+        if dist.is_initialized():
+            every = [None] * dist.get_world_size()
+            dist.all_gather_object(every, (own_metrics, own.norms, own.apart, drew))
+        metrics: dict[str, list[float]] = {}
+        norms: dict[tuple[str, str], float] = {}
+        apart: dict[tuple[str, str], float] = {}
+        for values, squares, distances, _ in every:
+            for name, (total, weight) in values.items():
+                entry = metrics.setdefault(name, [0.0, 0.0])
+                entry[0], entry[1] = entry[0] + total, entry[1] + weight
+            for key, square in squares.items():
+                norms[key] = norms.get(key, 0.0) + square
+                apart[key] = apart.get(key, 0.0) + distances[key]
+        return Run(
+            own.losses,
+            {name: total / weight for name, (total, weight) in metrics.items() if weight},
+            {key: math.sqrt(square) for key, square in norms.items()},
+            {key: math.sqrt(square) for key, square in apart.items()},
+            self._rounding,
+            *(any(each[-1][which] for each in every) for which in (0, 1)),
+        )
+
+
+class _NoOptimizer:
+    """In place of an optimizer: a proof changes no parameter."""
+
+    def __init__(self, parallel: ParallelModel) -> None:
+        self._parallel = parallel
+
+    def zero_grad(self) -> None:
+        for _, parameter in self._parallel.parameters:
+            parameter.grad = None
+
+
+@contextmanager
+def _fixed_statistics(parts: Sequence[Any]) -> Iterator[None]:
+    """Let batch normalisation compute with fixed statistics; a synchronised one has those of the whole batch anyway."""
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+    norms = [m for m in modules if isinstance(m, kind) and not isinstance(m, nn.SyncBatchNorm) and m.training]
+    for norm in norms:
+        norm.eval()
+        if norm.running_mean is None:
+            norm.running_mean, norm.running_var = torch.zeros(norm.num_features), torch.ones(norm.num_features)
+    yield
+    for norm in norms:
+        norm.train()
+
+
+def _metric_difference(whole: Run, parts: Run, limit: float, cut: Cut) -> str:
+    for name, value in whole.metrics.items():
+        if relative_difference(value, parts.metrics.get(name, math.nan)) > limit:
+            numbers = f"{value:.6g} of {cut.samples} samples as a whole, {parts.metrics.get(name, math.nan):.6g} as the"
+            return f"{name} is {numbers} mean of their {cut.parts} parts"
+    return ""
+
+
+def _loss_name(part: str) -> str:
+    return f"the loss of {part}" if part else "the loss"
+
+
+def _square(tensor: torch.Tensor) -> float:
+    """Square of the 2-norm."""
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64).square()) if values.numel() else 0.0

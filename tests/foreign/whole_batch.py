@@ -1,0 +1,234 @@
+"""Losses and models that look at the batch as a whole, and others that only seem to."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import default_collate
+
+from clusterd import train
+from tests.foreign.batches import Sentences, Tagger, arguments, padded, perceptron
+from tests.foreign.registry import script
+
+GATHER = "`train.gather`"
+
+
+def decorrelation(z: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    z = (z - z.mean(0)) / (z.std(0) + 1e-4)
+    c = z.T @ z / len(z)
+    return (c - torch.eye(len(c))).square().sum()
+
+
+@script("dp=2,accumulation=2", advice=GATHER)
+def barlow_twins() -> dict[str, Any]:
+    """A loss that normalises over the batch."""
+    return arguments(loss=decorrelation)
+
+
+class OwnNorm(nn.Module):
+    """Normalises over the batch by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = perceptron()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers((x - x.mean(0)) / (x.std(0, unbiased=False) + 1e-3))
+
+
+@script("accumulation=2", advice=GATHER)
+def own_statistics() -> dict[str, Any]:
+    """Statistics over the batch in the model."""
+    return arguments(model=OwnNorm)
+
+
+def mixed(samples: list[Any]) -> Any:
+    x, y = default_collate(samples)
+    share = np.random.beta(0.4, 0.4)
+    other = torch.randperm(len(x))
+    labels = F.one_hot(y, 4).float()
+    return torch.lerp(x[other], x, share), torch.lerp(labels[other], labels, share)
+
+
+@script()
+def mixup() -> dict[str, Any]:
+    """Mixup in `collate_fn`."""
+    return arguments(collate_fn=mixed)
+
+
+class Queue(nn.Module):
+    """Compares features with those of earlier batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = perceptron()
+        self.register_buffer("queue", torch.randn(16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.layers(x)
+        logits = z @ self.queue.clone().T
+        with torch.no_grad():
+            self.queue.copy_(torch.cat([z.detach(), self.queue])[:16])
+        return logits
+
+
+@script(advice=GATHER)
+def negatives() -> dict[str, Any]:
+    """A queue of negatives."""
+    return arguments(model=Queue)
+
+
+@script("accumulation=2", advice=GATHER)
+def hard_mining() -> dict[str, Any]:
+    """The mean over the hardest half of the samples."""
+    return arguments(
+        loss=lambda out, y: F.cross_entropy(out, y, reduction="none").topk(max(1, len(y) // 2)).values.mean()
+    )
+
+
+class Experts(nn.Module):
+    """Two experts of limited capacity, with a loss that balances them."""
+
+    def __init__(self, capacity: float = 0.0, balance: float = 0.0) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 2), nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+        self.capacity, self.balance = capacity, balance
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.router(x).softmax(-1)
+        choice = scores.argmax(-1)
+        out = x.new_zeros(len(x), 4)
+        for number, expert in enumerate(self.experts):
+            mine = (choice == number).nonzero()[:, 0]
+            if self.capacity:
+                mine = mine[: max(1, int(self.capacity * len(x) / 2))]
+            out = out.index_add(0, mine, expert(x[mine]) * scores[mine, number, None])
+        share = F.one_hot(choice, 2).float().mean(0)
+        return out, self.balance * 2 * (share * scores.mean(0)).sum()
+
+
+def with_balance(outputs: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs[0], y) + outputs[1]
+
+
+@script(advice='`sees_batch="replica"`')
+def limited_experts() -> dict[str, Any]:
+    """Experts of limited capacity."""
+    return arguments(model=lambda: Experts(capacity=0.75), loss=with_balance)
+
+
+@script(advice='`sees_batch="replica"`')
+def balanced_experts() -> dict[str, Any]:
+    """A loss of the router over the batch."""
+    return arguments(model=lambda: Experts(balance=0.05), loss=with_balance)
+
+
+@script()
+def replicas_semantics() -> dict[str, Any]:
+    """The same under `sees_batch="replica"`."""
+    return arguments(model=lambda: Experts(balance=0.05), loss=with_balance, sees_batch="replica")
+
+
+@script("accumulation=2")
+def summed() -> dict[str, Any]:
+    """A loss that is a sum."""
+    return arguments(loss=lambda out, y: F.cross_entropy(out, y, reduction="sum"))
+
+
+@script()
+def padded_mean() -> dict[str, Any]:
+    """The mean over the words that are no padding."""
+    return arguments(model=Tagger, data=Sentences(), collate_fn=padded, loss=lambda o, t: F.cross_entropy(o.mT, t))
+
+
+@script("dp=2,accumulation=2")
+def dropped_out() -> dict[str, Any]:
+    """Dropout, stochastic depth by Python's generator."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.drop = nn.Linear(8, 16), nn.Linear(16, 4), nn.Dropout(0.3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.drop(self.first(x).tanh())
+            return self.second(hidden if random.random() < 0.8 else hidden * 0.5)
+
+    return arguments(model=Net)
+
+
+@script("dp=2,accumulation=2")
+def normalised() -> dict[str, Any]:
+    """Batch normalisation."""
+    return arguments(model=lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)))
+
+
+@script("accumulation=2")
+def warmed_up_by_calls() -> dict[str, Any]:
+    """A weight that grows with the number of forward passes."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.calls = perceptron(), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.layers(x) * min(1.0, 0.5 + self.calls / 20)
+
+    return arguments(model=Net)
+
+
+@script()
+def contrastive_gathered() -> dict[str, Any]:
+    """A contrastive loss over gathered samples."""
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = F.normalize(train.gather(out), dim=-1)
+        labels = train.gather(y)
+        return ((z @ z.T) - (labels[:, None] == labels).float()).square().mean()
+
+    return arguments(loss=loss)
+
+
+@script("dp=2,accumulation=2")
+def loss_and_accuracy() -> dict[str, Any]:
+    """A loss with accuracy beside it."""
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        return {"loss": F.cross_entropy(out, y), "accuracy": (out.argmax(-1) == y).float().mean()}
+
+    return arguments(loss=loss)
+
+
+@script("accumulation=2")
+def metric_of_the_batch() -> dict[str, Any]:
+    """A metric that is no mean over samples beside the loss."""
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        return {"loss": F.cross_entropy(out, y), "spread": out.std()}
+
+    return arguments(loss=loss)
+
+
+@script("dp=2,accumulation=2")
+def clipped_backward() -> dict[str, Any]:
+    """A gradient that is clipped within the backward pass."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = perceptron()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.layers(x)
+            if out.requires_grad:
+                out.register_hook(lambda g: g.clamp(-0.02, 0.02))
+            return out
+
+    return arguments(model=Net)

@@ -1,0 +1,127 @@
+"""Split proof: scripts whose parts train otherwise than the whole are refused before a step, others are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_pool import RankPool
+
+from clusterd.train.proof.split import PARTS_MAX, SAMPLES, Cut
+from plans.plan import Plan
+
+
+@given(
+    st.builds(Plan, dp=st.integers(1, 64), accumulation=st.integers(1, 16)),
+    st.integers(1, 64),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_cut_has_parts_for_every_piece_and_no_more_samples_than_a_step(
+    plan: Plan, each: int, gathers: bool, small: bool
+) -> None:
+    pieces = plan.dp * plan.accumulation
+    cut = Cut.of(plan, pieces * each, gathers=gathers, small=small)
+    assert pieces % cut.parts == 0
+    assert cut.parts > 1 or pieces == 1
+    assert cut.samples <= pieces * each
+    if not (gathers or small) and pieces <= PARTS_MAX and each > 1:
+        assert cut.samples >= min(SAMPLES, pieces * each) - cut.parts
+    if gathers:
+        assert cut.parts == pieces
+
+
+@pytest.fixture(scope="module")
+def foreign() -> RankPool:
+    pool = RankPool(modules=["tests.foreign.whole_batch", "tests.foreign.diverging", "tests.foreign.settings"])
+    yield pool
+    pool.close()
+
+
+REFUSED = [
+    ("barlow_twins", "dp=2", "the loss is"),
+    ("own_statistics", "accumulation=2", "the loss is"),
+    ("mixup", "dp=2", "the loss is"),
+    ("negatives", "dp=2", "gradient"),
+    ("hard_mining", "dp=2,accumulation=2", "the norm of the gradient of"),
+    ("limited_experts", "dp=2,zero=3", "the loss is"),
+    ("balanced_experts", "dp=2", "the loss is"),
+    ("padded_mean", "dp=2", "the loss is"),
+    ("summed", "accumulation=2", "it is their sum, not their mean"),
+    ("clipped_backward", "dp=2", "gradient"),
+    ("warmed_up_by_calls", "accumulation=2", "the loss is"),
+]
+
+
+@pytest.mark.slow_after(5)
+@pytest.mark.parametrize(("script", "plan", "reason"), REFUSED)
+def test_what_looks_at_the_batch_is_refused_before_the_first_step(
+    foreign: RankPool, tmp_path: Path, script: str, plan: str, reason: str
+) -> None:
+    run = foreign.run(tmp_path, plan, script=script, steps=3)
+    assert {rank.exit_code for rank in run.ranks} == {96}, run.ranks[0].output
+    assert run.losses == []
+    for rank in run.ranks:
+        assert "the result depends on how the batch is cut: " in rank.output
+        assert reason in rank.output
+        assert "Traceback" not in rank.output
+
+
+EQUAL = [
+    ("warmed_up_by_calls", "dp=2", ""),
+    ("clipped_backward", "accumulation=2", ""),
+    ("contrastive_gathered", "dp=2", ""),
+    ("loss_and_accuracy", "dp=2,accumulation=2", ""),
+    ("sequential_layers", "pp=2,accumulation=2", ""),
+    ("noisy_updates", "dp=2", ""),
+    ("metric_of_the_batch", "dp=2", "spread is"),
+]
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize(("script", "plan", "said"), EQUAL)
+def test_what_trains_alike_is_not_accused(foreign: RankPool, tmp_path: Path, script: str, plan: str, said: str) -> None:
+    alone = foreign.run(tmp_path / "alone", "dp=1", script=script, steps=4).checked()
+    run = foreign.run(tmp_path / "plan", plan, script=script, steps=4).checked()
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+    lines = [line for line in run.ranks[0].output.splitlines() if line.startswith("clusterd: ")]
+    assert [said in line for line in lines] == [True] * bool(said), lines
+
+
+@pytest.mark.parametrize(
+    ("script", "plan", "said"),
+    [
+        ("replicas_semantics", "dp=2", "cuts the batch, as accepted: the loss is"),
+        ("dropped_out", "dp=2", "draws random numbers"),
+        ("normalised", "dp=2", "is batch normalisation"),
+    ],
+)
+def test_accepted_differences_are_told_once(
+    foreign: RankPool, tmp_path: Path, script: str, plan: str, said: str
+) -> None:
+    output = "".join(rank.output for rank in foreign.run(tmp_path, plan, script=script, steps=3).checked().ranks)
+    assert output.count(said) == 1
+    assert output.count("clusterd: ") == 1
+
+
+def test_a_known_plan_is_not_proven_again(foreign: RankPool, tmp_path: Path) -> None:
+    family = Plan.parse("dp=2").family
+    run = foreign.run_each(
+        tmp_path, "dp=2", [{"script": "barlow_twins", "steps": 3}], more=lambda _: {"proven": [family]}
+    )[0]
+    assert len(run.checked().losses) == 3
+
+
+def test_replicas_that_diverge_end_at_once(foreign: RankPool, tmp_path: Path) -> None:
+    run = foreign.run(tmp_path, "dp=2", script="updates_by_entropy", steps=50)
+    assert {rank.exit_code for rank in run.ranks} == {92}
+    assert "replicas have diverged by step 1: the norm of " in run.ranks[0].output
+    assert len(run.losses) <= 2
+
+
+def test_models_that_differ_between_replicas_are_refused_by_that_name(foreign: RankPool, tmp_path: Path) -> None:
+    run = foreign.run(tmp_path, "dp=2", script="buffer_by_entropy", steps=3)
+    assert {rank.exit_code for rank in run.ranks} == {96}
+    assert "model() made different weights or buffers on different ranks" in run.ranks[0].output
