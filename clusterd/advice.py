@@ -15,6 +15,7 @@ from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.core.state import Attempt, Description, Holder, Job, Rank, State
 from clusterd.core.view import Policy, View
 from clusterd.errors import UsageError
+from clusterd.plans.plan import Plan, PlanError
 from clusterd.types import (
     AttemptState,
     Device,
@@ -29,7 +30,6 @@ from clusterd.types import (
     RankPlace,
     Resources,
 )
-from plans.plan import Plan, PlanError
 
 VERSION = 1
 

@@ -10,8 +10,8 @@ from enum import StrEnum
 from typing import NewType
 
 from clusterd.exit_reasons import Reason as Reason
+from clusterd.plans.plan import Plan
 from clusterd.units import has_capability
-from plans.plan import Plan
 
 JobId = NewType("JobId", str)
 HostId = NewType("HostId", str)

@@ -24,9 +24,9 @@ from textual.pilot import Pilot
 
 from clusterd.client import Client
 from clusterd.replay import recording
-from tui.app import Top
-from tui.source.playback import RecordingSource
-from tui.source.sources import DaemonSource, Source
+from clusterd.tui.app import Top
+from clusterd.tui.source.playback import RecordingSource
+from clusterd.tui.source.sources import DaemonSource, Source
 
 FOLDER = Path(__file__).parent / "tui"
 GPT = Path(__file__).parent.parent / "examples" / "gpt"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from plans.legality import check, check_model
-from plans.model_shape import ModelShape
-from plans.plan import OFFLOADS, SCHEDULES, Plan, PlanError
+from clusterd.plans.legality import check, check_model
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import OFFLOADS, SCHEDULES, Plan, PlanError
 
 
 def legal_plans(

@@ -19,9 +19,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from plans.model_shape import ModelShape, ParameterShape
-from plans.plan import Plan
-from plans.stages import split_layers
+from clusterd.plans.model_shape import ModelShape, ParameterShape
+from clusterd.plans.plan import Plan
+from clusterd.plans.stages import split_layers
 
 Ints = npt.NDArray[np.int64]
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from plans.model_shape import ModelShape, ParameterShape
-from plans.plan import Plan, PlanError
-from plans.stages import split_layers
+from clusterd.plans.model_shape import ModelShape, ParameterShape
+from clusterd.plans.plan import Plan, PlanError
+from clusterd.plans.stages import split_layers
 
 
 def check(

@@ -31,9 +31,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plans.model_shape import ModelShape, ParameterShape
-from plans.plan import Plan
-from plans.stages import split_layers
+from clusterd.plans.model_shape import ModelShape, ParameterShape
+from clusterd.plans.plan import Plan
+from clusterd.plans.stages import split_layers
 
 CPU_OVERHEAD_BYTES = 300 << 20
 """Of an empty rank: measured 220 MB resident after importing torch."""

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from plans.reshard import Transfers
+from clusterd.plans.reshard import Transfers
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # low, high, in as many dimensions as the tensor has
 Range = tuple[int, int]  # offset, length

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from plans.layout import Ints, Layout, LayoutMismatch
+from clusterd.plans.layout import Ints, Layout, LayoutMismatch
 
 
 class IncompleteLayout(ValueError):

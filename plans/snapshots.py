@@ -12,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from plans.layout import Layout
-from plans.packing import Fetch, Outbox, Packing, Part, Read
+from clusterd.plans.layout import Layout
+from clusterd.plans.packing import Fetch, Outbox, Packing, Part, Read
 
 
 def state_snapshot_outbox(shared: Layout, rank: int) -> Outbox:

@@ -1,6 +1,6 @@
-"""Command line of the performance model: ``python -m profiling evaluate TABLE.csv``.
+"""Command line of the performance model: ``python -m clusterd.profiling evaluate TABLE.csv``.
 
-``python -m profiling predictability JOBS.csv`` shows how well the end of jobs is foreseen.
+``python -m clusterd.profiling predictability JOBS.csv`` shows how well the end of jobs is foreseen.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from profiling.evaluate import AIMS, default_method, evaluate, met
-from profiling.predictability.evaluation import judge
-from profiling.predictability.job_table import read_jobs
-from profiling.table import TableError, read_table
+from clusterd.profiling.evaluate import AIMS, default_method, evaluate, met
+from clusterd.profiling.predictability.evaluation import judge
+from clusterd.profiling.predictability.job_table import read_jobs
+from clusterd.profiling.table import TableError, read_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for unusable input."""
-    parser = argparse.ArgumentParser(prog="python -m profiling", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m clusterd.profiling", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("evaluate", help="pick trials from a table of measured step times, predict the rest")
     command.add_argument("table", type=Path, help="CSV file with one measured plan per row")

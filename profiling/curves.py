@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from plans.plan import Plan
-from profiling.coefficients import INDEX
-from profiling.fit import Fit
-from profiling.model import Row, Rows
-from profiling.placement import Allocation, HostShare
-from profiling.workload import Workload
+from clusterd.plans.plan import Plan
+from clusterd.profiling.coefficients import INDEX
+from clusterd.profiling.fit import Fit
+from clusterd.profiling.model import Row, Rows
+from clusterd.profiling.placement import Allocation, HostShare
+from clusterd.profiling.workload import Workload
 
 Fits = Callable[[Plan, Allocation], bool]
 """True if a plan is legal and fits the memory of an allocation; the caller knows devices and hosts."""

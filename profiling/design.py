@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profiling.coefficients import Array
-from profiling.fit import Fit, linearise, row_error
-from profiling.model import Rows
+from clusterd.profiling.coefficients import Array
+from clusterd.profiling.fit import Fit, linearise, row_error
+from clusterd.profiling.model import Rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling.coefficients import Array, Prior
-from profiling.design import DesignOptions, next_trials
-from profiling.fit import DEFAULT_FIT, Fit, FitOptions, Prediction, fit, share_cards, share_hardware
-from profiling.model import Row, Rows
-from profiling.table import Measured
+from clusterd.profiling.coefficients import Array, Prior
+from clusterd.profiling.design import DesignOptions, next_trials
+from clusterd.profiling.fit import DEFAULT_FIT, Fit, FitOptions, Prediction, fit, share_cards, share_hardware
+from clusterd.profiling.model import Row, Rows
+from clusterd.profiling.table import Measured
 
 AIMS: Mapping[str, tuple[float, float]] = {
     "mean_error": (0.0, 0.04),

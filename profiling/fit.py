@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import scipy
 
-from profiling.coefficients import HARDWARE, INDEX, Array, Prior
-from profiling.model import Rows, Structure, predict
+from clusterd.profiling.coefficients import HARDWARE, INDEX, Array, Prior
+from clusterd.profiling.model import Rows, Structure, predict
 
 _STEP = 1e-4
 _PART_USED = INDEX["part_used_card"]

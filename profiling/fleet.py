@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from profiling.coefficients import Prior
-from profiling.fit import DEFAULT_FIT, FitOptions
-from profiling.placement import Allocation, HostShare
+from clusterd.profiling.coefficients import Prior
+from clusterd.profiling.fit import DEFAULT_FIT, FitOptions
+from clusterd.profiling.placement import Allocation, HostShare
 
 EVERY_COUNT_UP_TO = 16
 """Every number of devices up to this one is considered; above it, powers of two and whole hosts."""

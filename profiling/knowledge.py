@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import scipy
 
-from plans.enumerate import legal_plans
-from plans.memory import OVERHEAD, MemoryEstimate, Overhead, estimate
-from plans.model_shape import ModelShape
-from plans.plan import Plan
-from profiling.coefficients import Array
-from profiling.design import DesignOptions, next_trials
-from profiling.fleet import DeviceType
-from profiling.model import Row, Rows
-from profiling.online import OnlineFit
-from profiling.workload import Workload
+from clusterd.plans.enumerate import legal_plans
+from clusterd.plans.memory import OVERHEAD, MemoryEstimate, Overhead, estimate
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
+from clusterd.profiling.coefficients import Array
+from clusterd.profiling.design import DesignOptions, next_trials
+from clusterd.profiling.fleet import DeviceType
+from clusterd.profiling.model import Row, Rows
+from clusterd.profiling.online import OnlineFit
+from clusterd.profiling.workload import Workload
 
 USABLE_SHARE = 0.92
 """Usable part of a device's memory; fragmentation and the driver take the rest."""

@@ -27,10 +27,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from plans.plan import Plan
-from profiling.coefficients import INDEX, Array
-from profiling.placement import Allocation, traffic
-from profiling.workload import Workload
+from clusterd.plans.plan import Plan
+from clusterd.profiling.coefficients import INDEX, Array
+from clusterd.profiling.placement import Allocation, traffic
+from clusterd.profiling.workload import Workload
 
 _COLUMNS = (
     "share",

@@ -9,9 +9,9 @@ from statistics import median
 
 import numpy as np
 
-from profiling.coefficients import Prior
-from profiling.fit import DEFAULT_FIT, Fit, FitOptions, fit
-from profiling.model import Row, Rows
+from clusterd.profiling.coefficients import Prior
+from clusterd.profiling.fit import DEFAULT_FIT, Fit, FitOptions, fit
+from clusterd.profiling.model import Row, Rows
 
 DRIFT_NOISES = 4.0
 """A drift is detected when the sum of deviations passes this many noises (Page's test)."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import scipy
 
-from profiling.coefficients import Array
+from clusterd.profiling.coefficients import Array
 
 LEAST_POINTS = 10
 PROMOTE_ERROR = 0.10

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from plans.legality import check
-from plans.plan import Plan
-from profiling import curves, fleet
-from profiling.curves import Curve, Point, envelope
-from profiling.knowledge import USABLE_SHARE, Knowledge, Ranked
+from clusterd.plans.legality import check
+from clusterd.plans.plan import Plan
+from clusterd.profiling import curves, fleet
+from clusterd.profiling.curves import Curve, Point, envelope
+from clusterd.profiling.knowledge import USABLE_SHARE, Knowledge, Ranked
 
 LISTED = 30
 """Most plans of one answer; slower ones are omitted."""

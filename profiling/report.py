@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from profiling.coefficients import ALL
-from profiling.curves import Curve, Point
-from profiling.fit import Fit
-from profiling.model import Row, Rows
+from clusterd.profiling.coefficients import ALL
+from clusterd.profiling.curves import Curve, Point
+from clusterd.profiling.fit import Fit
+from clusterd.profiling.model import Row, Rows
 
 _BLOCKS = "▏▎▍▌▋▊▉█"
 

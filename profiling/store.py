@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from plans.plan import Plan
-from profiling.model import Row
-from profiling.placement import Allocation, HostShare
-from profiling.table import LEAST_S, MOST_S, TableError, read_rows
-from profiling.workload import Workload
+from clusterd.plans.plan import Plan
+from clusterd.profiling.model import Row
+from clusterd.profiling.placement import Allocation, HostShare
+from clusterd.profiling.table import LEAST_S, MOST_S, TableError, read_rows
+from clusterd.profiling.workload import Workload
 
 _VERSION = 1
 _COLUMNS = ("signature", "device_type", "environment", "link", "plan", "allocation", "workload", "kind",

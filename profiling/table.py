@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plans.plan import Plan, PlanError
-from profiling.model import Row
-from profiling.placement import Allocation
-from profiling.workload import Workload
+from clusterd.plans.plan import Plan, PlanError
+from clusterd.profiling.model import Row
+from clusterd.profiling.placement import Allocation
+from clusterd.profiling.workload import Workload
 
 
 class TableError(ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from plans.model_shape import ModelShape
+from clusterd.plans.model_shape import ModelShape
 
 _PLACES = 150.0
 """Uses of a parameter per sample in a convolutional network: 80 (ResNet-50) to 500 (YOLO)."""

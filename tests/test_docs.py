@@ -16,10 +16,10 @@ from clusterd import projection
 from clusterd.cli.main import cli
 from clusterd.core import events as e
 from clusterd.core.state import Migration
+from clusterd.plans.plan import Plan
 from clusterd.submission.job_keys import CheckpointKeys, JobKeys, LimitKeys, ResourceKeys
 from clusterd.types import DeviceClaim, DeviceId, HostId, Tenant
 from clusterd.units import TIMES
-from plans.plan import Plan
 from tests.core.conftest import Lab
 
 ROOT = Path(__file__).parent.parent

@@ -73,7 +73,8 @@ def _importers() -> dict[Path, set[Path]]:
             elif isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             for name in names:
-                target = Path(name.replace(".", "/") + ".py")
+                folder = re.sub(r"^clusterd\.(plans|profiling|tui)\b", r"\1", name)
+                target = Path(folder.replace(".", "/") + ".py")
                 if target in trees() and target != file:
                     found[target].add(file)
     return found

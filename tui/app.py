@@ -14,24 +14,24 @@ from textual.containers import Container
 from textual.screen import Screen
 
 from clusterd.errors import ClusterError
-from tui.model import rows, view
-from tui.model.keys import COMMANDS, Command, available
-from tui.model.lines import Line, line, printable, wrap
-from tui.model.model import Touched
-from tui.model.state_styles import Look
-from tui.model.view import Link
-from tui.screens.base import Board, TableBoard
-from tui.screens.footer import footer, playback_line
-from tui.source.context import Context
-from tui.source.feed import REFRESH_S, Feed
-from tui.source.sources import Source
-from tui.widgets.plain_text import PlainTextApp
-from tui.widgets.table import Table
-from tui.widgets.text_pane import Bar
+from clusterd.tui.model import rows, view
+from clusterd.tui.model.keys import COMMANDS, Command, available
+from clusterd.tui.model.lines import Line, line, printable, wrap
+from clusterd.tui.model.model import Touched
+from clusterd.tui.model.state_styles import Look
+from clusterd.tui.model.view import Link
+from clusterd.tui.screens.base import Board, TableBoard
+from clusterd.tui.screens.footer import footer, playback_line
+from clusterd.tui.source.context import Context
+from clusterd.tui.source.feed import REFRESH_S, Feed
+from clusterd.tui.source.sources import Source
+from clusterd.tui.widgets.plain_text import PlainTextApp
+from clusterd.tui.widgets.table import Table
+from clusterd.tui.widgets.text_pane import Bar
 
 if TYPE_CHECKING:
-    from tui.commands.actions import ClusterCommands
-    from tui.commands.view_actions import ViewCommands
+    from clusterd.tui.commands.actions import ClusterCommands
+    from clusterd.tui.commands.view_actions import ViewCommands
 
 HISTORY_AFTER_S = 0.3
 
@@ -132,14 +132,14 @@ class Top(PlainTextApp):
     @cached_property
     def cluster_commands(self) -> ClusterCommands:
         """Commands that act on the cluster; imported on first use, since most sessions only watch."""
-        from tui.commands.actions import ClusterCommands
+        from clusterd.tui.commands.actions import ClusterCommands
 
         return ClusterCommands(self)
 
     @cached_property
     def view_commands(self) -> ViewCommands:
         """Commands that act on the screens only."""
-        from tui.commands.view_actions import ViewCommands
+        from clusterd.tui.commands.view_actions import ViewCommands
 
         return ViewCommands(self)
 
@@ -348,13 +348,13 @@ class Top(PlainTextApp):
 
     async def show_text(self, title: str, lines: list[Line], hang: int = 2) -> None:
         """Show lines to read in a dialog."""
-        from tui.widgets.dialogs import TextDialog
+        from clusterd.tui.widgets.dialogs import TextDialog
 
         await self.show_dialog(TextDialog(title, lines, hang))
 
     async def confirm(self, title: str, lines: list[Line], keys: dict[str, str]) -> str | None:
         """Ask a question; return the key pressed, or None."""
-        from tui.widgets.dialogs import ConfirmDialog
+        from clusterd.tui.widgets.dialogs import ConfirmDialog
 
         return await self.show_dialog(ConfirmDialog(title, lines, keys))
 
@@ -367,7 +367,7 @@ class Top(PlainTextApp):
         suggestions: Sequence[str] = (),
     ) -> R | None:
         """Ask for a line of text; return it as parsed by `read`, or None."""
-        from tui.widgets.dialogs import PromptDialog
+        from clusterd.tui.widgets.dialogs import PromptDialog
 
         return await self.show_dialog(PromptDialog(title, lines, value, read, suggestions))
 
@@ -418,22 +418,22 @@ def make_board(name: str, context: Context) -> Board:
     """Create the screen of this name; its module is imported on first use."""
     match name:
         case "fleet":
-            from tui.screens.fleet import FleetBoard
+            from clusterd.tui.screens.fleet import FleetBoard
 
             return FleetBoard(name, context)
         case "queue":
-            from tui.screens.queue import QueueBoard
+            from clusterd.tui.screens.queue import QueueBoard
 
             return QueueBoard(name, context)
         case "job":
-            from tui.screens.job import JobBoard
+            from clusterd.tui.screens.job import JobBoard
 
             return JobBoard(name, context)
         case "decisions":
-            from tui.screens.streams import DecisionsBoard
+            from clusterd.tui.screens.streams import DecisionsBoard
 
             return DecisionsBoard(name, context)
         case _:
-            from tui.screens.streams import EventsBoard
+            from clusterd.tui.screens.streams import EventsBoard
 
             return EventsBoard(name, context)

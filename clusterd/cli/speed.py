@@ -137,7 +137,7 @@ def export(file: Path) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 def import_(file: Path) -> None:
     """Import the measurements of FILE that are new."""
-    from profiling.table import TableError, read_text
+    from clusterd.profiling.table import TableError, read_text
 
     try:
         text = read_text(file)

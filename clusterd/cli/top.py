@@ -14,10 +14,10 @@ import click
 
 from clusterd.cli.common.output import exit_when_closed
 from clusterd.errors import ClusterError, UsageError
-from tui.source.preconnect import preconnect
+from clusterd.tui.source.preconnect import preconnect
 
 if TYPE_CHECKING:
-    from tui.source.sources import Source
+    from clusterd.tui.source.sources import Source
 
 
 @click.command()
@@ -44,7 +44,7 @@ def top(
     preconnected = None if replay else preconnect(path)
     gc.set_threshold(50_000, 20, 50)  # rows are many and acyclic; default thresholds cost a tenth of the start
     exit_when_closed(0)  # Textual reads the end of its input again and again
-    from tui.app import Top  # slow to import; meanwhile the daemon prepares its baseline
+    from clusterd.tui.app import Top  # slow to import; meanwhile the daemon prepares its baseline
 
     app = Top(_source(replay, path, preconnected), readonly=readonly, ascii=plain or _needs_ascii())
     app.run()
@@ -53,12 +53,12 @@ def top(
 
 def _source(replay: Path | None, path: Path, preconnected: Connection | None) -> Source:
     if replay is None:
-        from tui.source.sources import DaemonSource
+        from clusterd.tui.source.sources import DaemonSource
 
         return DaemonSource(path, preconnected=preconnected)
     from clusterd.config import load
     from clusterd.replay import recording
-    from tui.source.playback import RecordingSource
+    from clusterd.tui.source.playback import RecordingSource
 
     return RecordingSource(list(recording(replay, load().policy)))
 
@@ -75,6 +75,6 @@ def _needs_ascii() -> bool:
 
 
 def _serve(arguments: list[str], port: int) -> int:
-    from tui.serve import serve
+    from clusterd.tui.serve import serve
 
     return serve([argument for argument in arguments if argument != "--serve"], port)

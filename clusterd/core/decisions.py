@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from clusterd.core.events import EventId, Timer
+from clusterd.plans.plan import Plan
 from clusterd.types import HostId, JobId, RankPlace
-from plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.state import Job
 from clusterd.core.timers import Timer as Timer
 from clusterd.core.timers import TimerKind as TimerKind
+from clusterd.plans.plan import Plan
 from clusterd.types import (
     AttemptReport,
     DeviceClaim,
@@ -25,7 +26,6 @@ from clusterd.types import (
     RankReport,
     Tenant,
 )
-from plans.plan import Plan
 
 EventId = NewType("EventId", int)
 NO_EVENT = EventId(0)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from plans.plan import Plan
+from clusterd.plans.plan import Plan
 
 Shape = tuple[int, ...]
 """Number of devices on each host, largest first."""

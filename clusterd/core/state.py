@@ -19,6 +19,7 @@ from clusterd.core.queue_order import Order
 from clusterd.core.reservations import Handover, Reservation
 from clusterd.core.timers import Timer
 from clusterd.core.transitions import History, MigrationState, RestartState, SeriesState, TrialState
+from clusterd.plans.plan import Plan
 from clusterd.types import (
     AttemptState,
     DeviceClaim,
@@ -31,7 +32,6 @@ from clusterd.types import (
     RankPlace,
     Tenant,
 )
-from plans.plan import Plan
 
 BACK_OFF_MAX_S = 3600.0
 """Longest pause between a failed migration and the next, however many have failed in a row."""

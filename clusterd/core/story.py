@@ -12,9 +12,9 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.state import Migration, State
 from clusterd.core.timers import TimerKind
+from clusterd.plans.plan import Plan
 from clusterd.types import HostId, HostState, JobKind, JobSpec, RankPlace, Resources
 from clusterd.units import counted, duration, size
-from plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

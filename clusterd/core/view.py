@@ -15,8 +15,8 @@ from clusterd.core.queue_order import Order, QueuePlace
 from clusterd.core.reservations import Handover, Reservation
 from clusterd.core.state import Attempt, Job, State
 from clusterd.core.timers import Timer, TimerKind
+from clusterd.plans.plan import Plan
 from clusterd.types import AttemptState, HostId, JobId, RankPlace
-from plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

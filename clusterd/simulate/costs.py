@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from clusterd.plans.plan import Plan
 from clusterd.types import HostId
-from plans.plan import Plan
 
 STATE_BYTES_PER_PARAMETER = 16
 """Training state per parameter byte: master copy and two moments of Adam, in mixed precision."""

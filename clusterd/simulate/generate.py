@@ -13,6 +13,7 @@ import random
 from dataclasses import dataclass
 
 from clusterd.errors import UsageError
+from clusterd.plans.plan import Plan
 from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.truth import Key, ModelTruth, Truth
 from clusterd.simulate.workload import (
@@ -24,7 +25,6 @@ from clusterd.simulate.workload import (
     partly_predictable,
     with_forecasts,
 )
-from plans.plan import Plan
 
 WORK = ("lognormal", "pareto", "uniform")
 ARRIVALS = ("poisson", "bursts", "days")

@@ -20,12 +20,12 @@ from clusterd.core.queueing.dependencies import split
 from clusterd.core.scheduler import Batch, Scheduler
 from clusterd.core.state import Job, State
 from clusterd.errors import ClusterError, InvalidTransition
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.simulate.cluster import Cluster, Group
 from clusterd.simulate.truth import Key, ModelTruth, Truth
 from clusterd.simulate.workload import Arrival, Workload
 from clusterd.types import Device, HostFacts, HostId, JobId, JobKind, JobState
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 GIB = 1 << 30
 

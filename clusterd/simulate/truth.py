@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from clusterd.core.performance_table import Estimate, PerformanceTable, Shape
+from clusterd.plans.plan import Plan, replicas
+from clusterd.profiling.coefficients import Prior
+from clusterd.profiling.evaluate import Method, profile
+from clusterd.profiling.fit import DEFAULT_FIT, Prediction
+from clusterd.profiling.model import Rows
+from clusterd.profiling.table import Measured, TableError, read_table
 from clusterd.simulate.errors import InputError
-from plans.plan import Plan, replicas
-from profiling.coefficients import Prior
-from profiling.evaluate import Method, profile
-from profiling.fit import DEFAULT_FIT, Prediction
-from profiling.model import Rows
-from profiling.table import Measured, TableError, read_table
 
 Key = tuple[Plan, str, Shape]
 

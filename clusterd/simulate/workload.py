@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import NormalDist
 
+from clusterd.plans.plan import Plan
 from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.errors import InputError
 from clusterd.simulate.truth import ModelTruth, Truth
-from plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,13 +21,13 @@ from clusterd.core import events as e
 from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.view import Policy, Proposal, View
+from clusterd.plans.plan import Plan
 from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.costs import Costs
 from clusterd.simulate.runs import Disturbance, Run
 from clusterd.simulate.truth import ModelTruth, Truth, mixed_step_time_s
 from clusterd.simulate.workload import Arrival, Workload
 from clusterd.types import HostFacts, HostId, JobId, JobKind, JobSpec, RankEnd, RankPlace, RankReport, Reason, Resources
-from plans.plan import Plan
 
 OnBatch = Callable[[Scheduler, Sequence[e.Event], Sequence[d.Decision]], None]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from clusterd.errors import UsageError
+from clusterd.plans.plan import Plan
 from clusterd.submission.job_file import checked_name
 from clusterd.types import JobSpec
 from clusterd.units import parse_capability, parse_duration_s, parse_gpus, parse_size
-from plans.plan import Plan
 
 NONE = ("", "none", "any")
 """Values that take a limit, a list or a choice away."""

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.errors import ConfigError, UsageError
+from clusterd.plans.plan import Plan, PlanError
 from clusterd.submission.job_keys import CheckpointKeys, JobKeys, LimitKeys, ResourceKeys
 from clusterd.toml import check_keys, data_folders, read_toml, text_table
 from clusterd.types import CONTAINER_RUNTIMES, HostId, JobId, JobKind, JobSpec, Resources
 from clusterd.units import counted, parse_capability, parse_duration_s, parse_gpus, parse_size
-from plans.plan import Plan, PlanError
 
 NAME_LENGTH_MAX = 63
 

@@ -21,7 +21,7 @@ from clusterd.units import size
 
 GIT_TIMEOUT_S = 60.0
 
-OUR_PACKAGES = ("clusterd", "plans")
+OUR_PACKAGES = ("clusterd",)
 """Packages that ranks import; a module of the same name in the workdir would hide them."""
 
 

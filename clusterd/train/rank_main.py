@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 from clusterd.exit_reasons import Reason
+from clusterd.plans import legality
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.protocol.control import Ready
 from clusterd.protocol.launch import STAGE_VARIABLE, STEPS_VARIABLE
 from clusterd.protocol.rank import Probed, Proved
@@ -43,9 +46,6 @@ from clusterd.train.process.run_in_fork import run_in_fork
 from clusterd.train.process.steps_log import StepsLog
 from clusterd.train.proof.ranks import prove_split
 from clusterd.train.proof.split import Verdict, cuts
-from plans import legality
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 OnEnd = Callable[[Training], None]
 """Called on every rank after its last step, while the process groups still exist."""

@@ -11,7 +11,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from profiling.coefficients import Array
+from clusterd.profiling.coefficients import Array
 
 DEPTH = 3
 RATE = 0.05

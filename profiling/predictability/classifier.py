@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from profiling.coefficients import Array
-from profiling.predictability.boosting import BoostedTrees, fit
-from profiling.predictability.job_table import JobRecord
+from clusterd.profiling.coefficients import Array
+from clusterd.profiling.predictability.boosting import BoostedTrees, fit
+from clusterd.profiling.predictability.job_table import JobRecord
 
 PSEUDO_JOBS = 2.0
 """Number of jobs as which the share of all earlier jobs counts in the share of a few."""

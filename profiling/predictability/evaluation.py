@@ -11,10 +11,10 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from profiling.coefficients import Array
-from profiling.predictability.boosting import fit
-from profiling.predictability.classifier import LEAST_JOBS, end_s, features_of, train
-from profiling.predictability.job_table import JobRecord
+from clusterd.profiling.coefficients import Array
+from clusterd.profiling.predictability.boosting import fit
+from clusterd.profiling.predictability.classifier import LEAST_JOBS, end_s, features_of, train
+from clusterd.profiling.predictability.job_table import JobRecord
 
 FOLDS = 5
 """Parts of a table: in time order, each but the first is predicted from all before it; shuffled, from all others."""

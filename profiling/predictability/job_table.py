@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from profiling.table import TableError, read_rows, read_text
+from clusterd.profiling.table import TableError, read_rows, read_text
 
 REQUIRED = ("name", "user", "model", "size", "requested_s", "actual_s", "end")
 """Columns of a table without labels; one with column `predictable` may have any of them."""

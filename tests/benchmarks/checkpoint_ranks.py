@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from train import Windows
 
+from clusterd.plans.plan import Plan
 from clusterd.train.loop.rank_training import Training
 from clusterd.train.process.context import Context
 from clusterd.train.process.job import Job
-from plans.plan import Plan
 
 
 def job_of_size() -> Job:

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from plans.layout import layout
-from plans.model_shape import LayerShape, ModelShape, ParameterShape
-from plans.packing import Packing
-from plans.plan import Plan
-from plans.reshard import Transfers, plan_transfers
+from clusterd.plans.layout import layout
+from clusterd.plans.model_shape import LayerShape, ModelShape, ParameterShape
+from clusterd.plans.packing import Packing
+from clusterd.plans.plan import Plan
+from clusterd.plans.reshard import Transfers, plan_transfers
 
 ROUNDS = 3
 CHUNK_BYTES = 4 << 20

@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-from plans.enumerate import legal_plans
-from profiling.coefficients import Prior
-from profiling.curves import over_devices, packed
-from profiling.fit import fit
-from profiling.model import Row, Rows, predict
-from profiling.workload import Workload
+from clusterd.plans.enumerate import legal_plans
+from clusterd.profiling.coefficients import Prior
+from clusterd.profiling.curves import over_devices, packed
+from clusterd.profiling.fit import fit
+from clusterd.profiling.model import Row, Rows, predict
+from clusterd.profiling.workload import Workload
 from tests.benchmarks.report import Report, options, spread
 from tests.plans.shapes import gpt
 

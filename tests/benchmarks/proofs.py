@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from plans.plan import Plan
+from clusterd.plans.plan import Plan
 from tests.benchmarks.report import Report, options
 
 ROOT = Path(__file__).resolve().parents[2]

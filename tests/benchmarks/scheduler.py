@@ -29,10 +29,10 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.core.scheduler import Scheduler
+from clusterd.plans.plan import Plan
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.types import JobId, JobKind, JobSpec, Resources
 from examples.demo import JOBS as DEMO
-from plans.plan import Plan
 from tests.benchmarks.report import Report, arguments, spread
 from tests.conftest import RunningCluster
 

@@ -33,7 +33,7 @@ print("imported")
 """
 
 
-@pytest.mark.parametrize("packages", ["clusterd.cli clusterd.client clusterd.submission", "tui"])
+@pytest.mark.parametrize("packages", ["clusterd.cli clusterd.client clusterd.submission", "clusterd.tui"])
 def test_no_module_of_the_client_needs_linux_or_torch(packages: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", AS_ON_MACOS, *packages.split()], capture_output=True, text=True, check=False, timeout=300

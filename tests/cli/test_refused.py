@@ -32,12 +32,12 @@ def cluster(started: RunningCluster) -> Iterator[RunningCluster]:
 
 
 def test_a_workdir_that_would_hide_our_modules(cluster: RunningCluster, tmp_path: Path) -> None:
-    """A project with a package named plans."""
-    (tmp_path / "plans").mkdir()
-    (tmp_path / "plans" / "__init__.py").touch()
+    """A project with a package named clusterd."""
+    (tmp_path / "clusterd").mkdir()
+    (tmp_path / "clusterd" / "__init__.py").touch()
     file = tmp_path / "job.toml"
     file.write_text('name = "net"\nkind = "elastic"\ncommand = ["python", "train.py"]\nresources = { devices = 1 }\n')
-    assert "has a module 'plans'" in refused(cluster, "submit", str(file), code=2)
+    assert "has a module 'clusterd'" in refused(cluster, "submit", str(file), code=2)
 
 
 def test_an_unreachable_host(cluster: RunningCluster) -> None:

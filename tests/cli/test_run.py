@@ -48,3 +48,38 @@ def test_a_command_may_have_modules_that_are_called_like_ours(
     monkeypatch.setitem(shared_cluster.environment, "PYTHONSAFEPATH", "1")
     ran = shared_cluster.run("run", "--", "python3", "-c", "import plans", cwd=tmp_path)
     assert ran.stdout == "my own plans\n"
+
+
+def test_a_repository_whose_packages_are_called_like_our_folders_trains(
+    shared_cluster: RunningCluster, tmp_path: Path
+) -> None:
+    """Its own plans, profiling, tui and tests are imported, by the script and by a job that clusterd trains."""
+    for name in ("plans", "profiling", "tui", "tests"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text('OWNER = "this repository"\n')
+    (tmp_path / "train.py").write_text(OWN_PACKAGES)
+    text = (
+        f'kind = "elastic"\nworkdir = "{tmp_path}"\ncommand = ["python", "train.py"]\nresources = {{ devices = 2 }}\n'
+    )
+    job = shared_cluster.submit(f"{text}trials = false\n", "own-packages")
+    row = shared_cluster.wait_for(job, lambda row: row["state"] in ("finished", "failed"))
+    assert row["state"] == "finished", row["reason"]
+
+
+OWN_PACKAGES = """
+import plans, profiling, tests, tui
+import torch
+from torch.utils.data import TensorDataset
+from clusterd import train
+
+assert {m.OWNER for m in (plans, profiling, tests, tui)} == {"this repository"}
+random = torch.Generator().manual_seed(1)
+train.run(
+    model=lambda: torch.nn.Linear(4, 2),
+    loss=torch.nn.functional.cross_entropy,
+    data=TensorDataset(torch.randn(32, 4, generator=random), torch.randint(2, (32,), generator=random)),
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    global_batch=8,
+    steps=6,
+)
+"""

@@ -31,9 +31,9 @@ from clusterd.core.policies import POLICIES
 from clusterd.daemon.api.validation import refuse_malformed
 from clusterd.daemon.settings import refuse_unknown
 from clusterd.errors import UsageError
+from clusterd.plans.plan import Plan
 from clusterd.submission.job_file import parse_job
 from clusterd.submission.job_keys import CheckpointKeys, JobKeys, LimitKeys, PlanTable, ResourceKeys
-from plans.plan import Plan
 from tests.conftest import REPOSITORY
 
 PROBES: tuple[Any, ...] = (

@@ -232,9 +232,9 @@ def test_a_dry_run_refuses_what_a_submit_refuses(cluster: RunningCluster) -> Non
 
     assert "is no directory" in refused()
     work.mkdir()
-    (work / "plans.py").touch()
-    assert "has a module 'plans'" in refused(elastic)
-    (work / "plans.py").rename(work / "planning.py")
+    (work / "clusterd.py").touch()
+    assert "has a module 'clusterd'" in refused(elastic)
+    (work / "clusterd.py").rename(work / "planning.py")
     assert "job would be queued" in cluster.run("submit", "--dry-run", str(file)).stdout
     (work / "planning.py").write_bytes(bytes(2000))
     assert "the limit is" in refused()

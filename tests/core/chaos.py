@@ -12,8 +12,8 @@ from clusterd.core.policies import POLICIES
 from clusterd.core.state import Job
 from clusterd.core.timers import Timer, TimerKind, account_on
 from clusterd.daemon.journal import codec
+from clusterd.plans.plan import Plan
 from clusterd.types import DeviceClaim, DeviceId, HostId, JobId, JobKind, JobSpec, JobState, RankEnd, Reason
-from plans.plan import Plan
 from tests.core import strategies
 from tests.core.conftest import CRASH, OK
 from tests.core.properties import replayed

@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from clusterd.core.performance_table import Estimate, PerformanceTable
+from clusterd.plans.memory import estimate
+from clusterd.plans.plan import Plan
 from clusterd.types import HostFacts, HostId, JobKind, JobSpec, Resources, Tenant
-from plans.memory import estimate
-from plans.plan import Plan
 from tests.core.conftest import GIB, facts
 from tests.plans.test_reshard import gpt
 

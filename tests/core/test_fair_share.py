@@ -5,8 +5,8 @@ from __future__ import annotations
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.performance_table import Estimate, PerformanceTable
+from clusterd.plans.plan import Plan
 from clusterd.types import JobId, JobKind, Tenant
-from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.lifecycle.test_trials import SHAPE, progress, running
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from clusterd.core import events as e
 from clusterd.core.scheduler import Batch
+from clusterd.plans.plan import Plan
 from clusterd.types import RankEnd, Reason
-from plans.plan import Plan
 from tests.core.conftest import OK, Lab
 from tests.core.lifecycle.test_trials import move, progress, running
 from tests.core.properties import replayed

@@ -8,8 +8,8 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core import story
 from clusterd.core.timers import Timer, TimerKind
+from clusterd.plans.plan import Plan
 from clusterd.types import HostId, RankEnd, Reason
-from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.lifecycle.test_trials import move, running
 

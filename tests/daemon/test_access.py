@@ -20,9 +20,9 @@ from clusterd.core.state import State
 from clusterd.daemon.access import RULES, THEIR_JOB, Access, Callers, Peer
 from clusterd.daemon.api.server import Server
 from clusterd.errors import ClusterError
+from clusterd.tui.model.model import Model
 from clusterd.types import ArrayTask, JobId, JobSpec, RankEnd, Reason, Resources
 from tests.core.conftest import Lab
-from tui.model.model import Model
 
 ANN, BOB = Peer("ann", 1001, False), Peer("bob", 1002, False)
 OPERATOR = Peer("olga", 1003, True)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from clusterd.daemon.profiling.loss_forecast import POINTS_MOST, LossForecast
-from profiling.progress import Predictability
+from clusterd.profiling.progress import Predictability
 
 
 def test_a_smooth_curve_says_when_the_target_is_reached() -> None:

@@ -12,12 +12,12 @@ from click.testing import CliRunner
 from clusterd.cli.jobs import why
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
+from clusterd.plans.plan import Plan
 from clusterd.projection import job_row
+from clusterd.tui.model import columns, rows
 from clusterd.types import HostId
-from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.lifecycle.test_trials import running
-from tui.model import columns, rows
 
 
 def clock(at_s: float) -> str:

@@ -20,14 +20,14 @@ from figures import Figures
 from model import GPT
 from torch.nn.functional import cross_entropy
 
+from clusterd.plans.memory import estimate
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.train import rank_main
 from clusterd.train.inspect.describe import describe
 from clusterd.train.process import accelerator
 from clusterd.train.process.job import Job
 from clusterd.train.process.run_in_fork import run_in_fork
-from plans.memory import estimate
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.own_process, pytest.mark.time_limit(60)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from plans.model_shape import LayerShape, ModelShape, ParameterShape
+from clusterd.plans.model_shape import LayerShape, ModelShape, ParameterShape
 
 
 def gpt(depth: int = 4, width: int = 64, **changes: Any) -> ModelShape:

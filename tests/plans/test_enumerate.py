@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import gpt
 
-from plans.enumerate import legal_plans
-from plans.legality import check
-from plans.plan import OFFLOADS, SCHEDULES, Plan, PlanError
+from clusterd.plans.enumerate import legal_plans
+from clusterd.plans.legality import check
+from clusterd.plans.plan import OFFLOADS, SCHEDULES, Plan, PlanError
 
 
 @settings(max_examples=25, deadline=None)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rank_pool import RankPool, Run
 
-from plans.plan import Plan
+from clusterd.plans.plan import Plan
 
 RELATIVE = 1e-5
 STEPS, BATCH = 20, 16

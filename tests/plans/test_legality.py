@@ -7,9 +7,9 @@ import json
 import pytest
 from shapes import gpt
 
-from plans.legality import check
-from plans.model_shape import ModelShape, ParameterShape
-from plans.plan import Plan
+from clusterd.plans.legality import check
+from clusterd.plans.model_shape import ModelShape, ParameterShape
+from clusterd.plans.plan import Plan
 
 
 def with_parameter(shape: tuple[int, ...], dtype_bytes: int) -> ModelShape:

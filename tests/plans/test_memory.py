@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapes import gpt
 
-from plans.enumerate import legal_plans
-from plans.memory import OVERHEAD, MemoryEstimate, communicators, estimate, learn_overhead
-from plans.model_shape import ModelShape
-from plans.plan import Plan
+from clusterd.plans.enumerate import legal_plans
+from clusterd.plans.memory import OVERHEAD, MemoryEstimate, communicators, estimate, learn_overhead
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 
 SHAPE = gpt(depth=6, width=256)
 PLANS = [p for n in (1, 2, 4, 8) for p in legal_plans(SHAPE, n)]

@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 from hypothesis import settings
 
-from plans.layout import layout
-from plans.packing import Packing
-from plans.plan import Plan
-from plans.reshard import plan_transfers
+from clusterd.plans.layout import layout
+from clusterd.plans.packing import Packing
+from clusterd.plans.plan import Plan
+from clusterd.plans.reshard import plan_transfers
 from tests.plans.test_reshard import a_move, gpt, hosts
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plans.plan import OFFLOADS, SCHEDULES, Plan, PlanError
+from clusterd.plans.plan import OFFLOADS, SCHEDULES, Plan, PlanError
 
 
 @st.composite

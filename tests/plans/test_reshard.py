@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plans.layout import Layout, LayoutMismatch, layout, zero1_owners
-from plans.model_shape import LayerShape, ModelShape, ParameterShape
-from plans.plan import Plan
-from plans.reshard import IncompleteLayout, Transfers, plan_transfers
+from clusterd.plans.layout import Layout, LayoutMismatch, layout, zero1_owners
+from clusterd.plans.model_shape import LayerShape, ModelShape, ParameterShape
+from clusterd.plans.plan import Plan
+from clusterd.plans.reshard import IncompleteLayout, Transfers, plan_transfers
 
 PLANS = [
     Plan(),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plans.sample_order import TooFewSamples, permuted, replica_indices, step_indices
+from clusterd.plans.sample_order import TooFewSamples, permuted, replica_indices, step_indices
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 1000))

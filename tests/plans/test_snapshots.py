@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plans.layout import layout
-from plans.model_shape import BufferShape, OddSlot
-from plans.plan import Plan
-from plans.reshard import plan_transfers
-from plans.snapshots import StateSnapshotPacking, state_snapshot_outbox
+from clusterd.plans.layout import layout
+from clusterd.plans.model_shape import BufferShape, OddSlot
+from clusterd.plans.plan import Plan
+from clusterd.plans.reshard import plan_transfers
+from clusterd.plans.snapshots import StateSnapshotPacking, state_snapshot_outbox
 from tests.plans.test_reshard import PLANS, gpt, hosts
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plans.stages import split_layers
+from clusterd.plans.stages import split_layers
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.data())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from plans.plan import Plan
-from profiling.model import Row
-from profiling.placement import Allocation
-from profiling.table import Measured
-from profiling.workload import Workload
+from clusterd.plans.plan import Plan
+from clusterd.profiling.model import Row
+from clusterd.profiling.placement import Allocation
+from clusterd.profiling.table import Measured
+from clusterd.profiling.workload import Workload
 
 PLACES = (
     (1,), (2,), (4,), (8,), (1, 1), (2, 2), (4, 4), (8, 8), (1, 3), (2, 6), (1, 7), (3, 5), (3, 3), (5, 5), (6, 6),

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from plans.plan import Plan
-from profiling.model import Row
-from profiling.placement import Allocation
-from profiling.table import REQUIRED, Measured
-from profiling.workload import Workload
+from clusterd.plans.plan import Plan
+from clusterd.profiling.model import Row
+from clusterd.profiling.placement import Allocation
+from clusterd.profiling.table import REQUIRED, Measured
+from clusterd.profiling.workload import Workload
 
 REPORTED = 100
 """First seed of the tables for which figures are reported."""

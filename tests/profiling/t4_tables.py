@@ -11,7 +11,7 @@ import math
 import sys
 from pathlib import Path
 
-from profiling.table import REQUIRED
+from clusterd.profiling.table import REQUIRED
 
 # Parameters, layers, width, length of a sample, and the job's batches.
 APPLICATIONS = {

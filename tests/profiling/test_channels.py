@@ -7,14 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from plans.plan import Plan
-from profiling.__main__ import main
-from profiling.coefficients import Prior
-from profiling.evaluate import Outcome, default_method, profile
-from profiling.model import Row, Rows
-from profiling.online import Observation, OnlineFit
-from profiling.placement import Allocation
-from profiling.table import Measured
+from clusterd.plans.plan import Plan
+from clusterd.profiling.__main__ import main
+from clusterd.profiling.coefficients import Prior
+from clusterd.profiling.evaluate import Outcome, default_method, profile
+from clusterd.profiling.model import Row, Rows
+from clusterd.profiling.online import Observation, OnlineFit
+from clusterd.profiling.placement import Allocation
+from clusterd.profiling.table import Measured
 from tests.profiling import drawn
 from tests.profiling.channels import table
 from tests.profiling.t4_tables import write

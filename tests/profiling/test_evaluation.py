@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from profiling.__main__ import main
-from profiling.evaluate import evaluate
-from profiling.table import REQUIRED, TableError, read_table
+from clusterd.profiling.__main__ import main
+from clusterd.profiling.evaluate import evaluate
+from clusterd.profiling.table import REQUIRED, TableError, read_table
 from tests.profiling.worlds import CONVOLUTIONS, TRANSFORMER, measured, truth
 
 REPOSITORY = Path(__file__).parents[2]
@@ -145,7 +145,7 @@ def test_only_chosen_times_are_seen():
     table = measured(truth(), TRANSFORMER)
     from dataclasses import replace
 
-    from profiling.evaluate import default_method, profile
+    from clusterd.profiling.evaluate import default_method, profile
 
     honest = profile(table, default_method(), 7, 0)
     forged = [m if i in honest.chosen else replace(m, step_time_s=123.0) for i, m in enumerate(table)]

@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plans.plan import Plan
-from profiling.coefficients import INDEX, Prior
-from profiling.design import DesignOptions, next_trials
-from profiling.evaluate import Method, default_method, profile
-from profiling.fit import fit, share_hardware
-from profiling.model import Row, Rows, predict
-from profiling.online import STEPS, Observation, OnlineFit
-from profiling.placement import Allocation
+from clusterd.plans.plan import Plan
+from clusterd.profiling.coefficients import INDEX, Prior
+from clusterd.profiling.design import DesignOptions, next_trials
+from clusterd.profiling.evaluate import Method, default_method, profile
+from clusterd.profiling.fit import fit, share_hardware
+from clusterd.profiling.model import Row, Rows, predict
+from clusterd.profiling.online import STEPS, Observation, OnlineFit
+from clusterd.profiling.placement import Allocation
 from tests.profiling.worlds import CONVOLUTIONS, FAST_NETWORK, SLOW_NETWORK, TRANSFORMER, measured, truth
 
 WORLDS = {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profiling.progress import (
+from clusterd.profiling.progress import (
     IN_A_ROW,
     LossCurve,
     Predictability,

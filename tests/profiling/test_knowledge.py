@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import pytest
 
-from plans.plan import Plan
-from profiling import fleet
-from profiling.fleet import DeviceType
-from profiling.knowledge import Knowledge, Ranked, rivals, workload_of
-from profiling.online import Observation, OnlineFit
+from clusterd.plans.plan import Plan
+from clusterd.profiling import fleet
+from clusterd.profiling.fleet import DeviceType
+from clusterd.profiling.knowledge import Knowledge, Ranked, rivals, workload_of
+from clusterd.profiling.online import Observation, OnlineFit
 from tests.plans.test_reshard import gpt
 
 GIB = 1 << 30
@@ -105,7 +105,7 @@ def test_trials_end_when_the_budget_is_spent_or_nothing_can_be_gained() -> None:
 
 
 def _rows(some: Knowledge, choice: Ranked):  # type: ignore[no-untyped-def]
-    from profiling.model import Rows
+    from clusterd.profiling.model import Rows
 
     return Rows.of([some.row(choice.plan, choice.shape)])
 

@@ -9,11 +9,11 @@ import sqlite3
 
 import pytest
 
-from plans.plan import Plan
-from profiling.model import Row
-from profiling.placement import Allocation, HostShare
-from profiling.store import Key, Measurement, Store
-from profiling.table import TableError
+from clusterd.plans.plan import Plan
+from clusterd.profiling.model import Row
+from clusterd.profiling.placement import Allocation, HostShare
+from clusterd.profiling.store import Key, Measurement, Store
+from clusterd.profiling.table import TableError
 from tests.profiling.worlds import TRANSFORMER
 
 KEY = Key("gpt-1234", "A800", "torch 2.7", "100 Gbit/s")

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from profiling.__main__ import main
-from profiling.predictability.boosting import fit
-from profiling.predictability.classifier import features_of
-from profiling.predictability.evaluation import auc
-from profiling.predictability.job_table import REQUIRED, read_jobs
+from clusterd.profiling.__main__ import main
+from clusterd.profiling.predictability.boosting import fit
+from clusterd.profiling.predictability.classifier import features_of
+from clusterd.profiling.predictability.evaluation import auc
+from clusterd.profiling.predictability.job_table import REQUIRED, read_jobs
 from tests.profiling import aiturbo_jobs
 from tests.profiling.job_tables import write
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from profiling.coefficients import NAMES, Prior
-from profiling.curves import over_devices, packed
-from profiling.fit import fit
-from profiling.model import Rows
-from profiling.report import curve_svg, lines, quantity, scatter_svg, to_html
+from clusterd.profiling.coefficients import NAMES, Prior
+from clusterd.profiling.curves import over_devices, packed
+from clusterd.profiling.fit import fit
+from clusterd.profiling.model import Rows
+from clusterd.profiling.report import curve_svg, lines, quantity, scatter_svg, to_html
 from tests.profiling.worlds import TRANSFORMER, measured, plans_on, truth
 
 TABLE = measured(truth(), TRANSFORMER)

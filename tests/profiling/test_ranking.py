@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plans.plan import Plan
-from profiling.ranking import device_curve, on_types, plan_rows
+from clusterd.plans.plan import Plan
+from clusterd.profiling.ranking import device_curve, on_types, plan_rows
 from tests.profiling.test_knowledge import known, lab
 
 

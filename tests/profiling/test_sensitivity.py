@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from plans.enumerate import legal_plans
-from plans.plan import Plan
-from profiling.coefficients import Prior
-from profiling.curves import (
+from clusterd.plans.enumerate import legal_plans
+from clusterd.plans.plan import Plan
+from clusterd.profiling.coefficients import Prior
+from clusterd.profiling.curves import (
     over_bandwidth,
     over_cores,
     over_devices,
     over_host_memory,
     packed,
 )
-from profiling.fit import Fit, fit
-from profiling.model import Rows
-from profiling.placement import Allocation
-from profiling.workload import Workload
+from clusterd.profiling.fit import Fit, fit
+from clusterd.profiling.model import Rows
+from clusterd.profiling.placement import Allocation
+from clusterd.profiling.workload import Workload
 from tests.plans.shapes import gpt
 from tests.profiling.worlds import TRANSFORMER, measured, plans_on, truth
 

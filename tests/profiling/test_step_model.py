@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plans.enumerate import legal_plans
-from plans.plan import Plan
-from profiling.coefficients import ALL, INDEX, Prior
-from profiling.model import Row, Rows, phases, predict
-from profiling.placement import Allocation, HostShare, traffic
-from profiling.workload import Workload
+from clusterd.plans.enumerate import legal_plans
+from clusterd.plans.plan import Plan
+from clusterd.profiling.coefficients import ALL, INDEX, Prior
+from clusterd.profiling.model import Row, Rows, phases, predict
+from clusterd.profiling.placement import Allocation, HostShare, traffic
+from clusterd.profiling.workload import Workload
 from tests.plans.shapes import gpt
 from tests.profiling.worlds import PLACES, TRANSFORMER, plans_on, truth
 

@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 
-from plans.plan import Plan
-from profiling.coefficients import NAMES, Array
-from profiling.model import Row, Rows, Structure, predict
-from profiling.placement import Allocation
-from profiling.table import Measured
-from profiling.workload import Workload
+from clusterd.plans.plan import Plan
+from clusterd.profiling.coefficients import NAMES, Array
+from clusterd.profiling.model import Row, Rows, Structure, predict
+from clusterd.profiling.placement import Allocation
+from clusterd.profiling.table import Measured
+from clusterd.profiling.workload import Workload
 
 TRANSFORMER = Workload.from_sizes(
     "made-up", parameters=700_000_000, layers=36, hidden=1280, seq_len=1024, global_batch=32

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from plans.plan import Plan
+from clusterd.plans.plan import Plan
 from tests.conftest import RunningCluster, until
 
 JOB = """

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterd.cli.simulate import simulate as command
+from clusterd.plans.plan import Plan
 from clusterd.simulate import run
 from clusterd.simulate.bounds import bounds
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.metrics import figures
 from clusterd.simulate.truth import ModelTruth, Truth
 from clusterd.simulate.workload import Arrival, Workload
-from plans.plan import Plan
 
 LINEAR = {1: 8.0, 2: 4.0, 4: 2.0, 8: 1.0}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from clusterd.plans.plan import Plan
 from clusterd.simulate.costs import LIVE_FIXED_S, Costs, Side
 from clusterd.types import HostId
-from plans.plan import Plan
 
 BILLION = 1_000_000_000
 A, B = HostId("a"), HostId("b")

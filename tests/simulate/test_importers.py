@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from clusterd.plans.plan import replicas
 from clusterd.simulate import workload
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.errors import InputError
 from clusterd.simulate.importers import arena, gavel, pollux, read
 from clusterd.simulate.importers.pollux import Application, shapes
 from clusterd.simulate.truth import by_count, oracle
-from plans.plan import replicas
 
 DATA = Path(os.environ.get("CLUSTERD_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
 there = pytest.mark.skipif(not DATA.is_dir(), reason="the public data sets are not there (CLUSTERD_DATA)")

@@ -16,11 +16,11 @@ from agent_double import HostAgent, Message, Network
 from rank_pool import RankPool, Run
 from scenarios import Recorded, job
 
+from clusterd.plans.plan import Plan
 from clusterd.protocol.codec import from_map
 from clusterd.protocol.migration import MigrationRequest
 from clusterd.train.inspect.describe import describe
 from clusterd.train.migration.spec import MigrationSpec
-from plans.plan import Plan
 from tests.hang import HANG_S
 
 STEPS = 100_000

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.agent.host.rank_environment import SURVIVES_PEERS
-from plans.plan import Plan
+from clusterd.plans.plan import Plan
 from tests.hang import HANG_S
 
 HERE = Path(__file__).resolve()

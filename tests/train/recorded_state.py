@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from clusterd.plans.model_shape import ModelShape
 from clusterd.train.migration.source import MigrationSource
 from clusterd.train.migration.target import MigrationTarget
 from clusterd.train.state.local_shards import local_shards
-from plans.model_shape import ModelShape
 
 State = dict[str, Any]
 """By "name|kind|slot": bytes of the whole tensor; and the step."""

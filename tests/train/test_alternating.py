@@ -12,8 +12,8 @@ from cases import slow
 from migration_driver import Mover
 from rank_pool import RankPool
 
+from clusterd.plans.sample_order import step_indices
 from clusterd.train.parallel import build
-from plans.sample_order import step_indices
 from tests.foreign import networks
 
 STEPS = 12

@@ -10,9 +10,9 @@ import torch
 from rank_pool import RankPool
 from scenarios import Recorded, job
 
+from clusterd.plans.legality import check
+from clusterd.plans.plan import Plan
 from clusterd.train.inspect.describe import describe
-from plans.legality import check
-from plans.plan import Plan
 
 STEPS = 5
 ALONE = "dp=1"

@@ -13,8 +13,8 @@ from migration_driver import Mover
 from rank_pool import RankPool
 from torch import nn
 
+from clusterd.plans.plan import Plan
 from clusterd.train.loop.step import clip_gradients
-from plans.plan import Plan
 
 STEPS = 5
 ALONE = "dp=1"

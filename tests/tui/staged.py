@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from clusterd.errors import ClusterError
-from tui.app import Top
-from tui.model.view import Link, LinkState
+from clusterd.tui.app import Top
+from clusterd.tui.model.view import Link, LinkState
 
 if TYPE_CHECKING:
     from clusterd.submission.job_file import Request

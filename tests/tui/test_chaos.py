@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from clusterd.replay import recording
+from clusterd.tui.app import Top
+from clusterd.tui.model.view import LinkState
+from clusterd.tui.source import sources
+from clusterd.tui.source.sources import DaemonSource
 from tests.conftest import REPOSITORY, RunningCluster, until
 from tests.hang import HANG_S
 from tests.tui import test_pilot
 from tests.tui.terminal import Terminal
-from tui.app import Top
-from tui.model.view import LinkState
-from tui.source import sources
-from tui.source.sources import DaemonSource
 
 
 @pytest.fixture

@@ -13,17 +13,17 @@ import pytest
 from textual.pilot import Pilot
 
 from clusterd.errors import ClusterError, ConfigError
+from clusterd.tui.app import Top
+from clusterd.tui.model import lines, rows
+from clusterd.tui.model.fleet import host_summary
+from clusterd.tui.model.job_page import read_metrics, read_steps
+from clusterd.tui.model.state_styles import Look
+from clusterd.tui.screens import saved_views
+from clusterd.tui.source.playback import Player, RecordingSource
+from clusterd.tui.widgets.dialogs import TextDialog
 from tests.tui.staged import LIVE, NOW_S, host, job, staged
 from tests.tui.test_pilot import until, window
 from tests.tui.test_windows import drive
-from tui.app import Top
-from tui.model import lines, rows
-from tui.model.fleet import host_summary
-from tui.model.job_page import read_metrics, read_steps
-from tui.model.state_styles import Look
-from tui.screens import saved_views
-from tui.source.playback import Player, RecordingSource
-from tui.widgets.dialogs import TextDialog
 
 
 @pytest.mark.parametrize(

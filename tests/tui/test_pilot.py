@@ -15,16 +15,16 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+from clusterd.tui.app import Top
+from clusterd.tui.screens import saved_views
+from clusterd.tui.screens.job import JobBoard
+from clusterd.tui.screens.log import LogScreen
+from clusterd.tui.screens.queue import QueueBoard
+from clusterd.tui.source.sources import DaemonSource
+from clusterd.tui.widgets.dialogs import TextDialog
+from clusterd.tui.widgets.migrate_dialog import MigrationDialog, PlanDialog
 from tests.conftest import GPT, RunningCluster
 from tests.hang import HANG_S
-from tui.app import Top
-from tui.screens import saved_views
-from tui.screens.job import JobBoard
-from tui.screens.log import LogScreen
-from tui.screens.queue import QueueBoard
-from tui.source.sources import DaemonSource
-from tui.widgets.dialogs import TextDialog
-from tui.widgets.migrate_dialog import MigrationDialog, PlanDialog
 
 
 @pytest.fixture(scope="module")

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from clusterd.errors import ClusterError
 from clusterd.replay import recording, write
+from clusterd.tui.model import columns, lines, rows
+from clusterd.tui.model.filters import BadFilter, parse
+from clusterd.tui.model.fleet import busy_share, host_summary
+from clusterd.tui.model.keys import COMMANDS
+from clusterd.tui.model.line_chart import Series, chart
+from clusterd.tui.model.listing import Listing
+from clusterd.tui.model.model import Model
+from clusterd.tui.model.state_styles import Look
+from clusterd.tui.model.view import SCREENS
+from clusterd.tui.screens.footer import footer
+from clusterd.tui.source.playback import Player
+from clusterd.tui.widgets.log_pane import LogWindow, readable
 from tests.conftest import RunningCluster, until
 from tests.tui.staged import NOW_S, host, job, snapshot
-from tui.model import columns, lines, rows
-from tui.model.filters import BadFilter, parse
-from tui.model.fleet import busy_share, host_summary
-from tui.model.keys import COMMANDS
-from tui.model.line_chart import Series, chart
-from tui.model.listing import Listing
-from tui.model.model import Model
-from tui.model.state_styles import Look
-from tui.model.view import SCREENS
-from tui.screens.footer import footer
-from tui.source.playback import Player
-from tui.widgets.log_pane import LogWindow, readable
 
 JOBS = [rows.read(rows.Job, row) for row in snapshot()["jobs"]]
 

@@ -13,9 +13,9 @@ from textual.pilot import Pilot
 
 from clusterd.cli.simulate import simulate
 from clusterd.replay import recording
+from clusterd.tui.app import Top
+from clusterd.tui.source.playback import Player, RecordingSource
 from tests.tui.test_pilot import until
-from tui.app import Top
-from tui.source.playback import Player, RecordingSource
 
 TIMES_S = {1: 8.0, 2: 4.2, 4: 2.2, 8: 1.2}
 

@@ -13,12 +13,12 @@ import pytest
 from clusterd.core.events import Timer, TimerFired, TimerKind
 from clusterd.daemon.api.jobs import JOBS_PER_PAGE
 from clusterd.daemon.api.watch import WINDOW, Feed
+from clusterd.tui.model.model import Model
+from clusterd.tui.model.view import Link, LinkState
+from clusterd.tui.source.sources import DaemonSource
+from clusterd.tui.source.wire import Wire
 from tests.conftest import RunningCluster
 from tests.hang import HANG_S
-from tui.model.model import Model
-from tui.model.view import Link, LinkState
-from tui.source.sources import DaemonSource
-from tui.source.wire import Wire
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_the_interface_goes_on_where_its_connection_broke(running: RunningCluste
             opened.append(await dial(path))
             return opened[-1]
 
-        monkeypatch.setattr("tui.source.sources.Wire.open", remember)
+        monkeypatch.setattr("clusterd.tui.source.sources.Wire.open", remember)
         source = DaemonSource(running.socket)
         links: list[LinkState] = []
         answer: list[dict[str, Any]] = []

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from clusterd.tui.serve import HOST
 from tests.conftest import REPOSITORY
 from tests.hang import HANG_S
 from tests.tui.browser import chromium, opened
-from tui.serve import HOST
 
 
 @pytest.fixture

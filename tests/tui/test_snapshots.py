@@ -10,9 +10,9 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+from clusterd.tui.model.view import SCREENS
+from clusterd.tui.screens.queue import QueueBoard
 from tests.tui.staged import LIVE, LOST, NOW_S, REFUSED, items, staged
-from tui.model.view import SCREENS
-from tui.screens.queue import QueueBoard
 
 STATES: dict[str, list[Any]] = {
     "normal": items(),

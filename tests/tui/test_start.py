@@ -9,15 +9,16 @@ from tests.hang import HANG_S
 
 LATE = (
     "numpy", "scipy", "torch", "asyncssh", "plotext", "anyio", "sqlite3", "clusterd.core", "clusterd.daemon",
-    "clusterd.client", "profiling", "plans", "tui.source.playback", "tui.widgets.dialogs",
-    "tui.model.job_page", "tui.commands.actions", "tui.screens.streams",
+    "clusterd.client", "clusterd.profiling", "clusterd.plans", "clusterd.tui.source.playback",
+    "clusterd.tui.widgets.dialogs", "clusterd.tui.model.job_page", "clusterd.tui.commands.actions",
+    "clusterd.tui.screens.streams",
 )  # fmt: skip
 
 
 def test_nothing_is_imported_that_the_first_picture_does_not_show() -> None:
     script = f"""
 import sys
-import clusterd.cli.top, clusterd.cli.main, tui.source.sources
+import clusterd.cli.top, clusterd.cli.main, clusterd.tui.source.sources
 from tests.tui.staged import staged
 loaded = [name for name in {LATE!r} if name in sys.modules]
 assert not loaded, f"before the interface is made: {{loaded}}"

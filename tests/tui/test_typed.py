@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
+from clusterd.tui.app import Top
 from tests.tui.staged import LIVE, host, job, staged
 from tests.tui.test_pilot import type_in, until, window
 from tests.tui.test_windows import drive
-from tui.app import Top
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
+from clusterd.tui.app import Top
+from clusterd.tui.commands import parsing
+from clusterd.tui.commands.parsing import job_files
+from clusterd.tui.model.keys import COMMANDS
+from clusterd.tui.widgets.log_pane import LogPane
+from clusterd.tui.widgets.migrate_dialog import MigrationDialog, PlanDialog
 from tests.tui.staged import NOW_S, staged
 from tests.tui.test_pilot import until, window
-from tui.app import Top
-from tui.commands import parsing
-from tui.commands.parsing import job_files
-from tui.model.keys import COMMANDS
-from tui.widgets.log_pane import LogPane
-from tui.widgets.migrate_dialog import MigrationDialog, PlanDialog
 
 PREVIEW = {
     "from": "dp=2,tp=2", "plan": "dp=4,zero=1", "devices": ["gpu01:gpu0"], "local_bytes": 1 << 30, "network_bytes": 0,

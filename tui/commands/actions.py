@@ -12,12 +12,12 @@ from contextlib import aclosing
 from typing import Any
 
 from clusterd.errors import ClusterError
+from clusterd.tui.commands.parsing import absolute_path, existing_file, job_files, something, whole_number
+from clusterd.tui.commands.port import AppPort
+from clusterd.tui.model import rows
+from clusterd.tui.model.columns import promise_text
+from clusterd.tui.model.lines import Line, clock, line, printable
 from clusterd.units import counted, duration
-from tui.commands.parsing import absolute_path, existing_file, job_files, something, whole_number
-from tui.commands.port import AppPort
-from tui.model import rows
-from tui.model.columns import promise_text
-from tui.model.lines import Line, clock, line, printable
 
 LOG_BYTES_MAX = 256 << 20
 """Limit of a log copied to a temporary file for the pager."""
@@ -152,7 +152,7 @@ class ClusterCommands:
 
         A job with its own training loop restarts under the new plan instead.
         """
-        from tui.widgets.migrate_dialog import MigrationDialog, cost_lines
+        from clusterd.tui.widgets.migrate_dialog import MigrationDialog, cost_lines
 
         job = self._job
         if job.kind == "command" or job.state != "running":
@@ -179,7 +179,7 @@ class ClusterCommands:
 
     async def _chosen_plan(self, job: rows.Job) -> str | None:
         """Plan chosen from the ranking or typed; None if the user left."""
-        from tui.widgets.migrate_dialog import OTHER_PLAN, PlanDialog
+        from clusterd.tui.widgets.migrate_dialog import OTHER_PLAN, PlanDialog
 
         known = rows.Plans(known="any plan that its command accepts")
         if job.kind == "elastic":
@@ -281,7 +281,7 @@ class ClusterCommands:
 
     async def logs(self, previous: bool = False) -> None:
         """Show a job's log full screen."""
-        from tui.screens.log import LogScreen
+        from clusterd.tui.screens.log import LogScreen
 
         job = self._job
         if previous and job.attempt < 2:

@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tui.model.lines import Line
-from tui.screens.base import Board
-from tui.source.context import Context
+from clusterd.tui.model.lines import Line
+from clusterd.tui.screens.base import Board
+from clusterd.tui.source.context import Context
 
 if TYPE_CHECKING:
     from textual.notifications import SeverityLevel
     from textual.screen import Screen
     from textual.widget import Widget
 
-    from tui.source.playback import Player
+    from clusterd.tui.source.playback import Player
 
 R = TypeVar("R")
 

@@ -7,13 +7,13 @@ from typing import Any
 from textual.widget import Widget
 
 from clusterd.errors import ClusterError
-from tui.commands.parsing import something
-from tui.commands.port import AppPort
-from tui.model.filters import BadFilter, parse
-from tui.model.lines import line, printable
-from tui.screens import saved_views
-from tui.screens.base import TableBoard
-from tui.source.playback import Player
+from clusterd.tui.commands.parsing import something
+from clusterd.tui.commands.port import AppPort
+from clusterd.tui.model.filters import BadFilter, parse
+from clusterd.tui.model.lines import line, printable
+from clusterd.tui.screens import saved_views
+from clusterd.tui.screens.base import TableBoard
+from clusterd.tui.source.playback import Player
 
 
 class ViewCommands:
@@ -72,7 +72,7 @@ class ViewCommands:
 
     async def sort(self) -> None:
         """Choose the column to sort by."""
-        from tui.widgets.dialogs import ChoiceDialog
+        from clusterd.tui.widgets.dialogs import ChoiceDialog
 
         board = self._board
         options = [(column.name, line(column.title)) for column in board.all_columns]
@@ -88,7 +88,7 @@ class ViewCommands:
 
     async def columns(self) -> None:
         """Choose the columns to show, where the terminal is wide enough."""
-        from tui.widgets.dialogs import MultiChoiceDialog
+        from clusterd.tui.widgets.dialogs import MultiChoiceDialog
 
         board = self._board
         options = [(column.name, column.title) for column in board.all_columns]
@@ -99,7 +99,7 @@ class ViewCommands:
 
     async def views(self) -> None:
         """Apply a saved view, save the current one, or delete one."""
-        from tui.widgets.dialogs import ChoiceDialog
+        from clusterd.tui.widgets.dialogs import ChoiceDialog
 
         board, name, file = self._board, str(self._app.board.id), saved_views.path()
         own = saved_views.load(file)
@@ -168,7 +168,7 @@ class ViewCommands:
 
     async def jump(self) -> None:
         """Label every pane with a letter and focus the chosen one."""
-        from tui.widgets.dialogs import JumpOverlay
+        from clusterd.tui.widgets.dialogs import JumpOverlay
 
         app = self._app
         panes = [widget for widget in app.board.query("Table, TextPane, LogPane") if widget.region.area]
@@ -180,7 +180,7 @@ class ViewCommands:
 
     async def help(self) -> None:
         """Show all keys of the screen."""
-        from tui.screens.footer import help_lines
+        from clusterd.tui.screens.footer import help_lines
 
         app = self._app
         shared = app.shared

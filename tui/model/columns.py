@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from clusterd.tui.model import rows
+from clusterd.tui.model.event_words import readable_kind, short_plan
+from clusterd.tui.model.fleet import tiles
+from clusterd.tui.model.lines import Line, clock, line, printable
+from clusterd.tui.model.state_styles import Look, job_colour
 from clusterd.units import duration, size, start_text
-from tui.model import rows
-from tui.model.event_words import readable_kind, short_plan
-from tui.model.fleet import tiles
-from tui.model.lines import Line, clock, line, printable
-from tui.model.state_styles import Look, job_colour
 
 R = TypeVar("R")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from clusterd.tui.model import rows
+from clusterd.tui.model.lines import Line, Run, clock, fit, line, printable
+from clusterd.tui.model.state_styles import Look, job_colour
 from clusterd.units import duration, size
-from tui.model import rows
-from tui.model.lines import Line, Run, clock, fit, line, printable
-from tui.model.state_styles import Look, job_colour
 
 TILE_CELLS = 8
 

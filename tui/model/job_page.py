@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from clusterd.tui.model import rows
+from clusterd.tui.model.line_chart import Series, chart
+from clusterd.tui.model.lines import Line, beside, clock, line, printable, wrap
+from clusterd.tui.model.model import Model, Point
+from clusterd.tui.model.state_styles import Look
+from clusterd.tui.model.view import job_summary, restart_note
 from clusterd.units import duration, size
-from tui.model import rows
-from tui.model.line_chart import Series, chart
-from tui.model.lines import Line, beside, clock, line, printable, wrap
-from tui.model.model import Model, Point
-from tui.model.state_styles import Look
-from tui.model.view import job_summary, restart_note
 
 WIDE_CELLS = 110
 CHART_ROWS = 7

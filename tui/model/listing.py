@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
-from tui.model.filters import Filter
+from clusterd.tui.model.filters import Filter
 
 R = TypeVar("R")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tui.model import rows
+from clusterd.tui.model import rows
 
 DECISIONS_MAX = 5000
 EVENTS_MAX = 3000

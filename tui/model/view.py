@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from clusterd.criterion import Criterion
+from clusterd.tui.model import rows
+from clusterd.tui.model.columns import compact_devices, promise_text, ran_s, time_left_s, waited_s
+from clusterd.tui.model.fleet import fleet_totals
+from clusterd.tui.model.lines import Line, clock, fit, line, printable, width
+from clusterd.tui.model.model import Model
+from clusterd.tui.model.state_styles import Look, job_colour
 from clusterd.units import counted, duration, size
-from tui.model import rows
-from tui.model.columns import compact_devices, promise_text, ran_s, time_left_s, waited_s
-from tui.model.fleet import fleet_totals
-from tui.model.lines import Line, clock, fit, line, printable, width
-from tui.model.model import Model
-from tui.model.state_styles import Look, job_colour
 
 SCREENS = ("fleet", "queue", "job", "decisions", "events")
 

@@ -9,13 +9,13 @@ from typing import Any, Generic, TypeVar
 from textual.app import ComposeResult
 from textual.containers import Container
 
-from tui.model.columns import Column
-from tui.model.filters import Filter, FilterTooSlow, parse, time_limit
-from tui.model.lines import Line
-from tui.model.listing import Listing
-from tui.model.model import Touched
-from tui.source.context import Context
-from tui.widgets.table import Table
+from clusterd.tui.model.columns import Column
+from clusterd.tui.model.filters import Filter, FilterTooSlow, parse, time_limit
+from clusterd.tui.model.lines import Line
+from clusterd.tui.model.listing import Listing
+from clusterd.tui.model.model import Touched
+from clusterd.tui.source.context import Context
+from clusterd.tui.widgets.table import Table
 
 R = TypeVar("R")
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from textual.app import ComposeResult
 
 from clusterd.errors import ClusterError
-from tui.model import columns, rows
-from tui.model.fleet import busy_share, empty_fleet, host_summary, legend
-from tui.model.lines import Line, line
-from tui.model.model import Touched
-from tui.screens.base import TableBoard
-from tui.source.context import Context
-from tui.widgets.text_pane import TextPane
+from clusterd.tui.model import columns, rows
+from clusterd.tui.model.fleet import busy_share, empty_fleet, host_summary, legend
+from clusterd.tui.model.lines import Line, line
+from clusterd.tui.model.model import Touched
+from clusterd.tui.screens.base import TableBoard
+from clusterd.tui.source.context import Context
+from clusterd.tui.widgets.text_pane import TextPane
 
 USAGE_EVERY_S = 20.0
 """Seconds between two requests for the use of devices."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from clusterd.tui.model.keys import NAVIGATION_KEYS, available
+from clusterd.tui.model.lines import Line, clock, line
+from clusterd.tui.model.state_styles import Look
 from clusterd.units import duration
-from tui.model.keys import NAVIGATION_KEYS, available
-from tui.model.lines import Line, clock, line
-from tui.model.state_styles import Look
 
 if TYPE_CHECKING:
-    from tui.source.playback import Player
+    from clusterd.tui.source.playback import Player
 
 
 def footer(screen: str, can_act: bool, replays: bool, cells: int) -> tuple[list[Line], dict[str, str]]:

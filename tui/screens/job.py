@@ -7,13 +7,13 @@ from typing import Any
 from textual.app import ComposeResult
 
 from clusterd.errors import ClusterError
-from tui.model import rows
-from tui.model.job_page import JobDetails, job_page, read_metrics, read_steps
-from tui.model.lines import line
-from tui.model.model import Touched
-from tui.screens.base import Board
-from tui.source.context import Context
-from tui.widgets.text_pane import TextPane
+from clusterd.tui.model import rows
+from clusterd.tui.model.job_page import JobDetails, job_page, read_metrics, read_steps
+from clusterd.tui.model.lines import line
+from clusterd.tui.model.model import Touched
+from clusterd.tui.screens.base import Board
+from clusterd.tui.source.context import Context
+from clusterd.tui.widgets.text_pane import TextPane
 
 
 class JobBoard(Board):

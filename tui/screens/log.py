@@ -9,11 +9,11 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
+from clusterd.tui.model import rows
+from clusterd.tui.model.filters import BadFilter, pattern
+from clusterd.tui.source.context import Context
+from clusterd.tui.widgets.log_pane import LogPane
 from clusterd.units import counted
-from tui.model import rows
-from tui.model.filters import BadFilter, pattern
-from tui.source.context import Context
-from tui.widgets.log_pane import LogPane
 
 
 class LogScreen(ModalScreen[str]):

@@ -8,14 +8,14 @@ from textual.app import ComposeResult
 from textual.containers import Container
 from textual.timer import Timer
 
-from tui.model import columns, rows
-from tui.model.lines import Line, line
-from tui.model.model import Touched
-from tui.model.view import job_summary
-from tui.screens.base import TableBoard
-from tui.source.context import Context
-from tui.widgets.log_pane import LogPane
-from tui.widgets.text_pane import TextPane
+from clusterd.tui.model import columns, rows
+from clusterd.tui.model.lines import Line, line
+from clusterd.tui.model.model import Touched
+from clusterd.tui.model.view import job_summary
+from clusterd.tui.screens.base import TableBoard
+from clusterd.tui.source.context import Context
+from clusterd.tui.widgets.log_pane import LogPane
+from clusterd.tui.widgets.text_pane import TextPane
 
 SETTLE_S = 0.15
 """The log is requested after the cursor has rested this long on a row."""

@@ -7,12 +7,12 @@ from typing import Any
 
 from textual.app import ComposeResult
 
-from tui.model import columns, rows
-from tui.model.event_words import full_value, readable_kind
-from tui.model.lines import Line, clock, line, printable
-from tui.screens.base import TableBoard
-from tui.source.context import Context
-from tui.widgets.text_pane import TextPane
+from clusterd.tui.model import columns, rows
+from clusterd.tui.model.event_words import full_value, readable_kind
+from clusterd.tui.model.lines import Line, clock, line, printable
+from clusterd.tui.screens.base import TableBoard
+from clusterd.tui.source.context import Context
+from clusterd.tui.widgets.text_pane import TextPane
 
 
 class StreamBoard(TableBoard[Any]):

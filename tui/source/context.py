@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tui.model.columns import CellContext
-from tui.model.model import Model
-from tui.model.state_styles import Look
-from tui.source.sources import Source
+from clusterd.tui.model.columns import CellContext
+from clusterd.tui.model.model import Model
+from clusterd.tui.model.state_styles import Look
+from clusterd.tui.source.sources import Source
 
 
 @dataclass(slots=True)

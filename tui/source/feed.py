@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from textual.notifications import SeverityLevel
 
 from clusterd.errors import ClusterError
-from tui.model import rows
-from tui.model.model import Touched
-from tui.model.view import Link, LinkState
-from tui.source.context import Context
+from clusterd.tui.model import rows
+from clusterd.tui.model.model import Touched
+from clusterd.tui.model.view import Link, LinkState
+from clusterd.tui.source.context import Context
 
 REFRESH_S = 0.1
 """Minimum time between two refreshes."""

@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from clusterd.errors import ClusterError
-from tui.model import rows
-from tui.model.model import Item, Model
-from tui.model.view import Link, LinkState
+from clusterd.tui.model import rows
+from clusterd.tui.model.model import Item, Model
+from clusterd.tui.model.view import Link, LinkState
 
 if TYPE_CHECKING:
     from clusterd.submission.job_file import Request

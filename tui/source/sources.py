@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clusterd.errors import ClusterError, DaemonAbsent
-from tui.model.model import Item
-from tui.model.view import Link, LinkState
-from tui.source.wire import Wire
+from clusterd.tui.model.model import Item
+from clusterd.tui.model.view import Link, LinkState
+from clusterd.tui.source.wire import Wire
 
 if TYPE_CHECKING:
     from clusterd.submission.job_file import Request
-    from tui.source.playback import Player
+    from clusterd.tui.source.playback import Player
 
 SILENCE_S = 15.0
 """The daemon sends a heartbeat every 5 s (`clusterd.daemon.api.jobs.ALIVE_EVERY_S`)."""

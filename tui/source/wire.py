@@ -15,7 +15,7 @@ from typing import Any
 from clusterd import errors, protocol
 from clusterd.protocol import calls
 from clusterd.socket_files import refuse_impostor
-from tui.source.preconnect import HELLO, WATCH
+from clusterd.tui.source.preconnect import HELLO, WATCH
 
 READ_BYTES = 1 << 18
 ANSWER_S = 30.0

@@ -16,10 +16,10 @@ from textual.suggester import SuggestFromList
 from textual.widgets import Input, OptionList, SelectionList, Static
 from textual.widgets.option_list import Option
 
-from tui.model.lines import Line, plain, printable
-from tui.model.state_styles import style
-from tui.widgets.plain_text import PlainTextTitles
-from tui.widgets.text_pane import TextPane
+from clusterd.tui.model.lines import Line, plain, printable
+from clusterd.tui.model.state_styles import style
+from clusterd.tui.widgets.plain_text import PlainTextTitles
+from clusterd.tui.widgets.text_pane import TextPane
 
 LETTERS = "asdfghjkl"
 

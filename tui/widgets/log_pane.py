@@ -16,10 +16,10 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from clusterd.errors import ClusterError
-from tui.model.filters import FilterTooSlow, time_limit
-from tui.model.lines import fit, line, wrap
-from tui.widgets.painting import strip
-from tui.widgets.plain_text import PlainTextTitles
+from clusterd.tui.model.filters import FilterTooSlow, time_limit
+from clusterd.tui.model.lines import fit, line, wrap
+from clusterd.tui.widgets.painting import strip
+from clusterd.tui.widgets.plain_text import PlainTextTitles
 
 REDRAW_S = 0.1
 RETRY_S = 1.0

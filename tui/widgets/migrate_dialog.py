@@ -8,15 +8,15 @@ from textual.timer import Timer
 from textual.widgets import OptionList, Static
 
 from clusterd.errors import ClusterError
+from clusterd.tui.model import rows
+from clusterd.tui.model.columns import compact_devices
+from clusterd.tui.model.event_words import short_plan
+from clusterd.tui.model.job_page import migration_lines
+from clusterd.tui.model.lines import Line, line, printable
+from clusterd.tui.source.context import Context
+from clusterd.tui.widgets.dialogs import Dialog, Options, rich_text
+from clusterd.tui.widgets.text_pane import TextPane
 from clusterd.units import duration, size
-from tui.model import rows
-from tui.model.columns import compact_devices
-from tui.model.event_words import short_plan
-from tui.model.job_page import migration_lines
-from tui.model.lines import Line, line, printable
-from tui.source.context import Context
-from tui.widgets.dialogs import Dialog, Options, rich_text
-from tui.widgets.text_pane import TextPane
 
 OTHER_PLAN = "other"
 """Option for typing a plan."""

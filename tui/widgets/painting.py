@@ -6,8 +6,8 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from tui.model.lines import Line
-from tui.model.state_styles import style
+from clusterd.tui.model.lines import Line
+from clusterd.tui.model.state_styles import style
 
 CURSOR = Style(reverse=True)
 CURSOR_UNFOCUSED = Style(bold=True, underline=True)

@@ -6,7 +6,7 @@ from textual.app import App
 from textual.content import Content
 from textual.notifications import SeverityLevel
 
-from tui.model.lines import printable
+from clusterd.tui.model.lines import printable
 
 
 class PlainTextTitles:

@@ -17,12 +17,12 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from tui.model.columns import Column, lay_out
-from tui.model.lines import Line, fit, line
-from tui.model.lines import width as line_cells
-from tui.model.state_styles import Look
-from tui.widgets.painting import cursor_strip, strip
-from tui.widgets.plain_text import PlainTextTitles
+from clusterd.tui.model.columns import Column, lay_out
+from clusterd.tui.model.lines import Line, fit, line
+from clusterd.tui.model.lines import width as line_cells
+from clusterd.tui.model.state_styles import Look
+from clusterd.tui.widgets.painting import cursor_strip, strip
+from clusterd.tui.widgets.plain_text import PlainTextTitles
 
 Cells = Callable[[str, Sequence[tuple[Column[Any], int]]], Sequence[Line]]
 """Cells of a key, one per column."""

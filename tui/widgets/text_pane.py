@@ -12,9 +12,9 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
 
-from tui.model.lines import EMPTY, Line, wrap
-from tui.widgets.painting import strip
-from tui.widgets.plain_text import PlainTextTitles
+from clusterd.tui.model.lines import EMPTY, Line, wrap
+from clusterd.tui.widgets.painting import strip
+from clusterd.tui.widgets.plain_text import PlainTextTitles
 
 
 class TextPane(PlainTextTitles, ScrollView, can_focus=True):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from clusterd.agent.host import programs
 from clusterd.trusted_paths import content_digest
 
-_WHOLE = ("clusterd.agent", "clusterd.protocol", "clusterd.train", "plans")
+_WHOLE = ("clusterd.agent", "clusterd.protocol", "clusterd.train", "clusterd.plans")
 _SINGLE = (
     "__init__.py",
     "datasets.py",

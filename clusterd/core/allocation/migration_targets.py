@@ -10,9 +10,9 @@ from clusterd.core.ledger import Ledger
 from clusterd.core.placement.place import candidates, fitting, place_on
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move, Refusal, View
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.types import Device, HostId
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 
 def first_that_works(

@@ -23,9 +23,9 @@ from clusterd.core.ledger import Ledger, Placement
 from clusterd.core.placement.place import fitting, kinds_for, place, place_beside
 from clusterd.core.state import Description, Job
 from clusterd.core.view import Refusal, View
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.types import Device, JobKind
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

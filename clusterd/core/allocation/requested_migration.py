@@ -8,10 +8,10 @@ from clusterd.core.ledger import of_ranks
 from clusterd.core.placement.place import candidates
 from clusterd.core.state import Job
 from clusterd.core.view import Move, Refusal, View
+from clusterd.plans.legality import check
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.types import AttemptState, DeviceId
-from plans.legality import check
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 
 def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, ...], by: str) -> Move | Refusal:

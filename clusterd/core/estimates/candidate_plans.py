@@ -14,7 +14,7 @@ from typing import Any
 
 from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.core.state import Job
-from plans.plan import Plan
+from clusterd.plans.plan import Plan
 
 ENOUGH = 3
 """Plans that must be measured before a performance table is used: with fewer it is mostly prior."""

@@ -9,13 +9,13 @@ from functools import lru_cache
 from clusterd.core.host import Host
 from clusterd.core.ledger import of_ranks
 from clusterd.core.state import NO_BOUNDS, Attempt, Bounds, Job
+from clusterd.plans.enumerate import legal_plans
+from clusterd.plans.legality import check
+from clusterd.plans.memory import MemoryEstimate, estimate
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.types import DeviceId, HostId
 from clusterd.units import counted
-from plans.enumerate import legal_plans
-from plans.legality import check
-from plans.memory import MemoryEstimate, estimate
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 USABLE_SHARE = 0.92
 """Share of a device's memory that plans may use; fragmentation and the driver take the rest."""

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from clusterd.core.ledger import shape_of
 from clusterd.core.performance_table import Estimate, PerformanceTable, evenly
+from clusterd.plans.plan import Plan, even_shares
 from clusterd.types import Device
-from plans.plan import Plan, even_shares
 
 UNBOUNDED = 1 << 60
 

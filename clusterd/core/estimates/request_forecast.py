@@ -17,9 +17,9 @@ from clusterd.core.ledger import of_ranks, per_host, shape_of
 from clusterd.core.performance_table import Estimate, Shape
 from clusterd.core.state import Description, Job
 from clusterd.core.view import View
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.types import Device, JobKind, Resources
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 HOSTS_SPLIT = 3
 """Hosts up to which every way of keeping some of a running job's devices is a point of its curve."""

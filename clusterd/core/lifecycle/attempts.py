@@ -12,6 +12,8 @@ from clusterd.core.host import Fault, Host
 from clusterd.core.lifecycle import migrations
 from clusterd.core.state import Attempt, Job, Outcome, Rank, Retired, State
 from clusterd.core.view import Start
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.types import (
     AttemptState,
     DeviceId,
@@ -24,8 +26,6 @@ from clusterd.types import (
     RankReport,
     Reason,
 )
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 CONSECUTIVE_LOSSES_MAX = 5
 SIGNALS_FROM_OUTSIDE = (1, 2, 9, 15)

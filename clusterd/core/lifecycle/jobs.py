@@ -16,8 +16,8 @@ from clusterd.core.placement.place import holds
 from clusterd.core.queueing.admission import hosts_without_login
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import CoreGrant, Start
+from clusterd.plans.plan import Plan
 from clusterd.types import Device, HostId, JobKind, JobState
-from plans.plan import Plan
 
 RUN_TIMES_MAX = 16
 """Run times remembered of each name and user, newest last."""

@@ -14,9 +14,9 @@ from clusterd.core.fair_share import beyond_quota
 from clusterd.core.state import Attempt, Holder, Job, Migration, Rank, Restart, Retired, State, Survivors
 from clusterd.core.transitions import MigrationState
 from clusterd.core.view import Move
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.types import AttemptState, DeviceId, HostId, JobId
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 
 def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> str | None:

@@ -16,10 +16,10 @@ from clusterd.core.host import Host
 from clusterd.core.lifecycle import trials
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move, Refusal, View
+from clusterd.plans.layout import layout
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.reshard import IncompleteLayout, plan_transfers
 from clusterd.types import AttemptState, HostId, JobKind, RankEnd, Reason
-from plans.layout import layout
-from plans.model_shape import ModelShape
-from plans.reshard import IncompleteLayout, plan_transfers
 
 NOTICE_S = 5.0
 """Time for ranks to notice by themselves that a peer is gone, before their collectives are aborted."""

@@ -15,8 +15,8 @@ from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.state import Attempt, Job, Outcome, Restart, Retired
 from clusterd.core.transitions import MigrationState, RestartState, SeriesState
 from clusterd.core.view import Start
+from clusterd.plans.model_shape import ModelShape
 from clusterd.types import AttemptState, HostId, JobKind, JobState
-from plans.model_shape import ModelShape
 
 STATE_GRACE_S = 60.0
 """Least time, beside steps and copies, for ranks to leave their state in host memory before they are killed."""

@@ -15,9 +15,9 @@ from clusterd.core.placement.place import place_on
 from clusterd.core.state import Attempt, Job, State, Trial
 from clusterd.core.transitions import TrialState
 from clusterd.core.view import Move
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.types import AttemptState, Device, DeviceId, HostId
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 WORTH_CHANGING = 0.03
 """Share of the step time that another plan must save to be worth a migration."""

@@ -20,10 +20,10 @@ from clusterd.core.ledger import Ledger, per_host
 from clusterd.core.performance_table import Estimate, PerformanceTable, Shape, evenly
 from clusterd.core.state import Job
 from clusterd.core.view import View
+from clusterd.plans.memory import estimate as memory_of
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.types import Device
-from plans.memory import estimate as memory_of
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 MOST_CONSIDERED = 24
 """Jobs per pass for which mixed offers are searched."""

@@ -30,7 +30,7 @@ from clusterd.core.policies.equal import largest_within
 from clusterd.core.policies.optimus import Rounds
 from clusterd.core.state import Job
 from clusterd.core.view import View
-from plans.plan import Plan
+from clusterd.plans.plan import Plan
 
 CATEGORIES = 40
 """Categories sampled in a round (N of the third-party code that cites the paper)."""

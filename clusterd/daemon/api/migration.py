@@ -27,14 +27,14 @@ from clusterd.daemon.hosts.pending_replies import PendingReply
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError, TryLater, UsageError
+from clusterd.plans.layout import layout
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan, PlanError
+from clusterd.plans.reshard import plan_transfers
 from clusterd.protocol.control import TakeCheckpoint
 from clusterd.protocol.rank import CheckpointFailed
 from clusterd.protocol.requests import SendToRanks
 from clusterd.types import AttemptState, DeviceId, JobId, JobKind, RankPlace
-from plans.layout import layout
-from plans.model_shape import ModelShape
-from plans.plan import Plan, PlanError
-from plans.reshard import plan_transfers
 
 CHECKPOINT_S = 900.0
 

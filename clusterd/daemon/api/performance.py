@@ -19,16 +19,16 @@ from clusterd.daemon.api.server import FileText, Verb
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.errors import ClusterError, UsageError
+from clusterd.plans.model_shape import ModelShape
+from clusterd.profiling import report
+from clusterd.profiling.curves import Curve
+from clusterd.profiling.knowledge import Knowledge
+from clusterd.profiling.model import Row
+from clusterd.profiling.ranking import RESOURCES, device_curve, on_types, plan_rows, resource_curve
+from clusterd.profiling.store import Store
+from clusterd.profiling.table import TableError
 from clusterd.types import JobSpec
 from clusterd.units import counted
-from plans.model_shape import ModelShape
-from profiling import report
-from profiling.curves import Curve
-from profiling.knowledge import Knowledge
-from profiling.model import Row
-from profiling.ranking import RESOURCES, device_curve, on_types, plan_rows, resource_curve
-from profiling.store import Store
-from profiling.table import TableError
 
 IMPORT_CHARACTERS_MAX = 64 << 20
 

@@ -19,13 +19,13 @@ from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import NotStarted
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.protocol.launch import STEPS_VARIABLE, DatasetSpec, DeviceSpec, LaunchRequest, RankSpec
 from clusterd.protocol.requests import BuildEnvironment, HasWorkdir, LeasePort, PutWorkdir
 from clusterd.script_seed import SEED_VARIABLE
 from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
 from clusterd.types import TEMPLATE_NAMES, Device, HostId, JobId, JobKind, JobSpec, RankPlace
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 CHUNK_BYTES = 1 << 20
 LAUNCH_TIMEOUT_S = FORK_SERVER_START_TIMEOUT_S + 60.0

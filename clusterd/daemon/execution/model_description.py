@@ -23,11 +23,11 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.unexpected import in_a_line
 from clusterd.errors import AgentLost, ClusterError, TryLater
+from clusterd.plans.model_shape import ModelShape
 from clusterd.protocol.agent import RankExited
 from clusterd.protocol.launch import DeviceSpec, RankSpec
 from clusterd.protocol.requests import ForgetAttempt, ReadLog, ReadModel, StopRanks
 from clusterd.types import HostId, JobId, JobSpec, Reason
-from plans.model_shape import ModelShape
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from profiling.progress import LossCurve, Predictability, fit_loss, held_out_error
+from clusterd.profiling.progress import LossCurve, Predictability, fit_loss, held_out_error
 
 POINTS_MOST = 400
 JUDGED_EVERY = 1.5

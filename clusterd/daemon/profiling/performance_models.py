@@ -23,18 +23,18 @@ from clusterd.core.lifecycle import trials
 from clusterd.core.performance_table import Estimate, PerformanceTable, evenly
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.journal.engine import Engine
+from clusterd.plans.memory import Overhead, communicators, learn_overhead
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan, replicas
+from clusterd.profiling import fleet
+from clusterd.profiling.coefficients import INDEX, Prior
+from clusterd.profiling.fit import FitOptions, share_cards, share_hardware
+from clusterd.profiling.fleet import DeviceType
+from clusterd.profiling.knowledge import Knowledge, Ranked, workload_of
+from clusterd.profiling.model import Row
+from clusterd.profiling.online import Observation, OnlineFit
+from clusterd.profiling.store import Key, Measurement, Store
 from clusterd.types import JobId, JobSpec
-from plans.memory import Overhead, communicators, learn_overhead
-from plans.model_shape import ModelShape
-from plans.plan import Plan, replicas
-from profiling import fleet
-from profiling.coefficients import INDEX, Prior
-from profiling.fit import FitOptions, share_cards, share_hardware
-from profiling.fleet import DeviceType
-from profiling.knowledge import Knowledge, Ranked, workload_of
-from profiling.model import Row
-from profiling.online import Observation, OnlineFit
-from profiling.store import Key, Measurement, Store
 
 log = logging.getLogger(__name__)
 

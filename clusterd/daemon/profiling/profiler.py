@@ -25,14 +25,14 @@ from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.daemon.profiling.submission_classifier import SubmissionClassifier
 from clusterd.daemon.profiling.trial_selection import SLOW_TRIAL_STEPS, WARM_UP_STEPS, TrialSelection
 from clusterd.errors import ClusterError
+from clusterd.plans.plan import Plan
+from clusterd.profiling.knowledge import Knowledge
+from clusterd.profiling.model import Row, Rows
+from clusterd.profiling.online import Observation
+from clusterd.profiling.store import Measurement
 from clusterd.protocol.agent import Progress
 from clusterd.protocol.rank import FromRank, Probed, Proved
 from clusterd.types import HostId, JobId, RankEnd, Reason
-from plans.plan import Plan
-from profiling.knowledge import Knowledge
-from profiling.model import Row, Rows
-from profiling.online import Observation
-from profiling.store import Measurement
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from clusterd.core.ledger import shape_of
 from clusterd.core.lifecycle import trials
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.journal.engine import Engine
+from clusterd.profiling.knowledge import Knowledge
 from clusterd.types import JobKind
-from profiling.knowledge import Knowledge
 
 WARM_UP_STEPS = 3
 """Steps of each generation that are not measured: caches, connections and allocators settle."""

@@ -17,11 +17,11 @@ from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import AgentLost, ClusterError, NotStarted
+from clusterd.plans.plan import Plan
 from clusterd.protocol import agent
 from clusterd.protocol.migration import Address
 from clusterd.protocol.requests import AdmitReaders, DropMigration, KeepReplica, ReplicaIsDone
 from clusterd.types import HostId, JobId
-from plans.plan import Plan
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from clusterd.plans.plan import Plan
 from clusterd.simulate.errors import InputError
 from clusterd.simulate.importers.lines import rows
 from clusterd.simulate.truth import Truth
 from clusterd.simulate.workload import Arrival, Workload, fit_to
-from plans.plan import Plan
 
 COLUMNS = ("name", "submission_time", "application", "num_gpus", "exec_plan", "steps", "is_sla")
 

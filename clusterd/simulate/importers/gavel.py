@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from clusterd.core.performance_table import Shape
+from clusterd.plans.plan import Plan
 from clusterd.simulate.errors import InputError
 from clusterd.simulate.importers.lines import rows, table_of
 from clusterd.simulate.truth import Key, ModelTruth, Truth
 from clusterd.simulate.workload import Arrival, Workload, fit_to
-from plans.plan import Plan
 
 COLUMNS = (
     "job_type",

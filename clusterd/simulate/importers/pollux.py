@@ -24,12 +24,12 @@ from scipy.interpolate import LinearNDInterpolator
 from scipy.spatial import QhullError
 
 from clusterd.core.performance_table import Shape
+from clusterd.plans.plan import replicas
 from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.errors import InputError
 from clusterd.simulate.importers.lines import rows
 from clusterd.simulate.truth import Key, ModelTruth, Truth
 from clusterd.simulate.workload import Arrival, Workload, fit_to
-from plans.plan import replicas
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 DEVICE_TYPE = "t4"

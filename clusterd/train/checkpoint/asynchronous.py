@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from clusterd.plans.layout import layout
 from clusterd.protocol import rank
 from clusterd.protocol.control import TakeCheckpoint
 from clusterd.train.checkpoint import same_plan
@@ -22,7 +23,6 @@ from clusterd.train.process.control import Control
 from clusterd.train.process.exits import CheckpointFailed
 from clusterd.train.process.plain_data import NotSerializable
 from clusterd.train.state.training import Training
-from plans.layout import layout
 
 PATIENCE_S, RETRY_S = 3600.0, 30.0
 """Time limit of the final checkpoint, and interval between its attempts."""

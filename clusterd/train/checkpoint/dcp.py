@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from clusterd.plans.layout import Layout
+from clusterd.plans.model_shape import ModelShape
 from clusterd.train.checkpoint import dcp_files as files
 from clusterd.train.checkpoint import same_plan
 from clusterd.train.checkpoint.dcp_files import Key, Staged, StagedTensor
@@ -21,8 +23,6 @@ from clusterd.train.process.plain_data import NotSerializable, plain_value
 from clusterd.train.state import lazy_optimizer_state, scalars
 from clusterd.train.state.local_shards import local_shards
 from clusterd.train.state.training import Training
-from plans.layout import Layout
-from plans.model_shape import ModelShape
 
 
 def stage(training: Training, shape: ModelShape, layout: Layout) -> Staged:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from clusterd.plans.layout import layout
+from clusterd.plans.model_shape import ModelShape
 from clusterd.train.checkpoint import whole_model
 from clusterd.train.checkpoint.weight_files import write_safetensors
 from clusterd.train.parallel import build
@@ -21,8 +23,6 @@ from clusterd.train.process.exits import Refused, first_line
 from clusterd.train.state.copying import narrow_to_box
 from clusterd.train.state.local_shards import local_shards
 from clusterd.train.state.training import Training
-from plans.layout import layout
-from plans.model_shape import ModelShape
 
 PATIENCE_S = 3600.0
 RETRY_S = 30.0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 from torch import nn
 
+from clusterd.plans.model_shape import ModelShape
 from clusterd.train.checkpoint import export
 from clusterd.train.checkpoint.weight_files import Part, Weights, global_names
 from clusterd.train.parallel import build
@@ -13,7 +14,6 @@ from clusterd.train.process.exits import Refused
 from clusterd.train.process.run_in_fork import run_in_fork
 from clusterd.train.state.local_shards import local_shards
 from clusterd.train.state.training import Training
-from plans.model_shape import ModelShape
 
 NAMES_SHOWN = 5
 

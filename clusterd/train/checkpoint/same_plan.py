@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten
 
+from clusterd.plans.layout import Layout
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.train.checkpoint import dcp_files as files
 from clusterd.train.checkpoint.dcp_files import Staged, StagedTensor
 from clusterd.train.parallel import build
@@ -22,9 +25,6 @@ from clusterd.train.process.exits import PlanRefused
 from clusterd.train.state import scalars
 from clusterd.train.state.local_shards import local_shards
 from clusterd.train.state.training import Training
-from plans.layout import Layout
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 PLAN = "clusterd.plan"
 """Key of the plan, and of the reason why there is no other."""

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from clusterd.plans.plan import Plan, even_shares
+from clusterd.plans.sample_order import mix
 from clusterd.train.data.order import SampleOrder
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.seeding import seed_step
-from plans.plan import Plan, even_shares
-from plans.sample_order import mix
 
 DATA_STAGE = 0xFFFF
 """Stage number of the data set in `seed_step`: no pipeline stage draws the same numbers."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from clusterd.plans.sample_order import Indices, TooFewSamples, mix, step_indices, steps_per_epoch
 from clusterd.train.process import held
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.seeding import preserved_generators, seed_everything
-from plans.sample_order import Indices, TooFewSamples, mix, step_indices, steps_per_epoch
 
 
 class SampleOrder:

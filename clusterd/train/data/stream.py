@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from clusterd.plans.plan import Plan
 from clusterd.train.data import fingerprint
 from clusterd.train.data.loader import DATA_STAGE, ignore_sigterm, pair_on_device, running
 from clusterd.train.process import held
@@ -22,7 +23,6 @@ from clusterd.train.process.exits import Refused
 from clusterd.train.process.job import Job
 from clusterd.train.process.plain_data import NotSerializable, from_plain, plain_with_tensors
 from clusterd.train.process.seeding import preserved_generators, seed_step
-from plans.plan import Plan
 
 POSITION_BYTES_MAX = 1 << 20
 """Limit for a position: it is part of a message, in each state snapshot."""

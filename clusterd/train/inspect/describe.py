@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from clusterd.plans.model_shape import BufferShape, LayerShape, ModelShape, ParameterShape
 from clusterd.train.data.loader import as_batch, as_pair, check_length
 from clusterd.train.data.stream import check_has_position, is_stream
 from clusterd.train.inspect.forward import FakeForward
@@ -30,7 +31,6 @@ from clusterd.train.parallel.tp_shards import tensor_parallel_cuts
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.job import NAME, Job
 from clusterd.train.process.weighted_means import is_pair, mean_of, split_loss
-from plans.model_shape import BufferShape, LayerShape, ModelShape, ParameterShape
 
 TP_DEGREES = (2, 3, 4, 6, 8, 12, 16)
 UNKNOWN_STATE_RATIO = 2.0

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.train.data import loader
 from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.data.stream import Stream, first_samples, keep_first_samples
@@ -31,8 +33,6 @@ from clusterd.train.state.attributes import Attributes
 from clusterd.train.state.evaluations import Evaluations
 from clusterd.train.state.next_steps import NextSteps
 from clusterd.train.state.registered import Registered
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 
 class Training:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from clusterd.plans.plan import Coordinates, Plan
 from clusterd.train.data.loader import call, check_sliceable, micro_batch_sizes, slice_batch
 from clusterd.train.loop.phases import PhaseClock
 from clusterd.train.parallel.apply_plan import ParallelModel
@@ -23,7 +24,6 @@ from clusterd.train.process import accelerator
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.job import LossFunction
 from clusterd.train.process.weighted_means import Weighted, WeightedMeans, is_pair, means, split_loss, weighted
-from plans.plan import Coordinates, Plan
 
 
 class Stepper:

@@ -14,6 +14,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+from clusterd.plans.layout import Layout, layout
+from clusterd.plans.packing import Outbox
+from clusterd.plans.snapshots import state_snapshot_outbox
 from clusterd.process_attributes import lower_priority
 from clusterd.protocol.control import MakeSegment, PublishSegment
 from clusterd.protocol.messages import Request
@@ -27,9 +30,6 @@ from clusterd.train.state.copying import SegmentPart, copies_to_segment
 from clusterd.train.state.local_shards import local_shards
 from clusterd.train.state.segments import Segment
 from clusterd.train.state.training import Training
-from plans.layout import Layout, layout
-from plans.packing import Outbox
-from plans.snapshots import state_snapshot_outbox
 
 R = TypeVar("R")
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from clusterd.plans.layout import Layout, layout
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.packing import Packing
+from clusterd.plans.plan import Plan
+from clusterd.plans.reshard import Transfers, plan_transfers
+from clusterd.plans.snapshots import StateSnapshotPacking
 from clusterd.protocol.migration import PROOF, Address, MigrationRequest, SideRequest, SnapshotSegments
-from plans.layout import Layout, layout
-from plans.model_shape import ModelShape
-from plans.packing import Packing
-from plans.plan import Plan
-from plans.reshard import Transfers, plan_transfers
-from plans.snapshots import StateSnapshotPacking
 
 
 @dataclass(frozen=True)

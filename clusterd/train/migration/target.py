@@ -18,6 +18,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from clusterd.plans.memory import OVERHEAD, estimate
+from clusterd.plans.packing import Read
+from clusterd.plans.plan import Plan
 from clusterd.protocol import control as events
 from clusterd.protocol.messages import Event
 from clusterd.protocol.migration import PROOF
@@ -35,9 +38,6 @@ from clusterd.train.state.local_shards import check_shards
 from clusterd.train.state.next_steps import NOISE_TIMES, STEPS, Difference, NextSteps, difference
 from clusterd.train.state.segments import Segment, memory_headroom_bytes, trim_heap
 from clusterd.train.state.training import Training
-from plans.memory import OVERHEAD, estimate
-from plans.packing import Read
-from plans.plan import Plan
 
 POLL_S = 0.1
 

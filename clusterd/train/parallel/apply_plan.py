@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.train.parallel import build
 from clusterd.train.parallel.buffers import RecomputeContexts, preserve_shared_buffers
 from clusterd.train.parallel.gradient_sync import GradientSum, mean_gradients, sum_gradients
@@ -32,8 +34,6 @@ from clusterd.train.parallel.mutation_guard import ParameterMutationGuard
 from clusterd.train.parallel.tp_styles import SUMMED, style_of, styles_in
 from clusterd.train.process.exits import PlanRefused, Refused, UnevenParameterUse
 from clusterd.train.process.job import NAME
-from plans.model_shape import ModelShape
-from plans.plan import Plan
 
 # Buffers are taken from replica 0, not synchronised. The option was renamed, and its old name warns.
 _DDP_OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters

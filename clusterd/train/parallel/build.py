@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from clusterd.plans.stages import split_layers
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.seeding import seed_everything
-from plans.stages import split_layers
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 

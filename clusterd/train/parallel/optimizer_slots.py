@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from clusterd.plans.model_shape import OddSlot, Slots
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.job import OptimizerFactory, SchedulerFactory
-from plans.model_shape import OddSlot, Slots
 
 PARTS_HOW_TO = (
     "give `optimizer` and `loss` as dicts with the same keys, the submodules of the model in the order of their "

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterd.plans.plan import Coordinates, Plan, PlanError
 from clusterd.protocol.codec import from_map
 from clusterd.protocol.launch import SAME_VARIABLE, RankFile
 from clusterd.protocol.migration import MigrationRequest
 from clusterd.train.process.exits import PlanRefused
-from plans.plan import Coordinates, Plan, PlanError
 
 _ONE_PROCESS = Plan()
 

@@ -26,7 +26,6 @@ OBJECTS_MAX, DEPTH_MAX, ITEMS_MAX = 2000, 6, 100
 _CODE_OF_OTHERS = frozenset({
     "torch", "numpy", "builtins", "abc", "typing", "threading", "_thread", "queue", "logging", "io", "_io", "pathlib",
     "weakref", "multiprocessing", "concurrent", "asyncio", "socket", "ssl", "subprocess", "re", "enum", "clusterd",
-    "plans",
 })  # fmt: skip
 """Packages whose objects and classes are not looked into."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plans.sample_order import mix
+from clusterd.plans.sample_order import mix
 
 UPDATE_STAGE = 0xFFFD
 """Stage number of the optimizer's update in `seed_step`: no pipeline stage draws the same numbers."""

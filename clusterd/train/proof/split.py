@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from clusterd.plans.plan import Plan
 from clusterd.train.data.loader import order_of, pair_on_device
 from clusterd.train.loop.alternating_step import AlternatingStepper
 from clusterd.train.loop.step import Stepper, holders
@@ -35,7 +36,6 @@ from clusterd.train.process.job import Job
 from clusterd.train.process.seeding import generator_states, seed_everything
 from clusterd.train.proof.fixed_draws import FixedDraws
 from clusterd.train.state.next_steps import relative_difference
-from plans.plan import Plan
 
 SAMPLES = 8
 """Of the batch, or two for each part."""

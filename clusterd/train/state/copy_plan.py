@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clusterd.plans.layout import Tensor
+from clusterd.plans.packing import Part, Read
 from clusterd.train.state.copying import CopyBatch, SegmentPart, narrow_to_box
 from clusterd.train.state.local_shards import LocalShard
-from plans.layout import Tensor
-from plans.packing import Part, Read
 
 COPY_THREADS_MAX = 8
 

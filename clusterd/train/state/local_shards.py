@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from clusterd.plans.layout import Layout
+from clusterd.plans.model_shape import ModelShape, OddSlot
 from clusterd.train.parallel import build
 from clusterd.train.parallel.gradient_sync import local_tensor
 from clusterd.train.state.training import Training
-from plans.layout import Layout
-from plans.model_shape import ModelShape, OddSlot
 
 Box = tuple[tuple[int, int], ...]
 """One (low, high) per dimension, half-open, in the whole tensor."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from clusterd.plans.model_shape import ModelShape
 from clusterd.protocol.launch import SCHEDULE_VARIABLE
 from clusterd.train.data import fingerprint
 from clusterd.train.data.fingerprint import Fingerprint
@@ -25,7 +26,6 @@ from clusterd.train.process.plain_data import NotSerializable, plain_value, rest
 from clusterd.train.state import parameter_groups
 from clusterd.train.state.lazy_optimizer_state import lazy_tensors
 from clusterd.train.state.training import Training
-from plans.model_shape import ModelShape
 
 Scalars = dict[str, Any]
 

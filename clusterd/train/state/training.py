@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from clusterd.plans.model_shape import ModelShape
 from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.data.stream import Stream
 from clusterd.train.parallel.apply_plan import ParallelModel
@@ -17,7 +18,6 @@ from clusterd.train.state.attributes import Attributes
 from clusterd.train.state.evaluations import Evaluations
 from clusterd.train.state.next_steps import NextSteps
 from clusterd.train.state.registered import Registered
-from plans.model_shape import ModelShape
 
 
 class Training(Protocol):

@@ -30,7 +30,7 @@ def test_the_bundle_is_the_same_in_every_process(tmp_path: Path) -> None:
 def test_the_bundle_holds_modules_of_hosts_and_none_of_the_daemon() -> None:
     names = zipfile.ZipFile(io.BytesIO(bundle().data)).namelist()
     assert {"__main__.py", "clusterd/agent/server/server.py", "clusterd/protocol/frames.py"} <= set(names)
-    assert "plans/plan.py" in names
+    assert "clusterd/plans/plan.py" in names
     assert {"vendor/msgpack/fallback.py", "clusterd/train/process/preload.py"} <= set(names)
     assert not [n for n in names if n.startswith(("clusterd/core", "clusterd/daemon", "clusterd/ssh", "clusterd/cli"))]
 
@@ -39,10 +39,10 @@ def test_the_bundle_is_made_from_an_installed_package_too(tmp_path: Path) -> Non
     """From a zip, as from a wheel or the one-file binary: read as resources, not as paths."""
     installed = tmp_path / "installed.zip"
     with zipfile.ZipFile(installed, "w") as archive:
-        for name in ("clusterd", "plans"):
+        for name, place in (("clusterd", "clusterd"), ("plans", "clusterd/plans")):
             root = Path(__file__).parents[3] / name
             for path in root.rglob("*.py"):
-                archive.write(path, path.relative_to(root.parent))
+                archive.write(path, Path(place) / path.relative_to(root))
     command = f"import sys; sys.path.insert(0, {str(installed)!r}); {MAKE}"
     made = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert made.stdout.strip() == bundle().sha256

@@ -12,8 +12,8 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.allocation.migration_cost import DEFAULT_THRESHOLDS
 from clusterd.core.events import Timer, TimerKind
+from clusterd.plans.plan import Plan
 from clusterd.types import JobId, JobKind
-from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.policies.test_default import known, moved, progress, submit
 

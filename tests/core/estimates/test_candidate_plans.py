@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose
-from plans.plan import Plan
+from clusterd.plans.plan import Plan
 from tests.plans.shapes import gpt
 
 GIB = 1 << 30

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from clusterd.core.estimates.heterogeneous_speed import pace, predict_heterogeneous, proportional
 from clusterd.core.performance_table import Estimate, PerformanceTable, Shape
-from plans.plan import Plan
+from clusterd.plans.plan import Plan
 
 BATCH = 24
 

@@ -10,9 +10,9 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.core.performance_table import Estimate, PerformanceTable
+from clusterd.plans.memory import estimate
+from clusterd.plans.plan import Plan
 from clusterd.types import DeviceId, HostId, JobId, RankEnd, Reason
-from plans.memory import estimate
-from plans.plan import Plan
 from tests.core.conftest import Lab, facts
 from tests.core.lifecycle.test_trials import measured, progress, propose, running
 from tests.plans.test_reshard import gpt

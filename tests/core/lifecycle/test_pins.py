@@ -6,8 +6,8 @@ import pytest
 
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
+from clusterd.plans.plan import Plan
 from clusterd.types import DeviceId, HostId, JobId, JobKind
-from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.lifecycle.test_plans_out_of_memory import MODEL, OOM, need
 from tests.core.lifecycle.test_trials import learned, move, progress, propose, running

@@ -11,9 +11,9 @@ import pytest
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.performance_table import Estimate, PerformanceTable
+from clusterd.plans.memory import estimate
+from clusterd.plans.plan import Plan
 from clusterd.types import JobId, JobKind, JobSpec, RankEnd, Reason, Resources
-from plans.memory import estimate
-from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.plans.test_reshard import gpt
 

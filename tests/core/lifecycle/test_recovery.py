@@ -9,9 +9,9 @@ import pytest
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
+from clusterd.plans.memory import estimate
+from clusterd.plans.plan import Plan
 from clusterd.types import DeviceId, HostId, JobId, JobKind, RankEnd, Reason
-from plans.memory import estimate
-from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.lifecycle.test_trials import move, propose, running
 from tests.plans.test_reshard import gpt

@@ -9,8 +9,8 @@ import pytest
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
+from clusterd.plans.plan import Plan
 from clusterd.types import HostId, JobId, JobKind, JobSpec, RankEnd, RankReport, Reason, Resources, Tenant
-from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.plans.test_reshard import gpt
 

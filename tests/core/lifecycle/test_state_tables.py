@@ -9,8 +9,8 @@ import pytest
 from clusterd.core import transitions
 from clusterd.core.invariants import violations
 from clusterd.core.transitions import MigrationState, TrialState
+from clusterd.plans.plan import Plan
 from clusterd.types import AttemptState, HostState, JobState
-from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.lifecycle.test_trials import move, propose, running
 

@@ -12,9 +12,9 @@ from clusterd.core.events import Timer, TimerKind
 from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.core.transitions import MigrationState, TrialState
 from clusterd.errors import InvalidTransition
+from clusterd.plans.memory import estimate
+from clusterd.plans.plan import Plan
 from clusterd.types import HostId, JobId, JobKind, RankEnd, Reason
-from plans.memory import estimate
-from plans.plan import Plan
 from tests.core.conftest import Lab, facts
 from tests.plans.test_reshard import gpt
 

@@ -10,8 +10,8 @@ import pytest
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.performance_table import Estimate, PerformanceTable
+from clusterd.plans.plan import Plan
 from clusterd.types import JobId, RankEnd, Reason
-from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.lifecycle.test_plans_out_of_memory import MODEL, need, submitted
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.performance_table import Estimate, PerformanceTable
+from clusterd.plans.plan import Plan
 from clusterd.types import AttemptReport, AttemptState, HostId, JobId, JobKind, JobSpec, RankReport, Resources
-from plans.plan import Plan
 from tests.core.conftest import Lab
 
 CORES = 32

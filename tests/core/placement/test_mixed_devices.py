@@ -19,10 +19,10 @@ from clusterd.core.performance_table import Estimate, PerformanceTable, Shape
 from clusterd.core.placement.heterogeneous_search import HeterogeneousEstimates
 from clusterd.core.policies import POLICIES
 from clusterd.core.state import Job
+from clusterd.plans.memory import estimate as memory_of
+from clusterd.plans.model_shape import LayerShape, ModelShape, ParameterShape
+from clusterd.plans.plan import Plan
 from clusterd.types import DeviceId, HostId, JobId, JobKind, JobSpec, RankPlace, Resources, Tenant
-from plans.memory import estimate as memory_of
-from plans.model_shape import LayerShape, ModelShape, ParameterShape
-from plans.plan import Plan
 from tests.core.conftest import GIB, Lab, facts
 
 BATCH = 48

@@ -12,8 +12,8 @@ from clusterd.core.events import Timer, TimerKind
 from clusterd.core.policies import POLICIES
 from clusterd.core.policies.gavel import Gavel
 from clusterd.core.scheduler import Scheduler
+from clusterd.plans.plan import Plan
 from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
-from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.lifecycle.test_trials import progress, running
 from tests.core.placement.test_mixed_devices import MixedLab

@@ -9,8 +9,8 @@ import pytest
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.performance_table import Estimate, PerformanceTable
+from clusterd.plans.plan import Plan
 from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
-from plans.plan import Plan
 from tests.core.conftest import Lab
 
 TIMES = {1: 8.0, 2: 4.2, 4: 2.2, 8: 1.2}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from clusterd.core import events as e
+from clusterd.plans.plan import Plan
 from clusterd.types import HostId, JobKind
-from plans.plan import Plan
 from tests.core.conftest import GIB, Lab
 from tests.core.lifecycle.test_trials import running
 

@@ -19,10 +19,10 @@ from clusterd.core.policies import POLICIES, base, default
 from clusterd.core.queue_order import changed, difference, listed, only, places
 from clusterd.core.scheduler import Batch, Scheduler
 from clusterd.criterion import Criterion
+from clusterd.tui.model.model import Model
 from clusterd.types import ArrayTask, JobId
 from tests.core.conftest import Lab
 from tests.core.drawn_queue import Choose, DrawnQueue
-from tui.model.model import Model
 
 Keys = Mapping[JobId, Any]
 
@@ -113,7 +113,7 @@ def _promise(state: Any, job: str) -> Any:
 
 
 def rows_promise(row: dict[str, Any]) -> Any:
-    from tui.model import rows
+    from clusterd.tui.model import rows
 
     return rows.read(rows.Promise, _sent(row))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clusterd.daemon.execution.launching import filled_in
-from plans.plan import Plan
+from clusterd.plans.plan import Plan
 
 
 def test_sizes_and_the_job_are_filled_in_and_other_braces_stay() -> None:

@@ -16,15 +16,15 @@ from clusterd.core.host import Host
 from clusterd.core.state import State
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.profiling.performance_models import PerformanceModels, _enough_cores
+from clusterd.plans.memory import OVERHEAD, MemoryEstimate
+from clusterd.plans.plan import Plan
+from clusterd.profiling.coefficients import INDEX
+from clusterd.profiling.fleet import DeviceType
+from clusterd.profiling.knowledge import Knowledge, Ranked, workload_of
+from clusterd.profiling.model import Row
+from clusterd.profiling.placement import Allocation
+from clusterd.profiling.store import Key, Measurement, Store
 from clusterd.types import Device, DeviceId, HostFacts, HostId, JobId, JobSpec
-from plans.memory import OVERHEAD, MemoryEstimate
-from plans.plan import Plan
-from profiling.coefficients import INDEX
-from profiling.fleet import DeviceType
-from profiling.knowledge import Knowledge, Ranked, workload_of
-from profiling.model import Row
-from profiling.placement import Allocation
-from profiling.store import Key, Measurement, Store
 from tests.plans.shapes import gpt
 
 DEVICES = DeviceType("a100", "cuda", (4,), 80 << 30, cores_per_device=12)

@@ -13,8 +13,8 @@ from clusterd.core.state import Attempt, Job, Rank, State, Trial
 from clusterd.core.transitions import TrialState
 from clusterd.daemon.profiling.submission_classifier import SubmissionClassifier, ended_records
 from clusterd.errors import ClusterError
+from clusterd.plans.plan import Plan
 from clusterd.types import AttemptState, DeviceId, HostId, JobId, JobKind, JobSpec, JobState, RankPlace, Resources
-from plans.plan import Plan
 
 
 class Archived:

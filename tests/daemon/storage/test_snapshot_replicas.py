@@ -13,11 +13,11 @@ from clusterd.core.state import Attempt, Job, Rank, State
 from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.errors import HostError
+from clusterd.plans.plan import Plan
 from clusterd.protocol.agent import HelloReply, StateSnapshotRow, StateSnapshotTaken
 from clusterd.protocol.codec import to_map
 from clusterd.protocol.messages import Request
 from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId, JobKind, JobSpec, RankPlace
-from plans.plan import Plan
 
 JOB = JobId("7")
 

@@ -15,7 +15,7 @@ from cases import slow
 from migration_driver import Mover
 from rank_pool import HERE, ROOT, RankPool
 
-from plans.plan import Plan
+from clusterd.plans.plan import Plan
 
 TOLERANCE = 1e-4
 MORE = 10

@@ -11,10 +11,10 @@ from migration_driver import Mover
 from rank_pool import RankPool
 from scenarios import Recorded, job
 
+from clusterd.plans.plan import Plan
 from clusterd.train.checkpoint import export
 from clusterd.train.loop.rank_training import Training
 from clusterd.train.process.context import Context
-from plans.plan import Plan
 
 TOLERANCE = 1e-3
 

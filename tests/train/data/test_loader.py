@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from clusterd.plans.plan import Plan
 from clusterd.train.data import loader
-from plans.plan import Plan
 
 CPU = torch.device("cpu")
 

@@ -14,12 +14,12 @@ from scenarios import Recorded, job
 from small_job import small
 from torch import nn
 
+from clusterd.plans.legality import check
+from clusterd.plans.plan import Plan
+from clusterd.plans.stages import split_layers
 from clusterd.train.inspect.describe import describe
 from clusterd.train.parallel import build
 from clusterd.train.process.exits import Refused
-from plans.legality import check
-from plans.plan import Plan
-from plans.stages import split_layers
 
 
 def described(**options: Any) -> Any:

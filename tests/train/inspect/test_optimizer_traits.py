@@ -8,10 +8,10 @@ import pytest
 import torch
 from scenarios import OPTIMIZERS, Recorded, job
 
+from clusterd.plans.legality import check
+from clusterd.plans.plan import Plan
 from clusterd.train.inspect.describe import describe
 from clusterd.train.inspect.optimizer_traits import optimizer_traits
-from plans.legality import check
-from plans.plan import Plan
 
 
 def described(**options: Any) -> Any:

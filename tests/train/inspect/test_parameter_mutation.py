@@ -18,6 +18,10 @@ from small_job import small
 from snapshot_agent import Agent, at_step, settle
 from torch import nn
 
+from clusterd.plans.layout import layout
+from clusterd.plans.legality import check
+from clusterd.plans.plan import Plan
+from clusterd.plans.snapshots import state_snapshot_outbox
 from clusterd.train.inspect.describe import describe
 from clusterd.train.loop.rank_training import Training
 from clusterd.train.migration import snapshots
@@ -26,10 +30,6 @@ from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
 from clusterd.train.state.copying import CopyBatch
 from clusterd.train.state.segments import Segment
-from plans.layout import layout
-from plans.legality import check
-from plans.plan import Plan
-from plans.snapshots import state_snapshot_outbox
 from tests.hang import HANG_S
 
 STEPS = 6

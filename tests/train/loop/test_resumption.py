@@ -12,9 +12,9 @@ import pytest
 from migration_driver import Mover
 from rank_pool import RankPool
 
+from clusterd.plans.plan import Plan
 from clusterd.train.loop.resumption import FILE, Resumption
 from clusterd.train.process.exits import Refused
-from plans.plan import Plan
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from cases import slow
 from migration_driver import Mover
 from scenarios import Filed
 
+from clusterd.plans.plan import Plan
 from clusterd.train.state.next_steps import STEPS
-from plans.plan import Plan
 
 TOLERANCE = 1e-4
 PLANS = [

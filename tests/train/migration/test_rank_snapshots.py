@@ -14,6 +14,9 @@ import torch
 from scenarios import Recorded, job
 from snapshot_agent import Agent, at_step, settle
 
+from clusterd.plans.layout import layout
+from clusterd.plans.plan import Plan
+from clusterd.plans.snapshots import state_snapshot_outbox
 from clusterd.train.loop.rank_training import Training
 from clusterd.train.migration import snapshots
 from clusterd.train.migration.snapshots import StateSnapshots
@@ -21,9 +24,6 @@ from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
 from clusterd.train.state.copying import CopyBatch
 from clusterd.train.state.segments import Segment
-from plans.layout import layout
-from plans.plan import Plan
-from plans.snapshots import state_snapshot_outbox
 from tests.hang import HANG_S
 
 

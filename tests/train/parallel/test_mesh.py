@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from clusterd.plans.legality import check
+from clusterd.plans.memory import communicators
+from clusterd.plans.plan import Plan
 from clusterd.train.parallel import mesh
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.process import accelerator
 from clusterd.train.process.context import Context
-from plans.legality import check
-from plans.memory import communicators
-from plans.plan import Plan
 
 SIZES = [sizes for sizes in itertools.product((1, 2, 3, 4, 8), repeat=3) if sizes[0] * sizes[1] * sizes[2] <= 8]
 

@@ -12,11 +12,11 @@ from rank_pool import RankPool
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from clusterd.plans.plan import Plan
 from clusterd.train.loop.step import clip_gradients
 from clusterd.train.parallel import build
 from clusterd.train.parallel.gradient_sync import GradientSum
 from clusterd.train.parallel.meta_build import allocate, can_build_on_meta
-from plans.plan import Plan
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import pytest
 import torch
 from rank_pool import ROOT, RankPool, Run, free_port
 
+from clusterd.plans.plan import Plan
 from clusterd.train.parallel import mesh
 from clusterd.train.process import exits
 from clusterd.train.process.context import Context
-from plans.plan import Plan
 
 
 def assert_ends(run: Run, code: int, *says: str) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_pool import RankPool
 
+from clusterd.plans.plan import Plan
 from clusterd.train.proof.split import PARTS_MAX, SAMPLES, Cut
-from plans.plan import Plan
 
 
 @given(
