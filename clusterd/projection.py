@@ -95,6 +95,7 @@ def job_row(job: Job, state: State) -> Row:
         "pinned": job.pinned is not None,
         "unfit": dict(job.excluded_hosts),
         "refused": {str(plan): why for plan, why in job.rejected_plans},
+        "sees_batch": (job.shape or {}).get("sees_batch", "global"),
         "checkpoint": job.checkpoint,
         "checkpoint_step": job.checkpoint_step,
         "migrating": migration_row(running.migration) if running and running.migration else None,

@@ -75,6 +75,7 @@ _NOT_SIGNED = ("steps", "samples", "optimizer_temporaries_ratio")
 _SIGNED_SINCE = (
     "precision", "pipeline_refused", "optimizer_by_tensor", "find_unused_parameters", "noncontiguous", "repeated_block",
     "hooked", "sparse", "written", "written_by_samples", "written_anew", "written_known", "parts", "gathers",
+    "sees_batch",
 )  # fmt: skip
 """Fields added later: with their defaults, signatures are the same as before."""
 
@@ -109,6 +110,7 @@ class ModelShape:
     parts: tuple[str, ...] = ()  # submodules that have losses and optimizers of their own, in the order of updates
     repeated_block: str = ""  # a block that is in a list more than once
     hooked: str = ""  # a parameter with a gradient hook
+    sees_batch: str = "global"  # "replica": the script accepts that a loss or a model sees a part of the batch
     gathers: bool = False  # the loss or the model gathers the samples of all replicas
     sparse: str = ""  # a parameter with sparse gradients
     written: tuple[str, ...] = ()  # parameters that the forward pass writes into

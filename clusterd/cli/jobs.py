@@ -178,6 +178,9 @@ def show(job: str, output: str) -> None:
         "env": " ".join(f"{name}={value}" for name, value in spec["env"].items()),
         "after": ", ".join(spec["after"]),
         "ports": ", ".join(map(str, spec.get("ports", ()))),
+        "sees batch": "a replica sees its own part of it, as the script accepts: results depend on the plan"
+        if row.get("sees_batch") == "replica"
+        else None,
         "submitted": _when(row["submitted_s"]),
         "started": _when(row["started_s"]),
         "ended": _when(row["ended_s"]),

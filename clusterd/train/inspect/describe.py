@@ -157,6 +157,7 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
         optimizer_by_tensor=by_tensor,
         find_unused_parameters=job.find_unused_parameters,
         parts=tuple(job.losses),
+        sees_batch=job.sees_batch,
         noncontiguous=next((name for name, p in build.named_parameters(model) if not p.is_contiguous()), ""),
         repeated_block=_repeated(model),
         sparse=writes.sparse,

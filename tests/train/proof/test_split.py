@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_pool import RankPool
 
+from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
+from clusterd.train.inspect.describe import describe
 from clusterd.train.proof.split import PARTS_MAX, SAMPLES, Cut
+from tests.foreign import registry
 
 
 @given(
@@ -125,3 +128,10 @@ def test_models_that_differ_between_replicas_are_refused_by_that_name(foreign: R
     run = foreign.run(tmp_path, "dp=2", script="buffer_by_entropy", steps=3)
     assert {rank.exit_code for rank in run.ranks} == {96}
     assert "model() made different weights or buffers on different ranks" in run.ranks[0].output
+
+
+def test_the_description_tells_what_the_script_accepts() -> None:
+    """`clusterd show` says it."""
+    accepted, other = (describe(registry.job_of(name, 3), trace=False) for name in ("replicas_semantics", "summed"))
+    assert (accepted.sees_batch, other.sees_batch) == ("replica", "global")
+    assert ModelShape.from_dict(accepted.to_dict()).sees_batch == "replica"
