@@ -70,7 +70,7 @@ class Mover:
     options: dict[str, Any]
     hosts: tuple[str, ...] = ("a",)
     rank_file: Message = field(default_factory=dict)  # additional entries, for every rank
-    proof_s: float = 60.0
+    proof_s: float = 600.0  # longer than a busy machine takes
     generations: list[Generation] = field(default_factory=list)
     moves: list[MigrationSpec] = field(default_factory=list)
 
