@@ -212,6 +212,7 @@ class TrainingLoop:
             SystemExit: code 0: this rank's state was handed over or is not needed.
             Exception: `error`, if it is another one.
         """
+        self._migration.end()
         try:
             out_of_memory = self._ran_out_of_memory(error)
             if not (out_of_memory or self._is_orphaned(error)):
@@ -226,6 +227,7 @@ class TrainingLoop:
         training = self.training
         self._hang_detector.close()
         self._settle()
+        self._migration.end()
         self._checkpointer.finish()
         self._call_on_checkpoint()
         if self.stopped:

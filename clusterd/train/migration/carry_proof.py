@@ -41,6 +41,7 @@ class CarryProof:
         self._copied.set()
         self._steps = NextSteps()
         self._why_not = ""  # the state could not be taken
+        self._ended = False  # no step follows
 
     def run(self, migration: MigrationSpec, is_over: Callable[[], bool]) -> None:
         """Publish a state and the steps after it, on a thread beside training.
@@ -103,6 +104,12 @@ class CarryProof:
 
         threading.Thread(target=copy, name="clusterd-proof").start()
 
+    def end(self) -> None:
+        """End a proof under way: no step follows, and its thread would keep the process."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
     def before_step(self) -> None:
         """Have the next step measure what the proof compares."""
         if self._taken is None or self._wanted is None:
@@ -135,12 +142,14 @@ class CarryProof:
             self._wanted, self._taken, self._why_not = (migration, segment), None, ""
         self._control.request("prove", f"migration {migration.id}")
         try:
-            while not (is_over() or self._why_not) and time.monotonic() < deadline:
+            while not (is_over() or self._why_not or self._ended) and time.monotonic() < deadline:
                 with self._changed:
                     if (meta := self._meta()) is not None:
                         return meta
                     self._changed.wait(POLL_S)
-            return None
+                if self._control.requested("stop"):
+                    break
+            return self._meta()
         finally:
             self._control.withdraw("prove")
             with self._changed:

@@ -85,6 +85,10 @@ class MigrationSource:
                 self._fail(migration, "quiesce", error)
         return self._wait(migration)
 
+    def end(self) -> None:
+        """End a proof under way: no step follows."""
+        self._proof.end()
+
     def before_step(self) -> None:
         """Have the next step measure what a proof compares."""
         self._proof.before_step()
