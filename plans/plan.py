@@ -76,8 +76,9 @@ class Plan:
 
     @property
     def family(self) -> str:
-        """Techniques by which a step is computed, without their degrees."""
-        return "+".join(sorted(f"zero{self.zero}" if name == "zero" else name for name in self.techniques))
+        """Techniques by which a step is computed, without their degrees, and whether replicas take unequal shares."""
+        names = {f"zero{self.zero}" if name == "zero" else name for name in self.techniques}
+        return "+".join(sorted(names | ({"shares"} if len(set(self.shares)) > 1 else set())))
 
     def coordinates(self, rank: int) -> Coordinates:
         """Stage, replica and shard of `rank`."""

@@ -362,10 +362,6 @@ class Job:
         if plan not in dict(self.rejected_plans):
             self.rejected_plans.append((plan, why))
 
-    def has_trained_under(self, plan: Plan) -> bool:
-        """True if it migrated to this plan before, and trained."""
-        return any(change.plan == plan and change.state.value == "done" for change in self.plan_changes)
-
     def back_off_s(self, first_s: float) -> float:
         """Pause after failed migrations: `first_s`, doubled for each further failure in a row; 0 without a failure.
 

@@ -21,11 +21,11 @@ Guarantees under every plan, and across changes of plan:
   draws from these generators gets numbers by (seed, step, replica), equal on all stages; in data-loader workers they
   are not repeatable across plans.
 - **Names** of parameters and their optimizer state are global (``blocks.17.attn.qkv.weight``) on every rank.
-- **Buffers** (running statistics) are taken from replica 0. Where losses depend on them, or on other samples of the
-  batch (batch normalisation), they depend on how the plan cuts the batch. What modules, the optimizer and the loss keep
-  in themselves and in objects that they hold is migrated and saved too: numbers, text, lists and maps of these, tensors
-  and arrays of at most 256 KiB, states of generators, and of objects that save their own. The log names what changes
-  and is not carried.
+- **Buffers** (running statistics) are taken from replica 0. Batch normalisation sees the samples of a replica and a
+  micro-batch, so that losses depend on how the plan cuts the batch, which the log says. What modules, the optimizer
+  and the loss keep in themselves and in objects that they hold is migrated and saved too: numbers, text, lists and
+  maps of these, tensors and arrays of at most 256 KiB, states of generators, and of objects that save their own. The
+  log names what changes and is not carried.
 - **Parameter attributes and hooks** follow the parameter: attributes (``p.no_decay = True``), which the optimizer
   factory may use to form groups, and hooks, which see the gradient of one replica and one micro-batch, as everywhere
   in torch. A hook that does more than scale the gradient rules out plans that cut the batch.

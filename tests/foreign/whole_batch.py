@@ -232,3 +232,27 @@ def clipped_backward() -> dict[str, Any]:
             return out
 
     return arguments(model=Net)
+
+
+@script()
+def signs_in_backward() -> dict[str, Any]:
+    """The sign of a gradient goes back, divided by the samples: a mean over samples, of equal batches."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = perceptron()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.layers(x)
+            if out.requires_grad:
+                out.register_hook(lambda g: 0.1 * g.sign() / len(g))
+            return out
+
+    return arguments(model=Net)
+
+
+@script()
+def random_slopes() -> dict[str, Any]:
+    """Random numbers inside of an operation (`RReLU`): other ones under each plan."""
+    return arguments(model=lambda: nn.Sequential(nn.Linear(8, 16), nn.RReLU(0.1, 0.9), nn.Linear(16, 4)))

@@ -38,6 +38,13 @@ class Generation:
     directory: Path
     pool: RankPool
     lost: tuple[int, ...] = ()
+    proves: bool = False
+
+    def ended(self) -> Run:
+        """The run, once it is over, in which no proof of a migration was left out."""
+        run = self.run.result(HANG_S)[0]
+        assert not (self.proves and "it was not tried whether" in run.ranks[0].output), run.ranks[0].output
+        return run
 
     @property
     def living(self) -> int:
@@ -140,6 +147,7 @@ class Mover:
             "fabric": {host: [host, 1] for host in self.hosts},
             "host": None,
         }
+        new.proves = bool(move["proof_s"]) and not self.options.get("stream")
         if not makes_room:
             self._launch(new, move)
         self._tell(old, {"event": "move", "move": move})
@@ -192,7 +200,7 @@ class Mover:
         assert {said["step"] for said in loaded.values()} == {step}
         self._tell(new, {"event": "resume", "move": move})
         self._tell(old, {"event": "stop", "reason": "moved"})
-        for rank, ended in enumerate(old.run.result(HANG_S)[0].ranks):
+        for rank, ended in enumerate(old.ended().ranks):
             assert ended.exit_code == 0 or rank in old.lost, ended.output
         trains = self.all_say(new, "trains", move)
         self.moves.append(self._move)
@@ -290,13 +298,13 @@ class Mover:
     def stop(self, *, done: bool = False) -> list[Message]:
         """End the job, `done` or not; return the steps of all generations, in order."""
         self._tell(self.now, {"event": "stop", "reason": "enough", "done": done})
-        self.now.run.result(HANG_S)[0].checked()
+        self.now.ended().checked()
         return [step for generation in self.generations for step in generation.steps()]
 
     def cancel(self, directory: Path) -> int:
         """End the job before its end, with a checkpoint; return its step."""
         self._tell(self.now, {"event": "stop", "reason": "cancelled", "save": str(directory)})
-        self.now.run.result(HANG_S)[0].checked()
+        self.now.ended().checked()
         return int(self.now.steps()[-1]["step"])
 
     def all_say(self, generation: Generation, what: str, move: str) -> dict[int, Message]:

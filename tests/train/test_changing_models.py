@@ -77,10 +77,8 @@ def test_a_buffer_that_is_made_later_is_saved_but_not_carried(
 
 @pytest.mark.slow_after(1)
 def test_counters_of_forward_passes_rule_out_accumulation(ranks: RankPool, tmp_path: Path) -> None:
-    assert (
-        "does not train"
-        not in ranks.run(tmp_path / "replicas", "dp=2", model="cooling", steps=2).checked().ranks[0].output
-    )
+    replicas = ranks.run(tmp_path / "replicas", "dp=2", model="cooling", steps=2).checked().ranks[0].output
+    assert "depends on how" not in replicas
     run = ranks.run(tmp_path / "micro", "dp=1,accumulation=2", model="cooling", steps=2)
     assert (run.ranks[0].exit_code, run.losses) == (96, [])
     assert "the result depends on how the batch is cut: the loss is" in run.ranks[0].output

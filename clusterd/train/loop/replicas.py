@@ -34,6 +34,7 @@ class ReplicaComparison:
         plan = training.context.plan
         self._group = training.parallel.dp_group if plan.zero <= 1 else None
         self._sums: torch.Tensor | None = None  # highest and negated lowest of all replicas, in flight
+        self._work: Any = None
         self._step = 0
         self._tolerance = SAME_DEVICES
         if self._group is not None:
@@ -48,9 +49,9 @@ class ReplicaComparison:
             return
         norms = [norm for _, norm in self._norms()]
         weights = torch.cos(torch.arange(len(norms), dtype=torch.float64, device=self._training.device)) + 2
-        total = torch.stack(norms).to(self._training.device, torch.float64).dot(weights)
+        total = torch.stack(norms).dot(weights)
         self._sums, self._step = torch.stack([total, -total]), step
-        dist.all_reduce(self._sums, op=dist.ReduceOp.MAX, group=self._group)
+        self._work = dist.all_reduce(self._sums, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def end(self) -> None:
         """Read the comparison in flight, if any.
@@ -60,6 +61,7 @@ class ReplicaComparison:
         """
         if self._sums is None:
             return
+        self._work.wait()
         (highest, lowest), self._sums = self._sums.tolist(), None
         if highest + lowest <= self._tolerance * abs(highest) or not math.isfinite(highest):
             return
@@ -70,10 +72,9 @@ class ReplicaComparison:
         pairs = [(abs(a - b) / (abs(a) or 1.0), name, a, b) for (name, a), (_, b) in zip(low, high, strict=True)]
         _, name, one, other = max(pairs)
         raise Refused(
-            f"replicas have diverged by step {self._step}: the norm of {name} is {one:.6g} on one and "
-            f"{other:.6g} on another. "
-            "Does the optimizer draw from a generator of its own, or does something change parameters by the samples "
-            "that a replica sees?"
+            f"replicas have diverged by step {self._step}: the norm of {name} is {one:.6g} on one and {other:.6g} on "
+            "another. Does the optimizer draw from a generator of its own, or does something change parameters by the "
+            "samples that a replica sees?"
         )
 
     def _extremes(self, every: list[Any]) -> tuple[Any, Any]:
@@ -89,5 +90,6 @@ class ReplicaComparison:
                 named += [(f"{name}: {slot}", v.detach()) for slot, v in slots.items() if isinstance(v, torch.Tensor)]
         device = training.device.type
         named = [(name, t) for name, t in named if t.is_floating_point() and t.numel() and t.device.type == device]
-        norms = torch._foreach_norm([tensor for _, tensor in named])
+        # In float64: ranks of other numbers of threads sum in other orders.
+        norms = torch._foreach_norm([tensor for _, tensor in named], dtype=torch.float64)
         return zip((name for name, _ in named), norms, strict=True)

@@ -34,8 +34,9 @@ class Resumption:
         self._waiting: dict[int, str] = {}  # directory by step
         self._expected: dict[str, Any] = {}
         if directory and training.context.rank == 0:
-            with suppress(OSError, ValueError):
-                self._expected = json.loads((Path(directory) / FILE).read_text(encoding="utf-8"))
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                found = json.loads((Path(directory) / FILE).read_text(encoding="utf-8"))
+                self._expected = {"loss": float(found["loss"]), **{k: found[k] for k in ("step", "plan", "drew")}}
 
     def record(self, step: int, loss: float, *, drew: bool) -> None:
         """Record a finished step.
@@ -60,6 +61,7 @@ class Resumption:
     def _write(self) -> None:
         for step in [step for step in self._waiting if step + 1 in self._losses]:
             (loss, drew), plan = self._losses[step + 1], self._training.context.plan
+            drew = drew or plan.pp > 1  # in other stages
             text = json.dumps({"step": step + 1, "loss": loss, "plan": plan.to_dict(), "drew": drew})
             with suppress(OSError):  # the checkpoint is complete without it
                 (Path(self._waiting.pop(step)) / FILE).write_text(text, encoding="utf-8")

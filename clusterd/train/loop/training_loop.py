@@ -154,6 +154,9 @@ class TrainingLoop:
             self._evaluate_if_due()
             if self.has_ended():
                 return
+            if "prove" in self._signals:  # what an evaluation leaves is part of the state
+                self._settle()
+                self._migration.begin_proof()
             if pauses:
                 self._started = time.perf_counter()
                 training.stepper.phases.restart()
@@ -192,16 +195,16 @@ class TrainingLoop:
         if self._gpu is not None:
             self._update_done = self._gpu.record_event()
         training.step += 1
-        self._replicas.end()
-        self._replicas.begin()
         consensus = self._consensus
         assert consensus is not None
         # A step is settled after the next one, so that no rank waits for the reduction.
         self._signals = self._settle()
-        self._hang_detector.end()
         now = time.perf_counter()
         self._pending = (training.step, now - self._started, consensus)
         self._started = now
+        self._replicas.end()
+        self._replicas.begin()
+        self._hang_detector.end()
         training.stepper.phases.begin(training.step + 1)
         return consensus
 
@@ -246,19 +249,29 @@ class TrainingLoop:
         ends_early, final = bool(self.stopped) and not self._target_reached, self.training.context.final
         if ends_early and self._saves and self.training.step:
             self._checkpointer.take_at_stop()
-            self._make_next_step()
         elif final and not ends_early:
             self._checkpointer.take_final(final)
         if self._checkpointer.written:
             self._control.flush()  # the daemon must know of the checkpoint before it hears of the exit
+        if ends_early and self._saves and self.training.step:
+            self._make_next_step()
         self._call_on_checkpoint()
 
     def _make_next_step(self) -> None:
         """Make the step after a checkpoint for its sake alone: who goes on from it compares."""
         training = self.training
-        if training.stream is None and training.step < training.job.steps:
+        if training.stream is not None or training.step >= training.job.steps:
+            return
+        coordinates = training.context.coordinates
+        seed_step(training.job.seed, training.step, coordinates.replica, coordinates.stage)
+        fresh = all_generator_states()
+        try:
             made = training.try_steps(1, training.job.seed)
-            self._resumption.record(training.step + 1, made.losses[0], drew=True)
+        except Exception as error:  # the checkpoint is complete without it
+            why = exits.first_line(error) or type(error).__name__
+            print(f"clusterd: the step after the checkpoint, which a resumed job compares, failed: {why}", flush=True)
+            return
+        self._resumption.record(training.step + 1, made.losses[0], drew=all_generator_states() != fresh)
 
     def has_ended(self) -> bool:
         """True if no step follows: a stop, or an early end."""
@@ -280,9 +293,6 @@ class TrainingLoop:
             self._settle()
             self._checkpointer.take()
             self._fresh = ()
-        if "prove" in signals:
-            self._settle()
-            self._migration.begin_proof()
         if "quiesce" in signals and training.step < training.job.steps:
             self._end_of_step()
             self._settle()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from clusterd.process_attributes import lower_priority
@@ -21,7 +20,7 @@ from clusterd.train.process.plain_data import NotSerializable
 from clusterd.train.state import scalars
 from clusterd.train.state.copy_plan import segment_part
 from clusterd.train.state.copying import copies_to_segment
-from clusterd.train.state.local_shards import local_shards
+from clusterd.train.state.local_shards import clone_changing, local_shards
 from clusterd.train.state.next_steps import STEPS, NextSteps
 from clusterd.train.state.segments import Segment
 from clusterd.train.state.training import Training
@@ -40,6 +39,7 @@ class CarryProof:
         self._copied = threading.Event()
         self._copied.set()
         self._steps = NextSteps()
+        self._count = STEPS  # before an evaluation that changes learning rates, which the target ranks do not make
         self._why_not = ""  # the state could not be taken
         self._ended = False  # no step follows
 
@@ -70,8 +70,6 @@ class CarryProof:
             if wanted is None or self._taken is not None:
                 return
             migration, segment = wanted
-            if any(training.evaluations.is_due(training.step + n) for n in range(STEPS)):
-                return  # it may drive a scheduler: later
             self._control.withdraw("prove")
             try:
                 meta: dict[str, Any] = {"step": training.step, "scalars": scalars.collect(training, migration.shape)}
@@ -79,16 +77,14 @@ class CarryProof:
                 self._why_not = str(error)
                 return
             self._taken, self._steps = (training.step, meta), NextSteps()
+            by_metric = training.schedule is not None and training.schedule.by_metric
+            self._count = 1 if by_metric and training.evaluations.is_due(training.step + 1) else STEPS
         if segment is None:
             return
         live = local_shards(training, migration.shape)
         tensors = migration.transfers.old.tensors
         parts = migration.packing.outbox(training.context.rank).parts
-        changing = {*training.shape.written, *training.parallel.written}
-        for tensor in (tensors[part.tensor] for part in parts):
-            if tensor.kind == "buffer" or tensor.name in changing:  # the next forward pass may change it
-                key = tensor.name, tensor.kind
-                live[key] = replace(live[key], tensors=tuple(t.clone() for t in live[key].tensors if t is not None))
+        clone_changing(training, live, (tensors[part.tensor] for part in parts))
         places = [segment_part(part, tensors[part.tensor], live, part.offset) for part in parts]
         copies = copies_to_segment(segment, places)
         gpu = accelerator.of(training.device)
@@ -116,7 +112,7 @@ class CarryProof:
             return
         if self._training.step == self._taken[0]:
             self._training.stepper.measured_parameters = self._training.parameter_names
-        elif self._training.step == self._taken[0] + 1:
+        elif self._training.step == self._taken[0] + 1 < self._taken[0] + self._count:
             self._steps.rates = self._training.rates()
 
     def copied(self) -> None:
@@ -125,7 +121,7 @@ class CarryProof:
 
     def record(self, step: int, loss: float) -> None:
         """Record a finished step."""
-        if self._taken is None or len(self._steps.losses) >= STEPS or step <= self._taken[0]:
+        if self._taken is None or len(self._steps.losses) >= self._count or step <= self._taken[0]:
             return
         training = self._training
         with self._changed:
@@ -157,6 +153,6 @@ class CarryProof:
 
     def _meta(self) -> dict[str, Any] | None:
         """Metadata of the state, once it is copied and the steps after it are done; None before."""
-        if self._taken is None or len(self._steps.losses) < STEPS or not self._copied.is_set():
+        if self._taken is None or len(self._steps.losses) < self._count or not self._copied.is_set():
             return None
         return {**self._taken[1], "next": self._steps.to_dict()}

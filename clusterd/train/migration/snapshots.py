@@ -10,7 +10,6 @@ A rank that is stopped so that its job can go on elsewhere leaves one more state
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -27,7 +26,7 @@ from clusterd.train.process.plain_data import NotSerializable
 from clusterd.train.state import scalars
 from clusterd.train.state.copy_plan import segment_part
 from clusterd.train.state.copying import SegmentPart, copies_to_segment
-from clusterd.train.state.local_shards import local_shards
+from clusterd.train.state.local_shards import clone_changing, local_shards
 from clusterd.train.state.segments import Segment
 from clusterd.train.state.training import Training
 
@@ -120,12 +119,7 @@ class StateSnapshots:
         rank_scalars = scalars.collect(training, training.shape)  # first: it refuses state that cannot be stored
         live = local_shards(training, training.shape)
         tensors = self._shared.tensors
-        for tensor in (tensors[part.tensor] for part in self._outbox.parts):
-            names = {*training.shape.written, *training.parallel.written}
-            written = tensor.kind == "parameter" and tensor.name in names
-            if tensor.kind == "buffer" or written:
-                key = tensor.name, tensor.kind
-                live[key] = replace(live[key], tensors=tuple(t.clone() for t in live[key].tensors if t is not None))
+        clone_changing(training, live, (tensors[part.tensor] for part in self._outbox.parts))
         parts = [segment_part(part, tensors[part.tensor], live, part.offset) for part in self._outbox.parts]
         meta = {
             "step": training.step,

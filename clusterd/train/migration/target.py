@@ -212,7 +212,7 @@ class MigrationTarget:
             load()
             if off(here, made(job.seed)).excess <= 1:  # else it is what was not restored here either
                 noise = []
-                for seed in (job.seed + 1, job.seed + 2):
+                for seed in range(job.seed + 1, job.seed + 4):
                     load()
                     noise.append(off(here, made(seed)).excess)
                 if found.excess <= NOISE_TIMES * max(noise):

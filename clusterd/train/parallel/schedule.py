@@ -42,8 +42,8 @@ class Schedule:
             raise Refused(
                 f"{kind}.step() needs {', '.join(needs)}: a scheduler is stepped with nothing, an epoch or a metric"
             )
-        self._by_metric = bool(needs) and needs[0] in ("metric", "metrics")
-        self._by_number = bool(needs) and not self._by_metric
+        self.by_metric = bool(needs) and needs[0] in ("metric", "metrics")
+        self._by_number = bool(needs) and not self.by_metric
 
     def step(self) -> None:
         """Step it after an update."""
@@ -57,7 +57,7 @@ class Schedule:
                 self._follow(number)
 
     def _follow(self, number: int) -> None:
-        if self._by_metric:
+        if self.by_metric:
             return
         if not self._by_number:
             self._scheduler.step()
@@ -71,7 +71,7 @@ class Schedule:
 
     def evaluated(self, value: float) -> None:
         """Step it after an evaluation, with the value of the monitored metric."""
-        if self._by_metric:
+        if self.by_metric:
             self._scheduler.step(value)
 
 

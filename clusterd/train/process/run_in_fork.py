@@ -6,6 +6,7 @@ be used in training.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import pickle
@@ -46,10 +47,18 @@ def run_in_fork(work: Callable[[], T]) -> T:
     return result
 
 
-def _run_child(work: Callable[[], object]) -> bytes | None:
+def start_fork(work: Callable[[], bytes]) -> tuple[int, IO[bytes]]:
+    """Start a forked child that writes the result of `work` at its end; return its pid, and where to read.
+
+    The child prints nothing, computes with one thread, and ends with this process. It exits with 0 if it has written.
+
+    Raises:
+        OSError: no process can be made.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     read_end, write_end = os.pipe()
+    parent = os.getpid()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about threads; the child needs none
@@ -57,11 +66,26 @@ def _run_child(work: Callable[[], object]) -> bytes | None:
     except OSError:
         os.close(read_end)
         os.close(write_end)
-        return None
+        raise
     if pid == 0:
-        _child_main(work, write_end)
+        os.close(read_end)
+        _child_main(work, write_end, parent)
     os.close(write_end)
-    with os.fdopen(read_end, "rb") as file:
+    return pid, os.fdopen(read_end, "rb", buffering=0)
+
+
+def _run_child(work: Callable[[], object]) -> bytes | None:
+    def reply_of() -> bytes:
+        try:
+            return pickle.dumps((True, work()))
+        except TrainError as refusal:
+            return pickle.dumps((False, refusal))
+
+    try:
+        pid, file = start_fork(reply_of)
+    except OSError:
+        return None
+    with file:
         in_time = _answers(file, SLOW_S)  # the child writes once, at its end
         if not in_time:
             print(f"clusterd: trying the script's model and loss takes long; {_suspects()}", flush=True)
@@ -101,10 +125,16 @@ def _suspects() -> str:
     )
 
 
-def _child_main(work: Callable[[], object], write_end: int) -> None:
+_PR_SET_PDEATHSIG = 1
+
+
+def _child_main(work: Callable[[], bytes], write_end: int, parent: int) -> None:
     """Run `work`, write the result and exit without exit handlers."""
     code = 1
     try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            return
         # The parent's garbage must not be finalised here: process groups wait for threads that a fork lacks.
         gc.freeze()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -112,10 +142,7 @@ def _child_main(work: Callable[[], object], write_end: int) -> None:
         for stream in (1, 2):  # the model prints in the parent anyway
             os.dup2(null, stream)
         torch.set_num_threads(1)  # a fork lacks the parent's OpenMP threads
-        try:
-            reply = pickle.dumps((True, work()))
-        except TrainError as refusal:
-            reply = pickle.dumps((False, refusal))
+        reply = work()
         with os.fdopen(write_end, "wb") as file:
             file.write(reply)
         code = 0

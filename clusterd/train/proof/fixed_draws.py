@@ -22,58 +22,48 @@ class FixedDraws(TorchDispatchMode):  # type: ignore[misc]  # torch is not follo
 
     Attributes:
         drawn: True if an operation would have drawn random numbers.
+        is_free: True if one has drawn numbers that are not fixed.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.drawn = False
+        self.drawn = self.is_free = False
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         options = dict(options or {})
-        arguments, dropped = _without_dropout(function, arguments, options)
-        if not dropped and torch.Tag.nondeterministic_seeded not in function.tags:
+        arguments, dropout = _without_dropout(function, arguments, options)
+        if dropout is not None:
+            self.drawn = self.drawn or dropout
             return function(*arguments, **options)
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*arguments, **options)
+        self.drawn = True
         name = function.__name__.partition(".")[0]
         if name == "native_dropout":
-            self.drawn = True
             return arguments[0].clone(), torch.ones_like(arguments[0], dtype=torch.bool)
         if name == "randperm":
-            self.drawn = True
             return function(*arguments, **options).copy_(torch.arange(arguments[0] - 1, -1, -1))
-        if name == "multinomial":
-            self.drawn = True
+        if name == "multinomial" and arguments[1] <= arguments[0].shape[-1]:
             return arguments[0].topk(arguments[1]).indices
         result = function(*arguments, **options)
-        if not dropped and _probability(function, arguments, options) == 0.0:
-            return result
-        self.drawn = True
         draw = _DRAWS.get(name)
-        if draw is not None and isinstance(result, torch.Tensor):
-            with torch.no_grad():
-                result.copy_(draw(_even(result), *arguments, **options))
-        return result
+        if draw is None or not isinstance(result, torch.Tensor):
+            self.is_free = True
+            return result
+        with torch.no_grad():
+            return result.copy_(draw(_even(result), *arguments, **options))
 
 
-def _without_dropout(function: Any, arguments: Any, options: dict[str, Any]) -> tuple[Any, bool]:
-    """Arguments of an operation with no dropout, and whether it had some."""
+def _without_dropout(function: Any, arguments: Any, options: dict[str, Any]) -> tuple[Any, bool | None]:
+    """Arguments of an operation with no dropout, and whether it had some; None: it has no such argument."""
     for place, argument in enumerate(function._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
             if place < len(arguments):
                 had, arguments = arguments[place], (*arguments[:place], 0.0, *arguments[place + 1 :])
-            elif argument.name in options:
-                had, options[argument.name] = options[argument.name], 0.0
             else:
-                had = 0.0
+                had, options[argument.name] = options.get(argument.name, argument.default_value), 0.0
             return arguments, bool(had)
-    return arguments, False
-
-
-def _probability(function: Any, arguments: Any, options: Any) -> Any:
-    """Value of the argument by which an operation that may draw is told not to; None: it draws."""
-    for argument in function._schema.arguments:
-        if argument.name in ("dropout_p", "dropout"):
-            return 0.0
-    return None
+    return arguments, None
 
 
 def _even(like: torch.Tensor) -> torch.Tensor:
@@ -134,4 +124,4 @@ _DRAWS: dict[str, Callable[..., torch.Tensor]] = {
     "exponential_": _exponential,
     "exponential": _exponential,
 }
-"""Numbers of an operation from even ones; those of others are random, under one seed."""
+"""Numbers of an operation from even ones."""

@@ -6,8 +6,6 @@ ranks wait meanwhile, before they use a device.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import pickle
 import select
@@ -29,15 +27,14 @@ from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
 from clusterd.train.process.exits import DeviceOutOfMemory, Refused
 from clusterd.train.process.job import Job
+from clusterd.train.process.run_in_fork import start_fork
 from clusterd.train.process.seeding import preserved_generators
 from clusterd.train.proof import split
 from clusterd.train.proof.split import Cut, Unclear, Verdict
 
 POLL_S = 0.2
 FAILED = "failed"
-"""Key in the store of a proof: why one of its ranks failed."""
-
-_PR_SET_PDEATHSIG = 1
+"""Key in the store of a proof: one of its ranks has failed."""
 
 
 def prove_split(
@@ -60,24 +57,24 @@ def prove_split(
     Raises:
         Refused: as the script's batches, loss and model raise it under the plan.
     """
-    if given is not None and len(given) < context.plan.dp * context.plan.accumulation:
-        return Verdict(unclear=f"{len(given)} samples of the stream are known before the first step")
     if accelerator.is_in_use():
         return Verdict(unclear="the script used CUDA before it called clusterd.train, and no child of it can")
     children = _Children(job, context, control, store, limit)
     failure = ""
     for small in (False, True):
         cut = Cut.of(context.plan, job.global_batch, gathers=gathers, small=small, most=len(given or ()))
+        if given is not None and len(given) < cut.samples:
+            return Verdict(unclear=f"{len(given)} samples of the stream are known before the first step")
         samples = list((given or ())[: cut.samples])
         if given is None and context.rank == 0:
             with preserved_generators():
                 samples = split.read_samples(job, cut)
         kind, value = children.run(split.prove, samples, cut)
         if kind == "result" and value.repeats:
-            sides = [children.run(partial(split.measure, in_parts=side), samples, cut) for side in (False, False, True)]
+            sides = [children.run(partial(split.measure, in_parts=side), samples, cut) for side in (*[False] * 3, True)]
             kind, value = min(sides, key=lambda side: _KINDS.index(side[0]))
             if kind == "result":
-                whole, again, parts = (run for _, run in sides)
+                whole, *again, parts = (run for _, run in sides)
                 value = split.judge(whole, again, parts, cut)
         if kind == "result":
             verdict: Verdict = value
@@ -135,7 +132,7 @@ class _Children:
             threading.Thread(target=_watch, args=[rendezvous(context, within=within)], daemon=True).start()
         try:
             device = device_of(context)
-            torch.set_num_threads(1)  # a fork lacks the parent's OpenMP threads
+            torch.set_num_threads(1)  # again: of a fork, which lacks the parent's OpenMP threads
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
             torch.compiler.set_stance("force_eager")
             self._limit(device)
@@ -169,26 +166,25 @@ def _watch(store: Any) -> None:
     os._exit(1)
 
 
-def _result_of(error: BaseException, where: str) -> Result:
-    known = exits.classify_error(error, where=where)
-    if isinstance(known, DeviceOutOfMemory):
-        return "memory", str(known)
-    if isinstance(known, Refused):
-        return "refusal", known
-    return "error", str(error) if isinstance(known, Unclear) else f"{type(error).__name__}: {exits.first_line(error)}"
+def _result(work: Callable[[], Any]) -> bytes:
+    """Result of `work` as it is sent to the rank."""
+    try:
+        return pickle.dumps(("result", work()))
+    except Exception as error:
+        known = exits.classify_error(error, where="")
+        if isinstance(known, DeviceOutOfMemory):
+            return pickle.dumps(("memory", str(known)))
+        if isinstance(known, Refused):
+            return pickle.dumps(("refusal", known))
+        is_plain = isinstance(known, Unclear)
+        return pickle.dumps(("error", str(error) if is_plain else f"{type(error).__name__}: {exits.first_line(error)}"))
 
 
 def _run_child(work: Callable[[], Any], control: Control, store: Any, within: str) -> Result:
     """Result of `work` in a forked child."""
-    read_end, write_end = os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read_end)
-        _child_main(work, write_end, parent)
-    os.close(write_end)
+    pid, file = start_fork(lambda: _result(work))
     reply = b""
-    with os.fdopen(read_end, "rb", buffering=0) as file:
+    with file:
         while True:
             if select.select([file], [], [], POLL_S)[0]:
                 if not (part := file.read(1 << 16)):
@@ -198,34 +194,13 @@ def _run_child(work: Callable[[], Any], control: Control, store: Any, within: st
                 os.kill(pid, signal.SIGKILL)
                 break
     _, status = os.waitpid(pid, 0)
-    if reply:
+    if reply and status == 0:
         result: Result = pickle.loads(reply)
         return result
     if not os.WIFSIGNALED(status) or control.requested("stop"):
-        return "ended", ""
+        return "ended", "a process of the comparison ended without a result"
     if store is not None:  # it could not say so itself
         dist.PrefixStore(within, store).set(FAILED, b"1")
     if os.WTERMSIG(status) == signal.SIGKILL:
         return "memory", "it ran out of memory"
     return "error", f"it ended with signal {os.WTERMSIG(status)}"
-
-
-def _child_main(work: Callable[[], Any], write_end: int, parent: int) -> None:
-    """Run `work`, write its result and exit without exit handlers."""
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-        gc.freeze()  # the parent's garbage must not be finalised here
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a stop is the parent's matter
-        null = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):
-            os.dup2(null, stream)
-        try:
-            result: Result = "result", work()
-        except Exception as error:
-            result = _result_of(error, "")
-        with os.fdopen(write_end, "wb") as file:
-            file.write(pickle.dumps(result))
-    finally:
-        os._exit(1)

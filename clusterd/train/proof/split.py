@@ -2,7 +2,8 @@
 
 Under the plan itself, with its own collectives, every replica computes the whole of a small batch, which gives what one
 process gets; then each computes its part, in its micro-batches. Losses and gradients must agree to rounding. Each is
-done twice in a row, so that what a forward pass leaves behind for the next one (a queue, a running mean) counts too.
+done several times in a row, with the samples in other orders, so that what a forward pass leaves behind for the next
+one (a queue, a running mean) counts too.
 
 Nothing about the script is assumed, and nothing is read in it. Random numbers are fixed (`fixed_draws`), and batch
 normalisation computes with fixed statistics: that it sees a replica's samples is known, and told. What still differs
@@ -11,6 +12,7 @@ between two runs of the whole batch is noise, and no difference below its multip
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -51,7 +53,7 @@ NOISE_TIMES = 20.0
 """Differences count from this multiple of those between two runs of the whole batch on."""
 
 DRAWS_TIMES = 4.0
-"""The same for two runs with other random numbers of Python and NumPy, which cannot be fixed for each sample."""
+"""The same for two runs with other random numbers of those that cannot be fixed for each sample: Python's, NumPy's."""
 
 PASSES = 4
 """Of the same samples in other orders, so that other ones are in a part together: half of the ways to cut eight samples
@@ -60,13 +62,16 @@ in two put as many of the hardest four into each part."""
 
 @dataclass(frozen=True)
 class Cut:
-    """Parts of the batch that a proof compares: contiguous, of equal size.
+    """Parts of the batch that a proof compares: contiguous, in the order of replicas and their micro-batches.
 
-    Several micro-batches compute the same part where the plan has more of them.
+    Several micro-batches compute the same part where the plan has more of them. Where replicas take unequal shares of a
+    batch, those with more get one sample more in each part.
+
+    Attributes:
+        sizes: samples of each part.
     """
 
-    parts: int
-    each: int  # samples of a part
+    sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, plan: Plan, global_batch: int, *, gathers: bool = False, small: bool = False, most: int = 0) -> Cut:
@@ -79,17 +84,31 @@ class Cut:
         """
         pieces = plan.dp * plan.accumulation
         parts = pieces
-        if pieces > PARTS_MAX and not gathers:
+        least = min(plan.shares, default=0)
+        more = [int(share > least) for share in plan.shares for _ in range(plan.accumulation)]
+        if pieces > PARTS_MAX and not (gathers or any(more)):
             divisors = [n for n in range(2, pieces) if pieces % n == 0]
             parts = max((n for n in divisors if n <= PARTS_MAX), default=min(divisors, default=pieces))
-        in_training = max(global_batch // pieces, 1)
+        in_training = max((least // plan.accumulation) if least else global_batch // pieces, 1)
         each = max(in_training // parts, 1) if small else min(max(2, SAMPLES // parts), in_training)
-        return cls(parts, max(min(each, most // parts), 1) if most else each)
+        if most:
+            each = max(min(each, (most - sum(more)) // parts), 1)
+        return cls(tuple(each + extra for extra in more) if any(more) else (each,) * parts)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return len(self.sizes)
 
     @property
     def samples(self) -> int:
         """Samples of the whole batch."""
-        return self.parts * self.each
+        return sum(self.sizes)
+
+    def of_replica(self, plan: Plan, replica: int) -> list[int]:
+        """Numbers of the parts that a replica's micro-batches compute."""
+        first = replica * plan.accumulation
+        return [number % self.parts for number in range(first, first + plan.accumulation)]
 
 
 @dataclass(frozen=True)
@@ -130,13 +149,13 @@ def prove(job: Job, context: Context, device: torch.device, mesh: Any, samples: 
     difference = parts.difference(whole)
     if difference.size <= whole.limit:
         return whole.verdict(parts, cut)
-    again = trial.run(in_parts=False, reference=whole).difference(whole).size
+    again = trial.noise(whole, seeds=(0, 0))
     if difference.size <= NOISE_TIMES * again:
         return Verdict(unclear=f"two runs of the same samples differ by {again:.0e}", repeats=True, draws=whole.draws)
     if whole.draws_by_sample:
-        spread = trial.run(in_parts=False, reference=whole, seed=1).difference(whole).size
+        spread = trial.noise(whole, seeds=(1, 2, 3, 4))
         if difference.size < DRAWS_TIMES * spread:
-            return Verdict(unclear=f"random numbers of Python or NumPy change a step by {spread:.0e}", draws=True)
+            return Verdict(unclear=f"random numbers that cannot be fixed change a step by {spread:.0e}", draws=True)
     return Verdict(difference.words(cut), draws=whole.draws)
 
 
@@ -147,9 +166,10 @@ def measure(
     return _Trial(job, context, device, mesh, samples, cut).run(in_parts=in_parts)
 
 
-def judge(whole: Run, again: Run, parts: Run, cut: Cut) -> Verdict:
-    """Verdict from measurements of three processes, by the norms of gradients."""
-    difference, noise = parts.by_norms(whole).difference(whole), again.by_norms(whole).difference(whole).size
+def judge(whole: Run, again: Sequence[Run], parts: Run, cut: Cut) -> Verdict:
+    """Verdict from measurements of a process each, of the whole several times, by the norms of gradients."""
+    difference = parts.by_norms(whole).difference(whole)
+    noise = max(run.by_norms(whole).difference(whole).size for run in again)
     if difference.size <= whole.limit:
         return whole.verdict(parts, cut)
     if difference.size <= NOISE_TIMES * noise:
@@ -283,12 +303,17 @@ class _Trial:
                             self._measure(found, part, parallel, in_parts, keeps=reference is None)
                 draws_by_sample = draws_by_sample or generator_states() != before
             parallel.drop_buckets()
+        draws_by_sample = draws_by_sample or drawing.is_free
         drew = draws_by_sample or drawing.drawn, draws_by_sample
         totals = torch.stack([value.double() for value in losses.values()]).to(self._device)
         if dist.is_initialized():
             dist.all_reduce(totals)
         found.losses.update(zip(losses, totals.tolist(), strict=True))
         return self._summed(found, metrics, drew)
+
+    def noise(self, whole: Run, seeds: Sequence[int]) -> float:
+        """The largest difference of further runs of the whole: a single one may come close to it by chance."""
+        return max(self.run(in_parts=False, reference=whole, seed=seed).difference(whole).size for seed in seeds)
 
     def _stepper(self, model: nn.Module, plan: Plan, in_parts: bool) -> tuple[Stepper, ParallelModel]:
         job, coordinates = self._job, self._context.coordinates
@@ -305,10 +330,13 @@ class _Trial:
             find_unused_parameters=job.find_unused_parameters,
             alternates=bool(job.losses),
         )
-        each = self._cut.each * plan.accumulation if in_parts else self._cut.samples
+        shares = (self._cut.samples,) * plan.dp
+        if in_parts:
+            sizes = self._cut.sizes
+            shares = tuple(sum(sizes[n] for n in self._cut.of_replica(plan, r)) for r in range(plan.dp))
         options: dict[str, Any] = {
             "coordinates": coordinates,
-            "shares": (each,) * plan.dp,
+            "shares": shares,
             "clip_norm": None,
             "each_whole": not in_parts,
         }
@@ -323,9 +351,9 @@ class _Trial:
         if number:
             random.Random(number).shuffle(samples)
         if in_parts:
-            cut, count = self._cut, self._context.plan.accumulation
-            numbers = [(replica * count + i) % cut.parts for i in range(count)]
-            samples = [sample for n in numbers for sample in samples[n * cut.each : (n + 1) * cut.each]]
+            ends = list(itertools.accumulate(self._cut.sizes))
+            parts = [samples[end - size : end] for end, size in zip(ends, self._cut.sizes, strict=True)]
+            samples = [sample for n in self._cut.of_replica(self._context.plan, replica) for sample in parts[n]]
         return pair_on_device(self._job.collate_fn(samples), self._device)
 
     def _measure(self, found: Run, part: str, parallel: ParallelModel, in_parts: bool, *, keeps: bool) -> None:

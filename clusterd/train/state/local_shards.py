@@ -6,13 +6,14 @@ difference between the computed layout and torch's sharding is an error and neve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from clusterd.plans.layout import Layout
+from clusterd.plans.layout import Layout, Tensor
 from clusterd.plans.model_shape import ModelShape, OddSlot
 from clusterd.train.parallel import build
 from clusterd.train.parallel.gradient_sync import local_tensor
@@ -70,6 +71,15 @@ def local_shards(training: Training, shape: ModelShape) -> dict[tuple[str, str],
         if buffer.numel():
             found[build.global_name(name), "buffer"] = LocalShard(tuple((0, n) for n in buffer.shape), (buffer,))
     return found
+
+
+def clone_changing(training: Training, live: dict[tuple[str, str], LocalShard], tensors: Iterable[Tensor]) -> None:
+    """Replace those of `tensors` that the next forward pass may change by clones: buffers, and written parameters."""
+    written = {*training.shape.written, *training.parallel.written}
+    for tensor in tensors:
+        if tensor.kind == "buffer" or (tensor.kind == "parameter" and tensor.name in written):
+            key = tensor.name, tensor.kind
+            live[key] = replace(live[key], tensors=tuple(t.clone() for t in live[key].tensors if t is not None))
 
 
 def box_of(tensor: Any) -> Box:

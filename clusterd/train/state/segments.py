@@ -7,7 +7,6 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ PIN_BYTES = 256 << 20
 
 PAGE_BYTES = mmap.PAGESIZE
 
-CGROUPS = Path("/sys/fs/cgroup")
 
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 
@@ -117,20 +115,6 @@ def memory_headroom_bytes(share: float) -> int:
         status = dict(line.split(":", 1) for line in file)
     peak_kb, now_kb = (int(status[name].split()[0]) for name in ("VmHWM", "VmRSS"))
     return max(0, int(share * peak_kb) - now_kb) << 10
-
-
-def available_memory_bytes() -> int:
-    """Bytes that this process and its children may still use: of the host, and within the limits of its cgroups."""
-    with open("/proc/meminfo") as file:
-        available = [next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))]
-    with open("/proc/self/cgroup") as file:  # version 2 only: "0::/path"
-        paths = [line.rstrip().partition("::/")[2] for line in file if line.startswith("0::/")]
-    for path in paths:
-        for folder in (group := CGROUPS / path, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # no limit is "max"
-                limit, used = ((folder / f"memory.{name}").read_text() for name in ("max", "current"))
-                available.append(int(limit) - int(used))
-    return max(0, min(available))
 
 
 def trim_heap() -> None:

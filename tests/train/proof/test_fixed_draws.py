@@ -23,6 +23,7 @@ BY_SAMPLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "times": lambda x: x * torch.randint(1, 100, (len(x),))[:, None],
     "choices": lambda x: F.gumbel_softmax(x, hard=True),
     "multinomial": lambda x: torch.multinomial(x.softmax(-1), 2).float(),
+    "multinomial with replacement": lambda x: torch.multinomial(x[:, :2].softmax(-1), 2, replacement=True).float(),
     "attention": lambda x: F.scaled_dot_product_attention(*[x[:, None, :, None]] * 3, dropout_p=0.3),
     "time first": lambda x: (x.T[:, :, None] * torch.rand(x.shape[1], len(x), 3)).transpose(0, 1),
 }
@@ -34,8 +35,17 @@ def test_parts_draw_what_the_whole_draws(name: str) -> None:
     fixed = FixedDraws()
     with fixed:
         whole, parts = draw(x), torch.cat([draw(x[:4]), draw(x[4:])])
-    assert fixed.drawn
+    assert (fixed.drawn, fixed.is_free) == (True, False)
     torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda x: F.rrelu(x, training=True), lambda x: torch.multinomial(x.softmax(-1), 9, replacement=True)]
+)
+def test_draws_that_are_not_fixed_are_known(draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with FixedDraws() as fixed:
+        draw(torch.randn(8, 6))
+    assert (fixed.drawn, fixed.is_free) == (True, True)
 
 
 def test_a_recurrent_net_has_no_dropout_between_its_layers() -> None:

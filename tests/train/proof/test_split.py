@@ -36,9 +36,28 @@ def test_a_cut_has_parts_for_every_piece_and_no_more_samples_than_a_step(
         assert cut.parts == pieces
 
 
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 4), st.booleans(), st.integers(0, 60))
+def test_replicas_with_more_samples_get_more_of_a_proof(
+    shares: list[int], accumulation: int, small: bool, known: int
+) -> None:
+    plan = Plan(dp=len(shares), accumulation=accumulation, shares=tuple(share * accumulation for share in shares))
+    cut = Cut.of(plan, sum(plan.shares), small=small, most=known)
+    samples = [sum(cut.sizes[n] for n in cut.of_replica(plan, replica)) for replica in range(plan.dp)]
+    for own, share in zip(samples, shares, strict=True):
+        assert accumulation <= own <= share * accumulation
+        assert (own > min(samples)) == (share > min(shares))
+
+
 @pytest.fixture(scope="module")
 def foreign() -> RankPool:
-    pool = RankPool(modules=["tests.foreign.whole_batch", "tests.foreign.diverging", "tests.foreign.settings"])
+    pool = RankPool(
+        modules=[
+            "tests.foreign.whole_batch",
+            "tests.foreign.diverging",
+            "tests.foreign.settings",
+            "tests.train.proof.ending",
+        ]
+    )
     yield pool
     pool.close()
 
@@ -55,6 +74,7 @@ REFUSED = [
     ("summed", "accumulation=2", "it is their sum, not their mean"),
     ("clipped_backward", "dp=2", "gradient"),
     ("warmed_up_by_calls", "accumulation=2", "the loss is"),
+    ("signs_in_backward", "dp=2,shares=3:5", "gradient"),
 ]
 
 
@@ -80,6 +100,9 @@ EQUAL = [
     ("sequential_layers", "pp=2,accumulation=2", ""),
     ("noisy_updates", "dp=2", ""),
     ("metric_of_the_batch", "dp=2", "spread is"),
+    ("barlow_twins", "dp=1", ""),
+    ("signs_in_backward", "dp=2,shares=4:4", ""),
+    ("clipped_one_cycle", "dp=2,shares=3:5", ""),
 ]
 
 
@@ -99,6 +122,12 @@ def test_what_trains_alike_is_not_accused(foreign: RankPool, tmp_path: Path, scr
         ("replicas_semantics", "dp=2", "cuts the batch, as accepted: the loss is"),
         ("dropped_out", "dp=2", "draws random numbers"),
         ("normalised", "dp=2", "is batch normalisation"),
+        (
+            "random_slopes",
+            "dp=2",
+            "it is not shown that dp=2 trains as one process: random numbers that cannot be fixed",
+        ),
+        ("ends_in_a_group", "dp=2", "trains as one process: a process of the comparison ended without a result"),
     ],
 )
 def test_accepted_differences_are_told_once(
