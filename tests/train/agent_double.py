@@ -142,7 +142,8 @@ class HostAgent:
         else:
             answer = self._segments_ if verb == "segments" else getattr(self, f"_{verb}")
             reply = {"ok": answer(who, message)}
-        connection.sendall(protocol.encode({"id": message["id"], **reply}))
+        with contextlib.suppress(OSError):  # the rank may have ended meanwhile
+            connection.sendall(protocol.encode({"id": message["id"], **reply}))
 
     def _flush(self, who: tuple[int, int], message: Message) -> Message:
         return {}
@@ -188,7 +189,11 @@ class HostAgent:
             return
         there, meta, host = network.published[name]
         assert source["address"] == [host, 1]
-        with there.open("rb") as outbox, path.open("r+b") as inbox:
+        try:
+            outbox, inbox = there.open("rb"), path.open("r+b")
+        except FileNotFoundError:  # the migration was forgotten meanwhile
+            return
+        with outbox, inbox:
             inbox.seek(source["offset"])
             for offset, length in source["ranges"]:
                 outbox.seek(offset)

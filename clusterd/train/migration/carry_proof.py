@@ -17,6 +17,7 @@ from clusterd.train.migration.spec import MigrationSpec, sums_to_bytes
 from clusterd.train.process import accelerator
 from clusterd.train.process.control import Control
 from clusterd.train.process.plain_data import NotSerializable
+from clusterd.train.process.script_variables import script_variables
 from clusterd.train.state import scalars
 from clusterd.train.state.copy_plan import segment_part
 from clusterd.train.state.copying import copies_to_segment
@@ -72,7 +73,8 @@ class CarryProof:
             migration, segment = wanted
             self._control.withdraw("prove")
             try:
-                meta: dict[str, Any] = {"step": training.step, "scalars": scalars.collect(training, migration.shape)}
+                state = scalars.collect(training, migration.shape)
+                meta: dict[str, Any] = {"step": training.step, "scalars": state, "variables": script_variables()}
             except NotSerializable as error:
                 self._why_not = str(error)
                 return

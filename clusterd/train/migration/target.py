@@ -31,6 +31,7 @@ from clusterd.train.process import accelerator, device_faults, exits
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
 from clusterd.train.process.exits import PlanRefused
+from clusterd.train.process.script_variables import differences, script_variables
 from clusterd.train.state import scalars
 from clusterd.train.state.copy_plan import LocalShards, copy_threads, segment_part
 from clusterd.train.state.copying import CopyBatch, copies_from_segment
@@ -206,6 +207,7 @@ class MigrationTarget:
         def off(one: NextSteps, other: NextSteps) -> Difference:
             return self._worst(difference(one, other, training.rounds_as))
 
+        variables = script_variables()
         here = made(job.seed)
         found = off(there, here)
         if found.excess > 1 and found.random:
@@ -223,9 +225,10 @@ class MigrationTarget:
             return
         step = int(metas[0]["step"])
         text = f"the state of step {step} does not go on under {new} as under {old}: {found}"
-        if new.techniques <= old.techniques:
-            raise CarryFailed(f"{text}. State outside of the model's buffers and registered objects is not moved")
-        raise PlanRefused(f"{text}. Does the model or the loss keep state that is not registered?")
+        if unlike := differences([meta["variables"] for meta in metas], variables):
+            text = f"{text}. Variables of the script that differ: {unlike}"
+        text = f"{text}. Keep what goes on in attributes or buffers of modules, or register it: the rest is not moved"
+        raise (CarryFailed if new.techniques <= old.techniques else PlanRefused)(text)
 
     def _worst(self, own: Difference) -> Difference:
         """The largest difference that any rank has found."""
