@@ -158,7 +158,8 @@ def run(
             "wandb", or objects with ``write(step, values)`` and, if they want it, ``close()``.
         on_step: called on rank 0 with each finished step and its entry in the step log: ``loss``, ``lr``,
             ``samples_per_s``, ``grad_norm`` (with `clip_norm`), ``metrics``. It may come one step later.
-        on_evaluate: called on rank 0 with the step and the metrics of each evaluation.
+        on_evaluate: called on rank 0 with the step and the metrics of each evaluation. Callbacks that change numbers of
+            the model, the loss, the data or the optimizer rule out plans of several ranks.
         on_checkpoint: called on rank 0 with the step and the directory of each checkpoint that is complete.
         stage: name, in a script that trains several times. Each stage is a job of its own under clusterd (``submit
             --stages``), in which the calls for the other stages return at once; elsewhere they run one after another.

@@ -202,6 +202,12 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
             f"{context.plan} other numbers than in one process: losses differ as between two seeds; a generator of its "
             "own, seeded by the number of the sample, does not depend on the plan",
         )
+    elif context.rank == 0 and known is not None and known["random"] and context.plan.dp > 1:
+        _log(
+            "samples of the data set are others each time that they are read, for it counts, or draws from a generator "
+            f"of its own: under {context.plan} others than in one process, and losses differ as between two seeds; "
+            "what depends on the number of the sample alone does not depend on the plan",
+        )
     weights = open_weights(job.init_from) if job.init_from is not None and not context.restore else None
     needs_values = target is None
     covered = weights is not None and needs_values and pretrained.covers(weights, job.model, job.seed)

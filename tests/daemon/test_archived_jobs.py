@@ -214,7 +214,7 @@ def test_every_command_finds_archived_jobs(cluster: RunningCluster, tmp_path: Pa
     assert (tmp_path / "result").read_text() == "four\n"
     late = cluster.run(*run, "late", "--after", "five", "--", "true", cwd=work).stdout.strip()
     assert late == "10"
-    assert cluster.run("wait", late).returncode == 0
+    until(lambda: late in archived(cluster))
     answer = cluster.run("run", "--after", "broken", "--", "true", check=False, cwd=work)
     assert "job 7 (broken) is failed: nothing can start after it" in answer.stderr
     assert "is a command: it saves nothing" in cluster.run("resume", "six", check=False).stderr
@@ -222,6 +222,6 @@ def test_every_command_finds_archived_jobs(cluster: RunningCluster, tmp_path: Pa
     assert "1 job forgotten" in cluster.run("forget", "8").stderr
     assert "said one" in cluster.run("logs", "one").stdout
     assert "there is no job 'seven'" in cluster.run("show", "seven", check=False).stderr
-    until(lambda: late in archived(cluster))
     assert archived(cluster) == {"9", late}
+    assert cluster.run("wait", late).returncode == 0
     assert check_file(cluster.directory / "journal.db")[1] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -180,4 +181,30 @@ class Noisy(Dataset[Any]):
 @script(advice="seed a generator of your own by the sample's number")
 def augmented() -> dict[str, Any]:
     """A data set that draws augmentations from torch's generator."""
+    return arguments(data=Noisy())
+
+
+class Numbered(Dataset[Any]):
+    """Points, with their numbers."""
+
+    def __init__(self) -> None:
+        self.points = points()
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.points[index]
+        return (x, torch.tensor(index)), y
+
+
+@script()
+def python_augmentation() -> dict[str, Any]:
+    """Augmentation by `random` in the data set."""
+
+    class Noisy(Numbered):
+        def __getitem__(self, index: int) -> Any:
+            x, y = self.points[index]
+            return x * random.uniform(0.5, 1.5), y
+
     return arguments(data=Noisy())

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import TensorDataset
 
+from tests.foreign import batches
 from tests.foreign.registry import script
 
 SAMPLES = 64
@@ -232,3 +233,104 @@ def arcface_in_model() -> dict[str, Any]:
         return {"picture": torch.stack([x for x, _ in samples]), "label": torch.stack([y for _, y in samples])}
 
     return arguments(WithCentres, loss=lambda output, batch: output, collate_fn=named)
+
+
+@script()
+def stateful_recurrence() -> dict[str, Any]:
+    """A hidden state that goes from batch to batch (truncated backpropagation)."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.out = nn.GRUCell(8, 16), nn.Linear(16, 4)
+            self.hidden: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            before = self.hidden if self.hidden is not None and len(self.hidden) == len(x) else None
+            hidden = self.cell(x, before)
+            if self.training:
+                self.hidden = hidden.detach()
+            return self.out(hidden)
+
+    return batches.arguments(model=Net)
+
+
+@script()
+def mean_teacher() -> dict[str, Any]:
+    """A teacher that follows the student in the forward pass."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = (
+                nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(2)
+            )
+            self.teacher.load_state_dict(self.student.state_dict())
+            self.teacher.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            if self.training and torch.is_grad_enabled():
+                with torch.no_grad():
+                    for t, s in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                        t.lerp_(s, 0.1)
+            with torch.no_grad():
+                target = self.teacher(x)
+            return self.student(x), target
+
+    def loss(out: Any, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out[0], y) + 0.1 * (out[0] - out[1]).square().mean()
+
+    return batches.arguments(model=Net, loss=loss)
+
+
+@script()
+def spectral() -> dict[str, Any]:
+    """Spectral normalisation: power iteration in each forward pass."""
+    return batches.arguments(
+        model=lambda: nn.Sequential(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(8, 16)), nn.Tanh(), nn.Linear(16, 4)
+        )
+    )
+
+
+@script()
+def orthogonal() -> dict[str, Any]:
+    """An orthogonal parametrization."""
+    return batches.arguments(
+        model=lambda: nn.Sequential(
+            nn.Linear(8, 16), nn.Tanh(), nn.utils.parametrizations.orthogonal(nn.Linear(16, 16)), nn.Linear(16, 4)
+        )
+    )
+
+
+@script()
+def complex_weights() -> dict[str, Any]:
+    """Complex parameters."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Parameter(torch.view_as_complex(torch.randn(5, 2) * 0.5))
+            self.out = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(torch.fft.irfft(torch.fft.rfft(x) * self.mix, n=8))
+
+    return batches.arguments(model=Net)
+
+
+@script()
+def sparse_embedding() -> dict[str, Any]:
+    """An embedding with sparse gradients."""
+    g = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randint(50, (64, 5), generator=g), torch.randint(4, (64,), generator=g))
+    return batches.arguments(
+        data=data,
+        model=lambda: nn.Sequential(nn.EmbeddingBag(50, 8, mode="sum", sparse=True), nn.Linear(8, 4)),
+    )
+
+
+@script(advice="one call in `model`")
+def lazy_layers() -> dict[str, Any]:
+    """`LazyLinear` layers."""
+    return batches.arguments(model=lambda: nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(4)))

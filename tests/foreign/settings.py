@@ -63,3 +63,52 @@ class Shared(nn.Module):
 def unused_at_times() -> dict[str, Any]:
     """A branch on the values of the batch."""
     return arguments(model=Shared)
+
+
+class Lookahead(torch.optim.SGD):
+    """Slow weights every few steps, a counter in the object."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.counter = 0
+        self.slow: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.slow.setdefault(p, p.detach().clone())
+        super().step(closure)
+        self.counter += 1
+        if self.counter % 3 == 0:
+            for p, slow in self.slow.items():
+                slow.lerp_(p, 0.5)
+                p.copy_(slow)
+
+
+@script()
+def lookahead() -> dict[str, Any]:
+    """An optimizer with slow weights in a dictionary of its own."""
+    return arguments(optimizer=Lookahead)
+
+
+class GlobalScale(torch.optim.SGD):
+    """A step size from the norm over all parameters, as D-adaptation estimates one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.d = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        norm = sum(float(p.grad.square().sum()) for g in self.param_groups for p in g["params"] if p.grad is not None)
+        self.d = 0.9 * self.d + 0.1 / (1 + norm**0.5)
+        for group in self.param_groups:
+            group["lr"] = 0.1 * self.d
+        super().step(closure)
+
+
+@script()
+def global_step_size() -> dict[str, Any]:
+    """An optimizer whose step size depends on the norm of all gradients."""
+    return arguments(optimizer=GlobalScale)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from clusterd import train
-from tests.foreign.batches import Sentences, Tagger, arguments, padded, perceptron
+from tests.foreign.batches import Numbered, Sentences, Tagger, arguments, padded, perceptron
 from tests.foreign.registry import script
 
 GATHER = "`train.gather`"
@@ -256,3 +256,83 @@ def signs_in_backward() -> dict[str, Any]:
 def random_slopes() -> dict[str, Any]:
     """Random numbers inside of an operation (`RReLU`): other ones under each plan."""
     return arguments(model=lambda: nn.Sequential(nn.Linear(8, 16), nn.RReLU(0.1, 0.9), nn.Linear(16, 4)))
+
+
+@script()
+def memory_bank() -> dict[str, Any]:
+    """Features of all samples in a buffer, by number."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = perceptron()
+            self.register_buffer("bank", torch.zeros(64, 4))
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            x, index = batch
+            z = self.layers(x)
+            out = z + 0.5 * self.bank[index]
+            with torch.no_grad():
+                self.bank[index] = z.detach()
+            return out
+
+    return arguments(model=Net, data=Numbered())
+
+
+@script(advice="`(sum, weight)`")
+def class_weights() -> dict[str, Any]:
+    """Cross-entropy with class weights: divides by the weights of the batch."""
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    return arguments(loss=lambda out, y: F.cross_entropy(out, y, weight=weight))
+
+
+@script()
+def random_pairs() -> dict[str, Any]:
+    """Pairs that NumPy draws in the loss."""
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        other = torch.from_numpy(np.random.permutation(len(out)))
+        return F.cross_entropy(out, y) + 0.1 * (out - out[other]).square().mean()
+
+    return arguments(loss=loss)
+
+
+@script()
+def running_baseline() -> dict[str, Any]:
+    """A loss that keeps a running mean of its value as a baseline (REINFORCE)."""
+
+    class Loss:
+        def __init__(self) -> None:
+            self.baseline = 0.0
+
+        def __call__(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            each = F.cross_entropy(out, y, reduction="none")
+            value = (each * (each.detach() - self.baseline)).mean()
+            if torch.is_grad_enabled():
+                self.baseline = 0.9 * self.baseline + 0.1 * float(each.detach().mean())
+            return value
+
+    return arguments(loss=Loss())
+
+
+@script()
+def gradient_norm_running() -> dict[str, Any]:
+    """A hook that divides gradients by a running norm of theirs."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.norm = perceptron(), 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.layers(x)
+            if out.requires_grad:
+
+                def scaled(g: torch.Tensor) -> torch.Tensor:
+                    self.norm = 0.9 * self.norm + 0.1 * float(g.norm())
+                    return g / (self.norm + 1e-3) * 0.1
+
+                out.register_hook(scaled)
+            return out
+
+    return arguments(model=Net)

@@ -555,7 +555,8 @@ def rank(
     try:
         # The data of a foreign script is its own.
         pause_s = pace_s if options.get("script") else 0.0
-        task = replace(job(data, **options), **callbacks(left["called"], pause_s))
+        task = job(data, **options)
+        task = replace(task, **callbacks(task, left["called"], pause_s))
         if own_loop is None:
             rank_main.run(task, on_end)
         else:
@@ -606,12 +607,14 @@ def loop_of_its_own(
             break
 
 
-def callbacks(called: list[Any], pause_s: float = 0.0) -> dict[str, Any]:
-    """Callbacks that record their calls, and pause the training."""
+def callbacks(task: Job, called: list[Any], pause_s: float = 0.0) -> dict[str, Any]:
+    """Callbacks that record their calls, pause the training, and call the job's own."""
 
     def record(name: str, *arguments: Any) -> None:
         called.append([name, *arguments])
         time.sleep(pause_s)
+        if (own := getattr(task, name)) is not None:
+            own(*arguments)
 
     return {name: partial(record, name) for name in ("on_step", "on_evaluate", "on_checkpoint")}
 

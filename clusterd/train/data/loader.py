@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from clusterd.plans.plan import Plan, even_shares
-from clusterd.plans.sample_order import mix
+from clusterd.plans.sample_order import Indices, mix
 from clusterd.train.data.order import SampleOrder
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.seeding import seed_step
@@ -53,16 +53,18 @@ def batches(
     num_workers: int,
     collate_fn: Callable[[list[Any]], Any] = default_collate,
     sampler: Iterable[Any] | None = None,
+    on_epoch: Callable[[int, Indices], object] = lambda *_: None,
 ) -> Iterator[tuple[Any, Any]]:
     """(input, target) of the replica's share of each step, on `device`.
 
     Args:
         seed: of the order, and of random numbers that the data set draws.
         draws_seed: of these instead.
+        on_epoch: see `SampleOrder`.
     Raises:
         Refused: the data set is too small, or has no length.
     """
-    order = order_of(dataset, global_batch, seed, sampler)
+    order = order_of(dataset, global_batch, seed, sampler, on_epoch)
     loader = DataLoader(
         dataset,
         batch_sampler=ShareSampler(order, plan.batch_shares(global_batch), replica, first_step, steps),
@@ -106,14 +108,20 @@ def check_length(data: Any) -> None:
         )
 
 
-def order_of(dataset: Any, global_batch: int, seed: int, sampler: Iterable[Any] | None) -> SampleOrder:
+def order_of(
+    dataset: Any,
+    global_batch: int,
+    seed: int,
+    sampler: Iterable[Any] | None,
+    on_epoch: Callable[[int, Indices], object] = lambda *_: None,
+) -> SampleOrder:
     """Order of the samples of a map-style data set.
 
     Raises:
         Refused: the data set is smaller than a global batch, or has no length.
     """
     check_length(dataset)
-    return SampleOrder(len(dataset), global_batch, seed, sampler)
+    return SampleOrder(len(dataset), global_batch, seed, sampler, on_epoch)
 
 
 class Keywords(UserDict[str, Any]):

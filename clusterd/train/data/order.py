@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,22 @@ class SampleOrder:
 
     Args:
         sampler: yields numbers of samples, or lists of as many as a global batch has; None: a permutation.
+        on_epoch: called with what a sampler has yielded for an epoch, whenever it was asked.
     Raises:
         Refused: there are fewer samples than a global batch has, or the sampler gives no such numbers.
     """
 
-    def __init__(self, samples: int, global_batch: int, seed: int, sampler: Iterable[Any] | None = None) -> None:
+    def __init__(
+        self,
+        samples: int,
+        global_batch: int,
+        seed: int,
+        sampler: Iterable[Any] | None = None,
+        on_epoch: Callable[[int, Indices], object] = lambda *_: None,
+    ) -> None:
         self._samples, self._global_batch, self._seed, self._sampler = samples, global_batch, seed, sampler
         self._epoch: tuple[int, Indices] | None = None
+        self._on_epoch = on_epoch
         try:
             self.steps_per_epoch = steps_per_epoch(samples, global_batch) if sampler is None else len(self._read(0))
         except TooFewSamples as error:
@@ -67,6 +76,7 @@ class SampleOrder:
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
                 self._epoch = epoch, self._as_batches(list(sampler))
+            self._on_epoch(*self._epoch)
         return self._epoch[1]
 
     def _as_batches(self, items: list[Any]) -> Indices:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
+from clusterd.plans.sample_order import Indices
 from clusterd.train.data import loader
 from clusterd.train.data.fingerprint import Fingerprint
 from clusterd.train.data.stream import Stream, first_samples, keep_first_samples
@@ -25,10 +28,10 @@ from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.parallel.schedule import Schedule
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import SIGNALS
-from clusterd.train.process.exits import Refused
+from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.job import Job
 from clusterd.train.process.run_in_fork import run_in_fork
-from clusterd.train.process.seeding import UPDATE_STAGE, seed_step
+from clusterd.train.process.seeding import UPDATE_STAGE, all_generator_states, seed_step
 from clusterd.train.state.attributes import Attributes
 from clusterd.train.state.evaluations import Evaluations
 from clusterd.train.state.next_steps import NextSteps
@@ -166,7 +169,25 @@ class Training:
             num_workers=num_workers,
             collate_fn=self.job.collate_fn,
             sampler=self.job.sampler,
+            on_epoch=self._compare_order,
         )
+
+    def _compare_order(self, epoch: int, numbers: Indices) -> None:
+        """Compare what the script's sampler has yielded for an epoch with the other replicas.
+
+        Raises:
+            PlanRefused: on all of them, if some have another order.
+        """
+        group, plan = self.parallel.dp_group, self.context.plan
+        if group is None:
+            return
+        every: list[Any] = [None] * plan.dp
+        dist.all_gather_object(every, zlib.crc32(numbers.tobytes()), group=group)
+        if len(set(every)) > 1:
+            raise PlanRefused(
+                f"replicas have other orders of the samples of epoch {epoch}: what the sampler yields may depend on "
+                f"the epoch and on random numbers, not on what was computed, of which a replica of {plan} has a part"
+            )
 
     @property
     def shape(self) -> ModelShape:
@@ -202,24 +223,32 @@ class Training:
         """Norm of each parameter's gradient, where the last step has measured them: not with several losses."""
         return dict(zip(self.parameter_names, self.stepper.gradient_norms, strict=False))
 
-    def try_steps(self, count: int, seed: int) -> NextSteps:
+    def try_steps(self, count: int, seed: int, batches: Iterator[tuple[Any, Any]] | None = None) -> NextSteps:
         """Make the next steps; the caller restores the state afterwards.
 
         Args:
             seed: in place of the job's, for random numbers in a step.
+            batches: of these steps, or more; None: they are read.
         """
         coordinates, made = self.context.coordinates, NextSteps()
-        batches: Iterator[tuple[Any, Any]] = itertools.repeat((None, None), count)
-        if self.stepper.wants_inputs:
+        if not self.stepper.wants_inputs:
+            batches = itertools.repeat((None, None), count)
+        elif batches is None:
             batches = self._read(self.step, self.step + count, num_workers=0, draws_seed=seed)
-        for number, (inputs, targets) in enumerate(batches):
+        for number, (inputs, targets) in enumerate(itertools.islice(batches, count)):
             seed_step(seed, self.step + number, coordinates.replica, coordinates.stage)
             contributions: list[torch.Tensor] = []
+            fresh = all_generator_states()
+
+            def reach_consensus(contribution: torch.Tensor, there: Any = fresh, to: list[Any] = contributions) -> None:
+                made.drew = made.drew or all_generator_states() != there
+                to.append(contribution)
+
             if number == 0:
                 self.stepper.measured_parameters = self.parameter_names
             else:
                 made.rates = self.rates()
-            self.stepper.step(inputs, targets, contributions.append)
+            self.stepper.step(inputs, targets, reach_consensus)
             if number == 0:
                 made.norms = self.measured_norms()
             made.losses.append(StepConsensus(contributions[0], [0.0] * len(SIGNALS)).result()[0])

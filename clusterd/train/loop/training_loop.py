@@ -17,6 +17,7 @@ from clusterd.protocol.rank import Orphaned, Trains
 from clusterd.train.checkpoint import export
 from clusterd.train.checkpoint.asynchronous import AsyncCheckpointer
 from clusterd.train.loop import peers
+from clusterd.train.loop.callbacks import Callbacks
 from clusterd.train.loop.consensus import StepConsensus
 from clusterd.train.loop.evaluation import Evaluator, Interrupted
 from clusterd.train.loop.phases import MemoryUse
@@ -95,11 +96,13 @@ class TrainingLoop:
         self._target_reached = False  # at a stop: the job has met its goal
         self._saves = False  # at a stop: a checkpoint, because another job may go on from it
         self._consensus: StepConsensus | None = None
+        self._batches: Iterator[tuple[Any, Any]] = iter(())
         plan = training.context.plan
         self._replicated = plan.dp > 1 and plan.zero == 0 and training.context.launcher == "clusterd"
         self._synchronous_until = training.step + SYNCHRONOUS_STEPS if training.context.migration is not None else 0
         self._replicas = ReplicaComparison(training)
         self._resumption = Resumption(training, restored)
+        self._callbacks = Callbacks(training, control)
         self._fresh: tuple[Any, ...] | None = None  # generators at the start of a step whose draws matter
         self._drew = True
         self._memory_use = MemoryUse(training.device, alone=training.context.migration is None)
@@ -137,7 +140,8 @@ class TrainingLoop:
         training.stepper.phases.begin(training.step + 1)
         if self.has_ended():
             return
-        for number, (inputs, targets) in enumerate(training.batches(), start=training.step + 1):
+        self._batches = iter(training.batches())
+        for number, (inputs, targets) in enumerate(self._batches, start=training.step + 1):
             self._report_training()
             if self._cores:
                 self._apply_cores()
@@ -255,6 +259,7 @@ class TrainingLoop:
             self._control.flush()  # the daemon must know of the checkpoint before it hears of the exit
         if ends_early and self._saves and self.training.step:
             self._make_next_step()
+        self._batches = iter(())
         self._call_on_checkpoint()
 
     def _make_next_step(self) -> None:
@@ -262,16 +267,13 @@ class TrainingLoop:
         training = self.training
         if training.stream is not None or training.step >= training.job.steps:
             return
-        coordinates = training.context.coordinates
-        seed_step(training.job.seed, training.step, coordinates.replica, coordinates.stage)
-        fresh = all_generator_states()
         try:
-            made = training.try_steps(1, training.job.seed)
+            made = training.try_steps(1, training.job.seed, self._batches)
         except Exception as error:  # the checkpoint is complete without it
             why = exits.first_line(error) or type(error).__name__
             print(f"clusterd: the step after the checkpoint, which a resumed job compares, failed: {why}", flush=True)
             return
-        self._resumption.record(training.step + 1, made.losses[0], drew=all_generator_states() != fresh)
+        self._resumption.record(training.step + 1, made.losses[0], drew=made.drew)
 
     def has_ended(self) -> bool:
         """True if no step follows: a stop, or an early end."""
@@ -280,6 +282,10 @@ class TrainingLoop:
     def _obey(self, signals: set[str]) -> None:
         """Act between two steps on flags that all ranks agreed on."""
         training, control = self.training, self._control
+        if "refuse" in signals:
+            why = [control.reason_for("refuse")]
+            dist.broadcast_object_list(why)
+            raise exits.PlanRefused(why[0])
         if "stop" in signals:
             self._settle()
             self._target_reached = "done" in signals
@@ -340,8 +346,8 @@ class TrainingLoop:
         if is_best and request.save_best is not None:
             export.save(training, request.save_best)
         self._log.evaluation(training.step, metrics, time.perf_counter() - began_s)
-        if self._is_first and training.job.on_evaluate is not None:
-            training.job.on_evaluate(training.step, metrics)
+        if self._is_first:
+            self._callbacks.call("on_evaluate", training.step, metrics)
         if evaluations.ends_training and training.step < training.job.steps:
             self._ends_early = True
             print(
@@ -409,9 +415,7 @@ class TrainingLoop:
         return signals
 
     def _call_back(self, step: int, details: dict[str, Any]) -> None:
-        job = self.training.job
-        if job.on_step is not None:
-            job.on_step(step, {"loss": self._loss, **details})
+        self._callbacks.call("on_step", step, {"loss": self._loss, **details})
         self._call_on_checkpoint()
 
     def _call_on_checkpoint(self) -> None:

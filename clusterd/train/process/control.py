@@ -24,7 +24,7 @@ from clusterd.protocol.messages import Event, Request, read_event
 from clusterd.protocol.rank import RankMessage
 from clusterd.train.process.context import Context
 
-SIGNALS = ("stop", "quiesce", "checkpoint", "keep", "done", "save", "prove")
+SIGNALS = ("stop", "quiesce", "checkpoint", "keep", "done", "save", "prove", "refuse")
 """Flags that ranks agree on, in the order of their positions in the all-reduce."""
 
 OF_ALL = frozenset({"prove"})

@@ -39,6 +39,9 @@ class Attributes:
     Carried are numbers and text, lists and maps of these, small tensors and arrays, the states of generators, and those
     of objects that save their own. Other objects are left as they are. What has changed and is not carried is reported
     in the log, once.
+
+    Attributes:
+        roots: the modules, the optimizer and the loss, by name.
     """
 
     def __init__(
@@ -56,12 +59,12 @@ class Attributes:
             data: set of samples that this process reads.
         """
         optimizers = optimizer.parts if isinstance(optimizer, AlternatingOptimizer) else {}
-        self._roots: dict[str, object] = {**modules, OPTIMIZER: optimizer}
-        self._roots |= {f"{OPTIMIZER}.{name}": part for name, part in optimizers.items()}
+        self.roots: dict[str, object] = {**modules, OPTIMIZER: optimizer}
+        self.roots |= {f"{OPTIMIZER}.{name}": part for name, part in optimizers.items()}
         losses = {f"{LOSS}.{name}": module for name, module in _parts(loss).items()}
-        self._roots |= losses
+        self.roots |= losses
         self._data = {DATA: data} if data is not None else {}
-        owners = held.owners(self._roots)
+        owners = held.owners(self.roots)
         self._tensors = AttributeTensors(owners, frozenset(losses))
         self._initial = {
             name: {k: copy.deepcopy(v) for k, v in owner.attributes.items() if held.is_plain(v)}
@@ -81,7 +84,7 @@ class Attributes:
             attributes: plain values; attribute_tensors: tensors and arrays; attribute_states: states of generators and
             of objects that save their own, by name.
         """
-        owners = held.owners(self._roots)
+        owners = held.owners(self.roots)
         plain: dict[str, dict[str, Any]] = {}
         for name, owner in owners.items():
             if differing := self._differing(name, owner):
@@ -103,7 +106,7 @@ class Attributes:
             {name: value for source in reversed(sources) for name, value in source.get(kind, {}).items()}
             for kind in ("attributes", "attribute_tensors", "attribute_states")
         )
-        owners = held.owners(self._roots)
+        owners = held.owners(self.roots)
         for name, owner in owners.items():
             for attribute, value in self._differing(name, owner).items():
                 initial = self._initial_value(name, owner, attribute, value)

@@ -36,11 +36,13 @@ class NextSteps:
         losses: over the global batch, by step.
         norms: of each parameter's gradient in the first of them.
         rates: learning rates of parameters in the second of them, by name.
+        drew: this rank drew random numbers in them.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: dict[str, float] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
+    drew: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

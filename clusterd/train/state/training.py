@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -71,8 +72,8 @@ class Training(Protocol):
     def measured_norms(self) -> dict[str, float]:
         """Norm of each parameter's gradient, where the last step has measured them."""
 
-    def try_steps(self, count: int, seed: int) -> NextSteps:
-        """Make the next steps; the caller restores the state afterwards."""
+    def try_steps(self, count: int, seed: int, batches: Iterator[tuple[Any, Any]] | None = None) -> NextSteps:
+        """Make the next steps, of these batches or the same read anew; the caller restores the state afterwards."""
 
     def read_ahead(self) -> None:
         """Read the samples of the next step in advance."""

@@ -1,0 +1,54 @@
+"""What one rank alone would do: callbacks that change the training, samplers and data that depend on what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rank_pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[RankPool]:
+    pool = RankPool(modules=["tests.foreign.hidden_state"])
+    yield pool
+    pool.close()
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize(
+    ("script", "plan", "reason"),
+    [
+        (
+            "curriculum_by_callback",
+            "dp=2",
+            "on_step has changed (data).difficulty from 0.0 to 0.1, but is called ",
+        ),
+        ("hardest_first", "dp=2", "replicas have other orders of the samples of epoch 1: "),
+        (
+            "rate_by_callback",
+            "dp=2",
+            "on_step has changed the learning rate of 0.weight from 0.1 to 0.05",
+        ),
+        ("temperature_by_callback", "dp=2,zero=3", "on_step has changed (loss).temperature from 1.2 to 1.4"),
+        ("hardest_first", "dp=2,zero=3", "replicas have other orders of the samples of epoch 1: "),
+    ],
+)
+def test_a_plan_of_several_ranks_is_refused_on_all_of_them(
+    scripts: RankPool, tmp_path: Path, script: str, plan: str, reason: str
+) -> None:
+    for rank in scripts.run(tmp_path, plan, script=script, steps=12).ranks:
+        assert (rank.exit_code, "Traceback" in rank.output) == (96, False), rank.output
+        assert reason in rank.output
+
+
+def test_one_process_is_told_why_it_gets_no_further_ranks(scripts: RankPool, tmp_path: Path) -> None:
+    output = scripts.run(tmp_path, "dp=1", script="temperature_by_callback", steps=6).checked().ranks[0].output
+    assert output.count("on_step has changed (loss).temperature from 1.2 to 1.4") == 1
+    assert output.count("clusterd: ") == 1
+
+
+def test_samples_that_depend_on_how_many_were_read_are_told(scripts: RankPool, tmp_path: Path) -> None:
+    output = scripts.run(tmp_path, "dp=2", script="data_that_counts", steps=3).checked().ranks[0].output
+    assert "samples of the data set are others each time that they are read" in output
