@@ -1,4 +1,4 @@
-"""What one rank alone would do: callbacks that change the training, samplers and data that depend on what was done."""
+"""Callbacks that change the training, and samplers and data that depend on what was done before: one rank alone would."""
 
 from __future__ import annotations
 
