@@ -9,19 +9,19 @@ import contextlib
 import os
 import re
 import shutil
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from clusterd import keys as k
 from clusterd.errors import ConfigError, UsageError
-from clusterd.toml import check_keys, data_folders, read_toml
+from clusterd.keys import Key, data_folders
+from clusterd.toml import check_keys, read_toml
 from clusterd.trusted_paths import UnsafePath, check_file
 from clusterd.types import Limits, Tenant
-from clusterd.units import parse_duration_s, parse_size
 
-Number = TypeVar("Number", int, float)
+Setting = TypeVar("Setting")
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -35,12 +35,6 @@ ACCOUNT_NAME = re.compile(r"[a-z_][a-z0-9_.-]{0,31}\$?")
 TABLES = ("hosts", "tenants", "users", "limits", "datasets", "notify", "web")
 """Settings with their own table in the file; all others belong to ``[daemon]``."""
 
-SPELLED = {
-    "host_lost_after_s": "host_lost_after", "workdir_bytes_max": "workdir_max", "idle_after_s": "idle_after",
-    "reclaim_idle_s": "reclaim_idle", "archive_jobs_after_s": "archive_jobs_after",
-}  # fmt: skip
-"""Keys in the file of settings whose value may have a unit; all others have the field's name."""
-
 DEVICES_MAX = 1024
 """CPU devices of one host; each is an object in memory and in the journal."""
 
@@ -48,18 +42,6 @@ CORES_MAX = 1 << 16
 
 SOCKET_PATH_BYTES_MAX = 100
 """The kernel's limit is 108 bytes; the rest is reserved for a suffix."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostOptions:
-    """Options of one host: ``[hosts.NAME]``."""
-
-    cpu_devices: int | None = None  # CPU devices to offer; default: 0 on a host with GPUs, else by cores
-    cores_per_device: int = 4  # of a CPU device, if `cpu_devices` is not given
-    agent_home: str | None = None  # directory of the agent's state
-    exclude_devices: tuple[int, ...] = ()  # numbers of devices that are not offered
-    labels: tuple[str, ...] = ()  # for constraints of jobs: "nvlink", "rack=a"
-
 
 NOTIFICATIONS = (
     "job finished",
@@ -72,21 +54,98 @@ NOTIFICATIONS = (
 )
 
 
+def _listed(is_right: Callable[[Any], object], expected: str, **others: Any) -> k.Value:
+    items = k.Value(expected="", accepts=(list, tuple), convert=lambda items: tuple(dict.fromkeys(items)), shape=list)
+    return k.limited(items, lambda given: all(map(is_right, given)), expected, **others)
+
+
+def _urls(given: Any) -> tuple[str, ...]:
+    """URLs of services; they hold passwords, so no message repeats them."""
+    if not isinstance(given, list) or not all(isinstance(url, str) and "://" in url for url in given):
+        raise ValueError('must be a list of URLs as apprise spells them, as in ["mailto://..."]')
+    return tuple(given)
+
+
+def _urls_by_user(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    found = {}
+    for user, urls in given.items():
+        try:
+            found[user] = _urls(urls)
+        except ValueError as error:
+            raise ValueError(f"users.{user} {error}") from None
+    return found
+
+
+def _above_zero(value: k.Value) -> k.Value:
+    """The type for what is sent over the wire, and not 0."""
+
+    def convert(given: Any) -> Any:
+        if not 0 < (found := value.convert(given)) < 1 << 63:
+            raise k.WrongType(f"{given!r}; it must be above 0, and fit 64 bits")
+        return found
+
+    return replace(value, convert=convert)
+
+
+_QUOTED = replace(k.TEXT, expected="put it in quotes")
+_DIRECTORY = k.limited(_QUOTED, lambda text: "\0" not in text, "it must be a path")
+_ARGV = k.limited(
+    k.Value(expected="", accepts=list, convert=lambda argv: (os.path.expanduser(argv[0]), *argv[1:])),
+    lambda argv: argv and argv[0] and all(isinstance(part, str) and "\0" not in part for part in argv),
+    'it must be a command, as in ["notify-lab", "--chat"]',
+)
+_NUMBERS = _listed(
+    lambda n: type(n) is int and n >= 0, "it must be a list of numbers, as in [3]", item=int, schema={"ge": 0}
+)
+_LABELS = _listed(
+    k.is_label, 'it must be a list of words, as in ["nvlink", "rack=a"]', schema={"pattern": f"^{k.LABEL.pattern}$"}
+)
+_EVENTS = _listed(
+    lambda kind: kind in NOTIFICATIONS, f"it must be a list of some of {', '.join(NOTIFICATIONS)}", item=NOTIFICATIONS
+)
+_ACCOUNT = k.limited(
+    k.TEXT, ACCOUNT_NAME.fullmatch, "it must be the name of an account on the hosts",
+    schema={"pattern": f"^{ACCOUNT_NAME.pattern}$"},
+)  # fmt: skip
+_URL = k.Value(
+    expected="it must be a list of URLs", accepts=object, convert=_urls, shape=list, schema={"pattern": "://"}
+)
+URLS_BY_USER = k.Value(expected='it must be a table, as in ann = ["mailto://..."]', accepts=dict, convert=_urls_by_user)
+
+
+# fmt: off
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """Options of one host: ``[hosts.NAME]``."""
+
+    cpu_devices: Annotated[int | None, Key(k.within(0, DEVICES_MAX), "CPU devices to offer.",
+                                           "0 on a host with GPUs, else by cores")] = None
+    cores_per_device: Annotated[int, Key(k.within(1, CORES_MAX), "Cores of a CPU device, if cpu_devices is not "
+                                         "given.")] = 4
+    agent_home: Annotated[str | None, Key(k.PATH, "Directory of agents' state.", "below the home directory")] = None
+    exclude_devices: Annotated[tuple[int, ...], Key(_NUMBERS, "Numbers of devices that are never offered.",
+                                                    "none")] = ()
+    labels: Annotated[tuple[str, ...], Key(_LABELS, "For constraints of jobs.", "none")] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Notify:
     """Receivers of notifications: ``[notify]``."""
 
-    command: tuple[str, ...] = ()  # argv; reads each notification as a JSON object from standard input; empty: none
-    on: tuple[str, ...] = ()
-    urls: tuple[str, ...] = ()  # services, as apprise spells them
-    users: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # further ones, for jobs of this user
+    command: Annotated[tuple[str, ...], Key(_ARGV, "Program that reads each notification as a JSON object from "
+                                            "standard input.", "none")] = ()
+    on: Annotated[tuple[str, ...], Key(_EVENTS, "Events to report.", 'all but "job cancelled"')] = ()
+    urls: Annotated[tuple[str, ...], Key(_URL, "Services as apprise spells them.", "none")] = ()
+    users: Annotated[Mapping[str, tuple[str, ...]], Key(URLS_BY_USER, "Further services, for this user's jobs.",
+                                                        "none")] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Settings of one user: ``[users.NAME]``."""
+    """Settings of one user: ``[users.NAME]``, which has limits, too."""
 
-    account: str = ""  # on the hosts, where it has another name
+    account: Annotated[str, Key(_ACCOUNT, "Name of the account on the hosts, where it is another one.",
+                                "the user's name")] = ""
     limits: Limits = field(default_factory=Limits)  # in the place of everybody's
 
 
@@ -94,31 +153,46 @@ class User:
 class Web:
     """Read-only pages over HTTP on this machine: ``[web]``."""
 
-    port: int  # of 127.0.0.1
-    visibility: str = "own"  # of jobs to visitors, who have no name: "own", "names" or "all", never more than to users
+    port: Annotated[int, Key(k.within(1, 65535), "Port of 127.0.0.1.")]
+    visibility: Annotated[str, Key(k.one_of(VISIBILITY), "What visitors, who are anonymous, see of jobs; never more "
+                                   "than users do.")] = "own"
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """The daemon's settings."""
 
-    state_dir: Path
-    socket: Path
-    socket_group: str | None = None  # group that may connect besides the owner
-    operators: tuple[str, ...] = ()  # users, and groups as "@group", that may act on all jobs, besides the daemon's own
-    readers: tuple[str, ...] = ()  # users that may look, and change and submit nothing
-    visibility: str = "all"  # of other users' jobs: "own", "names" or "all"
-    accounts: str | None = None  # of jobs: "own": that of each user; "shared": the daemon's; None: nobody else's jobs
-    become: str = "ssh"  # way to people's own accounts on hosts: "ssh" or "sudo"
-    policy: str = "default"
-    host_lost_after_s: float = 120.0
-    workdir_bytes_max: int = 256 << 20
-    idle_after_s: float = 3600.0  # devices that do nothing for this long are told of; 0: never
-    reclaim_idle_s: float | None = None  # shells whose devices do nothing for this long are ended; None: never
-    archive_jobs_after_s: float = 30 * 86400.0  # jobs that are over for so long leave the daemon's memory
-    ssh_config: str | None = None  # instead of ~/.ssh/config
-    log_level: str = "info"
-    trials: bool = True  # jobs may run a few steps under other plans, to measure their speed
+    state_dir: Annotated[Path, Key(_DIRECTORY, "Directory of the journal, logs and measurements, on a local disk.",
+                                   "see configuration.md")]
+    socket: Annotated[Path, Key(_DIRECTORY, "Path of the socket; clients need CLUSTERD_SOCKET set to it.",
+                                "see configuration.md")]
+    socket_group: Annotated[str | None, Key(_QUOTED, "Group that may connect too.", "none")] = None
+    operators: Annotated[tuple[str, ...], Key(k.NAMES, 'Users and "@groups" that may act on everybody\'s jobs.',
+                                              "the daemon's own user")] = ()
+    readers: Annotated[tuple[str, ...], Key(k.NAMES, 'Users and "@groups" that may look, and change and submit '
+                                            "nothing.", "none")] = ()
+    visibility: Annotated[str, Key(k.one_of(VISIBILITY), "What users see of other users' jobs.")] = "all"
+    accounts: Annotated[str | None, Key(k.one_of(ACCOUNTS), "Account of jobs: that of each user, or the daemon's.",
+                                        "only the daemon's own user may submit")] = None
+    become: Annotated[str, Key(k.one_of(BECOME), "Way to people's own accounts: with the cluster's key, or by "
+                               "sudo.")] = "ssh"
+    policy: Annotated[str, Key(k.TEXT, "Policy of the scheduler.")] = "default"
+    host_lost_after_s: Annotated[float, Key(_above_zero(k.DURATION), "A host without contact for this long is lost; "
+                                            "its jobs are requeued.", name="host_lost_after")] = 120.0
+    workdir_bytes_max: Annotated[int, Key(_above_zero(k.SIZE), "Largest working directory of a job.",
+                                          name="workdir_max")] = 256 << 20
+    idle_after_s: Annotated[float, Key(k.DURATION, "Warn of jobs whose devices do nothing for this long; 0: never.",
+                                       name="idle_after")] = 3600.0
+    reclaim_idle_s: Annotated[float | None, Key(k.DURATION, "End shells whose devices do nothing for this long.",
+                                                "never", name="reclaim_idle")] = None
+    archive_jobs_after_s: Annotated[float, Key(
+        _above_zero(k.DURATION), "Jobs that are over for this long leave the daemon's memory; commands find them.",
+        name="archive_jobs_after")] = 30 * 86400.0
+    ssh_config: Annotated[str | None, Key(replace(k.PATH, expected="put it in quotes"),
+                                          "OpenSSH configuration in the place of ~/.ssh/config.", "none")] = None
+    log_level: Annotated[str, Key(k.one_of(LOG_LEVELS), "Level of the log.")] = "info"
+    trials: Annotated[bool, Key(k.YES_OR_NO, "Jobs may run a few steps under other plans, to measure their "
+                                "speed.")] = True
     hosts: Mapping[str, HostOptions] = field(default_factory=dict)
     datasets: Mapping[str, str] = field(default_factory=dict)  # for all jobs, in the form of a job file
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
@@ -126,6 +200,11 @@ class Config:
     users: Mapping[str, User] = field(default_factory=dict)
     notify: Notify | None = None
     web: Web | None = None
+# fmt: on
+
+
+SPELLED = {key.field: key.name for key in k.keys_of(Config) if key.field != key.name}
+"""Keys in the file of settings whose value may have a unit; all others have the field's name."""
 
 
 def limits_of(config: Config, user: str) -> Limits:
@@ -203,14 +282,11 @@ ENVIRONMENT = {"state_dir": ("CLUSTERD_STATE_DIR",), "socket": ("CLUSTERD_SOCKET
 """Variables that override the file: clients read them too, but never the file."""
 
 
-def _directory(daemon: Mapping[str, Any], key: str, file: Path | None) -> Path | None:
+def _directory(given: str | None, key: str, file: Path | None) -> Path | None:
     """Path under a key, None if a variable overrides it; a relative path is relative to the file."""
-    value = _text(daemon, key)
-    if value is None:
+    if given is None:
         return None
-    if "\0" in value:
-        raise ValueError(f"{key} is {value!r}; it must be a path")
-    path = Path(value).expanduser()
+    path = Path(given).expanduser()
     return None if any(map(os.environ.get, ENVIRONMENT[key])) else file.absolute().parent / path if file else path
 
 
@@ -244,61 +320,33 @@ def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = Fa
         ConfigError: unknown keys or invalid values; names file and key.
     """
     where = str(file)
-    daemon = _table(values, "daemon", where)
-    known = {SPELLED.get(f.name, f.name) for f in fields(Config)} - set(TABLES)
-    check_keys(daemon, known, f"{where}: [daemon]")
     check_keys(values, {"daemon", *TABLES}, where)
-    datasets = data_folders(_table(values, "datasets", where), f"{where}: [datasets]")
-    hosts: dict[str, HostOptions] = {}
-    for name, table in _table(values, "hosts", where).items():
-        hosts[name] = host_options(table, f"{where}: [hosts.{name}]")
-    tenants = {
-        name: _tenant(table, f"{where}: [tenants.{name}]") for name, table in _table(values, "tenants", where).items()
-    }
-    limits = _limits(_table(values, "limits", where), Limits(), f"{where}: [limits]")
-    users = {
-        name: _user(table, limits, f"{where}: [users.{name}]") for name, table in _table(values, "users", where).items()
-    }
+    daemon = _table(values, "daemon", where)
+    found = _read(Config, daemon, f"{where}: [daemon]")
     try:
-        made = Config(
-            state_dir=_directory(daemon, "state_dir", file) or state_dir(system),
-            socket=_directory(daemon, "socket", file) or socket_path(system),
-            socket_group=_text(daemon, "socket_group"),
-            operators=_names(daemon.get("operators", []), "operators"),
-            readers=_names(daemon.get("readers", []), "readers"),
-            visibility=_one_of(daemon.get("visibility", "all"), VISIBILITY, "visibility"),
-            accounts=_one_of(daemon["accounts"], ACCOUNTS, "accounts") if "accounts" in daemon else None,
-            become=_one_of(daemon.get("become", "ssh"), BECOME, "become"),
-            policy=str(daemon.get("policy", "default")),
-            host_lost_after_s=_parsed(daemon, "host_lost_after", 120.0, parse_duration_s),
-            workdir_bytes_max=_parsed(daemon, "workdir_max", 256 << 20, parse_size),
-            idle_after_s=_parsed(daemon, "idle_after", 3600.0, parse_duration_s),
-            reclaim_idle_s=_parsed(daemon, "reclaim_idle", 0.0, parse_duration_s) if "reclaim_idle" in daemon else None,
-            archive_jobs_after_s=_parsed(daemon, "archive_jobs_after", 30 * 86400.0, parse_duration_s),
-            ssh_config=_path(daemon, "ssh_config"),
-            trials=_yes_or_no(daemon.get("trials", True), "trials"),
-            log_level=_one_of(daemon.get("log_level", "info"), LOG_LEVELS, "log_level"),
-            hosts=hosts,
-            datasets=datasets,
-            tenants=tenants,
-            limits=limits,
-            users=users,
-            notify=_notify(values["notify"], f"{where}: [notify]") if "notify" in values else None,
-            web=_web(values["web"], f"{where}: [web]") if "web" in values else None,
-        )
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ConfigError(f"{where}: [daemon]: {error}") from None
+        paths = {key: _directory(found.get(key), key, file) for key in ENVIRONMENT}
+        datasets = data_folders(_table(values, "datasets", where))
     except RuntimeError:
         raise ConfigError(
             f"{where}: [daemon]: a path begins with the home of a user who has none: write it out"
         ) from None
-    for key, value in (
-        ("host_lost_after", made.host_lost_after_s),
-        ("workdir_max", made.workdir_bytes_max),
-        ("archive_jobs_after", made.archive_jobs_after_s),
-    ):
-        if not 0 < value < 1 << 63:  # sent over the wire
-            raise ConfigError(f"{where}: [daemon]: {key} is {daemon[key]!r}; it must be above 0, and fit 64 bits")
+    except ValueError as error:
+        raise ConfigError(f"{where}: [datasets]: {error}") from None
+    limits = Limits(**_read(Limits, _table(values, "limits", where), f"{where}: [limits]"))
+    made = Config(
+        **{
+            **found,
+            "state_dir": paths["state_dir"] or state_dir(system),
+            "socket": paths["socket"] or socket_path(system),
+            "hosts": _named(values, "hosts", where, host_options),
+            "datasets": datasets,
+            "tenants": _named(values, "tenants", where, lambda table, at: Tenant(**_read(Tenant, table, at))),
+            "limits": limits,
+            "users": _named(values, "users", where, lambda table, at: _user(table, limits, at)),
+            "notify": _notify(values["notify"], f"{where}: [notify]") if "notify" in values else None,
+            "web": Web(**_read(Web, values["web"], f"{where}: [web]")) if "web" in values else None,
+        }
+    )
     if not 0 <= made.idle_after_s < 1 << 63:
         raise ConfigError(f"{where}: [daemon]: idle_after is {daemon['idle_after']!r}; it must be a time; 0: never")
     if made.reclaim_idle_s is not None and not 0 < made.idle_after_s < made.reclaim_idle_s < 1 << 63:
@@ -318,83 +366,41 @@ def of_values(values: Mapping[str, Any], file: Path | None, *, system: bool = Fa
     return made
 
 
+def _read(kind: type, table: Any, where: str, more: Iterable[str] = ()) -> dict[str, Any]:
+    """Fields of the settings in a table, which may have `more` keys.
+
+    Raises:
+        ConfigError: it is no table, an unknown key or a wrong value; names it and `where`.
+    """
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} is {table!r}; it must be a table")
+    keys = {key.name: key for key in k.keys_of(kind)}
+    check_keys(table, {*keys, *more}, where)
+    required = {name for name, key in keys.items() if key.initial is MISSING and not key.default}
+    given = [(key, table.get(name)) for name, key in keys.items() if name in table or name in required]
+    found = k.read_values(given, lambda key: f"{where}: {key.name}")
+    return {keys[name].field: value for name, value in found.items()}
+
+
+def _named(values: Mapping[str, Any], name: str, where: str, read: Callable[[Any, str], Setting]) -> dict[str, Setting]:
+    """Settings of each table below a table, by its name."""
+    return {each: read(table, f"{where}: [{name}.{each}]") for each, table in _table(values, name, where).items()}
+
+
 def _user(table: Any, everybody: Limits, where: str) -> User:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where} is {table!r}; it must be a table")
-    limits = {key: value for key, value in table.items() if key != "account"}
-    account = table.get("account", "")
-    if not isinstance(account, str) or ("account" in table and not ACCOUNT_NAME.fullmatch(account)):
-        raise ConfigError(f"{where}: account is {account!r}; it must be the name of an account on the hosts")
-    return User(account, _limits(limits, everybody, where))
-
-
-def _limits(table: Mapping[str, Any], otherwise: Limits, where: str) -> Limits:
-    check_keys(table, {f.name for f in fields(Limits)}, where)
-    for key, value in table.items():
-        least = -(1 << 31) if key == "priority" else 0
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 31:
-            raise ConfigError(f"{where}: {key} is {value!r}; it must be a whole number from {least} to {(1 << 31) - 1}")
-    return replace(otherwise, **table)
-
-
-def _tenant(table: Any, where: str) -> Tenant:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where} is {table!r}; it must be a table")
-    check_keys(table, {f.name for f in fields(Tenant)}, where)
-    quota, share = table.get("quota"), table.get("share", 1.0)
-    if quota is not None and (not isinstance(quota, int) or isinstance(quota, bool) or not 0 <= quota < 1 << 63):
-        raise ConfigError(f"{where}: quota is {quota!r}; it must be a number of devices")
-    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= sys.float_info.max:
-        raise ConfigError(f"{where}: share is {share!r}; it must be a number above 0")
-    try:
-        members = _names(table["members"], "members") if "members" in table else None
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    return Tenant(quota, float(share), members)
+    limits = {key.name for key in k.keys_of(Limits)}
+    found = _read(User, table, where, limits)
+    own = {key: value for key, value in table.items() if key in limits}
+    return User(**found, limits=replace(everybody, **_read(Limits, own, where)))
 
 
 def _notify(table: Any, where: str) -> Notify:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where} is {table!r}; it must be a table")
-    check_keys(table, {f.name for f in fields(Notify)}, where)
-    command, on = table.get("command"), table.get("on", [kind for kind in NOTIFICATIONS if kind != "job cancelled"])
-    if command is not None and (
-        not isinstance(command, list)
-        or not command
-        or not command[0]
-        or not all(isinstance(part, str) and "\0" not in part for part in command)
-    ):
-        raise ConfigError(f'{where}: command is {command!r}; it must be a command, as in ["notify-lab", "--chat"]')
-    urls = _urls(table.get("urls", []), f"{where}: urls")
-    users = table.get("users", {})
-    if not isinstance(users, dict):
-        raise ConfigError(f'{where}: users is {users!r}; it must be a table, as in ann = ["mailto://..."]')
-    by_user = {user: _urls(some, f"{where}: users.{user}") for user, some in users.items()}
-    if command is None and not urls and not by_user:
+    made = Notify(
+        **{"on": tuple(kind for kind in NOTIFICATIONS if kind != "job cancelled"), **_read(Notify, table, where)}
+    )
+    if not (made.command or made.urls or made.users):
         raise ConfigError(f"{where} has nobody to tell: give a command, or urls")
-    if not isinstance(on, list) or not set(map(str, on)) <= set(NOTIFICATIONS):
-        raise ConfigError(f"{where}: on is {on!r}; it must be a list of some of {', '.join(NOTIFICATIONS)}")
-    argv = (os.path.expanduser(command[0]), *command[1:]) if command else ()
-    return Notify(argv, tuple(on), urls, by_user)
-
-
-def _web(table: Any, where: str) -> Web:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where} is {table!r}; it must be a table")
-    check_keys(table, {f.name for f in fields(Web)}, where)
-    port, visibility = table.get("port"), table.get("visibility", "own")
-    if not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= 65535:
-        raise ConfigError(f"{where}: port is {port!r}; it must be a whole number from 1 to 65535")
-    if visibility not in VISIBILITY:
-        raise ConfigError(f"{where}: visibility is {visibility!r}; it must be one of {', '.join(VISIBILITY)}")
-    return Web(port, visibility)
-
-
-def _urls(given: Any, where: str) -> tuple[str, ...]:
-    """URLs of services; they hold passwords, so no message repeats them."""
-    if not isinstance(given, list) or not all(isinstance(url, str) and "://" in url for url in given):
-        raise ConfigError(f'{where} must be a list of URLs as apprise spells them, as in ["mailto://..."]')
-    return tuple(given)
+    return made
 
 
 def host_options(table: Any, where: str) -> HostOptions:
@@ -403,67 +409,7 @@ def host_options(table: Any, where: str) -> HostOptions:
     Raises:
         ConfigError: an invalid value; names `where` and key.
     """
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where} is {table!r}; it must be a table")
-    check_keys(table, {f.name for f in fields(HostOptions)}, where)
-    for key, least, most in (("cpu_devices", 0, DEVICES_MAX), ("cores_per_device", 1, CORES_MAX)):
-        value = table.get(key, least)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise ConfigError(f"{where}: {key} is {value!r}; it must be a whole number from {least} to {most}")
-    home = table.get("agent_home", "")
-    if not isinstance(home, str) or not home.isprintable():
-        raise ConfigError(f"{where}: agent_home is {home!r}; it must be a path")
-    labels = table.get("labels", [])
-    if not isinstance(labels, list | tuple) or not all(isinstance(label, str) and is_label(label) for label in labels):
-        raise ConfigError(f'{where}: labels is {labels!r}; it must be a list of words, as in ["nvlink", "rack=a"]')
-    excluded = table.get("exclude_devices", [])
-    if not isinstance(excluded, list | tuple) or not all(type(number) is int and number >= 0 for number in excluded):
-        raise ConfigError(f"{where}: exclude_devices is {excluded!r}; it must be a list of numbers, as in [3]")
-    return HostOptions(**{**table, "labels": tuple(dict.fromkeys(labels)), "exclude_devices": tuple(excluded)})
-
-
-def is_label(text: str) -> bool:
-    """True for a label of a host: a word that a list with commas can hold."""
-    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=/:-]*", text) is not None
-
-
-def _names(value: Any, name: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise ValueError(f'{name} is {value!r}; it must be a list of names, as in ["ann", "bob"]')
-    return tuple(value)
-
-
-def _text(table: Mapping[str, Any], name: str) -> str | None:
-    value = table.get(name)
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"{name} is {value!r}; put it in quotes")
-    return value
-
-
-def _path(table: Mapping[str, Any], name: str) -> str | None:
-    value = _text(table, name)
-    if value is not None and not value.isprintable():
-        raise ValueError(f"{name} is {value!r}; it must be a path")
-    return value
-
-
-def _parsed(table: Mapping[str, Any], name: str, default: Any, parse: Callable[[Any], Number]) -> Number:
-    try:
-        return parse(table.get(name, default))
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _one_of(value: Any, known: tuple[str, ...], name: str) -> str:
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
-    return str(value)
-
-
-def _yes_or_no(value: Any, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be true or false")
-    return value
+    return HostOptions(**_read(HostOptions, table, where))
 
 
 def _table(values: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:

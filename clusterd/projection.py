@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -35,6 +36,7 @@ from clusterd.core.queue_order import Order, listed, only
 from clusterd.core.scheduler import NO_SIDE_EFFECTS, SideEffects
 from clusterd.core.state import Attempt, Job, Migration, Restart, State
 from clusterd.core.timers import account_on
+from clusterd.keys import Key, keys_of
 from clusterd.types import AttemptState, DeviceClaim, HostId, HostState, JobId, JobSpec
 from clusterd.units import duration
 
@@ -47,13 +49,19 @@ _PASSWORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 """Parts of names of variables whose values belong into ``[secrets]``."""
 
 
+@cache
+def _shown() -> tuple[Key, ...]:
+    """Keys whose values are fields of a job's row."""
+    return tuple(key for key in keys_of(JobSpec) if key.row)
+
+
 def job_row(job: Job, state: State) -> Row:
     """Row of a job, as `clusterd ls` lists it."""
     last = job.attempts[-1] if job.attempts else None
     running = job.attempt
     return {
         "id": job.id,
-        "name": job.spec.name,
+        **{key.row: key.of(job.spec) for key in _shown()},
         "kind": job.spec.kind.value,
         "state": job.state.value,
         "reason": reason(job, state),
@@ -61,10 +69,7 @@ def job_row(job: Job, state: State) -> Row:
         "priority": job.priority,
         "held_by": job.held_by,
         "array": msgspec.to_builtins(job.spec.array),
-        "guaranteed": job.spec.guaranteed,
         "user": job.spec.user,
-        "tenant": job.spec.tenant,
-        "asked": job.spec.resources.devices,
         "asked_kind": job.spec.resources.kind,
         "plan": str(last.plan) if last and last.plan else None,
         "attempt": last.number if last else 0,
@@ -87,7 +92,6 @@ def job_row(job: Job, state: State) -> Row:
         "trials": len(job.trials.finished),
         "predictable": is_predictable(job),
         "foreseen_steps": job.predicted_steps,
-        "target_loss": job.spec.target_loss,
         "submitted_s": job.submitted_s,
         "started_s": job.started_s,
         "ended_s": job.ended_s,

@@ -1,9 +1,8 @@
-"""TOML files of the daemon's settings and of jobs: reading, unknown keys, tables of text."""
+"""TOML files of the daemon's settings and of jobs: reading, unknown keys."""
 
 from __future__ import annotations
 
 import difflib
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -55,31 +54,3 @@ def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> No
             near = difflib.get_close_matches(key, names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(names)}"
             raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
-
-
-def text_table(table: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Check that all values are text.
-
-    Raises:
-        ConfigError: naming the key and `where`.
-    """
-    for key, value in table.items():
-        if not isinstance(value, str):
-            raise ConfigError(f"{where}: {key} is {value!r}; put the value in quotes")
-    return dict(table)
-
-
-def data_folders(table: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Validate data sets: ``NAME = "HOST:/folder"``, or ``"/folder"`` on every host; commas separate several.
-
-    Raises:
-        ConfigError: names the key.
-    """
-    found = text_table(table, where)
-    for name, places in found.items():
-        if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
-            raise ConfigError(f"{where}: {name!r} is no name for a data set: letters, digits, '.', '_' and '-'")
-        for place in places.split(","):
-            if not re.fullmatch(r"([^:/\s]+:)?/[^\0\n]*", place.strip()):
-                raise ConfigError(f'{where}: {name} is {place!r}; write "HOST:/folder", or "/folder" on every host')
-    return found

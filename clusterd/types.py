@@ -5,11 +5,16 @@ All are frozen; names end with units. The scheduler's mutable state is in `clust
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType
+from functools import cache
+from typing import Annotated, NewType
 
+from clusterd import keys as k
 from clusterd.exit_reasons import Reason as Reason
+from clusterd.keys import CONTAINER_RUNTIMES as CONTAINER_RUNTIMES
+from clusterd.keys import Edit, Key
 from clusterd.plans.plan import Plan
 from clusterd.units import has_capability
 
@@ -23,7 +28,7 @@ TEMPLATE_NAMES = ("job", "dp", "tp", "pp", "zero", "accumulation", "devices", "h
 """Placeholders in braces in a checkpointable job's command, filled in at its start."""
 
 
-CONTAINER_RUNTIMES = ("docker", "podman", "apptainer")
+QUEUED, RUNNING = Edit.QUEUED, Edit.RUNNING
 
 
 class JobKind(StrEnum):
@@ -69,25 +74,52 @@ class HostState(StrEnum):
     LOST = "lost"  # unreachable for too long: its ranks are presumed dead
 
 
+_TRAINED = (JobKind.CHECKPOINTABLE, JobKind.ELASTIC)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Resources that a job requests."""
+    """Resources that a job requests; a field has the keys that set it."""
 
-    devices: int = 0
+    # fmt: off
+    devices: Annotated[
+        int,
+        Key(k.GPUS, 'Number of GPUs, or "a100:2".', "0", name="gpus", edit=QUEUED, option="--gpus", sbatch="--gpus"),
+        Key(k.COUNT, "Number of devices of any kind, CPU devices too, in the place of gpus.", edit=QUEUED,
+            option="--devices", row="asked"),
+        Key(k.COUNT, "GPUs on each of the nodes.", "none", name="gpus_per_node", option="--gpus-per-node"),
+        Key(k.COUNT, "Devices on each of the nodes.", "none", name="devices_per_node",
+            option="--devices-per-node"),
+    ] = 0
     kind: str | None = None  # "cuda", "cpu", or None: any
-    cpus: int = 0  # total cores beside those of CPU devices; 0: one per device, at least one
-    memory_bytes: int = 0  # total host memory; 0: unlimited
-    plan: Plan | None = None
-    plans: tuple[Plan, ...] = ()  # of a checkpointable job, best first
-    hosts: tuple[HostId, ...] = ()  # allowed hosts; empty: any
-    nodes: int = 1  # of a command: hosts over which its devices are spread evenly, with one process on each
-    device_name: str = ""  # part of the device's name, in any case: "a100"; empty: any
-    device_memory_bytes: int = 0  # least memory of each device; 0: any
-    compute_capability: str = ""  # conditions on each GPU's: ">=8.0"; empty: any
-    constraint: tuple[str, ...] = ()  # labels that each host must have
-    min_devices: int = 0  # of an elastic job; 0: as few as it can run on
-    max_devices: int = 0  # of an elastic job; 0: as many as make it faster
-    share: int = 1  # of a command: jobs that may be on its device at a time, itself included
+    device_name: Annotated[str, Key(k.TEXT, 'Part of the GPU\'s name, as in "a100".', "any", name="gpu_type",
+                                    edit=QUEUED, option="--gpu-type")] = ""
+    device_memory_bytes: Annotated[int, Key(k.SIZE, "Least memory of each GPU, as in 40GB.", "any", name="gpu_memory",
+                                            edit=QUEUED, option="--gpu-memory")] = 0
+    compute_capability: Annotated[str, Key(k.CAPABILITY, 'Of each GPU, as in ">=8.0" or ">=8.0,<9".', "any",
+                                           edit=QUEUED, option="--compute-capability")] = ""
+    cpus: Annotated[int, Key(k.COUNT, "Cores in all, beside those of CPU devices.", "one per device", edit=QUEUED,
+                             option="--cpus")] = 0
+    memory_bytes: Annotated[int, Key(k.SIZE, "Host memory in all, as in 64GB.", "no limit", name="memory",
+                                     edit=QUEUED, option="--memory")] = 0
+    nodes: Annotated[int, Key(k.whole(1), "Hosts, with the command started on each; devices are spread evenly.",
+                              edit=QUEUED, option="--nodes", sbatch="--nodes")] = 1
+    hosts: Annotated[tuple[HostId, ...], Key(k.TEXTS, "Run on these hosts only.", "any", edit=QUEUED,
+                                             option="--host")] = ()
+    constraint: Annotated[tuple[str, ...], Key(k.LABELS, "Labels that each host has.", "none", edit=QUEUED,
+                                               option="--constraint")] = ()
+    min_devices: Annotated[int, Key(k.COUNT, "Least size of an elastic job.", "any", edit=RUNNING),
+                           Key(k.COUNT, "The same as min_devices.", "any", name="min_gpus")] = 0
+    max_devices: Annotated[int, Key(k.COUNT, "Largest size of an elastic job.", "any", edit=RUNNING),
+                           Key(k.COUNT, "The same as max_devices.", "any", name="max_gpus"),
+                           Key(k.YES_OR_NO, "false: never beyond the request.", "true", name="grow")] = 0
+    share: Annotated[int, Key(k.whole(1, expected="a number of jobs, 1 for none beside it"), "Jobs that may be on the "
+                              "device of a command at a time, itself included.", edit=QUEUED, option="--share")] = 1
+    plan: Annotated[Plan | None, Key(k.PLAN, 'Requested plan of an elastic job: { dp = 2, tp = 2 } or "dp=2,tp=2".',
+                                     "clusterd chooses", kinds=_TRAINED, edit=QUEUED)] = None
+    plans: Annotated[tuple[Plan, ...], Key(k.PLANS, "Plans under which a checkpointable job may run, the first "
+                                           "preferred.", "none")] = ()
+    # fmt: on
 
     def admits(self, kind: str, name: str, memory_bytes: int, compute_capability: str) -> bool:
         """True where a device of this kind, name, memory and compute capability serves the request."""
@@ -103,23 +135,37 @@ class Resources:
         return self.devices // max(self.nodes, 1)
 
 
+_INT_MAX = (1 << 31) - 1
+_LIMIT = k.within(0, _INT_MAX)
+_QUOTA = k.within(0, (1 << 63) - 1, "it must be a number of devices")
+_ABOVE_ZERO = k.limited(
+    k.NUMBER, lambda x: 0 < x <= sys.float_info.max, "it must be a number above 0", schema={"gt": 0}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """Quota and share of one tenant."""
 
-    quota: int | None = None  # devices that its jobs may hold at a time; None: unlimited
-    share: float = 1.0  # weight of its share of contended devices
-    members: tuple[str, ...] | None = None  # users, and groups as "@group", that may submit for it; None: see `Rights`
+    # fmt: off
+    quota: Annotated[int | None, Key(_QUOTA, "Most devices that its jobs hold at a time.", "no limit")] = None
+    share: Annotated[float, Key(_ABOVE_ZERO, "Weight among the tenants that compete for devices.")] = 1.0
+    members: Annotated[tuple[str, ...] | None, Key(k.NAMES, 'Users and "@groups" that may submit for it.',
+                                                   'operators, of "default" everybody')] = None
+    # fmt: on
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of one user; operators have none but `devices`."""
 
-    priority: int = 0  # highest that may be given to a job
-    guaranteed_devices: int = 0  # that the guaranteed jobs that are not over ask for, together
-    devices: int | None = None  # that the jobs may hold at a time; None: unlimited
-    queued_jobs: int = 10_000
+    # fmt: off
+    priority: Annotated[int, Key(k.within(-(1 << 31), _INT_MAX), "Highest priority that may be given to a job.")] = 0
+    guaranteed_devices: Annotated[int, Key(_LIMIT, "Devices that the guaranteed jobs that are not over may ask for, "
+                                           "together.")] = 0
+    devices: Annotated[int | None, Key(_LIMIT, "Devices that the jobs may hold at a time.", "no limit")] = None
+    queued_jobs: Annotated[int, Key(_LIMIT, "Jobs that may be queued.")] = 10_000
+    # fmt: on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,47 +187,84 @@ RESERVATION_COMMAND = ("sleep", "infinity")
 class JobSpec:
     """Complete specification of a job; nothing is read again after the submission."""
 
-    name: str
-    kind: JobKind = JobKind.COMMAND
-    command: tuple[str, ...]
-    workdir: str | None = None  # directory it was submitted from; the job runs in the packed copy
+    # fmt: off
+    name: Annotated[str, Key(k.NAME, "Up to 63 letters, digits, '.', '_' and '-'.", "the file's name", edit=QUEUED,
+                             option="--name", sbatch="--job-name", row="name")]
+    kind: Annotated[JobKind, Key(k.one_of(JobKind), "checkpointable: saves on request and resumes. elastic: written "
+                                 "with clusterd.train; any plan, live migration.")] = JobKind.COMMAND
+    command: Annotated[tuple[str, ...], Key(
+        k.TEXTS, 'Words, the program first, as in ["python", "train.py"]; required. {job}, {index}, variables of a '
+        "sweep and, for checkpointable jobs, the dimensions of a plan, {dp}, are filled in.")]
+    workdir: Annotated[str | None, Key(  # in which the job runs, or its packed copy
+        k.TEXT, "Directory that is sent, relative to this file, as it is when the job is submitted: what git does "
+        "not ignore, else all but secrets; never what .clusterdignore names.", "the file's directory")] = None
     snapshot: str | None = None  # sha256 of the workdir's content; None: run in `workdir` itself
     commit: str = ""  # of git, of the workdir as submitted; "-dirty" at its end where files differ from it
-    python: str | None = None  # interpreter or virtual environment, on the hosts
-    uv: str = ""  # uv.lock or pyproject.toml in the workdir, from which hosts build its environment
-    requirements: str = ""  # instead: requirements file for pip in the workdir
-    container: str = ""  # in which its command runs: "docker:IMAGE", "podman:IMAGE", "apptainer:IMAGE"
-    mounts: tuple[str, ...] = ()  # into the container: "SOURCE", "SOURCE:TARGET", "SOURCE:TARGET:ro"
-    env: dict[str, str] = field(default_factory=dict)
-    datasets: dict[str, str] = field(default_factory=dict)  # by name: "HOST:/folder", or "/folder" on every host
-    secrets: tuple[str, ...] = ()  # names only; values are not in the journal
-    resources: Resources = field(default_factory=Resources)
-    priority: int = 0
-    guaranteed: bool = False
-    preemptible: bool = False  # a command that may be stopped for other jobs; it begins anew
-    tenant: str = "default"
+    python: Annotated[str | None, Key(k.TEXT, "Interpreter or virtual environment on the hosts.",
+                                      "see environments.md", option="--python")] = None
+    uv: Annotated[str, Key(k.TEXT, "uv.lock or pyproject.toml in the workdir, from which each host builds an "
+                           "environment.", "none", option="--uv")] = ""
+    requirements: Annotated[str, Key(k.TEXT, "requirements.txt in the workdir, from which each host builds an "
+                                     "environment, in the place of uv.", "none", option="--requirements")] = ""
+    container: Annotated[str, Key(k.CONTAINER, 'Image that the command runs in: "docker:IMAGE", "podman:IMAGE", '
+                                  '"apptainer:IMAGE" or a .sif file.', "none", option="--container")] = ""
+    mounts: Annotated[tuple[str, ...], Key(k.PATHS, "Directories of the host in the container: "
+                                           "SOURCE[:TARGET[:ro]].", "none", option="--mount")] = ()
+    env: Annotated[dict[str, str], Key(
+        k.TABLE, "Environment variables. They are in clear in the journal and its backups: what must not be belongs "
+        "into secrets.", "none")] = field(default_factory=dict)
+    secrets: Annotated[tuple[str, ...], Key(  # names only; values are not in the journal
+        k.SECRETS, 'Variables that no log, list or journal shows: "env:NAME" from the submitting shell, "file:PATH" '
+        "from a file.", "none")] = ()
+    ports: Annotated[tuple[int, ...], Key(k.PORTS, "Ports that the job serves, for clusterd forward.", "none")] = ()
+    datasets: Annotated[dict[str, str], Key(
+        k.DATASETS, 'Folders that clusterd.train reads from wherever they are: "HOST:/folder", or "/folder" on '
+        "every host.", "none")] = field(default_factory=dict)
+    priority: Annotated[int, Key(k.WHOLE, "Higher goes first, and preempts.", edit=RUNNING, option="--priority")] = 0
+    guaranteed: Annotated[bool, Key(k.YES_OR_NO, "Never slower than what it asks for, while it runs.", edit=QUEUED,
+                                    option="--guaranteed", row="guaranteed")] = False
+    preemptible: Annotated[bool, Key(k.YES_OR_NO, "A command that may be stopped for other jobs and begins anew.",
+                                     edit=QUEUED, option="--preemptible")] = False
+    tenant: Annotated[str, Key(k.TEXT, "Tenant whose quota and share count; the submitter must be a member.",
+                               row="tenant")] = "default"
     user: str = ""
     account: str = ""  # on the hosts, under which it runs; "": the daemon's own
-    after: tuple[JobId, ...] = ()  # that end before it starts: "12", "12:any"; a request may give names
-    time_limit_s: float | None = None
-    stall_s: float | None = None  # time without a step before an elastic job is restarted; None: never
-    stops_on_nan: bool = False  # fails once its loss is not a number
-    grace_s: float = 30.0  # between the stop request and the kill
-    retries: int = 0  # after the job's own failures; lost hosts do not count
-    retry_on: tuple[int, ...] = ()  # exit codes after which it is queued again, however often
-    snapshot_every: int | None = None  # steps between state snapshots on a second host; 0: none; None: automatic
-    checkpoint_directory: str | None = None  # shared by its hosts; for final and periodic checkpoints
-    checkpoint_every_s: float | None = None
+    after: Annotated[tuple[JobId, ...], Key(
+        k.JOBS, 'Jobs, by id or name, that must have finished; "JOB:any": be over; "JOB:failed".', "none",
+        edit=QUEUED, option="--after")] = ()
+    time_limit_s: Annotated[float | None, Key(k.DURATION, "Longest run, as in 12h; jobs that can save do so before it.",
+                                              "none", name="limits.time", edit=RUNNING, option="--time")] = None
+    stall_s: Annotated[float | None, Key(k.DURATION, "An elastic job without a step for so long is restarted from its "
+                                         "newest state.", "never", name="limits.stall", edit=RUNNING)] = None
+    grace_s: Annotated[float, Key(k.DURATION, "Between the request to stop and SIGKILL.", name="limits.grace",
+                                  edit=RUNNING)] = 30.0
+    retries: Annotated[int, Key(k.RETRIES, "Times that the job is queued again after failures of its own; lost hosts "
+                                "do not count.", name="limits.retries", edit=RUNNING)] = 0
+    retry_on: Annotated[tuple[int, ...], Key(k.CODES, "Exit codes after which the job is queued again however often.",
+                                             "none", name="limits.retry_on", edit=RUNNING)] = ()
+    stops_on_nan: Annotated[bool, Key(k.ON_NAN, "What to do once the loss is not a number.",
+                                      name="limits.on_nan")] = False
+    waits_for_hosts: Annotated[bool, Key(k.YES_OR_NO, "Accept the job though no host of the cluster can serve it yet.",
+                                         name="wait_for_hosts", option="--wait-for-hosts")] = False
+    trials: Annotated[bool, Key(k.YES_OR_NO, "false: no steps under other plans to measure their speed.")] = True
+    snapshot_every: Annotated[int | None, Key(
+        k.whole(0, expected="a number of steps, or 0 for none"), "Steps between copies of the state on a second host; "
+        "0: none.", "automatic", name="snapshots", kinds=_TRAINED)] = None
+    target_loss: Annotated[float | None, Key(k.NUMBER, "Ends the job when its loss reaches this.", "none",
+                                             kinds=_TRAINED, row="target_loss")] = None
+    checkpoint_directory: Annotated[str | None, Key(
+        k.TEXT, "Folder that all its hosts share, for the last and periodic checkpoints.", "none",
+        name="checkpoints.directory", kinds=_TRAINED)] = None
+    checkpoint_every_s: Annotated[float | None, Key(k.DURATION, "Time between two checkpoints.", "only at the end",
+                                                    name="checkpoints.every")] = None
     restore: str | None = None  # checkpoint to start from: "/folder", "HOST:/folder"; a request may name a job
     restore_step: int = 0  # its step; 0: unknown
     continues: JobId | None = None  # job whose training it goes on with: its seed, and {job} in its command
     steps: int | None = None  # of an elastic job, instead of the number in its script
-    target_loss: float | None = None  # ends the job when reached
     interactive: bool = False  # a person waits for it: before others of its priority
-    waits_for_hosts: bool = False  # accepted though no host of the cluster can serve it yet
     array: ArrayTask | None = None  # None: submitted alone
-    ports: tuple[int, ...] = ()  # on which it serves something, for `clusterd forward` and for people
-    trials: bool = True  # it may run a few steps under other plans, to measure their speed
+    resources: Resources = field(default_factory=Resources)
+    # fmt: on
 
     @property
     def is_reservation(self) -> bool:
@@ -201,6 +284,12 @@ class JobSpec:
     def checkpoint_path(self, job: str, which: str) -> str:
         """Path of one of the job's checkpoints below its checkpoint directory."""
         return f"{self.checkpoint_directory}/{self.name}-{job}/{which}"
+
+
+@cache
+def searched_rows() -> tuple[str, ...]:
+    """Fields of a job's row whose text people read and search for."""
+    return tuple(key.row for key in k.keys_of(JobSpec) if key.searched)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

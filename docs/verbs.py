@@ -1,6 +1,6 @@
 """Write the arguments of the verbs in docs/client.md from the methods that serve them, which also check what is sent,
-the rules of the verbs in docs/security.md from the table that the server enforces, and the manual page from the
-commands: docs/clusterd.1.
+the rules of the verbs in docs/security.md from the table that the server enforces, the manual page from the commands:
+docs/clusterd.1, and the tables of docs/job_file.md from the declarations of the keys of a job.
 
 ``python docs/verbs.py`` rewrites the pages; ``--check`` fails if one is out of date, or a verb has no row or no rule.
 """
@@ -13,6 +13,8 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import MISSING
+from itertools import groupby
 from pathlib import Path
 
 import click
@@ -22,11 +24,14 @@ from clusterd.cli.man import page
 from clusterd.daemon import api
 from clusterd.daemon.access import RULES, Callers, Others
 from clusterd.daemon.api import job_logs
+from clusterd.submission.job_file import job_keys
 
 PAGE = Path(__file__).with_name("client.md")
 RULES_PAGE = Path(__file__).with_name("security.md")
+JOB_PAGE = Path(__file__).with_name("job_file.md")
 MANUAL_PAGE = Path(__file__).with_name("clusterd.1")
 TABLE = re.compile(r"(?<=<!-- rules -->\n).*?(?=<!-- end of rules -->)", re.DOTALL)
+KEYS = re.compile(r"(?<=<!-- keys: written by docs/verbs.py -->\n).*?(?=<!-- end of keys -->)", re.DOTALL)
 ROW = re.compile(r"^\| `(\w+)\(([\w, ]*)\)`", re.MULTILINE)
 
 
@@ -65,6 +70,18 @@ def rules() -> str:
     return "\n".join(rows) + "\n"
 
 
+def keys() -> str:
+    """Tables of the keys of a job file, by section."""
+    lines: list[str] = []
+    for section, found in groupby(sorted(job_keys().values(), key=lambda key: key.section), lambda key: key.section):
+        lines += ["", f"## `[{section}]`" if section else "## The job", ""]
+        lines += ["| key | meaning | default | may change |", "|---|---|---|---|"]
+        for key in found:
+            default = key.default or ("" if key.initial is MISSING else key.words(key.initial))
+            lines.append(f"| `{key.short}` | {key.doc} | {default} | {key.edit.value} |")
+    return "\n".join([*lines[1:], ""])
+
+
 def main(options: list[str]) -> int:
     """Rewrite or check the pages; returns the exit code."""
     text = PAGE.read_text(encoding="utf-8")
@@ -78,10 +95,12 @@ def main(options: list[str]) -> int:
     wanted = ROW.sub(lambda row: f"| `{row[1]}({known[row[1]]})`", text)
     table = RULES_PAGE.read_text(encoding="utf-8")
     manual = MANUAL_PAGE.read_text(encoding="utf-8") if MANUAL_PAGE.exists() else ""
+    job_file = JOB_PAGE.read_text(encoding="utf-8")
     assert isinstance(cli, click.Group)
     return max(
         _write(PAGE, text, wanted, "--check" in options),
         _write(MANUAL_PAGE, manual, "\n".join(page(cli)) + "\n", "--check" in options),
+        _write(JOB_PAGE, job_file, KEYS.sub(lambda _: keys(), job_file), "--check" in options),
         _write(RULES_PAGE, table, TABLE.sub(lambda _: rules(), table), "--check" in options),
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import is_selected, job_or_tasks, own_jobs, time_s
+from clusterd.cli.common.arguments import is_found, job_or_tasks, own_jobs, time_s
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.following import first_failure, show_logs, until_over, wait_for
 from clusterd.cli.common.output import (
@@ -72,7 +72,7 @@ def ls(
         user = cluster.call("hello")["user"] if user == "." else user
         arrays = cluster.call("arrays", all=everything) if any(row.get("array") for row in rows) else []
     if jobs:
-        rows = [row for row in rows if is_selected(row, jobs)]
+        rows = [row for row in rows if is_found(row, jobs)]
     if state is not None:
         _check_state(state)
         rows = [row for row in rows if row["state"] == state]
@@ -164,10 +164,13 @@ def show(job: str, output: str) -> None:
     if output != "table":
         show_json(row, output)
         return
+    from clusterd.types import searched_rows  # imported only if needed: the command line starts faster without
+
     spec = row["spec"]
     print_line(f"{row['id']}  {row['name']}  {state_and_reason(row | {'reason': reason_now(row)})}")
     facts = {
         "kind": row["kind"],
+        **{name: row.get(name) for name in searched_rows()},  # absent from the reply of an older daemon
         "command": " ".join(spec["command"]),
         "python": _environment(spec),
         "container": spec.get("container"),

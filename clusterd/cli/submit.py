@@ -14,6 +14,7 @@ import click
 
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.following import exit_code, first_failure, show_logs, until_over
+from clusterd.cli.common.job_options import given_values, job_options
 from clusterd.cli.common.output import (
     drop_output,
     is_unread,
@@ -23,18 +24,19 @@ from clusterd.cli.common.output import (
     show_json,
     state_and_reason,
 )
-from clusterd.cli.common.resources import container_options, requested_resources, resource_options, with_container
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.launch import SCHEDULE_VARIABLE, STAGE_VARIABLE
 from clusterd.submission.batch_script import is_script, read_batch_script
-from clusterd.submission.job_edit import parse_changes, with_changes
+from clusterd.submission.job_edit import parse_fields
 from clusterd.submission.job_file import (
     Request,
     check_environment,
     command_line_job,
+    fields_of,
     read_job_file,
     variables,
+    with_fields,
 )
 from clusterd.submission.submit import hand_over, pack_workdir, plain, with_workdir
 from clusterd.submission.sweep import (
@@ -48,25 +50,9 @@ from clusterd.submission.sweep import (
     swept,
 )
 from clusterd.submission.workdir import commit_of
-from clusterd.types import JobId, JobSpec
+from clusterd.types import JobSpec
 from clusterd.units import counted
 
-_AFTER = click.option(
-    "--after",
-    metavar="JOB[:any|failed]",
-    multiple=True,
-    shell_complete=complete_job,
-    help="Start only when JOB has finished; JOB:any, when it is over; JOB:failed, when it failed. May be repeated.",
-)
-
-
-_WAIT_FOR_HOSTS = click.option(
-    "--wait-for-hosts", is_flag=True, help="Queue it even if no host of the cluster can ever serve it."
-)
-_UV = click.option("--uv", metavar="FILE", help="uv.lock or pyproject.toml, from which hosts build its environment.")
-_REQUIREMENTS = click.option(
-    "--requirements", metavar="FILE", help="requirements.txt, from which hosts build its environment; else --uv."
-)
 _ENV = click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be repeated.")
 _SWEEP = click.option(
     "--sweep",
@@ -83,8 +69,7 @@ _ARRAY = click.option(
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--name", help="Overrides the file.")
-@click.option("--priority", type=int, help="Overrides the file.")
+@job_options
 @click.option(
     "--set",
     "changes",
@@ -92,9 +77,6 @@ _ARRAY = click.option(
     multiple=True,
     help="Overrides a key of the file, as in gpus=4, time=2h, memory=64GB or guaranteed=true; may be repeated.",
 )
-@_UV
-@_REQUIREMENTS
-@container_options
 @_ENV
 @_SWEEP
 @_ARRAY
@@ -103,8 +85,6 @@ _ARRAY = click.option(
     metavar="A,B,...",
     help="One job per stage of a training script, each after the one before; $CLUSTERD_STAGE, stage= of train.run.",
 )
-@_AFTER
-@_WAIT_FOR_HOSTS
 @click.option(
     "--from",
     "restore",
@@ -123,25 +103,19 @@ _ARRAY = click.option(
 def submit(file: Path, output: str, **options: Any) -> int:
     """Submit the job of FILE; prints its id.
 
-    FILE is a job file, or a script that begins with #! and says what it needs in #CLUSTERD or #SBATCH lines.
+    FILE is a job file, or a script that begins with #! and says what it needs in #CLUSTERD or #SBATCH lines. Options
+    override it; those that may be repeated add to it.
     """
     request = _read(file)
     spec = request.spec
-    if options["name"] is not None:
-        spec = replace(spec, name=options["name"])
-    if options["priority"] is not None:
-        spec = replace(spec, priority=options["priority"])
     if options["changes"]:
-        spec = with_changes(spec, parse_changes(options["changes"]))
-    spec = _with_environment(spec, options)
-    spec = replace(spec, env={**spec.env, **variables(options["env"])})
-    spec = replace(spec, waits_for_hosts=spec.waits_for_hosts or options["wait_for_hosts"])
-    spec = replace(spec, restore=options["restore"])
+        spec = with_fields(spec, parse_fields(options["changes"]))
+    spec = _with_options(spec, options)
+    spec = replace(spec, env={**spec.env, **variables(options["env"])}, restore=options["restore"])
     if options["schedule"] is not None:
         if options["restore"] is None:
             raise UsageError("--schedule chooses between a checkpoint and the script: give --from too")
         spec = replace(spec, env={**spec.env, SCHEDULE_VARIABLE: options["schedule"]})
-    spec = replace(spec, after=(*spec.after, *map(JobId, options["after"])))
     stages = parse_stages(options["stages"] or request.stages)
     expand = _expansion(options["sweep"], options["array"] or request.array, stages)
     with Client() as cluster:
@@ -226,17 +200,19 @@ def _read(file: Path) -> Request:
     return request
 
 
-def _with_environment(spec: JobSpec, options: dict[str, Any]) -> JobSpec:
-    """The job with the environment of ``--uv``, ``--requirements``, or ``--container`` and ``--mount``.
+def _with_options(spec: JobSpec, options: dict[str, Any]) -> JobSpec:
+    """The job with the values of options; lists are added to its own.
 
     Raises:
-        ConfigError: the file is not in the workdir.
+        UsageError: names the option.
     """
-    spec = with_container(spec, options)
-    if not (options["uv"] or options["requirements"]):
-        return spec
-    spec = replace(spec, uv=options["uv"] or "", requirements=options["requirements"] or "")
-    check_environment(spec, "--uv" if options["uv"] else "--requirements")
+    fields = fields_of(given_values(options), lambda key: key.option, spec.resources.nodes)
+    for added in ("after", "mounts"):
+        fields[added] = (*getattr(spec, added), *fields.get(added, ()))
+    built = [name for name in ("uv", "requirements") if name in fields]  # in the place of each other
+    spec = with_fields(spec, {**(dict.fromkeys(("uv", "requirements"), "") if built else {}), **fields})
+    if built:
+        check_environment(spec, f"--{built[0]}")
     return spec
 
 
@@ -295,25 +271,11 @@ def _queue(cluster: Client, request: Request, expand: Expansion, output: str) ->
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@resource_options
-@click.option("--nodes", type=click.IntRange(1), default=1, help="Hosts, with ARGV started on each of them; default 1.")
-@click.option("--gpus-per-node", type=click.IntRange(1), help="With --nodes: number of GPUs on each.")
-@click.option("--devices-per-node", type=click.IntRange(1), help="With --nodes: number of devices on each.")
-@click.option("--name", help="Name of the job; default: from the script.")
-@click.option("--priority", type=int, default=0, help="Higher priorities start first; default 0.")
-@click.option("--guaranteed", is_flag=True, help="Never runs more slowly than on what it asks for.")
-@click.option("--preemptible", is_flag=True, help="May be stopped for other jobs, and begins anew after them.")
-@click.option("--time", "time_limit", help="Time limit, as in 12h.")
-@click.option("--python", help="Interpreter or virtual environment on the hosts, for `python` in ARGV.")
-@_UV
-@_REQUIREMENTS
-@container_options
+@job_options
 @click.option("--secret", multiple=True, help="NAME of a variable to pass on without showing it; may be repeated.")
 @_ENV
 @_SWEEP
 @_ARRAY
-@_AFTER
-@_WAIT_FOR_HOSTS
 @click.option("--no-snapshot", is_flag=True, help="Run in this directory itself, not a copy; the hosts must share it.")
 @click.option("--dry-run", is_flag=True, help="Print where the job would start, or why it would wait; run nothing.")
 @click.option("-d", "--detach", is_flag=True, help="Print the id and return at once.")
@@ -334,23 +296,16 @@ def run(argv: tuple[str, ...], **options: Any) -> int:
         raise click.UsageError(f"{option} submits several jobs, whose logs cannot be shown together: add --detach")
     request = command_line_job(
         argv,
-        name=options["name"],
-        resources=requested_resources(options),
-        priority=options["priority"],
-        time_limit=options["time_limit"],
+        given_values(options),
         env=options["env"],
         secrets=options["secret"],
-        after=options["after"],
         interactive=not options["detach"],
-        waits_for_hosts=options["wait_for_hosts"],
     )
-    spec = replace(
-        request.spec,
-        guaranteed=options["guaranteed"],
-        preemptible=options["preemptible"],
-        python=options["python"],
-    )
-    request = replace(request, spec=_with_environment(spec, options))
+    nodes, devices = request.spec.resources.nodes, request.spec.resources.devices
+    if nodes > 1 and (devices == 0 or devices % nodes):
+        raise UsageError(f"--nodes {nodes}: give --gpus-per-node N, or a multiple of {nodes} devices in all")
+    if request.spec.is_built:
+        check_environment(request.spec, "--uv" if request.spec.uv else "--requirements")
     with Client() as cluster:
         if options["dry_run"]:
             return _dry_run(cluster, request.spec, expand, "table", snapshot=snapshot)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.errors import ConfigError
-from clusterd.submission.job_file import Request, parse_job
+from clusterd.keys import Key
+from clusterd.submission.job_file import Request, job_keys, parse_job
 from clusterd.toml import parse_toml
 
 PRELUDE = """
@@ -71,11 +72,12 @@ def read_batch_script(file: Path) -> tuple[Request, list[str]]:
     ignored: list[str] = []
     own: list[str] = []
     options: dict[str, tuple[str, str]] = {}
+    alike = {key.sbatch: key for key in job_keys().values() if key.sbatch}
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{file}, line {number}"
         if line.startswith("#SBATCH"):
             for name, value in _options(line.removeprefix("#SBATCH"), where):
-                if name in IGNORED:
+                if name in IGNORED and name not in alike:
                     ignored.append(name)
                 else:
                     options[name] = (value, where)
@@ -83,7 +85,7 @@ def read_batch_script(file: Path) -> tuple[Request, list[str]]:
             own.append(line.removeprefix("#CLUSTERD").strip())
         elif line.strip() and not line.startswith("#"):
             break  # as for sbatch, what follows the first command is no option
-    _translate(options, values)
+    _translate(options, alike, values)
     for key, value in parse_toml("\n".join(own), f"{file}: #CLUSTERD lines").items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
     directory = Path.cwd()
@@ -114,15 +116,21 @@ def _options(text: str, where: str) -> Iterator[tuple[str, str]]:
         yield name, value
 
 
-def _translate(options: dict[str, tuple[str, str]], values: dict[str, Any]) -> None:
-    """Keys of a job file for these options of sbatch."""
+def _translate(options: dict[str, tuple[str, str]], alike: dict[str, Key], values: dict[str, Any]) -> None:
+    """Keys of a job file for these options of sbatch; those of `alike` need no translation."""
     resources: dict[str, Any] = {}
+    known = dict.fromkeys((*alike, *_MEANINGS))
     for name, (value, where) in options.items():
-        if name not in _MEANINGS:
-            known = ", ".join(_MEANINGS)
-            raise ConfigError(f"{where}: {name} of Slurm is not understood here; these are: {known}")
+        if name not in known:
+            raise ConfigError(f"{where}: {name} of Slurm is not understood here; these are: {', '.join(known)}")
         try:
-            _MEANINGS[name](value, values, resources)
+            if name in _MEANINGS:
+                _MEANINGS[name](value, values, resources)
+            else:
+                key = alike[name]
+                (resources if key.section else values)[key.short] = (
+                    _number(value) if key.value.accepts is int else value
+                )
         except ValueError as error:
             raise ConfigError(f"{where}: {name}={value}: {error}") from None
     nodes = resources.get("nodes", 1)
@@ -200,27 +208,15 @@ def _set(key: str) -> Callable[[str, dict[str, Any], dict[str, Any]], None]:
     return meaning
 
 
-def _job_name(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
-    values["name"] = value
-
-
 def _one_task(value: str, _: dict[str, Any], __: dict[str, Any]) -> None:
     if _number(value) != 1:
         raise ValueError("one task per node is started; torchrun starts one process per GPU")
-
-
-def _gpus(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
-    resources["gpus"] = value
 
 
 def _hosts(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
     if "[" in value:
         raise ValueError("name the hosts one by one, separated by commas")
     resources["hosts"] = value.split(",")
-
-
-def _array(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
-    values["array"] = value
 
 
 def _constraint(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
@@ -230,11 +226,8 @@ def _constraint(value: str, _: dict[str, Any], resources: dict[str, Any]) -> Non
 
 
 _MEANINGS: dict[str, Callable[[str, dict[str, Any], dict[str, Any]], None]] = {
-    "--job-name": _job_name,
-    "--nodes": _set("nodes"),
     "--ntasks": _set("tasks"),
     "--ntasks-per-node": _one_task,
-    "--gpus": _gpus,
     "--gpus-per-node": _gpus_per_node,
     "--gres": _gres,
     "--cpus-per-task": _set("cpus"),
@@ -243,7 +236,6 @@ _MEANINGS: dict[str, Callable[[str, dict[str, Any], dict[str, Any]], None]] = {
     "--nodelist": _hosts,
     "--dependency": _after,
     "--constraint": _constraint,
-    "--array": _array,
 }
 
 

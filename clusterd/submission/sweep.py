@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from clusterd.errors import UsageError
+from clusterd.keys import NAME_LENGTH_MAX
 from clusterd.protocol.launch import STAGE_VARIABLE
-from clusterd.submission.job_file import NAME_LENGTH_MAX
 from clusterd.types import TEMPLATE_NAMES, ArrayTask, JobId, JobSpec
 
 _CLOSING = {"(": ")", "[": "]", "{": "}"}

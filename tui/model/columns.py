@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from clusterd.tui.model import rows
@@ -13,6 +14,7 @@ from clusterd.tui.model.event_words import readable_kind, short_plan
 from clusterd.tui.model.fleet import tiles
 from clusterd.tui.model.lines import Line, clock, line, printable
 from clusterd.tui.model.state_styles import Look, job_colour
+from clusterd.types import searched_rows
 from clusterd.units import duration, size, start_text
 
 R = TypeVar("R")
@@ -192,6 +194,12 @@ def _why(job: rows.Job, frame: CellContext) -> Line:
     return _text("" if job.state == "finished" else job.reason, "bad" if failed else "dim")
 
 
+def _searched(name: str) -> Column[rows.Job]:
+    """Column of a text that the job's request declares."""
+    text = attrgetter(name)
+    return Column(name, name, 16, lambda job, frame: _text(text(job)), text, rank=9, shown=False)
+
+
 JOB_COLUMNS: tuple[Column[rows.Job], ...] = (
     Column("id", "id", 6, lambda j, f: _text(j.id), lambda j: (len(j.id), j.id), right=True),
     Column("name", "name", 16, _name, lambda j: j.name, flexible=True, middle=True),
@@ -208,6 +216,7 @@ JOB_COLUMNS: tuple[Column[rows.Job], ...] = (
     Column("step_time", "s/step", 7, _step_time, lambda j: _last(j.step_time_s), right=True, rank=7),
     Column("waited", "waited", 7, _waited, lambda j: -j.submitted_s, right=True, rank=8),
     Column("ran", "ran", 7, _ran, lambda j: -(j.started_s or 1e18), right=True, rank=6),
+    *(_searched(name) for name in searched_rows()),
     Column("why", "time left / why", 18, _why, lambda j: _last(time_left_s(j)), flexible=True),
 )  # fmt: skip
 
@@ -226,6 +235,7 @@ def job_fields(job: rows.Job) -> dict[str, str]:
         "host": " ".join(job.hosts) if job.holds_devices else "", "devices": str(len(job.devices) or job.asked),
         "step": str(job.step), "loss": "" if job.loss is None else f"{job.loss:.6g}",
         "pinned": "yes" if job.pinned else "no", "guaranteed": "yes" if job.guaranteed else "no",
+        **{name: getattr(job, name) for name in searched_rows()},
     }  # fmt: skip
 
 

@@ -24,6 +24,14 @@ def is_selected(row: dict[str, Any], texts: Iterable[str]) -> bool:
     return any(text == row["id"] or any(fnmatchcase(name, text) for name in names) for text in texts)
 
 
+def is_found(row: dict[str, Any], texts: Iterable[str]) -> bool:
+    """True for a selected job, and for one with one of the texts in a field that is searched."""
+    from clusterd.types import searched_rows  # rarely needed: the command line starts faster without
+
+    found = [str(row.get(name, "")).lower() for name in searched_rows()]  # absent from the reply of an older daemon
+    return is_selected(row, texts) or any(text.lower() in shown for text in texts for shown in found)
+
+
 def own_jobs(
     cluster: Client, texts: Iterable[str], *, over: bool, accept: Callable[[dict[str, Any]], bool] = lambda _: True
 ) -> list[str]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
+from clusterd.cli.common.job_options import given_values, reservation_options
 from clusterd.cli.common.output import note
-from clusterd.cli.common.resources import requested_resources, resource_options
 from clusterd.cli.interactive.forward import listening, serve, wait_for_end
 from clusterd.client import Client
 from clusterd.errors import ClusterError
@@ -42,10 +42,7 @@ LOG_BYTES = 1 << 16
 
 
 @click.command()
-@resource_options
-@click.option("--time", "time_limit", default="12h", show_default=True, help="Release the devices after this time.")
-@click.option("--name", default="notebook", show_default=True, help="Name of the job.")
-@click.option("--priority", type=int, default=0, help="Higher priorities start first; default 0.")
+@reservation_options("name", "priority", "time", name="notebook", time="12h")
 @click.option("--python", default="python3", show_default=True, help="Interpreter on the hosts with Jupyter.")
 @click.option("--no-snapshot", is_flag=True, help="Use this directory itself, not a copy; the hosts must share it.")
 @click.option("--port", "local", type=click.IntRange(0, 65535), default=0, help="Port on this machine; default: free.")
@@ -56,10 +53,7 @@ def notebook(python: str, local: int, **options: Any) -> int:
     clusterd get NAME copies what was written there.
     """
     token = secrets.token_urlsafe(24)
-    request = command_line_job(
-        (python, "-c", START), name=options["name"], resources=requested_resources(options),
-        priority=options["priority"], time_limit=options["time_limit"], interactive=True,
-    )  # fmt: skip
+    request = command_line_job((python, "-c", START), given_values(options), interactive=True)
     request = Request(replace(request.spec, secrets=("JUPYTER_TOKEN",)), {"JUPYTER_TOKEN": token})
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listening(local))

@@ -12,20 +12,13 @@ import termios
 import threading
 import tty
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import click
 
 from clusterd.cli.common.completers import complete_job
+from clusterd.cli.common.job_options import given_values, reservation_options
 from clusterd.cli.common.output import escaped, exit_when_closed, note
-from clusterd.cli.common.resources import (
-    container_options,
-    has_devices,
-    requested_resources,
-    resource_options,
-    with_container,
-)
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.submission.job_file import command_line_job
@@ -38,11 +31,7 @@ INPUT_TIMEOUT_S = 24 * 3600.0
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@resource_options
-@click.option("--time", "time_limit", default="12h", show_default=True, help="Release them after this time.")
-@click.option("--name", default="shell", show_default=True, help="Name of the reservation.")
-@click.option("--priority", type=int, default=0, help="Higher priorities start first; default 0.")
-@container_options
+@reservation_options("name", "priority", "time", "container", "mounts", name="shell", time="12h")
 @click.option("--no-snapshot", is_flag=True, help="Use this directory itself, not a copy; the hosts must share it.")
 @click.option("-d", "--detach", is_flag=True, help="Only reserve, and print the id; clusterd shell ID opens a shell.")
 @click.option("--rank", type=click.IntRange(0), default=0, help="Rank of the job to join; default 0.")
@@ -58,7 +47,7 @@ def shell(arguments: tuple[str, ...], rank: int, **options: Any) -> int:
     clusterd shell --gpus 1 --time 2h -d       for two hours, detached
     clusterd shell gpt-small -- nvidia-smi     inside a job's rank 0
     """
-    if not has_devices(options):
+    if options["gpus"] is None and options["devices"] is None:
         _refuse_reservation(options)
         if not arguments:
             raise click.UsageError("give a JOB to join, or devices to reserve: --gpus N or --devices N")
@@ -66,11 +55,7 @@ def shell(arguments: tuple[str, ...], rank: int, **options: Any) -> int:
         if argv and argv[0].startswith("-") and argv[0] != "--":
             raise click.UsageError(f"{argv[0]} comes after JOB: put options of clusterd before JOB")
         return _attend(job, argv[1:] if argv[:1] == ["--"] else argv, rank, holds=False)
-    request = command_line_job(
-        RESERVATION_COMMAND, name=options["name"], resources=requested_resources(options),
-        priority=options["priority"], time_limit=options["time_limit"], interactive=True,
-    )  # fmt: skip
-    request = replace(request, spec=with_container(request.spec, options))
+    request = command_line_job(RESERVATION_COMMAND, given_values(options), interactive=True)
     with Client() as cluster:
         answer = send(cluster, request, snapshot=not options["no_snapshot"], say=note)
     if options["detach"]:
@@ -92,10 +77,10 @@ def _warn_when_idle(job: str, on_screen: bool) -> None:
 
 def _refuse_reservation(options: dict[str, Any]) -> None:
     context = click.get_current_context()
-    for name in options:
-        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-            option = {"hosts": "host", "time_limit": "time", "mounts": "mount"}.get(name, name.replace("_", "-"))
-            raise click.UsageError(f"--{option} applies to a reservation: add --gpus N or --devices N")
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name or "") is not click.core.ParameterSource.DEFAULT
+        if parameter.name in options and given:
+            raise click.UsageError(f"{parameter.opts[-1]} applies to a reservation: add --gpus N or --devices N")
 
 
 def _attend(job: str, argv: list[str], rank: int, *, holds: bool) -> int:

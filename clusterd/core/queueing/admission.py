@@ -10,6 +10,7 @@ from clusterd.core.queueing.arrays import find_task
 from clusterd.core.queueing.dependencies import CONDITIONS, is_satisfied
 from clusterd.core.state import Job, State
 from clusterd.errors import ClusterError, UsageError
+from clusterd.keys import keys_of
 from clusterd.types import ArrayTask, HostId, JobId, JobKind, JobSpec, JobState
 
 
@@ -170,25 +171,13 @@ def may_submit(spec: JobSpec) -> None:
             f"resources.plan ({wanted.plan}) has {wanted.plan.ranks} ranks, resources ask for {wanted.devices} "
             "devices: make them equal, or leave one out"
         )
-    counts = (wanted.devices, wanted.min_devices, wanted.max_devices, wanted.cpus)
-    if min(*counts, wanted.memory_bytes, wanted.device_memory_bytes) < 0:
-        raise UsageError("resources: counts must not be negative")
-    if spec.snapshot_every is not None and spec.snapshot_every < 0:
-        raise UsageError(f"snapshots is {spec.snapshot_every}; it must be a number of steps, or 0 for none")
     if spec.checkpoint_directory is not None and not spec.checkpoint_directory.startswith("/"):
         raise UsageError(f"checkpoints.directory is {spec.checkpoint_directory!r}; it must be an absolute path")
     if spec.checkpoint_every_s is not None and spec.checkpoint_every_s < 1.0:
         raise UsageError(f"checkpoints.every is {spec.checkpoint_every_s:g} s: it must be a second or more")
     if spec.kind is JobKind.COMMAND:
-        of_training = {
-            "resources.plan": wanted.plan,
-            "target_loss": spec.target_loss,
-            "snapshots": spec.snapshot_every,
-            "checkpoints.directory": spec.checkpoint_directory,
-            "--from": spec.restore,
-            "--steps": spec.steps,
-        }
-        for key, value in of_training.items():
+        of_training = {key.name: key.of(spec) for key in keys_of(JobSpec) if key.kinds and spec.kind not in key.kinds}
+        for key, value in {**of_training, "--from": spec.restore, "--steps": spec.steps}.items():
             if value is not None:
                 raise UsageError(
                     f"{key} means nothing to a command, which is only run: leave it out, or say what the script is: "

@@ -51,7 +51,7 @@ class HostVerbs:
         }
 
     @property
-    def _state(self) -> Any:
+    def _state(self) -> State:
         return self._engine.scheduler.state
 
     async def hosts(self, peer: Peer) -> list[dict[str, Any]]:

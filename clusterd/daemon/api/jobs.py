@@ -18,7 +18,7 @@ from clusterd.config import Config
 from clusterd.core import events as e
 from clusterd.core.allocation.requirements import misfit
 from clusterd.core.queueing import admission
-from clusterd.core.state import Job
+from clusterd.core.state import Job, State
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.accounts import Accounts
 from clusterd.daemon.api.dry_run import rehearse
@@ -120,7 +120,7 @@ class JobVerbs:
         return {"logs": self._logs.follow, "wait": self.wait, "watch": self.watch, **self._fetching.streams}
 
     @property
-    def _state(self) -> Any:
+    def _state(self) -> State:
         return self._engine.scheduler.state
 
     # --- jobs ---------------------------------------------------------------------------------------------------------

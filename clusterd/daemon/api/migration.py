@@ -18,7 +18,7 @@ from clusterd.core.allocation.requested_migration import requested as requested_
 from clusterd.core.estimates.first_fit import memory_conflict
 from clusterd.core.lifecycle import migrations
 from clusterd.core.queueing import admission
-from clusterd.core.state import Attempt, Job
+from clusterd.core.state import Attempt, Job, State
 from clusterd.core.view import Move, Refusal, View
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
@@ -67,7 +67,7 @@ class MigrationVerbs:
         return {"migrate": self.migrate, "unpin": self.unpin, "checkpoint": self.checkpoint}
 
     @property
-    def _state(self) -> Any:
+    def _state(self) -> State:
         return self._engine.scheduler.state
 
     async def migrate(

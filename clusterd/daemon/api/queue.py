@@ -15,7 +15,7 @@ from clusterd.core import events as e
 from clusterd.core.queueing import admission
 from clusterd.core.queueing.arrays import tasks_of
 from clusterd.core.queueing.dependencies import awaits
-from clusterd.core.queueing.edits import EDITABLE, changed, described, refused_now
+from clusterd.core.queueing.edits import EDITABLE, described, refused_now
 from clusterd.core.state import Job, State
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
@@ -105,9 +105,9 @@ class QueueVerbs:
         async with self._editing:
             admission.refuse_if_over(known)
             spec = self._edited(peer, known, changes)
-            if not changed(replace(known.spec, priority=known.priority), spec):
-                return {**projection.job_row(known, self._state), "edited": ""}
             what = described(replace(known.spec, priority=known.priority), spec)
+            if not what:
+                return {**projection.job_row(known, self._state), "edited": ""}
             await self._engine.post(e.JobEdited(at_s=time.time(), job=known.id, spec=spec, what=what, by=peer.user))
             if known.spec != spec:
                 raise ClusterError(

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Iterator, Mapping
 
-from clusterd.config import is_label
 from clusterd.core.allocation.requirements import unsatisfiable
 from clusterd.core.host import Host
 from clusterd.core.queueing import admission
 from clusterd.core.state import Job, State
 from clusterd.core.view import View
 from clusterd.errors import UsageError
+from clusterd.keys import CONTAINER_RUNTIMES, checked_name, keys_of
 from clusterd.outside_text import TEXT_LETTERS_MAX
-from clusterd.submission.job_file import checked_name
-from clusterd.types import CONTAINER_RUNTIMES, HostId, JobId, JobKind, JobSpec
-from clusterd.units import counted, parse_capability
-
-RETRIES_MAX = 1000
+from clusterd.types import HostId, JobId, JobKind, JobSpec
+from clusterd.units import counted
 
 _MOUNT = re.compile(r"[/~][^:]*(:/[^:]*(:ro)?)?")
 
@@ -30,64 +26,46 @@ def refuse_malformed(spec: JobSpec) -> None:
     Raises:
         UsageError: naming the field and what would be right.
     """
-    checked_name(spec.name, "the job")
-    seconds = {
-        "limits.time": spec.time_limit_s,
-        "limits.stall": spec.stall_s,
-        "limits.grace": spec.grace_s,
-        "checkpoints.every": spec.checkpoint_every_s,
-    }
-    for field, value in seconds.items():
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            raise UsageError(f"{field} is {value:g} s: it must be a time, as in 90s or 12h; leave it out for no limit")
-    if spec.target_loss is not None and not math.isfinite(spec.target_loss):
-        raise UsageError(f"target_loss is {spec.target_loss:g}; it must be a number that a loss can reach")
-    if spec.resources.kind not in (None, "cuda", "cpu"):
-        raise UsageError(f"resources.kind is {spec.resources.kind!r}; it must be cuda or cpu, or left out for any")
+    try:
+        checked_name(spec.name)
+    except ValueError as error:
+        raise UsageError(f"the job: {error}") from None
+    for key in keys_of(JobSpec):
+        value = key.of(spec)
+        if value is not None and not isinstance(value, bool) and (problem := key.value.problem(value)):
+            raise UsageError(f"{key.name}{problem if problem.startswith(':') else f' {problem}'}")
     wanted = spec.resources
-    if wanted.nodes < 1 or wanted.devices % wanted.nodes:
+    if wanted.kind not in (None, "cuda", "cpu"):
+        raise UsageError(f"resources.kind is {wanted.kind!r}; it must be cuda or cpu, or left out for any")
+    if wanted.devices % wanted.nodes:
         raise UsageError(f"{wanted.devices} devices cannot be spread evenly over {wanted.nodes} nodes: give a multiple")
     if wanted.nodes > 1 and spec.kind is not JobKind.COMMAND:
         raise UsageError(f"nodes applies to commands: where {spec.kind.value} jobs run is chosen for them")
     if spec.preemptible and spec.kind is not JobKind.COMMAND:
         raise UsageError(f"preemptible applies to commands: {spec.kind.value} jobs can be suspended anyway")
-    if wanted.share < 1:
-        raise UsageError(f"resources.share is {wanted.share}; it must be a number of jobs, 1 for none beside it")
     if wanted.share > 1 and (spec.kind is not JobKind.COMMAND or wanted.devices != 1 or spec.preemptible):
         raise UsageError("share applies to commands and shells with one device, and not to preemptible ones")
     if wanted.max_devices and max(wanted.devices, wanted.min_devices) > wanted.max_devices:
         asked = max(wanted.devices, wanted.min_devices)
         raise UsageError(f"at most {counted(wanted.max_devices, 'device')} may be used, but {asked} are asked for")
-    try:
-        parse_capability(wanted.compute_capability)
-    except ValueError as error:
-        raise UsageError(f"resources.compute_capability: {error}") from None
     if spec.uv and spec.requirements:
         raise UsageError("uv and requirements are both given: give one of them")
     if spec.is_built and not (spec.snapshot or spec.workdir):
         raise UsageError("uv and requirements name files of the workdir, but the job has none")
     _refuse_container(spec)
-    for label in wanted.constraint:
-        if not is_label(label):
-            raise UsageError(
-                f'resources.constraint: {label!r} is no label of a host; write it as in ["nvlink", "rack=a"]'
-            )
     if spec.command and not spec.command[0]:
         raise UsageError("command begins with an empty word: give the program to run")
-    if not 0 <= spec.retries <= RETRIES_MAX:
-        raise UsageError(f"limits.retries is {spec.retries}; it must be 0 to {RETRIES_MAX}")
     for name in (*spec.env, *spec.secrets):
         if not name or "=" in name:
             raise UsageError(f"env: {name!r} is no name of a variable: it must not be empty, nor hold '='")
-    for field, names in (("after", spec.after), ("resources.hosts", spec.resources.hosts)):
+    for field, names in (("after", spec.after), ("resources.hosts", wanted.hosts)):
         if "" in names:
             raise UsageError(f"{field} has an empty name: take it out")
-    for field, text in _texts(spec):
+    for field, text, is_shown in _texts(spec):
         _refuse_null(field, text)
-    for field, text in _named(spec):
-        if not text.isprintable():
+        if is_shown and not text.isprintable():
             raise UsageError(f"{field} is {text!r}, which others could not be shown: take out what does not print")
-        if len(text) > TEXT_LETTERS_MAX:
+        if is_shown and len(text) > TEXT_LETTERS_MAX:
             raise UsageError(f"{field} has {len(text)} letters; it may have {TEXT_LETTERS_MAX}")
     admission.may_submit(spec)
 
@@ -165,27 +143,17 @@ def _refuse_null(what: str, text: str) -> None:
         raise UsageError(f"{what} holds a null byte, which no process can be given: take it out")
 
 
-def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """Fields shown in one line beside other jobs; a command may have several lines and is shown escaped."""
-    yield from (("after", job) for job in spec.after)
-    yield from (("resources.hosts", host) for host in spec.resources.hosts)
-    yield from (("env", name) for name in spec.env)
-    yield from (("datasets", name) for name in spec.datasets)
-    yield from (("secrets", name) for name in spec.secrets)
-    yield from (
-        ("uv", spec.uv),
-        ("requirements", spec.requirements),
-        ("commit", spec.commit),
-        ("container", spec.container),
-    )
-    yield from (("mounts", mount) for mount in spec.mounts)
-    for field, given in (("workdir", spec.workdir), ("python", spec.python), ("tenant", spec.tenant)):
-        if given is not None:
-            yield field, given
+def _texts(spec: JobSpec) -> Iterator[tuple[str, str, bool]]:
+    """Texts by the name of their key; true for those that are shown in one line beside other jobs.
 
-
-def _texts(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    yield from _named(spec)
-    yield from (("command", argument) for argument in spec.command)
-    yield from (("env", value) for value in spec.env.values())
-    yield from (("datasets", place) for place in spec.datasets.values())
+    Values of variables and a command may have several lines; these are shown escaped.
+    """
+    yield "commit", spec.commit, True
+    for key in keys_of(JobSpec):
+        value = key.of(spec)
+        if isinstance(value, dict):
+            yield from ((key.name, name, True) for name in value)
+            yield from ((key.name, text, False) for text in value.values())
+        for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
+            if isinstance(text, str):
+                yield key.name, text, key.name != "command"

@@ -10,6 +10,7 @@ from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.core.queueing.dependencies import awaits
 from clusterd.core.queueing.edits import described, refused_now
+from clusterd.plans.plan import Plan
 from clusterd.types import JobId
 from tests.core.conftest import Lab
 
@@ -80,6 +81,17 @@ def test_devices_of_a_job_that_has_started_stay(lab: Lab) -> None:
     assert refused_now(lab.scheduler.state.jobs[job], wider) == ["name", "devices"]
     edit(lab, job, resources={"devices": 2})
     assert lab.scheduler.state.jobs[job].spec == spec
+
+
+def test_no_change_of_a_running_job_goes_unnoticed(lab: Lab) -> None:
+    """Regression: jobs beside it, and plans, changed without a word, since only some keys were compared."""
+    lab.host("a", gpus=2)
+    job, _ = lab.submit()
+    lab.run(job)
+    spec = lab.scheduler.state.jobs[job].spec
+    changed = replace(spec, preemptible=True, resources=replace(spec.resources, share=2, plans=(Plan(dp=2),)))
+    assert refused_now(lab.scheduler.state.jobs[job], changed) == ["preemptible", "share", "plans"]
+    assert "share 1 -> 2" in described(spec, changed)
 
 
 def test_an_edit_is_told_in_words(lab: Lab) -> None:
