@@ -227,6 +227,9 @@ class JobSpec:
                                      edit=QUEUED, option="--preemptible")] = False
     tenant: Annotated[str, Key(k.TEXT, "Tenant whose quota and share count; the submitter must be a member.",
                                row="tenant")] = "default"
+    comment: Annotated[str, Key(k.TEXT, "Text about the job, which clusterd show prints and clusterd ls TEXT finds.",
+                                "none", edit=RUNNING, option="--comment", sbatch="--comment", row="comment",
+                                searched=True)] = ""
     user: str = ""
     account: str = ""  # on the hosts, under which it runs; "": the daemon's own
     after: Annotated[tuple[JobId, ...], Key(

@@ -83,6 +83,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     array: ArrayTask | None = None
     tasks: str = ""  # of a row that stands for a whole array: how many are in which state
     guaranteed: bool = False
+    comment: str = ""
     user: str = ""
     tenant: str = ""
     asked: int = 0
