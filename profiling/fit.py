@@ -182,7 +182,7 @@ def row_error(rows: Rows, options: FitOptions, noise: float | None = None) -> Ar
         noise: of a measurement; default: the assumed one. The model's errors grow in proportion.
     """
     own = options.noise if noise is None else noise
-    further = np.log2(np.maximum(rows.column("hosts") / 2.0, 1.0))
+    further = np.log2(np.maximum(rows.features.hosts / 2.0, 1.0))
     return own * np.sqrt(1.0 + (options.beyond / DEFAULT_FIT.noise * further) ** 2)
 
 
@@ -287,7 +287,7 @@ def _rough(rows: Rows, target: Array, prior: Prior, structure: Structure) -> Arr
 
     Far from the optimum a term that is too small to matter has no gradient, and the fit would adjust others instead.
     """
-    grid = [steps if np.any(rows.column("whole") % 2) else steps[:1] for _, steps in _GRID[2:]]
+    grid = [steps if np.any(rows.features.whole % 2) else steps[:1] for _, steps in _GRID[2:]]
     steps = np.stack(np.meshgrid(*(steps for _, steps in _GRID[:2]), *grid), axis=-1).reshape(-1, len(_GRID))
     tries = np.tile(prior.mean, (len(steps), 1))
     for column, (index, _) in enumerate(_GRID):

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,39 +33,43 @@ from clusterd.profiling.coefficients import INDEX, Array
 from clusterd.profiling.placement import Allocation, traffic
 from clusterd.profiling.workload import Workload
 
-_COLUMNS = (
-    "share",
-    "micro",
-    "dp",
-    "tp",
-    "pp",
-    "zero",
-    "offload",
-    "offload_parameters",
-    "checkpointing",
-    "layers",
-    "flops",
-    "boundary_bytes",
-    "tp_bytes",
-    "gradient_bytes",
-    "parameters",
-    "batch",
-    "tp_crosses",
-    "tp_flows",
-    "tp_devices",
-    "dp_hosts",
-    "dp_flows",
-    "dp_devices",
-    "pp_local",
-    "pp_far",
-    "pp_flows",
-    "pp_devices",
-    "host_ranks",
-    "cores",
-    "speed",
-    "hosts",
-    "whole",
-)
+T = TypeVar("T")
+
+
+class Features(NamedTuple, Generic[T]):
+    """Features of a row, each a number; or of many rows, each an array of shape (rows,)."""
+
+    share: T  # samples of the largest share of the batch, by the speed of its devices
+    micro: T  # micro-batches
+    dp: T
+    tp: T
+    pp: T
+    zero: T
+    offload: T  # 1: any
+    offload_parameters: T  # 1: parameters too
+    checkpointing: T
+    layers: T
+    flops: T
+    boundary_bytes: T
+    tp_bytes: T
+    gradient_bytes: T
+    parameters: T
+    batch: T
+    tp_crosses: T
+    tp_flows: T
+    tp_devices: T
+    dp_hosts: T
+    dp_flows: T
+    dp_devices: T
+    pp_local: T
+    pp_far: T
+    pp_flows: T
+    pp_devices: T
+    host_ranks: T  # ranks on the busiest host
+    cores: T
+    speed: T  # of the slowest device
+    hosts: T
+    whole: T  # devices that every host has a multiple of
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ class Rows:
     __slots__ = ("values",)
 
     def __init__(self, values: Array) -> None:
-        self.values = values  # shape (features, rows), in the order of _COLUMNS
+        self.values = values  # shape (features, rows), in the order of `Features`
 
     def __len__(self) -> int:
         return int(self.values.shape[1])
@@ -100,9 +105,10 @@ class Rows:
     def __getitem__(self, chosen: Sequence[int] | Array) -> Rows:
         return Rows(self.values[:, np.asarray(chosen, dtype=np.intp)])
 
-    def column(self, name: str) -> Array:
-        """One feature of all rows, shape (rows,)."""
-        return np.asarray(self.values[_COLUMNS.index(name)])
+    @property
+    def features(self) -> Features[Array]:
+        """Each feature of all rows."""
+        return Features(*self.values)
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Rows:
@@ -112,10 +118,10 @@ class Rows:
             ValueError, PlanError: a plan does not match its allocation or its batch.
         """
         table = [_features(row) for row in rows]
-        return cls(np.array(table, dtype=np.float64).T.reshape(len(_COLUMNS), len(table)))
+        return cls(np.array(table, dtype=np.float64).T.reshape(len(Features._fields), len(table)))
 
 
-def _features(row: Row) -> tuple[float, ...]:
+def _features(row: Row) -> Features[float]:
     plan, load, allocation = row.plan, row.workload, row.allocation
     counts = allocation.counts
     t = traffic(plan.dp, plan.tp, plan.pp, counts)
@@ -124,38 +130,38 @@ def _features(row: Row) -> tuple[float, ...]:
         share = allocation.slowest_share(plan.dp, plan.tp, plan.pp, plan.batch_shares(batch))
     else:  # the batch is not divisible: the replica with the largest share is the slowest
         share = -(-batch // plan.dp) / allocation.slowest_speed()
-    return (
-        share,
-        plan.accumulation,
-        plan.dp,
-        plan.tp,
-        plan.pp,
-        plan.zero,
-        plan.offload != "none",
-        plan.offload == "parameters",
-        plan.checkpointing,
-        load.layers,
-        load.flops_per_sample,
-        load.boundary_bytes,
-        load.tp_bytes,
-        load.gradient_bytes,
-        load.parameters,
-        batch,
-        t.tp_crosses,
-        t.tp_flows,
-        t.tp_devices,
-        t.dp_hosts,
-        t.dp_flows,
-        t.dp_devices,
-        t.pp_local_hops,
-        t.pp_far_hops,
-        t.pp_flows,
-        t.pp_devices,
-        max(counts),
-        allocation.cores,
-        allocation.slowest_speed(),
-        len(counts),
-        math.gcd(*counts),
+    return Features(
+        share=share,
+        micro=plan.accumulation,
+        dp=plan.dp,
+        tp=plan.tp,
+        pp=plan.pp,
+        zero=plan.zero,
+        offload=plan.offload != "none",
+        offload_parameters=plan.offload == "parameters",
+        checkpointing=plan.checkpointing,
+        layers=load.layers,
+        flops=load.flops_per_sample,
+        boundary_bytes=load.boundary_bytes,
+        tp_bytes=load.tp_bytes,
+        gradient_bytes=load.gradient_bytes,
+        parameters=load.parameters,
+        batch=batch,
+        tp_crosses=t.tp_crosses,
+        tp_flows=t.tp_flows,
+        tp_devices=t.tp_devices,
+        dp_hosts=t.dp_hosts,
+        dp_flows=t.dp_flows,
+        dp_devices=t.dp_devices,
+        pp_local=t.pp_local_hops,
+        pp_far=t.pp_far_hops,
+        pp_flows=t.pp_flows,
+        pp_devices=t.pp_devices,
+        host_ranks=max(counts),
+        cores=allocation.cores,
+        speed=allocation.slowest_speed(),
+        hosts=len(counts),
+        whole=math.gcd(*counts),
     )
 
 
@@ -197,13 +203,13 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     def c(name: str) -> Array:
         return k[..., INDEX[name], None]
 
-    (share, micro, dp, tp, pp, zero, offload, offload_p, checkpointing, layers, flops, boundary, tp_bytes, gradients,
-     parameters, batch, tp_crosses, tp_flows, tp_devices, dp_hosts, dp_flows, dp_devices, pp_local, pp_far, pp_flows,
-     pp_devices, host_ranks, cores, speed, hosts, whole) = rows.values  # fmt: skip
+    row = rows.features
+    dp, tp, pp, zero, share, micro = row.dp, row.tp, row.pp, row.zero, row.share, row.micro
+    parameters, layers, cores = row.parameters, row.layers, row.cores
     local, network, growth = c("local_rate"), c("network_rate"), c("card_growth")
     # Sums fall to the poorest channel, and a card that only part of its devices use is a poor one.
-    network = network / np.where(whole % structure.devices_per_card > 0, 1.0 + c("part_used_card"), 1.0)
-    network = network * np.where(hosts > 2, c("further_hosts"), 1.0)
+    network = network / np.where(row.whole % structure.devices_per_card > 0, 1.0 + c("part_used_card"), 1.0)
+    network = network * np.where(row.hosts > 2, c("further_hosts"), 1.0)
 
     def through_network(flows: Array, devices: Array) -> Array:
         """Bandwidth of each of `flows` in byte/s."""
@@ -211,33 +217,36 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
 
     parallel = (tp > 1) | (pp > 1)
     path = np.where(parallel, c("parallel_path"), 1.0) * np.where(zero > 1, c("sharded_path"), 1.0)
-    path = path * host_ranks ** c("crowding")
+    path = path * row.host_ranks ** c("crowding")
     unsharded = np.minimum(c("unsharded_share"), 1.0)
     cut = np.where(tp > 1, unsharded + (1.0 - unsharded) / tp, 1.0)
 
     # One micro-batch on one stage.
     slots = micro + pp - 1.0
     samples = share / micro
-    compute = (samples * np.maximum(flops, 1.0) / c("compute_rate") * cut + c("launch_s") * layers / speed) / pp * path
-    tp_rate = np.where(tp_crosses > 0, through_network(np.maximum(tp_flows, 1.0), tp_devices), local)
-    tp_delay = np.where(tp_crosses > 0, c("network_latency_s") / 20.0, c("local_latency_s"))
+    computing = samples * np.maximum(row.flops, 1.0) / c("compute_rate") * cut
+    compute = (computing + c("launch_s") * layers / row.speed) / pp * path
+    tp_rate = np.where(row.tp_crosses > 0, through_network(np.maximum(row.tp_flows, 1.0), row.tp_devices), local)
+    tp_delay = np.where(row.tp_crosses > 0, c("network_latency_s") / 20.0, c("local_latency_s"))
     tp_delay = tp_delay * c("tp_messages")
     summed = np.where(
         tp > 1,
-        2.0 * (tp - 1.0) / tp * samples * tp_bytes / tp_rate * c("tp_slowness") + 4.0 * layers * tp_delay,
+        2.0 * (tp - 1.0) / tp * samples * row.tp_bytes / tp_rate * c("tp_slowness") + 4.0 * layers * tp_delay,
         0.0,
     ) / pp  # fmt: skip
     forward = slots * (compute + summed)
-    recomputed = np.where(checkpointing > 0, c("recompute_ratio") * compute + summed, 0.0)
+    recomputed = np.where(row.checkpointing > 0, c("recompute_ratio") * compute + summed, 0.0)
     backward = slots * (c("backward_ratio") * compute + summed + recomputed)
 
     # Gradients, and ZeRO's parameters.
-    held = gradients / (tp * pp)
+    held = row.gradient_bytes / (tp * pp)
     ring = np.where(dp > 1, (dp - 1.0) / dp, 0.0) * held
     rate = np.where(
-        dp_flows > 0, 1.0 / (1.0 / through_network(np.maximum(dp_flows, 1.0), dp_devices) + 0.3 / local), local
+        row.dp_flows > 0,
+        1.0 / (1.0 / through_network(np.maximum(row.dp_flows, 1.0), row.dp_devices) + 0.3 / local),
+        local,
     )
-    delay = np.where(dp > 1, (dp_hosts - 1.0) * c("network_latency_s") + dp * c("local_latency_s"), 0.0)
+    delay = np.where(dp > 1, (row.dp_hosts - 1.0) * c("network_latency_s") + dp * c("local_latency_s"), 0.0)
     one_way = ring / rate + delay
     gather = np.where(zero > 0, c("gather_ratio") * ring / rate + c("gather_messages") * delay, 0.0)
     scatter = ring / rate + c("scatter_messages") * delay
@@ -249,27 +258,30 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     last = np.where(zero > 2, forward + backward, np.where(zero > 1, backward, backward / slots))
     sync = np.where(dp > 1, (hidden**norm + last**norm) ** (1.0 / norm) - last, 0.0)
 
-    far = boundary * samples / through_network(np.maximum(pp_flows, 1.0), pp_devices) + c("network_latency_s") / 20.0
-    near = boundary * samples / local + c("local_latency_s")
-    pipe = np.where(pp > 1, 2.0 * c("pipe_slowness") * (pp_far * far + pp_local * near) * slots / pp, 0.0)
+    far = (
+        row.boundary_bytes * samples / through_network(np.maximum(row.pp_flows, 1.0), row.pp_devices)
+        + c("network_latency_s") / 20.0
+    )
+    near = row.boundary_bytes * samples / local + c("local_latency_s")
+    pipe = np.where(pp > 1, 2.0 * c("pipe_slowness") * (row.pp_far * far + row.pp_local * near) * slots / pp, 0.0)
 
     mine = parameters / (tp * pp) / np.where(zero > 0, dp, 1.0)
-    on_device = mine / c("update_rate") / speed
+    on_device = mine / c("update_rate") / row.speed
     # A rank's threads speed the update up until the host's memory bandwidth limits it.
     threads = cores / (dp * tp * pp)
     on_threads = np.where(cores > 0, mine / c("thread_update_rate") / np.maximum(threads, 1.0), 0.0)
     on_host = (
-        np.maximum(mine / c("host_update_rate") * host_ranks ** c("host_sharing"), on_threads)
-        + mine * (gradients / parameters) * 2.0 / c("copy_rate")
+        np.maximum(mine / c("host_update_rate") * row.host_ranks ** c("host_sharing"), on_threads)
+        + mine * (row.gradient_bytes / parameters) * 2.0 / c("copy_rate")
         + parameters / (tp * pp) / c("offload_whole_rate")
         + c("offload_s")
     )
-    streamed = np.where(offload_p > 0, 2.0 * micro * held / dp / c("copy_rate"), 0.0)
-    update = np.where(offload > 0, on_host + streamed, on_device)
+    streamed = np.where(row.offload_parameters > 0, 2.0 * micro * held / dp / c("copy_rate"), 0.0)
+    update = np.where(row.offload > 0, on_host + streamed, on_device)
 
     constant = c("step_s") + np.zeros_like(update)
     busy = forward + backward + sync + pipe + gather + update + constant
-    loading = np.where(cores > 0, batch * c("sample_core_s") / np.maximum(cores, 1.0), 0.0)
+    loading = np.where(cores > 0, row.batch * c("sample_core_s") / np.maximum(cores, 1.0), 0.0)
     waiting = (busy**8 + loading**8) ** 0.125 - busy
     zeros = np.zeros_like(busy)
     return Phases(

@@ -23,8 +23,8 @@ from clusterd.core.lifecycle import (
     jobs,
     migration_events,
     stopping,
+    trial_events,
 )
-from clusterd.core.lifecycle import trial_events as trials
 from clusterd.core.lifecycle.context import HOST_LOST_AFTER_S, HandlerContext
 from clusterd.core.policies import POLICIES
 from clusterd.core.queue_order import Order, QueuePlace, changed, difference, only
@@ -148,7 +148,7 @@ class Scheduler:
         _fail_unsatisfiable(ctx)
         blocked = _hold_dependents(ctx)
         job_events.describe_models(ctx)
-        trials.run_trials(ctx)
+        trial_events.run_trials(ctx)
         if state.recovering:
             names = ", ".join(sorted(state.recovering))
             for job_id in state.queue:
@@ -227,7 +227,7 @@ def _apply(ctx: HandlerContext, proposal: Proposal) -> list[Refusal]:
     for grant in proposal.grants:
         jobs.grant_cores(ctx, grant)
     for move in proposal.moves:
-        if not trials.waits_for_trial(ctx, move):
+        if not trial_events.waits_for_trial(ctx, move):
             migration_events.migrate(ctx, move)
     for start in proposal.starts:
         if (objection := jobs.start(ctx, start)) is not None:
@@ -288,10 +288,10 @@ _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.JobRecalled: job_events.on_job_recalled,
     e.ModelDescribed: job_events.on_model_described,
     e.ModelNotDescribed: job_events.on_model_not_described,
-    e.SpeedLearned: trials.on_speed_learned,
-    e.CompletionPredicted: trials.on_completion_predicted,
-    e.TrialProposed: trials.on_trial_proposed,
-    e.TrialMeasured: trials.on_trial_measured,
+    e.SpeedLearned: trial_events.on_speed_learned,
+    e.CompletionPredicted: trial_events.on_completion_predicted,
+    e.TrialProposed: trial_events.on_trial_proposed,
+    e.TrialMeasured: trial_events.on_trial_measured,
     e.EnvironmentBuildStarted: attempt_events.on_environment_build_started,
     e.EnvironmentBuilt: attempt_events.on_environment_built,
     e.AttemptLaunched: attempt_events.on_attempt_launched,

@@ -8,23 +8,18 @@ import os
 import resource
 import secrets
 import signal
-import socket
 import sys
 import time
-import uuid
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio
-import anyio.abc
 
 from clusterd import __version__
 from clusterd import config as configuration
-from clusterd.config import Config, HostOptions
+from clusterd.config import Config
 from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
@@ -44,15 +39,17 @@ from clusterd.daemon.api.workdirs import WorkdirVerbs
 from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.execution.executor import Executor
 from clusterd.daemon.execution.launching import LaunchRequests
+from clusterd.daemon.execution.migrations import Migrations
 from clusterd.daemon.execution.model_description import ModelInspector
-from clusterd.daemon.hosts.account_links import LinkCallbacks
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.joined import JoinedHosts
+from clusterd.daemon.hosts.link_factory import LinkFactory
 from clusterd.daemon.hosts.local import local_hosts
-from clusterd.daemon.hosts.registry import JOINED, LOCAL, HostRegistry
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
-from clusterd.daemon.journal.engine import Engine, JournalHistory
+from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
+from clusterd.daemon.journal.leadership import take_the_lead
 from clusterd.daemon.journal.newest_event import BACKUP_OF, NewestEvent
 from clusterd.daemon.journal.timers import Timers
 from clusterd.daemon.notifications import Notifier
@@ -74,23 +71,16 @@ from clusterd.daemon.web.pages import Pages
 from clusterd.errors import ClusterError, first_of
 from clusterd.process_attributes import make_files_private
 from clusterd.protocol.agent import Progress, StateSnapshotTaken, Usage
-from clusterd.protocol.proof import proof
 from clusterd.protocol.rank import FromRank
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
-from clusterd.ssh.host import HostLink, LinkState
 from clusterd.ssh.hostkeys import HostKeys
-from clusterd.ssh.joined import JoinedDialer
 from clusterd.ssh.login_key import LoginKey
-from clusterd.ssh.resolve import Route
 from clusterd.trusted_paths import UnsafePath
-from clusterd.types import HostId
 
 log = logging.getLogger(__name__)
 
 WATCHDOG_S = 10.0
-HEARTBEAT_MIN_S = 20.0
-"""Shortest silence of an agent that counts as a hang, whatever `host_lost_after` is: hosts are busy at times."""
 OPEN_FILES = 65536
 
 
@@ -114,12 +104,16 @@ class Daemon:
         self._local = local
         self._devices = devices
         self._restored = restored
-        self._embedded: dict[int, EmbeddedHost] = {}
 
     async def run(self, ready: anyio.Event | None = None) -> None:
-        """Serve until a stop is requested; ranks on hosts go on."""
-        config = self._config
+        """Serve until a stop is requested; ranks on hosts go on.
+
+        Each part is made of parts above it. Handlers of a batch, and of a report, are called in the order of their
+        subscription.
+        """
+        config, stop = self._config, anyio.Event()
         async with AsyncExitStack() as stack:
+            # --- journal and scheduler
             journal = Journal(config.state_dir / "journal.db")
             stack.callback(journal.close)
             newest_event = NewestEvent(config.state_dir)
@@ -129,272 +123,150 @@ class Daemon:
             else:
                 await newest_event.check(journal)
             scheduler = Scheduler(POLICIES[config.policy](), host_lost_after_s=config.host_lost_after_s)
-            feed = Feed()
-            engine = Engine(journal, scheduler, lambda events, decisions: handled(events, decisions))
-            started_s = time.monotonic()
-            replayed = engine.restore()
-            feed.number = journal.last_event_id()
-            if replayed:
-                log.info("replayed %d events in %.2f s", replayed, time.monotonic() - started_s)
-            cluster = journal.fact("cluster", uuid.uuid4().hex[:12])
-            # Clusters of earlier versions have jobs under agents that were made for all clusters of a user.
-            agents_of = journal.fact("agents_of", "" if scheduler.state.epoch else cluster)
-            epoch = max(scheduler.state.epoch + 1, int(time.time()) if self._restored else 0)
-            agent_key = journal.fact("agent_key", secrets.token_hex(32))
-            if self._restored:
-                await journal.keep_fact("restored", str(epoch))
-            history = JournalHistory(engine, epoch, restored=int(journal.fact("restored", "0")))
-            leader = {
-                "daemon_id": cluster, "cluster": agents_of, "epoch": epoch, "key": agent_key, "history": history,
-                "lost_after_s": max(config.host_lost_after_s, HEARTBEAT_MIN_S),
-            }  # fmt: skip
-            stop = anyio.Event()
-            tasks = await stack.enter_async_context(anyio.create_task_group())
+            engine = Engine(journal, scheduler)
+            _replay(engine)
+            state = scheduler.state
+            leadership = await take_the_lead(engine, self._restored)
+            data_key = journal.fact("data_key", secrets.token_hex(16))
             timers = Timers(engine)
+            feed = Feed()
+            feed.number = journal.last_event_id()
+            settings = LiveSettings(config, self._config_file, self._load)
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+
+            # --- hosts
             dialer = Dialer(HostKeys(config.state_dir / "known_hosts"))
-            invite = HostKeyEnrolment(dialer, Path(config.ssh_config).expanduser() if config.ssh_config else None)
-
-            dialers: defaultdict[HostId, JoinedDialer] = defaultdict(JoinedDialer)
-
-            def make_link(hosts: HostRegistry, host: HostId, address: str) -> HostLink:
-                if address.startswith(JOINED):
-                    # Who runs the host's command gets the key of this host alone.
-                    of_host = {**leader, "key": proof(agent_key, "joined", address)}
-                    return _joined_link(hosts, joined, host, dialers[host], of_host)
-                return self._link(hosts, host, address, dialer, invite, leader)
-
+            enrolment = HostKeyEnrolment(dialer, Path(config.ssh_config).expanduser() if config.ssh_config else None)
             login_key = LoginKey(config.state_dir / "login_key")
+            embedded: dict[int, EmbeddedHost] = {}
+            links = LinkFactory(config, engine, leadership, dialer, enrolment, login_key, embedded)
+            hosts = HostRegistry(engine, journal, config, tasks, links.make)
+            joined = JoinedHosts(engine, hosts, links.joined_dialers, tasks, config.host_lost_after_s)
 
-            def make_account_link(host: HostId, address: str, account: str, callbacks: LinkCallbacks) -> HostLink:
-                of_account = {**leader, "key": proof(agent_key, "account", account)}
-                return self._account_link(host, address, account, callbacks, dialer, invite, login_key, of_account)
-
-            hosts = HostRegistry(engine, journal, config, tasks, make_link, make_account_link)
-            joined = JoinedHosts(engine, hosts, dialers, tasks, config.host_lost_after_s)
+            # --- storage and profiling
             archive = Archive(config.state_dir, journal)
             is_hidden = "own" in (config.visibility, config.web.visibility if config.web is not None else "all")
-            archived = ArchivedJobs(engine, config.archive_jobs_after_s, is_hidden)
-            await archived.load()
-            await archive.keep_secrets_of({job.id for job in scheduler.state.jobs.values() if not job.state.is_final})
-            key = journal.fact("data_key", secrets.token_hex(16))
-            datasets = DataSets(engine, hosts, key)
-            keeper = SnapshotReplicas(engine, hosts, key)
-            hosts.reports.subscribe(
-                StateSnapshotTaken, lambda host, report: tasks.start_soon(guarded, keeper.on_taken, host, report)
-            )
-            hosts.reports.subscribe(HostUp, keeper.on_up)
-            launches = LaunchRequests(engine, hosts, archive, datasets)
-            describer = ModelInspector(engine, hosts, archive, datasets, launches)
-            hosts.reports.subscribe(
-                HostUp, lambda host, report: tasks.start_soon(guarded, describer.end_abandoned, host, report)
-            )
-            executor = Executor(engine, hosts, archive, timers, tasks, launches, describer, keeper)
+            archived_jobs = ArchivedJobs(engine, config.archive_jobs_after_s, is_hidden)
+            await archived_jobs.load()
+            await archive.keep_secrets_of({job.id for job in state.jobs.values() if not job.state.is_final})
+            replicas = SnapshotReplicas(engine, hosts, data_key)
+            usage = UsageStore(config.state_dir / "usage.db", state)
+            stack.callback(usage.close)
+            idle_jobs = IdleJobs(engine, usage.busy, config.idle_after_s, config.reclaim_idle_s)
+            log_tails = LogTails(engine, hosts, archive)
+            backups = Backups(config.state_dir, self._config_file, engine, journal, dialer, enrolment)
+            measurements = config.state_dir / "measurements.db"
+            models = PerformanceModels(engine, measurements)
+            classifier = SubmissionClassifier(engine, archived_jobs)
+            profiler = Profiler(engine, models, classifier, trials=config.trials)
+            notifier = Notifier(config.notify, state) if config.notify is not None else None
 
-            learned = PerformanceModels(engine, config.state_dir / "measurements.db")
-            profiler = Profiler(engine, learned, SubmissionClassifier(engine, archived), trials=config.trials)
+            # --- execution
+            datasets = DataSets(engine, hosts, data_key, tasks)
+            launches = LaunchRequests(engine, hosts, archive, datasets, models)
+            inspector = ModelInspector(engine, hosts, archive, datasets, launches)
+            migrations = Migrations(engine, hosts, launches)
+            executor = Executor(engine, hosts, archive, timers, tasks, launches, migrations, inspector, replicas)
+
+            # --- handlers of batches and of agents' reports
+            engine.subscribe(lambda *_: newest_event.write(*engine.newest()))
+            engine.subscribe(lambda events, decisions: feed.add(events, decisions, scheduler.side_effects))
+            if notifier is not None:
+                engine.subscribe(notifier.handled)
+            engine.subscribe(lambda _, decisions: executor.carry_out(decisions))
+            engine.subscribe(lambda events, _: profiler.handled(events))
+            engine.subscribe(lambda events, _: datasets.handled(events))
+            hosts.reports.subscribe(StateSnapshotTaken, partial(tasks.start_soon, guarded, replicas.on_taken))
+            hosts.reports.subscribe(HostUp, replicas.on_up)
+            hosts.reports.subscribe(HostUp, partial(tasks.start_soon, guarded, inspector.end_abandoned))
             hosts.reports.subscribe(Progress, profiler.on_progress)
             hosts.reports.subscribe(FromRank, profiler.on_rank_message)
-            launches.wants_probe, launches.proven = learned.wants_probe, learned.proven
+            hosts.reports.subscribe(Usage, usage.on_usage)
 
-            notifier = Notifier(config.notify, scheduler.state) if config.notify is not None else None
-
-            def handled(events: Any, decisions: Any) -> None:
-                newest_event.write(*engine.newest())
-                feed.add(events, decisions, scheduler.side_effects)
-                if notifier is not None:
-                    notifier.handled(decisions, events)
-                executor.carry_out(decisions)
-                profiler.handled(events)
-                for event in events:
-                    if isinstance(event, e.HostConnected | e.AccountConnected):
-                        tasks.start_soon(guarded, datasets.host_is_up, event.host)
-
-            settings = LiveSettings(config, self._config_file, self._load)
-            accounts = Accounts(settings, engine.scheduler.state, hosts, login_key)
-            pages = Pages(config.web, lambda: scheduler.state, archived) if config.web is not None else None
-            where = pages.row if pages is not None else lambda: None
-            workdirs = WorkdirVerbs(archive, journal, scheduler.state, config.workdir_bytes_max)
-            about_daemon = DaemonVerbs(settings, engine, archived, feed, stop, where)
-            rights, status = Rights(settings, scheduler.state), about_daemon.status_row
-            api = JobVerbs(config, engine, hosts, archive, workdirs, archived, feed, invite, accounts, rights, status)
-            speed = PerformanceVerbs(
-                engine,
-                learned,
-                profiler.forget,
-                config.state_dir / "measurements.db",
-                api.admit,
-                describer.describe_unsubmitted,
+            # --- verbs of the socket
+            accounts = Accounts(settings, state, hosts, login_key)
+            rights = Rights(settings, state)
+            pages = Pages(config.web, lambda: scheduler.state, archived_jobs) if config.web is not None else None
+            pages_row = pages.row if pages is not None else lambda: None
+            workdirs = WorkdirVerbs(archive, journal, state, config.workdir_bytes_max)
+            daemon = DaemonVerbs(settings, engine, archived_jobs, feed, stop, pages_row)
+            jobs = JobVerbs(
+                config, engine, hosts, archive, workdirs, archived_jobs, feed, enrolment, accounts, rights,
+                daemon.status_row,
+            )  # fmt: skip
+            performance = PerformanceVerbs(
+                engine, models, profiler.forget, measurements, jobs.admit, inspector.describe_unsubmitted
             )
             terminals = Terminals(engine, hosts, archive, feed)
-            usage = UsageStore(config.state_dir / "usage.db", scheduler.state)
-            stack.callback(usage.close)
-            hosts.reports.subscribe(Usage, usage.on_usage)
-            backups = Backups(config.state_dir, self._config_file, engine, journal, dialer, invite)
             checks = HostChecks(engine, hosts, accounts)
-            joining = JoinVerbs(config, joined, cluster)
-            used = UsageVerbs(usage, scheduler.state, archived)
-            served = (about_daemon, api, accounts, speed, terminals, checks, BackupVerbs(backups), used, joining)
-            verbs = {verb: method for each in served for verb, method in each.verbs.items()}
+            joins = JoinVerbs(config, joined, leadership.cluster)
+            reports = UsageVerbs(usage, state, archived_jobs)
+            groups = (daemon, jobs, accounts, performance, terminals, checks, BackupVerbs(backups), reports, joins)
+            verbs = {verb: method for group in groups for verb, method in group.verbs.items()}
+            streams = {**jobs.streams, **terminals.streams, **joins.streams}
 
-            def gone(peer: Peer) -> None:
+            def on_gone(peer: Peer) -> None:
                 joined.gone(peer.connection)
                 workdirs.gone(peer.connection)
-                speed.drop_partial(peer.connection)
+                performance.drop_partial(peer.connection)
 
             access = Access(
                 lambda: scheduler.state,
                 config.visibility,
                 lambda: settings().operators,
                 lambda: settings().readers,
-                lambda: archived.names,
+                lambda: archived_jobs.names,
             )
-            server = Server(
-                config.socket,
-                config.socket_group,
-                access,
-                verbs,
-                {**api.streams, **terminals.streams, **joining.streams},
-                gone,
-                archived.recall_named,
-            )
+            socket = config.socket
+            server = Server(socket, config.socket_group, access, verbs, streams, on_gone, archived_jobs.recall_named)
+
+            # --- start
             listener = await server.listen()
             stack.callback(server.withdraw)
             tasks.start_soon(engine.run)
             tenants, limits = dict(config.tenants), configuration.device_limits(config)
-            await engine.post(e.DaemonStarted(at_s=time.time(), epoch=epoch, tenants=tenants, device_limits=limits))
-            tasks.start_soon(timers.run)
-            tasks.start_soon(profiler.run)
-            tasks.start_soon(terminals.run)
-            tasks.start_soon(guarded, usage.run)
-            tasks.start_soon(guarded, archived.run)
-            tasks.start_soon(guarded, workdirs.run)
+            started = e.DaemonStarted(at_s=time.time(), epoch=leadership.epoch, tenants=tenants, device_limits=limits)
+            await engine.post(started)
+            for run in (timers.run, profiler.run, terminals.run):
+                tasks.start_soon(run)
+            for run in (usage.run, archived_jobs.run, workdirs.run, log_tails.run, backups.run):
+                tasks.start_soon(guarded, run)
             if config.idle_after_s:
-                tasks.start_soon(guarded, IdleJobs(engine, usage.busy, config.idle_after_s, config.reclaim_idle_s).run)
-            tasks.start_soon(guarded, LogTails(engine, hosts, archive).run)
-            tasks.start_soon(guarded, backups.run)
+                tasks.start_soon(guarded, idle_jobs.run)
             if notifier is not None:
                 tasks.start_soon(notifier.run)
-            inside = config.state_dir / "local"
-            await stack.enter_async_context(
-                local_hosts(hosts, scheduler.state, inside, self._local, self._devices, self._embedded)
-            )
+            local_dir = config.state_dir / "local"
+            await stack.enter_async_context(local_hosts(hosts, state, local_dir, self._local, self._devices, embedded))
             await joined.restore()
             if self._restored:  # people may have started jobs since the backup
-                for account in sorted({job.spec.account for job in scheduler.state.jobs.values()} - {""}):
+                for account in sorted({job.spec.account for job in state.jobs.values()} - {""}):
                     await hosts.log_in(account)
             tasks.start_soon(server.serve, listener)
             if pages is not None:
                 tasks.start_soon(pages.serve, verbs)
             tasks.start_soon(_watchdog)
-            tasks.start_soon(_signals, stop, about_daemon)
-            notify_systemd(f"READY=1\nSTATUS=serving {config.socket}")
-            log.info(
-                "clusterd %s serves %s (pid %d, state in %s)", __version__, config.socket, os.getpid(), config.state_dir
-            )
+            tasks.start_soon(_signals, stop, daemon)
+            notify_systemd(f"READY=1\nSTATUS=serving {socket}")
+            log.info("clusterd %s serves %s (pid %d, state in %s)", __version__, socket, os.getpid(), config.state_dir)
             if ready is not None:
                 ready.set()
+
+            # --- stop
             await stop.wait()
             notify_systemd("STOPPING=1")
-            log.info("stopping; jobs keep running: %s", ", ".join(scheduler.state.active) or "none")
+            log.info("stopping; jobs keep running: %s", ", ".join(state.active) or "none")
             with anyio.move_on_after(5.0):
                 await engine.snapshot()
             tasks.cancel_scope.cancel()
 
-    def _link(
-        self,
-        hosts: HostRegistry,
-        host: HostId,
-        address: str,
-        dialer: Dialer,
-        invite: HostKeyEnrolment,
-        leader: dict[str, Any],
-    ) -> HostLink:
-        async def route() -> Route:
-            if address.startswith(LOCAL):
-                return self._embedded[int(address.removeprefix(LOCAL))].route
-            return await invite.route(address)
 
-        async def up(hello: dict[str, Any]) -> None:
-            await hosts.on_up(host, hello, await _ip_address((await route()).host))
-
-        return HostLink(
-            host,
-            route,
-            dialer,
-            on_state=lambda state: hosts.on_state(host, state),
-            on_up=up,
-            on_event=lambda message: hosts.on_event(host, message),
-            home_source=lambda: hosts.agent_home(host),
-            **leader,
-        )
-
-    def _account_link(
-        self,
-        host: HostId,
-        address: str,
-        account: str,
-        callbacks: LinkCallbacks,
-        dialer: Dialer,
-        invite: HostKeyEnrolment,
-        login_key: LoginKey,
-        leader: dict[str, Any],
-    ) -> HostLink:
-        becomes = self._config.become == "sudo"
-
-        async def route() -> Route:
-            found = await invite.route(address)
-            return found if becomes else login_key.route(found, account)
-
-        def home() -> str:
-            given = self._config.hosts.get(host, HostOptions()).agent_home or ""
-            return given if not given or given.startswith("~") else f"{given}/{account}"
-
-        return HostLink(
-            host,
-            route,
-            dialer,
-            on_state=callbacks.on_state,
-            on_up=callbacks.on_up,
-            on_event=callbacks.on_event,
-            home_source=home,
-            become=account if becomes else "",
-            **leader,
-        )
+def _replay(engine: Engine) -> None:
+    started_s = time.monotonic()
+    if replayed := engine.restore():
+        log.info("replayed %d events in %.2f s", replayed, time.monotonic() - started_s)
 
 
-def _joined_link(
-    hosts: HostRegistry, joined: JoinedHosts, host: HostId, dialer: JoinedDialer, leader: dict[str, Any]
-) -> HostLink:
-    async def route() -> Route:
-        return Route(name=host, host="", port=0, user="")  # never dialed
-
-    def on_state(state: LinkState) -> None:
-        hosts.on_state(host, state)
-        if state.name == "closed":
-            joined.closed(host)
-
-    return HostLink(
-        host,
-        route,
-        dialer,
-        on_state=on_state,
-        on_up=lambda hello: hosts.on_up(host, hello, ""),
-        on_event=lambda message: hosts.on_event(host, message),
-        home_source=lambda: hosts.agent_home(host),
-        **leader,
-    )
-
-
-async def _ip_address(host: str) -> str:
-    """IPv4 address of a host name; the name itself where only a jump host can resolve it."""
-    try:
-        found = await anyio.getaddrinfo(host, None, family=socket.AF_INET)
-    except OSError:
-        return host
-    return str(found[0][4][0])
-
-
-async def _signals(stop: anyio.Event, about_daemon: DaemonVerbs) -> None:
+async def _signals(stop: anyio.Event, daemon: DaemonVerbs) -> None:
     heeded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     with anyio.open_signal_receiver(*heeded) as signals:
         async for number in signals:
@@ -402,7 +274,7 @@ async def _signals(stop: anyio.Event, about_daemon: DaemonVerbs) -> None:
                 stop.set()
             elif number == signal.SIGHUP:
                 try:
-                    log.info("SIGHUP: settings are read again: %s", await about_daemon.read_again())
+                    log.info("SIGHUP: settings are read again: %s", await daemon.read_again())
                 except ClusterError as error:
                     log.error("SIGHUP: settings stay as they are: %s", error)
             else:  # as scripts send them that turn logs over

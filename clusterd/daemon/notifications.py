@@ -48,7 +48,7 @@ class Notifier:
         self._waiting: deque[Notification] = deque()
         self._bell = anyio.Event()
 
-    def handled(self, decisions: Iterable[Decision], events: Iterable[Event] = ()) -> None:
+    def handled(self, events: Iterable[Event], decisions: Iterable[Decision]) -> None:
         """Queue the notifications of a handled batch."""
         for event in events:
             if isinstance(event, IdlenessObserved) and event.since_s is not None:

@@ -158,6 +158,8 @@ class HostLink:
         self._become_account = become
         self.agent_home = ""
         """Directory of the agent at the last dial."""
+        self.route: Route | None = None
+        """Route of the last dial."""
         self._code = code
         self._jitter = jitter or random.Random()
         self._connection: asyncssh.SSHClientConnection | JoinedConnection | None = None
@@ -177,7 +179,8 @@ class HostLink:
                 self.agent_home = self._home_source()
                 place = (self.agent_home or None, self._cluster)
                 try:
-                    async with self._dialer.connect(await self._route_source()) as connection:
+                    self.route = await self._route_source()
+                    async with self._dialer.connect(self.route) as connection:
                         self._connection = connection
                         while True:
                             self._become("bootstrapping", failures=failures)

@@ -45,7 +45,8 @@ async def _write(journal: Journal, count: int) -> None:
     def handled(_events: Sequence[Event], decisions: Sequence[Decision]) -> None:
         launches.update({made.job: made for made in decisions if isinstance(made, d.LaunchAttempt)})
 
-    engine = Engine(journal, Scheduler(), handled)
+    engine = Engine(journal, Scheduler())
+    engine.subscribe(handled)
     engine.restore()
     archived = ArchivedJobs(engine, ARCHIVE_AFTER_S)
     begin_s, posted = time.time() - YEAR_S, itertools.count()

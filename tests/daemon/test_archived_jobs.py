@@ -35,7 +35,7 @@ class Archiving:
 
     def __init__(self, path: Path) -> None:
         self.journal = Journal(path)
-        self.engine = Engine(self.journal, Scheduler(), lambda events, decisions: None)
+        self.engine = Engine(self.journal, Scheduler())
         self.engine.restore()
         self.archived = ArchivedJobs(self.engine, DAY_S)
         self._serving = ExitStack()

@@ -24,7 +24,8 @@ def test_a_clock_change_precedes_events_dated_by_it(
     journal = Journal(tmp_path / "journal.db")
 
     async def run() -> None:
-        engine = Engine(journal, Scheduler(), lambda events, decisions: handled.extend(events))
+        engine = Engine(journal, Scheduler())
+        engine.subscribe(lambda events, decisions: handled.extend(events))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.run)
             await engine.post(e.HostAdded(at_s=time.time(), host=HostId("a")))

@@ -86,7 +86,7 @@ def test_a_command_that_does_not_work_harms_nothing(
     monkeypatch.setattr(notifications, "PATIENCE_S", 0.1)
     host = Host(HostId("gpu01"), HostState.LOST, why="x" * 1_000_000)  # more than a pipe takes
     notifier = Notifier(config.Notify(command, config.NOTIFICATIONS), State(hosts={host.id: host}))
-    notifier.handled([])
+    notifier.handled([], [])
     anyio.run(notifier.deliver)
     assert ("it was to tell that gpu01 is lost" in caplog.text) == (command != ("true",))
 
@@ -100,7 +100,7 @@ def test_an_owner_is_told_of_idle_devices_once_they_are(tmp_path: Path) -> None:
     notifier = Notifier(config.Notify(("tee", "-a", str(inbox)), config.NOTIFICATIONS), lab.scheduler.state)
     for since_s in (lab.now_s - 3600.0, None):
         event = e.IdlenessObserved(**lab.at(), job=job, attempt=1, since_s=since_s)
-        notifier.handled(lab.tell(event), [event])
+        notifier.handled([event], lab.tell(event))
     anyio.run(notifier.deliver)
     (told,) = [json.loads(line) for line in inbox.read_text().splitlines()]
     assert (told["kind"], told["user"]) == ("job idle", "ann")
@@ -113,7 +113,7 @@ def test_a_host_is_told_of_when_it_is_lost_and_when_it_is_back(tmp_path: Path) -
     notifier = Notifier(config.Notify(("tee", "-a", str(inbox)), config.NOTIFICATIONS), State(hosts={host.id: host}))
     for state in (HostState.UNREACHABLE, HostState.LOST, HostState.CONNECTING, HostState.UP):
         host.go(state, 0.0, "no answer" if state is HostState.LOST else "")
-        notifier.handled([])
+        notifier.handled([], [])
     anyio.run(notifier.deliver)
     notifications = [json.loads(line) for line in inbox.read_text().splitlines()]
     assert [(one["kind"], one["text"]) for one in notifications] == [

@@ -20,7 +20,6 @@ from unittest import mock
 import anyio
 
 from clusterd.config import Config
-from clusterd.core.decisions import Decision
 from clusterd.core.events import Event
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon import main as daemon_main
@@ -135,14 +134,10 @@ class Life:
         """The journal over this life's disk."""
         return _Journal(path, self)
 
-    def make_engine(self, journal: Journal, scheduler: Scheduler, on_handled: Any) -> Engine:
+    def make_engine(self, journal: Journal, scheduler: Scheduler) -> Engine:
         """The engine, observed."""
-
-        def handled(events: Sequence[Event], decisions: Sequence[Decision]) -> None:
-            on_handled(events, decisions)
-            self._on_batch(engine, events)
-
-        engine = Engine(journal, scheduler, handled)
+        engine = Engine(journal, scheduler)
+        engine.subscribe(lambda events, _: self._on_batch(engine, events))
         self.engine = engine
         return engine
 
@@ -230,7 +225,8 @@ def simulated_surroundings(current: Callable[[], Life], network: Network, seed: 
         "clusterd.daemon.main.Dialer": lambda *_rest: network,
         "clusterd.daemon.main.HostKeyEnrolment": Enrolment,
         "clusterd.daemon.main._signals": _no_signals,
-        "clusterd.daemon.main.uuid": SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=token(16))),
+        "clusterd.daemon.journal.leadership.uuid": SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=token(16))),
+        "clusterd.daemon.journal.leadership.secrets": SimpleNamespace(token_hex=token),
         "clusterd.daemon.main.secrets": SimpleNamespace(token_hex=token),
         "clusterd.daemon.execution.migration.secrets": SimpleNamespace(token_hex=token),
         "clusterd.daemon.journal.journal.ThreadPoolExecutor": InlineExecutor,

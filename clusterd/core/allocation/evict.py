@@ -65,7 +65,7 @@ def are_being_freed(ctx: PassContext, find: Callable[[Ledger], Placement | None]
     Args:
         find: place for the job in a ledger; None: it does not fit.
     """
-    claimed = ctx.view.calendar.to_withhold(ctx.coming, ctx.forecast.run_s)
+    claimed = ctx.view.calendar.to_withhold(ctx.coming, ctx.availability.run_s)
     coming = [device for device in ctx.coming if device not in claimed]
     if not coming:
         return False
@@ -82,7 +82,7 @@ def are_being_freed(ctx: PassContext, find: Callable[[Ledger], Placement | None]
     return True
 
 
-def evict_by_right(ctx: PassContext, p: JobForecast) -> EvictionPlan | None:
+def evict_by_right(ctx: PassContext, forecast: JobForecast) -> EvictionPlan | None:
     """Shrink jobs that must give devices to a queued one, and suspend them if shrinking does not suffice.
 
     Loans come first, then the lowest priority.
@@ -92,35 +92,39 @@ def evict_by_right(ctx: PassContext, p: JobForecast) -> EvictionPlan | None:
     """
     least: dict[JobId, int] = {}
     givers = ctx.able_to_give()
-    for v in givers:
-        to = least_by_right(v, p.job)
-        if to is not None and to < len(v.devices):
-            least[v.job.id] = to
-    loans = [v for v in givers if v.job.id in least and not may_preempt(v.job, p.job)]
-    others = [v for v in givers if v.job.id in least and may_preempt(v.job, p.job)]
-    levels = [-inf, *sorted({float(v.job.priority) for v in others})]
+    for victim in givers:
+        to = least_by_right(victim, forecast.job)
+        if to is not None and to < len(victim.devices):
+            least[victim.job.id] = to
+    loans = [victim for victim in givers if victim.job.id in least and not may_preempt(victim.job, forecast.job)]
+    others = [victim for victim in givers if victim.job.id in least and may_preempt(victim.job, forecast.job)]
+    levels = [-inf, *sorted({float(victim.job.priority) for victim in others})]
     for level in levels:
-        victims = [*loans, *(v for v in others if v.job.priority <= level)]
-        best = _cheapest(ctx, p, victims, least, lambda _: None) if victims else None
+        victims = [*loans, *(victim for victim in others if victim.job.priority <= level)]
+        best = _cheapest(ctx, forecast, victims, least, lambda _: None) if victims else None
         if best is not None:
-            return _apply(ctx, p, best, lambda v: right_over(v, p.job), may_restart=True)
-    stoppable = [v for v in ctx.holding if may_suspend_by_right(ctx, v, p)]
-    for level in sorted({float(v.job.priority) for v in stoppable}):
-        lost_s = {v.job.id: v.now_s for v in stoppable if v.job.priority <= level}
-        victims = [v for v in ctx.holding if v.job.id in lost_s or v.job.id in least]
-        best = _cheapest(ctx, p, victims, least, _from(lost_s))
+            return _apply(ctx, forecast, best, lambda victim: right_over(victim, forecast.job), may_restart=True)
+    stoppable = [victim for victim in ctx.holding if may_suspend_by_right(ctx, victim, forecast)]
+    for level in sorted({float(victim.job.priority) for victim in stoppable}):
+        lost_s = {victim.job.id: victim.now_s for victim in stoppable if victim.job.priority <= level}
+        victims = [victim for victim in ctx.holding if victim.job.id in lost_s or victim.job.id in least]
+        best = _cheapest(ctx, forecast, victims, least, _from(lost_s))
         if best is not None:
-            return _apply(ctx, p, best, lambda v: right_over(v, p.job), may_restart=True)
+            return _apply(ctx, forecast, best, lambda victim: right_over(victim, forecast.job), may_restart=True)
     return None
 
 
 def _from(lost_s: Mapping[JobId, float | None]) -> SuspensionCost:
     """Cost of a suspension, looked up by job."""
-    return lambda v: lost_s.get(v.job.id)
+    return lambda victim: lost_s.get(victim.job.id)
 
 
 def _apply(
-    ctx: PassContext, p: JobForecast, eviction: EvictionPlan, why: Callable[[Job], str], may_restart: bool = False
+    ctx: PassContext,
+    forecast: JobForecast,
+    eviction: EvictionPlan,
+    why: Callable[[Job], str],
+    may_restart: bool = False,
 ) -> EvictionPlan:
     """Propose the changes of an eviction; where jobs are suspended, their devices are handed over to the queued job.
 
@@ -128,60 +132,66 @@ def _apply(
         may_restart: victims move through host memory if they do not fit beside themselves, whatever that costs.
     """
     for change in eviction.changes:
-        v, reason = change.v, f"{p.job.spec.name}: {why(change.v.job)}"
+        victim, reason = change.victim, f"{forecast.job.spec.name}: {why(change.victim.job)}"
         if change.offer is None:
-            ctx.moved.add(v.job.id)
-            ctx.proposal.preempts.append(Preempt(v.job.id, f"suspended for {reason}"))
+            ctx.moved.add(victim.job.id)
+            ctx.proposal.preempts.append(Preempt(victim.job.id, f"suspended for {reason}"))
             continue
         ctx.ledger.take(change.devices, {}, {})
-        given = len(v.devices) - len(change.devices)
+        given = len(victim.devices) - len(change.devices)
         gives = f"gives {counted(given, 'device')} to" if given else "moves for"
-        ctx.migrate(v, change.offer, change.devices, f"{gives} {reason}", may_restart)
+        ctx.migrate(victim, change.offer, change.devices, f"{gives} {reason}", may_restart)
     ctx.ledger.take(eviction.now, {}, {})
     if suspended := eviction.suspended:
-        stopped = tuple(v.job.id for v in suspended)
-        ctx.proposal.handovers[p.job.id] = Handover(eviction.offer, dict(eviction.hosts), stopped, ctx.view.now_s)
+        stopped = tuple(victim.job.id for victim in suspended)
+        ctx.proposal.handovers[forecast.job.id] = Handover(
+            eviction.offer, dict(eviction.hosts), stopped, ctx.view.now_s
+        )
     return eviction
 
 
 def _cheapest(
     ctx: PassContext,
-    p: JobForecast,
+    forecast: JobForecast,
     victims: Sequence[JobForecast],
     least: Mapping[JobId, int],
     suspension: SuspensionCost,
 ) -> EvictionPlan | None:
-    search = VictimSearch(ctx.ledger, p, ctx.unclaimed(victims), suspension)
+    search = VictimSearch(ctx.ledger, forecast, ctx.unclaimed(victims), suspension)
 
-    def sizes(v: JobForecast) -> tuple[Estimate, ...]:
-        fewest = least.get(v.job.id)
+    def sizes(victim: JobForecast) -> tuple[Estimate, ...]:
+        fewest = least.get(victim.job.id)
         if fewest is None:
             return ()
-        has_right = may_preempt(v.job, p.job)
+        has_right = may_preempt(victim.job, forecast.job)
         fastest: dict[object, Estimate] = {}
-        for x in v.curve.offers:
-            if fewest <= x.devices < len(v.devices) and (has_right or ctx.keeps_guarantee(v, ctx.costs.then_s(v, x))):
+        for x in victim.curve.offers:
+            if fewest <= x.devices < len(victim.devices) and (
+                has_right or ctx.keeps_guarantee(victim, ctx.costs.then_s(victim, x))
+            ):
                 fastest.setdefault((x.types, x.shape), x)
         return tuple(fastest.values())
 
-    found = [search.make(offer, sizes, ctx.costs.cost_s) for offer in _by_right(p)]
+    found = [search.make(offer, sizes, ctx.costs.cost_s) for offer in _by_right(forecast)]
     return min((e for e in found if e is not None and e.changes), key=lambda e: e.lost_s, default=None)
 
 
-def _by_right(p: JobForecast) -> list[Estimate]:
+def _by_right(forecast: JobForecast) -> list[Estimate]:
     """Offers for which a queued job may take devices by right: up to its request, largest first."""
-    if p.curve.is_request:
-        return [x for x in p.curve.offers if x.devices][:OFFERS_TRIED]
-    most = max(requested_devices(p.job), p.curve.least)
-    sizes = [n for n in sorted(p.curve.points, reverse=True) if n <= most]
-    return [p.curve.points[n] for n in sizes[:OFFERS_TRIED]]
+    if not forecast.has_model:
+        return [x for x in forecast.curve.offers if x.devices][:OFFERS_TRIED]
+    most = max(requested_devices(forecast.job), forecast.curve.least)
+    sizes = [n for n in sorted(forecast.curve.points, reverse=True) if n <= most]
+    return [forecast.curve.points[n] for n in sizes[:OFFERS_TRIED]]
 
 
 OFFERS_TRIED = 8
 """Offers of a queued job for which evictions by right are searched."""
 
 
-def evict_by_value(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], ends_s: float) -> EvictionPlan | None:
+def evict_by_value(
+    ctx: PassContext, forecast: JobForecast, offers: Sequence[Estimate], ends_s: float
+) -> EvictionPlan | None:
     """Shrink or move other jobs where that saves the job more than it costs them; None: it does not.
 
     Args:
@@ -189,21 +199,23 @@ def evict_by_value(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate],
     """
     lowest = ctx.lowest_right  # asked by every waiting job, and mostly nobody may be preempted
     preemptible: set[JobId] = set()
-    if lowest is not None and may_preempt(lowest, p.job):
-        preemptible = {v.job.id for v in ctx.running if may_preempt(v.job, p.job)}
+    if lowest is not None and may_preempt(lowest, forecast.job):
+        preemptible = {victim.job.id for victim in ctx.running if may_preempt(victim.job, forecast.job)}
     best: tuple[float, EvictionPlan] | None = None
-    movable = [v for v in ctx.migratable() if v.job.priority <= p.job.priority]
-    search = VictimSearch(ctx.ledger, p, ctx.unclaimed(movable))
+    movable = [victim for victim in ctx.migratable() if victim.job.priority <= forecast.job.priority]
+    search = VictimSearch(ctx.ledger, forecast, ctx.unclaimed(movable))
     for offer in offers[:3]:
-        run_s = ctx.burden_s(p, offer)
+        run_s = ctx.burden_s(forecast, offer)
         if run_s >= ends_s and not preemptible:
             break
-        eviction = search.make(offer, lambda v: victim_sizes(ctx, v, v.job.id in preemptible), ctx.costs.cost_s)
+        eviction = search.make(
+            offer, lambda victim: victim_sizes(ctx, victim, victim.job.id in preemptible), ctx.costs.cost_s
+        )
         if eviction is None:
             continue
-        lost_s = sum(change.lost_s for change in eviction.changes if change.v.job.id not in preemptible)
+        lost_s = sum(change.lost_s for change in eviction.changes if change.victim.job.id not in preemptible)
         saved_s = ends_s - run_s - ctx.thresholds.shrink * lost_s
-        by_right = bool(preemptible) and all(change.v.job.id in preemptible for change in eviction.changes)
+        by_right = bool(preemptible) and all(change.victim.job.id in preemptible for change in eviction.changes)
         if not eviction.changes or not (saved_s > 0 or (by_right and ends_s > run_s)):
             continue
         if best is None or saved_s > best[0]:
@@ -212,11 +224,16 @@ def evict_by_value(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate],
         return None
     eviction = shrink_to_share(ctx, best[1], preemptible)
     why = f"would be {duration(max(best[0], 0.0))} worse off otherwise" if ends_s < 1e9 else "cannot start otherwise"
-    return _apply(ctx, p, eviction, lambda v: right_over(v, p.job) if v.id in preemptible else f"it {why}")
+    return _apply(
+        ctx,
+        forecast,
+        eviction,
+        lambda victim: right_over(victim, forecast.job) if victim.id in preemptible else f"it {why}",
+    )
 
 
 def suspend_by_value(
-    ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], ends_s: float
+    ctx: PassContext, forecast: JobForecast, offers: Sequence[Estimate], ends_s: float
 ) -> EvictionPlan | None:
     """Suspend jobs, and shrink others beside them, where a queued job saves more than they all lose.
 
@@ -229,21 +246,21 @@ def suspend_by_value(
         return None
     best: tuple[float, EvictionPlan] | None = None
     restart_s = min(suspendable(ctx).values(), default=inf)
-    holders = [v for v in ctx.holding if v.job.priority <= p.job.priority]
-    movable = {v.job.id for v in ctx.migratable()}
+    holders = [victim for victim in ctx.holding if victim.job.priority <= forecast.job.priority]
+    movable = {victim.job.id for victim in ctx.migratable()}
 
-    def sizes(v: JobForecast) -> tuple[Estimate, ...]:
-        return victim_sizes(ctx, v, False) if v.job.id in movable else ()
+    def sizes(victim: JobForecast) -> tuple[Estimate, ...]:
+        return victim_sizes(ctx, victim, False) if victim.job.id in movable else ()
 
     for offer in offers[:3]:
-        run_s = p.left_s(offer)
+        run_s = forecast.left_s(offer)
         if ends_s - run_s <= ctx.thresholds.shrink * (run_s + restart_s):
             continue  # not even one victim would pay
-        lost_s = {v.job.id: suspension_s(ctx, v, p, run_s) for v in holders}
+        lost_s = {victim.job.id: suspension_s(ctx, victim, forecast, run_s) for victim in holders}
         if all(one is None for one in lost_s.values()):
             continue
-        victims = [v for v in holders if lost_s[v.job.id] is not None or v.job.id in movable]
-        eviction = VictimSearch(ctx.ledger, p, ctx.unclaimed(victims), _from(lost_s)).make(
+        victims = [victim for victim in holders if lost_s[victim.job.id] is not None or victim.job.id in movable]
+        eviction = VictimSearch(ctx.ledger, forecast, ctx.unclaimed(victims), _from(lost_s)).make(
             offer, sizes, ctx.costs.cost_s
         )
         if eviction is None or not eviction.suspended:
@@ -254,12 +271,18 @@ def suspend_by_value(
     if best is None:
         return None
     saved_s, eviction = best
-    return _apply(ctx, p, eviction, lambda _: f"it would be {duration(saved_s)} worse off otherwise")
+    return _apply(ctx, forecast, eviction, lambda _: f"it would be {duration(saved_s)} worse off otherwise")
 
 
-def victim_sizes(ctx: PassContext, v: JobForecast, by_right: bool) -> tuple[Estimate, ...]:
+def victim_sizes(ctx: PassContext, victim: JobForecast, by_right: bool) -> tuple[Estimate, ...]:
     """Offers to which a running job may shrink for others, largest first."""
-    least = v.curve.least if by_right else max(min(ctx.sizes.get(v.job.id, 0), len(v.devices)), v.curve.least)
+    least = (
+        victim.curve.least
+        if by_right
+        else max(min(ctx.sizes.get(victim.job.id, 0), len(victim.devices)), victim.curve.least)
+    )
     return tuple(
-        x for x in v.curve.upto(len(v.devices)) if x.devices >= least and (by_right or ctx.may_move_for_others(v, x))
+        x
+        for x in victim.curve.upto(len(victim.devices))
+        if x.devices >= least and (by_right or ctx.may_move_for_others(victim, x))
     )

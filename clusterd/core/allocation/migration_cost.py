@@ -52,26 +52,26 @@ class MigrationCosts:
         """Seconds of a live migration: the average of the job's model, else the largest of any model, else a guess."""
         return _of_model(job, self.view.move_costs_s, MOVE_S)
 
-    def cost_s(self, p: JobForecast, offer: Estimate) -> float:
+    def cost_s(self, forecast: JobForecast, offer: Estimate) -> float:
         """Seconds of migrating the job to an offer: live, or through host memory where both sides do not fit."""
-        if fits_beside(p, offer):
-            return self.move_s(p.job)
-        return self.restart_s(p.job)
+        if fits_beside(forecast, offer):
+            return self.move_s(forecast.job)
+        return self.restart_s(forecast.job)
 
-    def then_s(self, p: JobForecast, offer: Estimate) -> float:
+    def then_s(self, forecast: JobForecast, offer: Estimate) -> float:
         """Seconds until the job's end if it migrates to an offer now."""
-        return self.cost_s(p, offer) + p.left_s(offer)
+        return self.cost_s(forecast, offer) + forecast.left_s(offer)
 
     def restart_s(self, job: Job) -> float:
         """Seconds of stopping and starting again: the average of the job's model, else the largest of any, a guess."""
         return _of_model(job, self.view.restart_costs_s, RESTART_S)
 
-    def may_move(self, p: JobForecast) -> bool:
+    def may_move(self, forecast: JobForecast) -> bool:
         """True for a job that is not pinned, did not migrate a moment ago, and whose hosts are up."""
-        job = p.job
-        if job.pinned is not None or job.step < 1 or p.now is None:
+        job = forecast.job
+        if job.pinned is not None or job.step < 1 or forecast.now is None:
             return False
-        if any(self.view.hosts[d.host].state is not HostState.UP for d in p.devices):
+        if any(self.view.hosts[d.host].state is not HostState.UP for d in forecast.devices):
             return False
         last = job.last_plan_change
         if last is None:
@@ -80,20 +80,20 @@ class MigrationCosts:
         settle_s = self.thresholds.pause_s(self.move_s(job))
         return since_s >= (job.back_off_s(self.thresholds.failed_s) if last.failure else settle_s)
 
-    def within_budget(self, p: JobForecast, offer: Estimate) -> bool:
+    def within_budget(self, forecast: JobForecast, offer: Estimate) -> bool:
         """True where all its migrations, this one included, stay within a share of its life."""
-        made = sum(not m.failure for m in p.job.plan_changes)
-        life_s = executed_s(p.job, self.view.now_s) + p.left_s(offer)
-        return made * self.move_s(p.job) + self.cost_s(p, offer) <= self.thresholds.budget * life_s
+        made = sum(not m.failure for m in forecast.job.plan_changes)
+        life_s = executed_s(forecast.job, self.view.now_s) + forecast.left_s(offer)
+        return made * self.move_s(forecast.job) + self.cost_s(forecast, offer) <= self.thresholds.budget * life_s
 
 
-def fits_beside(p: JobForecast, offer: Estimate) -> bool:
+def fits_beside(forecast: JobForecast, offer: Estimate) -> bool:
     """True where target ranks fit beside the source ranks; a simulated job's memory is unknown and counts as 0."""
-    if not p.devices:
+    if not forecast.devices:
         return True
-    there = p.now.device_bytes if p.now is not None else 0
-    return not p.job.needs_exclusive_memory and there + offer.device_bytes <= USABLE_SHARE * min(
-        d.memory_bytes for d in p.devices
+    there = forecast.now.device_bytes if forecast.now is not None else 0
+    return not forecast.job.needs_exclusive_memory and there + offer.device_bytes <= USABLE_SHARE * min(
+        d.memory_bytes for d in forecast.devices
     )
 
 

@@ -83,7 +83,10 @@ def free_for(job: Job, own: list[Device], free: Ledger) -> list[Device]:
 def book(free: Ledger, move: Move, attempt: Attempt) -> None:
     """Take the resources of a migration beyond what the job has booked already."""
     mine = set(attempt.devices)
-    new = [p for p in move.ranks if p.device not in mine]
-    cores = {p.host: max(move.cores.get(p.host, 0) - attempt.cores.get(p.host, 0), 0) for p in new}
-    memory = {p.host: max(move.memory_bytes.get(p.host, 0) - attempt.memory_bytes.get(p.host, 0), 0) for p in new}
+    new = [place for place in move.ranks if place.device not in mine]
+    cores = {place.host: max(move.cores.get(place.host, 0) - attempt.cores.get(place.host, 0), 0) for place in new}
+    memory = {
+        place.host: max(move.memory_bytes.get(place.host, 0) - attempt.memory_bytes.get(place.host, 0), 0)
+        for place in new
+    }
     free.take_places(new, cores, memory)

@@ -49,7 +49,7 @@ class PassContext:
     mixed_search: HeterogeneousSearch | None = None  # where devices of several types can serve one job
     spare: int = 0  # devices beyond all target sizes
     started: list[PlannedStart] = field(default_factory=list)  # in the order of the proposal's starts
-    forecast: AvailabilityForecast = field(init=False)
+    availability: AvailabilityForecast = field(init=False)
     costs: MigrationCosts = field(init=False)
     backfill: Backfill | None = None
     reserved_for: JobId | None = None
@@ -64,60 +64,62 @@ class PassContext:
     @cached_property
     def lowest_right(self) -> Job | None:
         """The running job with a performance model that more jobs may preempt than any other; None: none runs."""
-        jobs = (p.job for p in self.running)
+        jobs = (forecast.job for forecast in self.running)
         return min(jobs, key=lambda job: (job.priority, job.spec.guaranteed), default=None)
 
     def __post_init__(self) -> None:
-        holds = [self._held(p) for p in self.holding]
-        self.forecast = AvailabilityForecast(self.ledger, holds, self.view.calendar)
+        holds = [self._held(forecast) for forecast in self.holding]
+        self.availability = AvailabilityForecast(self.ledger, holds, self.view.calendar)
         self.costs = MigrationCosts(self.view, self.thresholds)
 
     # --- what it is worth ---------------------------------------------------------------------------------------------
 
-    def burden_s(self, p: JobForecast, offer: Estimate) -> float:
+    def burden_s(self, forecast: JobForecast, offer: Estimate) -> float:
         """Seconds that an offer costs: the job's own time, and the time its devices could save the jobs behind it."""
-        return p.left_s(offer) * (1.0 + self.price(p, self.thresholds.price) * offer.devices)
+        return forecast.left_s(offer) * (1.0 + self.price(forecast, self.thresholds.price) * offer.devices)
 
-    def price(self, p: JobForecast, each: float) -> float:
+    def price(self, forecast: JobForecast, each: float) -> float:
         """Price of a device as a share of the time that it is held; `each`: per job behind this one."""
-        return each * self.behind.get(p.job.id, 0) / self.total
+        return each * self.behind.get(forecast.job.id, 0) / self.total
 
-    def max_devices(self, p: JobForecast) -> int:
-        may = len(p.devices) + self.view.quotas.left(p.job.spec)
-        return min(max(self.sizes.get(p.job.id, 0), 1), may)
+    def max_devices(self, forecast: JobForecast) -> int:
+        may = len(forecast.devices) + self.view.quotas.left(forecast.job.spec)
+        return min(max(self.sizes.get(forecast.job.id, 0), 1), may)
 
-    def gain_s(self, p: JobForecast, offer: Estimate) -> float:
+    def gain_s(self, forecast: JobForecast, offer: Estimate) -> float:
         """Seconds that an offer saves, net of the migration and of the price of further devices."""
-        price = self.price(p, self.thresholds.thrift)
-        then_s = self.costs.then_s(p, offer) * (1.0 + price * offer.devices)
-        return p.now_s * (1.0 + price * len(p.devices)) - then_s
+        price = self.price(forecast, self.thresholds.thrift)
+        then_s = self.costs.then_s(forecast, offer) * (1.0 + price * offer.devices)
+        return forecast.now_s * (1.0 + price * len(forecast.devices)) - then_s
 
-    def keeps_guarantee(self, v: JobForecast, left_s: float) -> bool:
+    def keeps_guarantee(self, forecast: JobForecast, left_s: float) -> bool:
         """True where a running job that needs `left_s` more seconds, standstill included, ends as it was guaranteed.
 
         A guarantee is a deadline: as long after the first start as the requested plan would take. So every standstill
         counts against it, and what a job was faster counts for it.
         """
-        promised, started_s = v.curve.promised, v.job.started_s
+        promised, started_s = forecast.curve.promised, forecast.job.started_s
         if promised is None or started_s is None:  # all its offers have the devices that it asked for
             return True
-        return self.view.now_s + left_s <= started_s + promised.step_time_s * (v.job.step + v.steps_left)
+        return self.view.now_s + left_s <= started_s + promised.step_time_s * (forecast.job.step + forecast.steps_left)
 
-    def may_move_for_others(self, v: JobForecast, offer: Estimate) -> bool:
+    def may_move_for_others(self, forecast: JobForecast, offer: Estimate) -> bool:
         """True where moving a job to an offer leaves it its guarantee, and is within the budget of its migrations."""
-        return self.costs.within_budget(v, offer) and self.keeps_guarantee(v, self.costs.then_s(v, offer))
+        return self.costs.within_budget(forecast, offer) and self.keeps_guarantee(
+            forecast, self.costs.then_s(forecast, offer)
+        )
 
-    def max_mixed_devices(self, p: JobForecast, most: int) -> int:
+    def max_mixed_devices(self, forecast: JobForecast, most: int) -> int:
         """Largest number of mixed devices: beyond one type's, only those outside every job's target size."""
-        size = self.sizes.get(p.job.id, 0)
-        more = max(self.spare, 0) if size >= max(p.curve.points) else 0
-        return min(max(most, size + more), len(p.devices) + self.view.quotas.left(p.job.spec))
+        size = self.sizes.get(forecast.job.id, 0)
+        more = max(self.spare, 0) if size >= max(forecast.curve.points) else 0
+        return min(max(most, size + more), len(forecast.devices) + self.view.quotas.left(forecast.job.spec))
 
     # --- books and moves ----------------------------------------------------------------------------------------------
 
-    def may_backfill(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> bool:
+    def may_backfill(self, forecast: JobForecast, offer: Estimate, devices: Sequence[Device]) -> bool:
         """True where the job with the reservation starts no later for this grant (backfill)."""
-        return self.admits(self.hold_of(p, offer, devices))
+        return self.admits(self.hold_of(forecast, offer, devices))
 
     def admits(self, hold: Hold) -> bool:
         """True where the job with the reservation starts no later for this grant, or takes it back in time."""
@@ -158,72 +160,80 @@ class PassContext:
         is_stoppable = job.spec.kind is not JobKind.COMMAND and not job.spec.guaranteed
         return is_stoppable and job.priority <= first.priority and attempt.started_s >= first.queued_s
 
-    def occupy(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> None:
+    def occupy(self, forecast: JobForecast, offer: Estimate, devices: Sequence[Device]) -> None:
         """Record a grant of an offer in the forecast and within the limits of the reservation."""
-        self.hold(self.hold_of(p, offer, devices))
+        self.hold(self.hold_of(forecast, offer, devices))
 
     def hold(self, hold: Hold) -> None:
         """Record a grant in the forecast and within the limits of the reservation."""
-        self.forecast.hold(hold)
+        self.availability.hold(hold)
         if self.backfill is not None and not self.gives_way(hold.job):
             self.backfill.take(hold, self.yields(hold.job))
 
-    def hold_of(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> Hold:
+    def hold_of(self, forecast: JobForecast, offer: Estimate, devices: Sequence[Device]) -> Hold:
         """Resources that a job would hold under an offer."""
-        where = bind(p.job, offer, devices)
-        ends = ends_of_modelled(p.job, p.left_s(offer), self.view.now_s)
-        return Hold(p.job, ends, devices, where.cores, where.memory_bytes)
+        where = bind(forecast.job, offer, devices)
+        ends = ends_of_modelled(forecast.job, forecast.left_s(offer), self.view.now_s)
+        return Hold(forecast.job, ends, devices, where.cores, where.memory_bytes)
 
-    def _held(self, p: JobForecast) -> Hold:
+    def _held(self, forecast: JobForecast) -> Hold:
         """Resources that a running job holds."""
-        job, now_s = p.job, self.view.now_s
-        if p.curve.is_request:
+        job, now_s = forecast.job, self.view.now_s
+        if not forecast.has_model:
             ends = ends_of_request(job, self.view.run_times, now_s)
         else:
-            ends = ends_of_modelled(job, p.now_s, now_s)
+            ends = ends_of_modelled(job, forecast.now_s, now_s)
         promise = self.view.reservation
         if promise is not None and promise.latest_s is not None and self.owes(job):
             ends = replace(ends, latest_s=min(ends.latest_s, max(promise.latest_s - now_s, 0.0)))
         attempt = job.attempt
-        return Hold(job, ends, p.devices, attempt.cores, attempt.memory_bytes) if attempt else Hold(job, ends, ())
+        return (
+            Hold(job, ends, forecast.devices, attempt.cores, attempt.memory_bytes) if attempt else Hold(job, ends, ())
+        )
 
-    def find_with_own(self, p: JobForecast, offers: Sequence[Estimate]) -> Found | None:
+    def find_with_own(self, forecast: JobForecast, offers: Sequence[Estimate]) -> Found | None:
         """First of these offers that fits, the running job's own devices counting as free; None: none fits."""
-        own = {d.id for d in p.devices}
+        own = {d.id for d in forecast.devices}
 
         def look() -> Found | None:
             for offer in offers:
-                devices = self.ledger.find(p.job, offer, per_host(p.devices), own)
-                if devices is not None and self.may_backfill(p, offer, [d for d in devices if d.id not in own]):
+                devices = self.ledger.find(forecast.job, offer, per_host(forecast.devices), own)
+                if devices is not None and self.may_backfill(forecast, offer, [d for d in devices if d.id not in own]):
                     return offer, devices
             return None
 
-        return as_if_free(self.ledger, p, look)
+        return as_if_free(self.ledger, forecast, look)
 
     def migrate(
-        self, p: JobForecast, offer: Estimate, devices: list[Device], why: str, may_restart: bool = False
+        self, forecast: JobForecast, offer: Estimate, devices: list[Device], why: str, may_restart: bool = False
     ) -> None:
-        where = bind(p.job, offer, devices)
-        self.moved.add(p.job.id)
-        reason, crowded = f"{offer.plan}: {why}", may_restart or not fits_beside(p, offer)
+        where = bind(forecast.job, offer, devices)
+        self.moved.add(forecast.job.id)
+        reason, crowded = f"{offer.plan}: {why}", may_restart or not fits_beside(forecast, offer)
         self.proposal.moves.append(
-            Move(p.job.id, offer.plan, where.ranks, where.cores, where.memory_bytes, reason, may_restart=crowded)
+            Move(forecast.job.id, offer.plan, where.ranks, where.cores, where.memory_bytes, reason, may_restart=crowded)
         )
 
-    def can_migrate(self, p: JobForecast) -> bool:
-        return p.job.id not in self.moved and self.costs.may_move(p)
+    def can_migrate(self, forecast: JobForecast) -> bool:
+        return forecast.job.id not in self.moved and self.costs.may_move(forecast)
 
     def unclaimed(self, victims: Iterable[JobForecast]) -> list[JobForecast]:
         """Those of the running jobs whose devices the queued one could use to its end: no claim begins before."""
-        return [v for v in victims if not self.view.calendar.to_withhold(v.devices, self.forecast.run_s)]
+        return [
+            victim for victim in victims if not self.view.calendar.to_withhold(victim.devices, self.availability.run_s)
+        ]
 
     def able_to_give(self) -> list[JobForecast]:
         """Running jobs that may give devices by right: without the long pauses of migrations that are to pay."""
-        return [v for v in self.holding if v.job.id not in self.moved and can_migrate(v.job, self.view) is not None]
+        return [
+            victim
+            for victim in self.holding
+            if victim.job.id not in self.moved and can_migrate(victim.job, self.view) is not None
+        ]
 
     def migratable(self) -> list[JobForecast]:
         """Running jobs that may migrate now; cached until one migrates, as every waiting job asks."""
         if self._checked_at != len(self.moved):
             self._checked_at = len(self.moved)
-            self._migratable = [v for v in self.running if self.can_migrate(v)]
+            self._migratable = [victim for victim in self.running if self.can_migrate(victim)]
         return self._migratable

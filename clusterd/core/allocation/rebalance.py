@@ -23,32 +23,32 @@ OFFERS_TRIED = 3
 def rebalance(ctx: PassContext) -> None:
     """Shrink jobs for those below their target size, first for the job that gains most per device."""
     candidates: list[tuple[float, JobForecast, list[Estimate]]] = []
-    for p in ctx.running:
-        if ctx.sizes.get(p.job.id, 0) <= len(p.devices) or not ctx.can_migrate(p):
+    for forecast in ctx.running:
+        if ctx.sizes.get(forecast.job.id, 0) <= len(forecast.devices) or not ctx.can_migrate(forecast):
             continue
-        wider = [x for x in p.curve.upto(ctx.max_devices(p)) if x.devices > len(p.devices)]
-        gains = sorted(((_surplus_s(ctx, p, x), x) for x in wider), key=lambda item: -item[0])
-        good = [(s, x) for s, x in gains if s > 0 and ctx.costs.within_budget(p, x)]
+        wider = [x for x in forecast.curve.upto(ctx.max_devices(forecast)) if x.devices > len(forecast.devices)]
+        gains = sorted(((_surplus_s(ctx, forecast, x), x) for x in wider), key=lambda item: -item[0])
+        good = [(s, x) for s, x in gains if s > 0 and ctx.costs.within_budget(forecast, x)]
         if good:
-            per_device_s = good[0][0] / (good[0][1].devices - len(p.devices))
-            candidates.append((per_device_s, p, [x for _, x in good[:OFFERS_TRIED]]))
+            per_device_s = good[0][0] / (good[0][1].devices - len(forecast.devices))
+            candidates.append((per_device_s, forecast, [x for _, x in good[:OFFERS_TRIED]]))
     candidates.sort(key=lambda w: (-w[0], w[1].job.id))
-    for _, p, offers in candidates[:MOST_CONSIDERED]:
-        if p.job.id not in ctx.moved:
-            _rebalance_one(ctx, p, offers)
+    for _, forecast, offers in candidates[:MOST_CONSIDERED]:
+        if forecast.job.id not in ctx.moved:
+            _rebalance_one(ctx, forecast, offers)
 
 
-def _surplus_s(ctx: PassContext, p: JobForecast, offer: Estimate) -> float:
+def _surplus_s(ctx: PassContext, forecast: JobForecast, offer: Estimate) -> float:
     """Seconds gained by an offer beyond the threshold of any growth."""
-    return ctx.gain_s(p, offer) - ctx.thresholds.grow * ctx.costs.cost_s(p, offer)
+    return ctx.gain_s(forecast, offer) - ctx.thresholds.grow * ctx.costs.cost_s(forecast, offer)
 
 
-def _rebalance_one(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate]) -> None:
+def _rebalance_one(ctx: PassContext, forecast: JobForecast, offers: Sequence[Estimate]) -> None:
     best: tuple[float, EvictionPlan] | None = None
     for offer in offers:
-        eviction = _search(ctx, p, offer)
+        eviction = _search(ctx, forecast, offer)
         if eviction is not None:
-            saved_s = _surplus_s(ctx, p, offer) - ctx.thresholds.shrink * eviction.lost_s
+            saved_s = _surplus_s(ctx, forecast, offer) - ctx.thresholds.shrink * eviction.lost_s
             if saved_s > 0 and (best is None or saved_s > best[0]):
                 best = (saved_s, eviction)
     if best is None:
@@ -57,21 +57,27 @@ def _rebalance_one(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate])
     for change in eviction.changes:
         assert change.offer is not None, "nobody is suspended for the growth of another"
         ctx.ledger.take(change.devices, {}, {})
-        ctx.migrate(change.v, change.offer, change.devices, f"gives devices to {p.job.spec.name}, which is to grow")
+        ctx.migrate(
+            change.victim, change.offer, change.devices, f"gives devices to {forecast.job.spec.name}, which is to grow"
+        )
     ctx.ledger.take(eviction.now, {}, {})
-    ctx.moved.add(p.job.id)
+    ctx.moved.add(forecast.job.id)
 
 
-def _search(ctx: PassContext, p: JobForecast, offer: Estimate) -> EvictionPlan | None:
+def _search(ctx: PassContext, forecast: JobForecast, offer: Estimate) -> EvictionPlan | None:
     """Cheapest evictions for an offer, the job's own devices counting as free but going to nobody else."""
-    movable = [v for v in ctx.migratable() if v is not p and v.job.priority <= p.job.priority]
-    search = VictimSearch(ctx.ledger, p, ctx.unclaimed(movable))
+    movable = [
+        victim for victim in ctx.migratable() if victim is not forecast and victim.job.priority <= forecast.job.priority
+    ]
+    search = VictimSearch(ctx.ledger, forecast, ctx.unclaimed(movable))
     eviction = as_if_free(
-        ctx.ledger, p, lambda: search.make(offer, lambda v: victim_sizes(ctx, v, False), ctx.costs.cost_s)
+        ctx.ledger,
+        forecast,
+        lambda: search.make(offer, lambda victim: victim_sizes(ctx, victim, False), ctx.costs.cost_s),
     )
-    own = {d.id for d in p.devices}
+    own = {d.id for d in forecast.devices}
     if eviction is None or not eviction.changes:
         return None
     if any(d.id in own for change in eviction.changes for d in change.devices):
         return None
-    return eviction if ctx.may_backfill(p, offer, [d for d in eviction.now if d.id not in own]) else None
+    return eviction if ctx.may_backfill(forecast, offer, [d for d in eviction.now if d.id not in own]) else None

@@ -117,7 +117,7 @@ def at_some_size(job: Job, free: Ledger, most: int) -> Grant | None:
     for plan in requested_plans(job):
         placement = place(job, free, plan.ranks, group=plan.tp, nodes=None) if plan.ranks <= most else None
         if placement is not None:
-            hosts = ", ".join(dict.fromkeys(str(p.host) for p in placement.ranks))
+            hosts = ", ".join(dict.fromkeys(str(place.host) for place in placement.ranks))
             return Grant(plan, placement, f"{plan} on {hosts}: the best of its plans that there is room for")
     return None
 
@@ -162,7 +162,7 @@ def _as_pinned(job: Job, view: View) -> ChosenPlan | None:
 
 
 def _started(job: Job, placement: Placement, choice: ChosenPlan | None) -> str:
-    hosts = ", ".join(dict.fromkeys(str(p.host) for p in placement.ranks))
+    hosts = ", ".join(dict.fromkeys(str(place.host) for place in placement.ranks))
     if choice is None:
         return f"started on {hosts}"
     return f"{choice.plan} on {hosts}: {choice.reason}"

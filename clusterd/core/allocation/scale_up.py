@@ -10,9 +10,9 @@ from clusterd.core.allocation.migration_targets import book, first_that_works, f
 from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.estimates.can_migrate import can_migrate
 from clusterd.core.estimates.job_forecast import WORTHWHILE, JobForecast
-from clusterd.core.ledger import of_ranks
+from clusterd.core.ledger import Ledger, of_ranks
 from clusterd.core.performance_table import Estimate, evenly
-from clusterd.core.placement.heterogeneous_search import Found, as_if_free, shared_by
+from clusterd.core.placement.heterogeneous_search import Found, HeterogeneousSearch, as_if_free, shared_by
 from clusterd.core.view import Move, View
 from clusterd.types import JobId
 from clusterd.units import counted, duration
@@ -22,38 +22,40 @@ from clusterd.units import counted, duration
 
 def evacuate(ctx: PassContext) -> None:
     """Migrate jobs off drained hosts to their fastest offer that fits elsewhere and is no larger than now."""
-    for p in ctx.running:
-        why = must_leave(p.job, ctx.view)
+    for forecast in ctx.running:
+        why = must_leave(forecast.job, ctx.view)
         if not why:
             continue
-        offers = p.curve.upto(len(p.devices))
-        if p.job.pinned is not None:
-            offers = tuple(x for x in offers if p.now is not None and x.plan == p.now.plan)
-        found = _or_mixed_elsewhere(ctx, p, ctx.find_with_own(p, offers))
+        offers = forecast.curve.upto(len(forecast.devices))
+        if forecast.job.pinned is not None:
+            offers = tuple(x for x in offers if forecast.now is not None and x.plan == forecast.now.plan)
+        found = _or_mixed_elsewhere(ctx.ledger, ctx.mixed_search, forecast, ctx.find_with_own(forecast, offers))
         if found is not None:
             offer, devices = found
-            own = {d.id for d in p.devices}
+            own = {d.id for d in forecast.devices}
             ctx.ledger.take(devices, {}, {})
-            ctx.occupy(p, offer, [d for d in devices if d.id not in own])
-            ctx.migrate(p, offer, devices, why)
+            ctx.occupy(forecast, offer, [d for d in devices if d.id not in own])
+            ctx.migrate(forecast, offer, devices, why)
 
 
-def _or_mixed_elsewhere(ctx: PassContext, p: JobForecast, found: Found | None) -> Found | None:
+def _or_mixed_elsewhere(
+    ledger: Ledger, mixed_search: HeterogeneousSearch | None, forecast: JobForecast, found: Found | None
+) -> Found | None:
     """The offer found for an evacuated job, or mixed devices where these are faster."""
-    mixed_search, now = ctx.mixed_search, p.now
+    now = forecast.now
     if mixed_search is None:
         return found
 
     def look() -> Found | None:
         return mixed_search.best(
-            p,
-            len(p.devices),
+            forecast,
+            len(forecast.devices),
             lambda step_s, _: step_s,
             (1.0 - WORTHWHILE) * found[0].step_time_s if found is not None else float("inf"),
-            lambda x: p.job.pinned is None or (now is not None and evenly(x.plan) == evenly(now.plan)),
+            lambda x: forecast.job.pinned is None or (now is not None and evenly(x.plan) == evenly(now.plan)),
         )
 
-    return as_if_free(ctx.ledger, p, look) or found
+    return as_if_free(ledger, forecast, look) or found
 
 
 # --- those who grow -----------------------------------------------------------------------------------------------
@@ -63,86 +65,91 @@ def scale_up(ctx: PassContext) -> None:
     """Migrate jobs to larger offers on devices that no queued job waits for."""
     candidates: list[tuple[float, JobId, JobForecast, list[Estimate]]] = []
     mixed = _mix_candidates(ctx)
-    for p in ctx.running:
-        if p.job.id in ctx.moved or not ctx.can_migrate(p):
+    for forecast in ctx.running:
+        if forecast.job.id in ctx.moved or not ctx.can_migrate(forecast):
             continue
         offers = sorted(
-            ((ctx.gain_s(p, x), x) for x in p.curve.upto(ctx.max_devices(p))),
+            ((ctx.gain_s(forecast, x), x) for x in forecast.curve.upto(ctx.max_devices(forecast))),
             key=lambda item: -item[0],
         )
         good: list[Estimate] = []
         for gain_s, x in offers:
-            if _is_now(p, x):
+            if _is_now(forecast, x):
                 break  # what follows gains less than staying does: only where steps are slower than is believed
-            if gain_s > ctx.thresholds.grow * ctx.costs.cost_s(p, x) and ctx.costs.within_budget(p, x):
+            if gain_s > ctx.thresholds.grow * ctx.costs.cost_s(forecast, x) and ctx.costs.within_budget(forecast, x):
                 good.append(x)
         gain_s, best = (offers[0][0], good[0]) if good else (0.0, None)
-        if not good and p.job.id in mixed and (found := _find_mixed(ctx, p, 0.0)) is not None:
-            gain_s, best = ctx.gain_s(p, found[0]), found[0]
+        if not good and forecast.job.id in mixed and (found := _find_mixed(ctx, forecast, 0.0)) is not None:
+            gain_s, best = ctx.gain_s(forecast, found[0]), found[0]
         if best is not None:
-            more = max(best.devices - len(p.devices), 1)
-            candidates.append((gain_s / more, p.job.id, p, good))
-    for _, _, p, good in sorted(candidates, key=lambda w: (-w[0], w[1])):
-        _scale_up_one(ctx, p, good, p.job.id in mixed)
+            more = max(best.devices - len(forecast.devices), 1)
+            candidates.append((gain_s / more, forecast.job.id, forecast, good))
+    for _, _, forecast, good in sorted(candidates, key=lambda w: (-w[0], w[1])):
+        _scale_up_one(ctx, forecast, good, forecast.job.id in mixed)
 
 
 def _mix_candidates(ctx: PassContext) -> set[JobId]:
     """Jobs with most time left, for which mixed devices are searched."""
     if ctx.mixed_search is None or ctx.ledger.total == 0:
         return set()
-    return {p.job.id for p in sorted(ctx.running, key=lambda p: (-p.now_s, p.job.id))[: ctx.mixed_search.left]}
+    return {
+        forecast.job.id
+        for forecast in sorted(ctx.running, key=lambda forecast: (-forecast.now_s, forecast.job.id))[
+            : ctx.mixed_search.left
+        ]
+    }
 
 
-def _find_mixed(ctx: PassContext, p: JobForecast, gain_s: float) -> Found | None:
+def _find_mixed(ctx: PassContext, forecast: JobForecast, gain_s: float) -> Found | None:
     """Mixed devices for a running job, where these gain more than the offer found; None: there are none."""
-    mixed_search, cost_s = ctx.mixed_search, ctx.costs.move_s(p.job)
+    mixed_search, cost_s = ctx.mixed_search, ctx.costs.move_s(forecast.job)
     assert mixed_search is not None
-    price = ctx.price(p, ctx.thresholds.thrift)
-    now_s = p.now_s * (1.0 + price * len(p.devices))
-    least_s = max(gain_s + WORTHWHILE * p.now_s, ctx.thresholds.grow * cost_s)
+    price = ctx.price(forecast, ctx.thresholds.thrift)
+    now_s = forecast.now_s * (1.0 + price * len(forecast.devices))
+    least_s = max(gain_s + WORTHWHILE * forecast.now_s, ctx.thresholds.grow * cost_s)
 
     def look() -> Found | None:
         return mixed_search.best(
-            p,
-            ctx.max_mixed_devices(p, ctx.max_devices(p)),
-            lambda step_s, devices: (p.steps_left * step_s + cost_s) * (1.0 + price * devices),
+            forecast,
+            ctx.max_mixed_devices(forecast, ctx.max_devices(forecast)),
+            lambda step_s, devices: (forecast.left.seconds(step_s) + cost_s) * (1.0 + price * devices),
             now_s - least_s,
-            lambda x: _is_faster(p, x) and fits_beside(p, x) and ctx.costs.within_budget(p, x),
+            lambda x: _is_faster(forecast, x) and fits_beside(forecast, x) and ctx.costs.within_budget(forecast, x),
         )
 
-    found = as_if_free(ctx.ledger, p, look)
-    own = {d.id for d in p.devices}
-    if found is None or not ctx.may_backfill(p, found[0], [d for d in found[1] if d.id not in own]):
+    found = as_if_free(ctx.ledger, forecast, look)
+    own = {d.id for d in forecast.devices}
+    if found is None or not ctx.may_backfill(forecast, found[0], [d for d in found[1] if d.id not in own]):
         return None
     return found
 
 
-def _scale_up_one(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], may_mix: bool) -> None:
-    found = ctx.find_with_own(p, offers)
+def _scale_up_one(ctx: PassContext, forecast: JobForecast, offers: Sequence[Estimate], may_mix: bool) -> None:
+    found = ctx.find_with_own(forecast, offers)
     if may_mix:
-        found = _find_mixed(ctx, p, ctx.gain_s(p, found[0]) if found is not None else 0.0) or found
+        found = _find_mixed(ctx, forecast, ctx.gain_s(forecast, found[0]) if found is not None else 0.0) or found
     if found is None:
         return
     offer, devices = found
-    own = {d.id for d in p.devices}
+    own = {d.id for d in forecast.devices}
     more = [d for d in devices if d.id not in own]
     ctx.ledger.take(more, {}, {})
-    ctx.view.quotas.take(p.job.spec, len(more))
-    ctx.occupy(p, offer, more)
-    ctx.spare -= max(len(devices) - max(ctx.sizes.get(p.job.id, 0), len(p.devices)), 0)
-    saved_s, cost_s = p.now_s - p.left_s(offer), ctx.costs.cost_s(p, offer)
-    saved = f"saves {duration(saved_s)} of {duration(p.now_s)}, for {duration(cost_s)}{shared_by(offer)}"
-    ctx.migrate(p, offer, devices, saved)
+    ctx.view.quotas.take(forecast.job.spec, len(more))
+    ctx.occupy(forecast, offer, more)
+    ctx.spare -= max(len(devices) - max(ctx.sizes.get(forecast.job.id, 0), len(forecast.devices)), 0)
+    saved_s, cost_s = forecast.now_s - forecast.left_s(offer), ctx.costs.cost_s(forecast, offer)
+    saved = f"saves {duration(saved_s)} of {duration(forecast.now_s)}, for {duration(cost_s)}{shared_by(offer)}"
+    ctx.migrate(forecast, offer, devices, saved)
 
 
-def _is_now(p: JobForecast, offer: Estimate) -> bool:
-    now = p.now
+def _is_now(forecast: JobForecast, offer: Estimate) -> bool:
+    now = forecast.now
     return now is not None and (offer.plan, offer.shape, offer.by_type) == (now.plan, now.shape, now.by_type)
 
 
-def _is_faster(p: JobForecast, offer: Estimate) -> bool:
+def _is_faster(forecast: JobForecast, offer: Estimate) -> bool:
     """True where an offer is predicted faster than the current one; a measured slowness would migrate along."""
-    return p.now is None or offer.step_time_s < p.now.step_time_s
+    return forecast.now is None or offer.step_time_s < forecast.now.step_time_s
 
 
 # --- those whose speed is not known -----------------------------------------------------------------------------------

@@ -23,7 +23,9 @@ def shrink_to_share(ctx: PassContext, eviction: EvictionPlan, preemptible: Conta
         preemptible: victims by right of priority or guarantee: these shrink no further than they must.
     """
     changes = [
-        c if c.v.job.id in preemptible else _to_share(ctx, c, max(ctx.sizes.get(c.v.job.id, 0), c.v.curve.least))
+        c
+        if c.victim.job.id in preemptible
+        else _to_share(ctx, c, max(ctx.sizes.get(c.victim.job.id, 0), c.victim.curve.least))
         for c in eviction.changes
     ]
     return replace(eviction, changes=tuple(changes))
@@ -34,16 +36,16 @@ def _to_share(ctx: PassContext, change: Change, share: int) -> Change:
     offer_now = change.offer
     if offer_now is None or share >= offer_now.devices:
         return change
-    v = change.v
+    victim = change.victim
     here = per_host(change.devices)
     host = max(here, key=lambda h: (here[h], h))
 
     def is_fit(x: Estimate) -> bool:
         # Down to its share it is not stopped where for less it is moved alive.
-        is_dear = ctx.costs.cost_s(v, x) > ctx.costs.cost_s(v, offer_now)
+        is_dear = ctx.costs.cost_s(victim, x) > ctx.costs.cost_s(victim, offer_now)
         return len(x.shape) == 1 and x.devices == share <= here[host] and not is_dear
 
-    offer = next((x for x in v.curve.upto(share) if is_fit(x) and ctx.may_move_for_others(v, x)), None)
+    offer = next((x for x in victim.curve.upto(share) if is_fit(x) and ctx.may_move_for_others(victim, x)), None)
     if offer is None:
         return change
     devices = [d for d in change.devices if d.host == host and d.name == offer.device_type][: offer.devices]

@@ -17,7 +17,7 @@ from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.request_grant import Grant, allocate, place_again
 from clusterd.core.allocation.suspend import awaits_start_of_other, can_stop, fits_cores, suspendable, suspended_for
 from clusterd.core.allocation.victim_search import EvictionPlan
-from clusterd.core.estimates.availability import EarliestStart, Hold
+from clusterd.core.estimates.availability import AvailabilityForecast, EarliestStart, Hold
 from clusterd.core.estimates.backfill import Backfill
 from clusterd.core.estimates.expected_time import Ends, ends_of_modelled, ends_of_request
 from clusterd.core.estimates.job_forecast import WORTHWHILE, JobForecast
@@ -51,58 +51,60 @@ def start_waiting(
         handovers: see `take_handovers`.
     """
     if job.id in handovers:
-        if not _start_handed_over(ctx, forecasts[job.id], handovers[job.id]):
-            handover = ctx.view.handovers[job.id]
-            reason = suspended_for(ctx.view, handover)
-            ctx.proposal.refusals.append(Refusal(job.id, reason, devices=handover.offer.devices))
-        return
-    if (suspended := awaits_start_of_other(ctx.view, job.id)) is not None:
-        ctx.proposal.refusals.append(Refusal(job.id, suspended))
-        return
-    p = forecasts[job.id] if job.model else None
-    if p is not None and not p.curve.is_request:
-        _start_modelled(ctx, p)
-        return
-    ends = ends_of_request(job, ctx.view.run_times, ctx.view.now_s)
-    alike = _alike(job, ctx.view, ends)
-    if alike is not None and (same := ctx.refused.get(alike)) is not None:
-        ctx.proposal.refusals.append(Refusal(job.id, same.reason, same.is_permanent, same.devices, same.is_shortage))
-        return
-    if (refusal := _start_request(ctx, p or forecasts[job.id], ends)) is not None:
-        if alike is not None:
-            ctx.refused[alike] = refusal
+        refusal = _start_handed_over(ctx, forecasts[job.id], handovers[job.id])
+    elif (suspended := awaits_start_of_other(ctx.view, job.id)) is not None:
+        refusal = Refusal(job.id, suspended)
+    elif job.model and forecasts[job.id].has_model:
+        refusal = _start_modelled(ctx, forecasts[job.id])
+    else:
+        refusal = _start_request_like_others(ctx, forecasts[job.id])
+    if refusal is not None:
         ctx.proposal.refusals.append(refusal)
 
 
-def _start_handed_over(ctx: PassContext, p: JobForecast, devices: list[Device]) -> bool:
-    """Start a job on the devices that it handovers; False: not all are free, or cores or memory beside them are not."""
-    handover = ctx.view.handovers[p.job.id]
+def _start_handed_over(ctx: PassContext, forecast: JobForecast, devices: list[Device]) -> Refusal | None:
+    """Start a job on the devices of its handover, or refuse while these, or cores or memory beside them, are busy."""
+    job, handover = forecast.job, ctx.view.handovers[forecast.job.id]
+    refusal = Refusal(job.id, suspended_for(ctx.view, handover), devices=handover.offer.devices)
     if len(devices) < handover.offer.devices:
-        return False
+        return refusal
     ctx.ledger.put(devices, {}, {})
-    if p.curve.is_request:  # the handover may be of devices whose cores alone it needs
-        answer = allocate(p.job, ctx.view)
-        if isinstance(answer, Grant):
-            _grant(ctx, p.job, answer, ends_of_request(p.job, ctx.view.run_times, ctx.view.now_s))
-            return True
-    elif fits_cores(ctx, p, handover, devices):
-        _start(ctx, p, handover.offer, devices)
-        return True
-    ctx.ledger.take(devices, {}, {})
-    return False
+    # Without a model the handover may be of devices whose cores alone it needs.
+    answer = allocate(job, ctx.view) if not forecast.has_model else None
+    if isinstance(answer, Grant):
+        _grant(ctx, job, answer, ends_of_request(job, ctx.view.run_times, ctx.view.now_s))
+    elif answer is None and fits_cores(ctx.ledger, job, handover, devices):
+        _start(ctx, forecast, handover.offer, devices)
+    else:
+        ctx.ledger.take(devices, {}, {})
+        return refusal
+    return None
 
 
 # --- jobs without a performance model -----------------------------------------------------------------------------
 
 
-def _start_request(ctx: PassContext, p: JobForecast, ends: Ends) -> Refusal | None:
+def _start_request_like_others(ctx: PassContext, forecast: JobForecast) -> Refusal | None:
+    """Start the job on what it requests, or refuse; one that asks for what another was refused is refused alike."""
+    job = forecast.job
+    ends = ends_of_request(job, ctx.view.run_times, ctx.view.now_s)
+    alike = _alike(job, ctx.view, ends)
+    if alike is not None and (same := ctx.refused.get(alike)) is not None:
+        return replace(same, job=job.id)
+    refusal = _start_request(ctx, forecast, ends)
+    if alike is not None and refusal is not None:
+        ctx.refused[alike] = refusal
+    return refusal
+
+
+def _start_request(ctx: PassContext, forecast: JobForecast, ends: Ends) -> Refusal | None:
     """Start the job on what it requests, or refuse."""
-    job = p.job
+    job = forecast.job
     answer = allocate(job, ctx.view)
-    if isinstance(answer, Grant) and not ctx.admits(hold := _hold_of(ctx, job, answer, ends)):
+    if isinstance(answer, Grant) and not ctx.admits(hold := _hold_of(ctx.view, job, answer, ends)):
         answer = _grant_within_limits(ctx, job, answer, ends) or _may_not_pass(ctx, job, len(hold.devices))
     if isinstance(answer, Refusal):
-        return _free_for_request(ctx, p, answer, ends) if answer.is_shortage else answer
+        return _free_for_request(ctx, forecast, answer, ends) if answer.is_shortage else answer
     _grant(ctx, job, answer, ends)
     return None
 
@@ -120,16 +122,16 @@ def _grant_within_limits(ctx: PassContext, job: Job, grant: Grant, ends: Ends) -
     return None
 
 
-def _hold_of(ctx: PassContext, job: Job, grant: Grant, ends: Ends) -> Hold:
+def _hold_of(view: View, job: Job, grant: Grant, ends: Ends) -> Hold:
     """Resources that a job without a performance model would hold."""
     where = grant.placement
-    devices = held(ctx.view.hosts, ((place.host, place.device) for place in where.ranks))
+    devices = held(view.hosts, ((place.host, place.device) for place in where.ranks))
     return Hold(job, ends, devices, where.cores, where.memory_bytes)
 
 
 def _grant(ctx: PassContext, job: Job, grant: Grant, ends: Ends) -> None:
     """Start a job without a performance model on what it was granted."""
-    where, hold = grant.placement, _hold_of(ctx, job, grant, ends)
+    where, hold = grant.placement, _hold_of(ctx.view, job, grant, ends)
     ctx.hold(hold)
     ctx.view.quotas.take(job.spec, len(hold.devices))
     ctx.ledger.take_places(where.ranks, where.cores, where.memory_bytes, job.spec.resources.share)
@@ -137,38 +139,42 @@ def _grant(ctx: PassContext, job: Job, grant: Grant, ends: Ends) -> None:
     ctx.proposal.starts.append(start)
 
 
-def _free_for_request(ctx: PassContext, p: JobForecast, shortage: Refusal, ends: Ends) -> Refusal:
+def _free_for_request(ctx: PassContext, forecast: JobForecast, shortage: Refusal, ends: Ends) -> Refusal:
     """Free devices for a job without a performance model, or reserve what it will get."""
 
     def look(free: Ledger) -> Grant | None:
-        answer = allocate(p.job, ctx.view, free)
+        answer = allocate(forecast.job, ctx.view, free)
         return answer if isinstance(answer, Grant) else None
 
     def find(free: Ledger) -> Placement | None:
         answer = look(free)
-        return answer.placement if answer is not None and ctx.admits(_hold_of(ctx, p.job, answer, ends)) else None
+        return (
+            answer.placement
+            if answer is not None and ctx.admits(_hold_of(ctx.view, forecast.job, answer, ends))
+            else None
+        )
 
     if are_being_freed(ctx, find):
         return _served(ctx, replace(shortage, reason="devices for it are being freed"))
-    if (eviction := evict_by_right(ctx, p)) is not None:
-        return _served(ctx, _given_up(p, eviction))
+    if (eviction := evict_by_right(ctx, forecast)) is not None:
+        return _served(ctx, _given_up(forecast, eviction))
     may_suspend = ends.foreseen_s < inf and bool(suspendable(ctx))
-    found = ctx.forecast.first(look) if ctx.backfill is None or may_suspend else None
+    found = ctx.availability.first(look) if ctx.backfill is None or may_suspend else None
     if found is not None and may_suspend:
-        eviction = suspend_by_value(ctx, p, p.curve.offers, found[0] + p.steps_left)
+        eviction = suspend_by_value(ctx, forecast, forecast.curve.offers, found[0] + forecast.now_s)
         if eviction is not None:
-            return _served(ctx, _given_up(p, eviction))
+            return _served(ctx, _given_up(forecast, eviction))
     if ctx.backfill is None and found is not None:
         at_s, grant = found
-        reserve(ctx, p, at_s, lambda free: place_again(p.job, grant, free))
+        reserve(ctx, forecast, at_s, lambda free: place_again(forecast.job, grant, free))
     return shortage
 
 
-def _given_up(p: JobForecast, eviction: EvictionPlan) -> Refusal:
+def _given_up(forecast: JobForecast, eviction: EvictionPlan) -> Refusal:
     """Refusal of a job for which others give up devices in this pass."""
-    names = [change.v.job.spec.name for change in eviction.changes]
+    names = [change.victim.job.spec.name for change in eviction.changes]
     verb = ("gives" if len(names) == 1 else "give") + " up devices for it"
-    return Refusal(p.job.id, f"{' and '.join(names)} {verb}", devices=eviction.offer.devices)
+    return Refusal(forecast.job.id, f"{' and '.join(names)} {verb}", devices=eviction.offer.devices)
 
 
 def _served(ctx: PassContext, refusal: Refusal) -> Refusal:
@@ -199,44 +205,53 @@ def _may_not_pass(ctx: PassContext, job: Job, devices: int) -> Refusal:
 # --- jobs with a performance model --------------------------------------------------------------------------------
 
 
-def _start_modelled(ctx: PassContext, p: JobForecast) -> None:
-    if ctx.ledger.total < p.curve.least and ctx.considered >= MOST_CONSIDERED:
-        _refuse(ctx, p, None)
-        return
-    beyond = ctx.view.quotas.why_not(p.job.spec, p.curve.least)
-    if beyond is not None:
-        ctx.proposal.refusals.append(Refusal(p.job.id, beyond))
-        return
-    want = min(max(ctx.sizes.get(p.job.id, 0), p.curve.least), ctx.view.quotas.left(p.job.spec))
-    offers = p.curve.upto(want)
-    offers = tuple(sorted(offers, key=lambda x: ctx.burden_s(p, x)))
-    found = _or_mixed(ctx, p, want, _find(ctx, p, offers))
-    if found is not None and not ctx.may_backfill(p, *found):
-        found = _find_within_limits(ctx, p, offers)
-    if found is not None and (ctx.considered >= MOST_CONSIDERED or _is_best(ctx, p, found[0], offers[0])):
-        _start(ctx, p, *found)
-        return
-    if ctx.considered >= MOST_CONSIDERED:
-        _refuse(ctx, p, None)
-        return
+def _start_modelled(ctx: PassContext, forecast: JobForecast) -> Refusal | None:
+    """Start the job on the best offer for it, free devices for it, or refuse."""
+    job, curve, is_late = forecast.job, forecast.curve, ctx.considered >= MOST_CONSIDERED
+    if is_late and ctx.ledger.total < curve.least:
+        return _shortage(forecast, curve.points[curve.least])
+    if (beyond := ctx.view.quotas.why_not(job.spec, curve.least)) is not None:
+        return Refusal(job.id, beyond)
+    want = min(max(ctx.sizes.get(job.id, 0), curve.least), ctx.view.quotas.left(job.spec))
+    offers = sorted(curve.upto(want), key=lambda x: ctx.burden_s(forecast, x))
+    found = _or_mixed(ctx, forecast, want, _find(ctx.ledger, job, offers))
+    if found is not None and not ctx.may_backfill(forecast, *found):
+        found = _find_within_limits(ctx, forecast, offers)
+    if found is not None and (is_late or _is_best(ctx, forecast, found[0], offers[0])):
+        _start(ctx, forecast, *found)
+        return None
+    if is_late:
+        return _shortage(forecast, curve.points[curve.least])
     ctx.considered += 1
-    earliest_start = ctx.forecast.earliest_start(p.job, offers, lambda x: ctx.burden_s(p, x))
-    if found is not None and not _better_later(ctx, p, found[0], earliest_start):
-        ends_s = _grown_s(ctx, p, found[0], earliest_start)
+    return _start_now_or_later(ctx, forecast, offers, found)
+
+
+def _start_now_or_later(
+    ctx: PassContext, forecast: JobForecast, offers: Sequence[Estimate], found: Found | None
+) -> Refusal | None:
+    """Start the job on what was found unless a later start, or freeing devices of others, is better."""
+    earliest_start = ctx.availability.earliest_start(forecast.job, offers, lambda x: ctx.burden_s(forecast, x))
+    if found is not None and not _better_later(ctx, forecast, found[0], earliest_start):
+        ends_s = _grown_s(ctx, forecast, found[0], earliest_start)
     else:
-        found, ends_s = None, float("inf")
+        found, ends_s = None, inf
         if earliest_start is not None:
-            ends_s = earliest_start.at_s + ctx.burden_s(p, earliest_start.offer)
-    if (reason := _free_for_modelled(ctx, p, offers, ends_s, earliest_start if found is None else None)) is not None:
-        ctx.proposal.refusals.append(_served(ctx, reason))
-    elif found is not None:
-        _start(ctx, p, *found)
-    else:
-        _refuse(ctx, p, earliest_start)
+            ends_s = earliest_start.at_s + ctx.burden_s(forecast, earliest_start.offer)
+    refusal = _free_for_modelled(ctx, forecast, offers, ends_s, earliest_start if found is None else None)
+    if refusal is not None:
+        return _served(ctx, refusal)
+    if found is None:
+        return _wait(ctx, forecast, earliest_start)
+    _start(ctx, forecast, *found)
+    return None
 
 
 def _free_for_modelled(
-    ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], ends_s: float, earliest_start: EarliestStart | None
+    ctx: PassContext,
+    forecast: JobForecast,
+    offers: Sequence[Estimate],
+    ends_s: float,
+    earliest_start: EarliestStart | None,
 ) -> Refusal | None:
     """Free devices for a job with a performance model; None: it is not worth it, or cannot be.
 
@@ -246,29 +261,35 @@ def _free_for_modelled(
     least = offers[-1] if ends_s == inf else offers[0]
 
     def find(free: Ledger) -> Placement | None:
-        devices = free.find(p.job, least)
-        return bind(p.job, least, devices) if devices is not None and ctx.may_backfill(p, least, devices) else None
+        devices = free.find(forecast.job, least)
+        return (
+            bind(forecast.job, least, devices)
+            if devices is not None and ctx.may_backfill(forecast, least, devices)
+            else None
+        )
 
     if ctx.ledger.total < least.devices and are_being_freed(ctx, find):
-        return Refusal(p.job.id, "devices for it are being freed", devices=least.devices)
-    if (eviction := evict_by_value(ctx, p, offers, ends_s)) is not None:
+        return Refusal(forecast.job.id, "devices for it are being freed", devices=least.devices)
+    if (eviction := evict_by_value(ctx, forecast, offers, ends_s)) is not None:
         devices = eviction.offer.devices
-        return Refusal(p.job.id, f"its {devices} devices are being freed", devices=devices)
+        return Refusal(forecast.job.id, f"its {devices} devices are being freed", devices=devices)
     waits_s = earliest_start.at_s if earliest_start is not None else ends_s
-    waited_s = ctx.view.now_s - p.job.queued_s
-    if waits_s > ctx.costs.move_s(p.job) and waited_s > LOAN_WAIT * p.left_s(least):
-        eviction = evict_by_right(ctx, p)
+    waited_s = ctx.view.now_s - forecast.job.queued_s
+    if waits_s > ctx.costs.move_s(forecast.job) and waited_s > LOAN_WAIT * forecast.left_s(least):
+        eviction = evict_by_right(ctx, forecast)
     if eviction is None:
-        eviction = suspend_by_value(ctx, p, offers, ends_s)
-    return _given_up(p, eviction) if eviction is not None else None
+        eviction = suspend_by_value(ctx, forecast, offers, ends_s)
+    return _given_up(forecast, eviction) if eviction is not None else None
 
 
-def _is_best(ctx: PassContext, p: JobForecast, offer: Estimate, single: Estimate) -> bool:
+def _is_best(ctx: PassContext, forecast: JobForecast, offer: Estimate, single: Estimate) -> bool:
     """True where an offer is as good as the best one on a single device type."""
-    return offer == single or (bool(offer.device_types) and ctx.burden_s(p, offer) <= ctx.burden_s(p, single))
+    return offer == single or (
+        bool(offer.device_types) and ctx.burden_s(forecast, offer) <= ctx.burden_s(forecast, single)
+    )
 
 
-def _or_mixed(ctx: PassContext, p: JobForecast, want: int, found: Found | None) -> Found | None:
+def _or_mixed(ctx: PassContext, forecast: JobForecast, want: int, found: Found | None) -> Found | None:
     """The offer found for a queued job, or mixed devices where these are better."""
     if ctx.mixed_search is None or ctx.mixed_search.left <= 0:
         return found
@@ -276,65 +297,71 @@ def _or_mixed(ctx: PassContext, p: JobForecast, want: int, found: Found | None) 
     if found is not None and ctx.spare <= 0:
         return found
     ctx.mixed_search.left -= 1
-    price = ctx.price(p, ctx.thresholds.price)
+    price = ctx.price(forecast, ctx.thresholds.price)
     mixed = ctx.mixed_search.best(
-        p,
-        ctx.max_mixed_devices(p, want),
-        lambda step_s, devices: p.steps_left * step_s * (1.0 + price * devices),
-        (1.0 - WORTHWHILE) * ctx.burden_s(p, found[0]) if found is not None else float("inf"),
+        forecast,
+        ctx.max_mixed_devices(forecast, want),
+        lambda step_s, devices: forecast.left.seconds(step_s) * (1.0 + price * devices),
+        (1.0 - WORTHWHILE) * ctx.burden_s(forecast, found[0]) if found is not None else float("inf"),
     )
-    if mixed is None or not ctx.may_backfill(p, *mixed):
+    if mixed is None or not ctx.may_backfill(forecast, *mixed):
         return found
     return mixed
 
 
-def _find(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], ledger: Ledger | None = None) -> Found | None:
-    ledger = ledger if ledger is not None else ctx.ledger
+def _find(ledger: Ledger, job: Job, offers: Sequence[Estimate]) -> Found | None:
+    """First of these offers that the ledger has devices for."""
     for offer in offers:
         if offer.devices <= ledger.total:
-            devices = ledger.find(p.job, offer)
+            devices = ledger.find(job, offer)
             if devices is not None:
                 return offer, devices
     return None
 
 
-def _find_within_limits(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate]) -> Found | None:
+def _find_within_limits(ctx: PassContext, forecast: JobForecast, offers: Sequence[Estimate]) -> Found | None:
     """First of these offers that fits beside the place of the job with the reservation."""
     for offer in offers:
-        ends = ends_of_modelled(p.job, p.left_s(offer), ctx.view.now_s)
-        for free in ctx.limited(p.job, ends):
-            if (found := _find(ctx, p, [offer], free)) is not None:
+        ends = ends_of_modelled(forecast.job, forecast.left_s(offer), ctx.view.now_s)
+        for free in ctx.limited(forecast.job, ends):
+            if (found := _find(free, forecast.job, [offer])) is not None:
                 return found
     return None
 
 
-def _better_later(ctx: PassContext, p: JobForecast, offer: Estimate, earliest_start: EarliestStart | None) -> bool:
+def _better_later(
+    ctx: PassContext, forecast: JobForecast, offer: Estimate, earliest_start: EarliestStart | None
+) -> bool:
     """True where waiting for a better offer ends sooner than starting now, later growth included."""
     if earliest_start is None:
         return False
-    return earliest_start.at_s + ctx.burden_s(p, earliest_start.offer) < _grown_s(ctx, p, offer, earliest_start)
+    return earliest_start.at_s + ctx.burden_s(forecast, earliest_start.offer) < _grown_s(
+        ctx, forecast, offer, earliest_start
+    )
 
 
-def _grown_s(ctx: PassContext, p: JobForecast, offer: Estimate, earliest_start: EarliestStart | None) -> float:
+def _grown_s(ctx: PassContext, forecast: JobForecast, offer: Estimate, earliest_start: EarliestStart | None) -> float:
     """Burden of starting now: staying, or migrating to the better offer once it is free, whichever is less."""
-    now_s = ctx.burden_s(p, offer)
+    now_s = ctx.burden_s(forecast, offer)
     if earliest_start is None:
         return now_s
-    best_s = ctx.burden_s(p, earliest_start.offer)
-    meanwhile_s = earliest_start.at_s * now_s / max(p.left_s(offer), 1e-9)  # its devices paid for
-    grown_s = meanwhile_s + ctx.costs.move_s(p.job) + best_s * max(1.0 - earliest_start.at_s / max(now_s, 1e-9), 0.0)
+    best_s = ctx.burden_s(forecast, earliest_start.offer)
+    meanwhile_s = earliest_start.at_s * now_s / max(forecast.left_s(offer), 1e-9)  # its devices paid for
+    grown_s = (
+        meanwhile_s + ctx.costs.move_s(forecast.job) + best_s * max(1.0 - earliest_start.at_s / max(now_s, 1e-9), 0.0)
+    )
     return min(now_s, grown_s)
 
 
-def _start(ctx: PassContext, p: JobForecast, offer: Estimate, devices: list[Device]) -> None:
-    where = bind(p.job, offer, devices)
-    ctx.occupy(p, offer, devices)
+def _start(ctx: PassContext, forecast: JobForecast, offer: Estimate, devices: list[Device]) -> None:
+    where = bind(forecast.job, offer, devices)
+    ctx.occupy(forecast, offer, devices)
     ctx.ledger.take(devices, where.cores, where.memory_bytes)
-    ctx.view.quotas.take(p.job.spec, len(devices))
-    ctx.spare -= max(len(devices) - ctx.sizes.get(p.job.id, 0), 0)
+    ctx.view.quotas.take(forecast.job.spec, len(devices))
+    ctx.spare -= max(len(devices) - ctx.sizes.get(forecast.job.id, 0), 0)
     if ctx.mixed_search is not None:
-        ctx.started.append(PlannedStart(p, offer, devices, len(ctx.proposal.starts)))
-    ctx.proposal.starts.append(started_as(p, offer, devices))
+        ctx.started.append(PlannedStart(forecast, offer, devices, len(ctx.proposal.starts)))
+    ctx.proposal.starts.append(started_as(forecast, offer, devices))
 
 
 def exchange_devices(ctx: PassContext) -> None:
@@ -346,27 +373,32 @@ def exchange_devices(ctx: PassContext) -> None:
         return
     found = assign(ctx.started, ctx.view, ctx.mixed_search, ctx.ledger)
     for one, (offer, devices) in zip(ctx.started, found or [], strict=False):
-        ctx.proposal.starts[one.number] = started_as(one.p, offer, devices)
+        ctx.proposal.starts[one.number] = started_as(one.forecast, offer, devices)
 
 
-def _refuse(ctx: PassContext, p: JobForecast, earliest_start: EarliestStart | None) -> None:
-    least = p.curve.points[p.curve.least]
-    offer = least if earliest_start is None else earliest_start.offer
-    if earliest_start is not None:
-        if ctx.backfill is None:
-            reserve(ctx, p, earliest_start.at_s, lambda free: _place_of(p, offer, free))
-        ctx.forecast.take(offer.device_type, earliest_start.hosts)
+def _wait(ctx: PassContext, forecast: JobForecast, earliest_start: EarliestStart | None) -> Refusal:
+    """Keep the devices of the job's earliest start for it; returns what it waits for."""
+    if earliest_start is None:
+        return _shortage(forecast, forecast.curve.points[forecast.curve.least])
+    offer = earliest_start.offer
+    if ctx.backfill is None:
+        reserve(ctx, forecast, earliest_start.at_s, lambda free: _place_of(forecast, offer, free))
+    ctx.availability.take(offer.device_type, earliest_start.hosts)
+    return _shortage(forecast, offer)
+
+
+def _shortage(forecast: JobForecast, offer: Estimate) -> Refusal:
     reason = f"waits for {counted(offer.devices, 'free device')}, on which {offer.plan} is worth it"
-    ctx.proposal.refusals.append(Refusal(p.job.id, reason, devices=offer.devices, is_shortage=True))
+    return Refusal(forecast.job.id, reason, devices=offer.devices, is_shortage=True)
 
 
-def _place_of(p: JobForecast, offer: Estimate, free: Ledger) -> Placement | None:
+def _place_of(forecast: JobForecast, offer: Estimate, free: Ledger) -> Placement | None:
     """Placement of a job under an offer on free devices; None: it does not fit."""
-    devices = free.find(p.job, offer)
-    return bind(p.job, offer, devices) if devices is not None else None
+    devices = free.find(forecast.job, offer)
+    return bind(forecast.job, offer, devices) if devices is not None else None
 
 
-def reserve(ctx: PassContext, p: JobForecast, at_s: float, find: Callable[[Ledger], Placement | None]) -> None:
+def reserve(ctx: PassContext, forecast: JobForecast, at_s: float, find: Callable[[Ledger], Placement | None]) -> None:
     """Give the first blocked job its reservation.
 
     Args:
@@ -374,19 +406,19 @@ def reserve(ctx: PassContext, p: JobForecast, at_s: float, find: Callable[[Ledge
         find: place of the job in a ledger.
     """
     now_s, before = ctx.view.now_s, ctx.view.reservation
-    if before is not None and before.job != p.job.id:
+    if before is not None and before.job != forecast.job.id:
         before = None
     soonest_s = min(at_s, max(before.at_s - now_s, 0.0)) if before is not None else at_s
-    backfill = Backfill(at_s, soonest_s, ctx.forecast.ledger_at(at_s), find)
+    backfill = Backfill(at_s, soonest_s, ctx.availability.ledger_at(at_s), find)
     if backfill.place is None:
         return
     # The offers of a job with a model change as its speed is learned: nothing is promised to it.
-    if not p.job.model:
+    if not forecast.job.model:
         promised_s = before.latest_s - now_s if before is not None and before.latest_s is not None else inf
-        backfill.bound = _bound(ctx, backfill.place, promised_s, find)
-    awaited = ctx.forecast.awaited(at_s, backfill.place)
+        backfill.bound = _bound(ctx.availability, backfill.place, promised_s, find)
+    awaited = ctx.availability.awaited(at_s, backfill.place)
     promise = Reservation(
-        p.job.id,
+        forecast.job.id,
         now_s + at_s if before is None else min(now_s + at_s, before.at_s),
         now_s + backfill.bound.at_s if backfill.bound is not None else None,
         tuple(sorted(hold.job.id for hold in awaited)),
@@ -394,22 +426,22 @@ def reserve(ctx: PassContext, p: JobForecast, at_s: float, find: Callable[[Ledge
     )
     # Once the expected start has passed, devices are idle for the promised one only.
     is_past = backfill.bound is not None and soonest_s <= 0.0
-    ctx.backfill, ctx.reserved_for = backfill.bound if is_past else backfill, p.job.id
+    ctx.backfill, ctx.reserved_for = backfill.bound if is_past else backfill, forecast.job.id
     if backfill.bound is not None:
-        _stop_who_owes(ctx, p, backfill.bound)
+        _stop_who_owes(ctx, forecast, backfill.bound)
     if not ctx.is_served and (before is None or _differs(promise, before)):
         ctx.proposal.reservation = promise
 
 
 def _bound(
-    ctx: PassContext, place: Placement, promised_s: float, find: Callable[[Ledger], Placement | None]
+    availability: AvailabilityForecast, place: Placement, promised_s: float, find: Callable[[Ledger], Placement | None]
 ) -> Backfill | None:
     """Limits of the promised start: the first at which the job fits on the hosts of a place by time limits alone.
 
     Args:
         promised_s: start that was promised before, in seconds from now: it is kept where hosts and claims allow it.
     """
-    by_limits = ctx.forecast.by_limits()
+    by_limits = availability.by_limits()
     found = by_limits.first(lambda free: find(free.only(place.cores)))
     for at_s in sorted({promised_s, found[0] if found is not None else inf}):
         if 0.0 <= at_s < inf:
@@ -419,13 +451,21 @@ def _bound(
     return None
 
 
-def _stop_who_owes(ctx: PassContext, p: JobForecast, bound: Backfill) -> None:
+def _stop_who_owes(ctx: PassContext, forecast: JobForecast, bound: Backfill) -> None:
     """Stop the jobs at the place of a promised one that were to end before, in time for its start."""
-    for v in ctx.holding:
-        is_near = bound.at_s <= ctx.thresholds.pause_s(ctx.costs.restart_s(v.job))
-        if is_near and ctx.owes(v.job) and v.job.id not in ctx.moved and bound.needs(v.devices) and can_stop(ctx, v):
-            ctx.moved.add(v.job.id)
-            ctx.proposal.preempts.append(Preempt(v.job.id, f"suspended for {p.job.spec.name}: its start was promised"))
+    for victim in ctx.holding:
+        is_near = bound.at_s <= ctx.thresholds.pause_s(ctx.costs.restart_s(victim.job))
+        if (
+            is_near
+            and ctx.owes(victim.job)
+            and victim.job.id not in ctx.moved
+            and bound.needs(victim.devices)
+            and can_stop(ctx, victim)
+        ):
+            ctx.moved.add(victim.job.id)
+            ctx.proposal.preempts.append(
+                Preempt(victim.job.id, f"suspended for {forecast.job.spec.name}: its start was promised")
+            )
 
 
 def _differs(promise: Reservation, before: Reservation) -> bool:
@@ -436,14 +476,12 @@ def _differs(promise: Reservation, before: Reservation) -> bool:
     return not is_same or before.at_s - promise.at_s > AT_ONCE_S
 
 
-def started_as(p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> Start:
+def started_as(forecast: JobForecast, offer: Estimate, devices: Sequence[Device]) -> Start:
     """Start of a job under an offer on these devices."""
-    where = bind(p.job, offer, devices)
-    reason = (
-        f"{offer.plan} on {_names(devices)}{shared_by(offer)}: {duration(p.left_s(offer))} to go, by what is known of "
-        "its speed"
-    )
-    return Start(p.job.id, offer.plan, where.ranks, where.cores, where.memory_bytes, reason)
+    where = bind(forecast.job, offer, devices)
+    left = duration(forecast.left_s(offer))
+    reason = f"{offer.plan} on {_names(devices)}{shared_by(offer)}: {left} to go, by what is known of its speed"
+    return Start(forecast.job.id, offer.plan, where.ranks, where.cores, where.memory_bytes, reason)
 
 
 def _names(devices: Sequence[Device]) -> str:

@@ -6,6 +6,7 @@ like any other. Suspension and handover are one transaction in the state.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf
 
 from clusterd.core.allocation.pass_context import PassContext
@@ -15,9 +16,9 @@ from clusterd.core.estimates.availability import Hold
 from clusterd.core.estimates.can_migrate import is_settled
 from clusterd.core.estimates.expected_time import UNKNOWN
 from clusterd.core.estimates.job_forecast import JobForecast
-from clusterd.core.ledger import bind
+from clusterd.core.ledger import Ledger, bind
 from clusterd.core.reservations import Handover
-from clusterd.core.state import Attempt, Outcome
+from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.core.view import View
 from clusterd.types import Device, HostState, JobId, JobKind, JobState
 
@@ -33,18 +34,18 @@ def suspendable(ctx: PassContext) -> dict[JobId, float]:
     if ctx.suspendable is None:
         ctx.suspendable = {}
         costs = ctx.costs
-        for v in ctx.holding:
-            restart_s = costs.restart_s(v.job)
-            if v.job.spec.kind is JobKind.COMMAND and v.job.attempt is not None:
-                restart_s += ctx.view.now_s - v.job.attempt.started_s
-            preempted = sum(a.outcome is Outcome.PREEMPTED for a in v.job.attempts)
-            life_s = executed_s(v.job, ctx.view.now_s) + v.now_s
-            if (preempted + 1) * restart_s <= costs.thresholds.budget * life_s and can_stop(ctx, v):
-                ctx.suspendable[v.job.id] = restart_s
+        for victim in ctx.holding:
+            restart_s = costs.restart_s(victim.job)
+            if victim.job.spec.kind is JobKind.COMMAND and victim.job.attempt is not None:
+                restart_s += ctx.view.now_s - victim.job.attempt.started_s
+            preempted = sum(a.outcome is Outcome.PREEMPTED for a in victim.job.attempts)
+            life_s = executed_s(victim.job, ctx.view.now_s) + victim.now_s
+            if (preempted + 1) * restart_s <= costs.thresholds.budget * life_s and can_stop(ctx, victim):
+                ctx.suspendable[victim.job.id] = restart_s
     return ctx.suspendable
 
 
-def suspension_s(ctx: PassContext, v: JobForecast, p: JobForecast, for_s: float) -> float | None:
+def suspension_s(ctx: PassContext, victim: JobForecast, forecast: JobForecast, for_s: float) -> float | None:
     """Seconds that a running job loses if it is suspended for a queued one; None: it must not be.
 
     It loses a restart and the time for which the other holds its devices. It is suspended only for a job of no lower
@@ -54,24 +55,34 @@ def suspension_s(ctx: PassContext, v: JobForecast, p: JobForecast, for_s: float)
     Args:
         for_s: seconds for which the queued job runs.
     """
-    restart_s = suspendable(ctx).get(v.job.id)
-    if restart_s is None or v.now_s <= for_s + restart_s or v.job.priority > p.job.priority or v.job.id in ctx.moved:
+    restart_s = suspendable(ctx).get(victim.job.id)
+    if (
+        restart_s is None
+        or victim.now_s <= for_s + restart_s
+        or victim.job.priority > forecast.job.priority
+        or victim.job.id in ctx.moved
+    ):
         return None
-    if v.job.spec.guaranteed and v.curve.promised is None:
+    if victim.job.spec.guaranteed and victim.curve.promised is None:
         return None
     lost_s = for_s + restart_s
-    return lost_s if ctx.keeps_guarantee(v, lost_s + v.now_s) else None
+    return lost_s if ctx.keeps_guarantee(victim, lost_s + victim.now_s) else None
 
 
-def may_suspend_by_right(ctx: PassContext, v: JobForecast, p: JobForecast) -> bool:
+def may_suspend_by_right(ctx: PassContext, victim: JobForecast, forecast: JobForecast) -> bool:
     """True where a queued job may have all devices of a running one, whatever that costs it."""
-    return may_preempt(v.job, p.job) and not v.job.spec.guaranteed and v.job.id not in ctx.moved and can_stop(ctx, v)
+    return (
+        may_preempt(victim.job, forecast.job)
+        and not victim.job.spec.guaranteed
+        and victim.job.id not in ctx.moved
+        and can_stop(ctx, victim)
+    )
 
 
-def can_stop(ctx: PassContext, v: JobForecast) -> bool:
+def can_stop(ctx: PassContext, victim: JobForecast) -> bool:
     """True where a running job can save its state, or has none to save, and has run long enough since it started."""
-    job, attempt = v.job, v.job.attempt
-    if attempt is None or not is_settled(job) or not (v.devices or attempt.cores):
+    job, attempt = victim.job, victim.job.attempt
+    if attempt is None or not is_settled(job) or not (victim.devices or attempt.cores):
         return False
     if job.spec.kind is JobKind.COMMAND and not job.spec.preemptible:
         return False
@@ -79,12 +90,12 @@ def can_stop(ctx: PassContext, v: JobForecast) -> bool:
         return False
     if any(ctx.view.hosts[host].state is not HostState.UP for host in attempt.hosts):
         return False
-    return _settles_in_s(ctx, v, attempt) <= 0.0
+    return _settles_in_s(ctx, victim, attempt) <= 0.0
 
 
-def _settles_in_s(ctx: PassContext, v: JobForecast, attempt: Attempt) -> float:
+def _settles_in_s(ctx: PassContext, victim: JobForecast, attempt: Attempt) -> float:
     """Seconds until a job has run long enough since its start or its last migration to be stopped."""
-    job = v.job
+    job = victim.job
     restart_s = ctx.costs.restart_s(job) if job.spec.kind is not JobKind.COMMAND else 0.0  # it has no state to load
     last = max(attempt.started_s, *(m.ended_s or m.started_s for m in job.plan_changes[-1:]), 0.0)
     return last + ctx.thresholds.pause_s(restart_s) - ctx.view.now_s
@@ -93,9 +104,10 @@ def _settles_in_s(ctx: PassContext, v: JobForecast, attempt: Attempt) -> float:
 def next_settled_s(ctx: PassContext) -> float:
     """Seconds until the next of the running jobs may be stopped that have just started; infinite: there is none."""
     waits = [
-        _settles_in_s(ctx, v, v.job.attempt)
-        for v in ctx.holding
-        if v.job.attempt is not None and (v.job.spec.kind is not JobKind.COMMAND or v.job.spec.preemptible)
+        _settles_in_s(ctx, victim, victim.job.attempt)
+        for victim in ctx.holding
+        if victim.job.attempt is not None
+        and (victim.job.spec.kind is not JobKind.COMMAND or victim.job.spec.preemptible)
     ]
     return min((wait_s for wait_s in waits if wait_s > 0.0), default=inf)
 
@@ -111,14 +123,15 @@ def take_handovers(ctx: PassContext) -> dict[JobId, list[Device]]:
     """
     found: dict[JobId, list[Device]] = {}
     for job_id, handover in ctx.view.handovers.items():
-        if ctx.view.jobs[job_id].state is not JobState.QUEUED or not _can_be_completed(ctx, handover):
+        is_waiting = ctx.view.jobs[job_id].state is JobState.QUEUED and ctx.view.now_s - handover.since_s <= HANDOVER_S
+        if not is_waiting or not _can_be_completed(ctx.ledger, ctx.coming, handover):
             ctx.proposal.ends_handovers.append(job_id)
             continue
-        found[job_id] = devices = _handed_over(ctx, handover)
+        found[job_id] = devices = _handed_over(ctx.ledger, handover)
         ctx.ledger.take(devices, {}, {})
         if len(devices) == handover.offer.devices:
             continue
-        ctx.forecast.hold(Hold(ctx.view.jobs[job_id], UNKNOWN, devices))
+        ctx.availability.hold(Hold(ctx.view.jobs[job_id], UNKNOWN, devices))
         missing = dict(handover.hosts)
         for device in devices:
             missing[device.host] -= 1
@@ -129,22 +142,21 @@ def take_handovers(ctx: PassContext) -> dict[JobId, list[Device]]:
     return found
 
 
-def _handed_over(ctx: PassContext, handover: Handover) -> list[Device]:
+def _handed_over(ledger: Ledger, handover: Handover) -> list[Device]:
+    """Free devices among those that suspended jobs left."""
     found: list[Device] = []
     for host, count in handover.hosts.items():
-        here = ctx.ledger.devices.get(host, {}).get(handover.offer.device_type, {})
+        here = ledger.devices.get(host, {}).get(handover.offer.device_type, {})
         found += sorted(here.values(), key=lambda d: d.id)[:count]
     return found
 
 
-def _can_be_completed(ctx: PassContext, handover: Handover) -> bool:
+def _can_be_completed(ledger: Ledger, coming: Iterable[Device], handover: Handover) -> bool:
     """True while the devices are free or being freed."""
-    if ctx.view.now_s - handover.since_s > HANDOVER_S:
-        return False
     kind = handover.offer.device_type
-    coming = [d.host for d in ctx.coming if d.name == kind]
+    freed_on = [d.host for d in coming if d.name == kind]
     return all(
-        host in ctx.ledger.devices and len(ctx.ledger.devices[host].get(kind, {})) + coming.count(host) >= count
+        host in ledger.devices and len(ledger.devices[host].get(kind, {})) + freed_on.count(host) >= count
         for host, count in handover.hosts.items()
     )
 
@@ -163,10 +175,9 @@ def awaits_start_of_other(view: View, job: JobId) -> str | None:
     return None
 
 
-def fits_cores(ctx: PassContext, p: JobForecast, handover: Handover, devices: list[Device]) -> bool:
+def fits_cores(ledger: Ledger, job: Job, handover: Handover, devices: list[Device]) -> bool:
     """True where the cores and memory beside the devices are free, too."""
-    where = bind(p.job, handover.offer, devices)
-    ledger = ctx.ledger
+    where = bind(job, handover.offer, devices)
     return all(
         ledger.cores.get(host, 0) >= cores and ledger.memory_bytes.get(host, 0) >= where.memory_bytes.get(host, 0)
         for host, cores in where.cores.items()

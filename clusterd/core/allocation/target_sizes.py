@@ -18,7 +18,7 @@ from clusterd.types import JobId
 
 def by_work(forecasts: Sequence[JobForecast]) -> list[JobForecast]:
     """Jobs sorted by remaining work, most first."""
-    return sorted(forecasts, key=lambda p: (-p.work_s, p.job.submitted_s, p.job.id))
+    return sorted(forecasts, key=lambda forecast: (-forecast.work_s, forecast.job.submitted_s, forecast.job.id))
 
 
 def shares(ordered: Sequence[JobForecast], devices: int) -> dict[JobId, int]:
@@ -27,11 +27,11 @@ def shares(ordered: Sequence[JobForecast], devices: int) -> dict[JobId, int]:
     Args:
         ordered: by work, most first.
     """
-    weight = {p.job.id: float(rank) for rank, p in enumerate(ordered, 1)}
+    weight = {forecast.job.id: float(rank) for rank, forecast in enumerate(ordered, 1)}
     # Beyond this many nobody can get any: the others need not be looked at.
     contenders = ordered[-max(2 * devices, 64) :]
-    by_id = {p.job.id: p for p in contenders}
-    size = dict.fromkeys((p.job.id for p in ordered), 0)
+    by_id = {forecast.job.id: forecast for forecast in contenders}
+    size = dict.fromkeys((forecast.job.id for forecast in ordered), 0)
     left = devices
     heap: list[tuple[float, JobId, int]] = []
     first: dict[int, tuple[float, int] | None] = {}  # steps from nothing by curve: many jobs share one

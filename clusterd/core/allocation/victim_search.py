@@ -29,7 +29,7 @@ SuspensionCost = Callable[[JobForecast], float | None]
 class Change:
     """Migration of a victim to a smaller offer or to other devices, or its suspension."""
 
-    v: JobForecast
+    victim: JobForecast
     offer: Estimate | None  # None: it is suspended
     devices: list[Device]
     lost_s: float
@@ -52,7 +52,7 @@ class EvictionPlan:
     @property
     def suspended(self) -> list[JobForecast]:
         """Victims that are suspended."""
-        return [change.v for change in self.changes if change.offer is None]
+        return [change.victim for change in self.changes if change.offer is None]
 
 
 class VictimSearch:
@@ -61,15 +61,15 @@ class VictimSearch:
     def __init__(
         self,
         ledger: Ledger,
-        p: JobForecast,
+        forecast: JobForecast,
         movable: Sequence[JobForecast],
         suspension_s: SuspensionCost = lambda _: None,
     ) -> None:
-        self.ledger, self.p, self.suspension_s = ledger, p, suspension_s
+        self.ledger, self.forecast, self.suspension_s = ledger, forecast, suspension_s
         self.on_host: dict[HostId, list[JobForecast]] = {}
-        for v in movable:
-            for host in dict.fromkeys(d.host for d in v.devices):
-                self.on_host.setdefault(host, []).append(v)
+        for victim in movable:
+            for host in dict.fromkeys(d.host for d in victim.devices):
+                self.on_host.setdefault(host, []).append(victim)
 
     def make(self, offer: Estimate, sizes_of: SizesOf, cost_of: CostOf) -> EvictionPlan | None:
         """Cheapest changes after which the offer fits; None: there are none."""
@@ -77,11 +77,12 @@ class VictimSearch:
         free = {
             host: len(types.get(kind, {}))
             for host, types in self.ledger.devices.items()
-            if self.p.job.admits(self.ledger.hosts[host])
+            if self.forecast.job.admits(self.ledger.hosts[host])
         }
         # A host can give what is free on it and what those who may be moved hold there.
         reach = {
-            host: count + sum(d.host == host and d.name == kind for v in self.on_host.get(host, ()) for d in v.devices)
+            host: count
+            + sum(d.host == host and d.name == kind for victim in self.on_host.get(host, ()) for d in victim.devices)
             for host, count in free.items()
         }
         # What a host costs is known only when its jobs were asked: each alone, the cheapest together.
@@ -121,17 +122,19 @@ class VictimSearch:
         try:
             for host in sorted(missing, key=lambda h: (missing[h], h)):
                 while missing[host] > 0:
-                    changed = {c.v.job.id for c in changes}
-                    change = self._cheapest(host, kind, missing, changed, self.p.left_s(offer), sizes_of, cost_of)
+                    changed = {c.victim.job.id for c in changes}
+                    change = self._cheapest(
+                        host, kind, missing, changed, self.forecast.left_s(offer), sizes_of, cost_of
+                    )
                     if change is None:
                         return None
                     changes.append(change)
-                    own = {d.id for d in change.v.devices}
+                    own = {d.id for d in change.victim.devices}
                     stays = {d.id for d in change.devices}
                     fresh = [d for d in change.devices if d.id not in own]
                     ledger.take(fresh, {}, {})
                     taken += fresh
-                    for device in change.v.devices:
+                    for device in change.victim.devices:
                         if device.id not in stays and device.host in missing and device.name == kind:
                             missing[device.host] -= 1
             return EvictionPlan(offer, tuple(changes), tuple(now), chosen_hosts)
@@ -150,49 +153,49 @@ class VictimSearch:
     ) -> Change | None:
         """Victim on this host that loses least per missing device; None: there is none."""
         best: tuple[float, int, str, Change] | None = None
-        for v in self.on_host.get(host, ()):
-            if v.job.id in changed:
+        for victim in self.on_host.get(host, ()):
+            if victim.job.id in changed:
                 continue
             ways: list[Change] = []
-            if (found := self._elsewhere(v, kind, missing, sizes_of(v))) is not None:
+            if (found := self._elsewhere(victim, kind, missing, sizes_of(victim))) is not None:
                 offer, devices = found
                 # It is slower for as long as the other runs; then it may be moved back, or stay as it is.
-                slower_s = max(v.left_s(offer) - v.now_s, 0.0)
-                back_s = for_s * max(1.0 - v.now_s / max(v.left_s(offer), 1e-9), 0.0) + cost_of(v, offer)
-                ways.append(Change(v, offer, devices, min(slower_s, back_s) + cost_of(v, offer)))
-            if (stopped_s := self.suspension_s(v)) is not None:
-                ways.append(Change(v, None, [], stopped_s))
+                slower_s = max(victim.left_s(offer) - victim.now_s, 0.0)
+                back_s = for_s * max(1.0 - victim.now_s / max(victim.left_s(offer), 1e-9), 0.0) + cost_of(victim, offer)
+                ways.append(Change(victim, offer, devices, min(slower_s, back_s) + cost_of(victim, offer)))
+            if (stopped_s := self.suspension_s(victim)) is not None:
+                ways.append(Change(victim, None, [], stopped_s))
             for change in ways:
                 stays = {d.id for d in change.devices}
-                gives = sum(d.host == host and d.name == kind and d.id not in stays for d in v.devices)
-                key = (change.lost_s / min(gives, missing[host]) if gives else NEVER, gives, v.job.id)
+                gives = sum(d.host == host and d.name == kind and d.id not in stays for d in victim.devices)
+                key = (change.lost_s / min(gives, missing[host]) if gives else NEVER, gives, victim.job.id)
                 if gives and (best is None or key < best[:3]):
                     best = (*key, change)
         return best[3] if best is not None else None
 
     def _elsewhere(
-        self, v: JobForecast, kind: str, missing: dict[HostId, int], sizes: Sequence[Estimate]
+        self, victim: JobForecast, kind: str, missing: dict[HostId, int], sizes: Sequence[Estimate]
     ) -> tuple[Estimate, list[Device]] | None:
         """Fastest offer of a victim on free devices and on those of its own that are not needed."""
         wanted = {host: max(count, 0) for host, count in missing.items()}
         keeps: list[Device] = []
-        for device in v.devices:
+        for device in victim.devices:
             if device.name == kind and wanted.get(device.host, 0) > 0:
                 wanted[device.host] -= 1
             elif device.host in self.ledger.devices:
                 keeps.append(device)
-        if len(keeps) == len(v.devices):
+        if len(keeps) == len(victim.devices):
             return None
         per_host: dict[HostId, int] = {}
         for device in keeps:
             per_host[device.host] = per_host.get(device.host, 0) + 1
         own = {d.id for d in keeps}
-        attempt = v.job.attempt
+        attempt = victim.job.attempt
         cores, memory_bytes = (attempt.cores, attempt.memory_bytes) if attempt is not None else ({}, {})
         self.ledger.put(keeps, cores, memory_bytes)
         try:
             for offer in sizes:
-                devices = self.ledger.find(v.job, offer, per_host, own)
+                devices = self.ledger.find(victim.job, offer, per_host, own)
                 if devices is not None:
                     return offer, devices
             return None

@@ -100,7 +100,6 @@ class Curve:
     offers: tuple[Estimate, ...]  # all plans and shapes that are worth it, fastest first
     promised: Estimate | None = None  # what a guaranteed job asks for
     is_pinned: bool = False  # to a plan, of which there are no smaller ones
-    is_request: bool = False  # no speed is known: one step stands for the whole remaining time
     _upto: dict[int, tuple[Estimate, ...]] = field(default_factory=dict)
 
     @property
@@ -133,36 +132,72 @@ def _saves(offer: Estimate, best: Estimate) -> bool:
     return (offer.plan, offer.shape) == (best.plan, best.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class StepsLeft:
+    """Remaining work of a job with a performance model."""
+
+    steps: float
+
+    def seconds(self, step_time_s: float) -> float:
+        """Seconds left at this step time."""
+        return self.steps * step_time_s
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLeft:
+    """Expected remaining time of a job of which no speed is known, on the devices that it requests.
+
+    The step times of its estimates are multiples of this time.
+    """
+
+    time_s: float
+
+    def seconds(self, slowdown: float) -> float:
+        """Seconds left on devices that take so many times as long."""
+        return self.time_s * slowdown
+
+
 @dataclass(slots=True)
 class JobForecast:
-    """A job with its curve, remaining steps and current devices."""
+    """A job with its curve, remaining work and current devices."""
 
     job: Job
     curve: Curve
-    steps_left: float
+    left: StepsLeft | TimeLeft
     now: Estimate | None = None  # what it runs as
     devices: list[Device] = field(default_factory=list)  # that it holds, by rank
 
     @property
+    def has_model(self) -> bool:
+        """True where a performance model predicts the job's speed."""
+        return isinstance(self.left, StepsLeft)
+
+    @property
+    def steps_left(self) -> float:
+        """Steps still to train, of a job with a performance model."""
+        assert isinstance(self.left, StepsLeft), f"{self.job.id} has no performance model"
+        return self.left.steps
+
+    @property
     def work_s(self) -> float:
         """Remaining device-seconds at the most efficient size."""
-        return self.steps_left * self.curve.effort_s
+        return self.left.seconds(self.curve.effort_s)
 
     def left_s(self, estimate: Estimate) -> float:
         """Seconds left under an estimate."""
-        return self.steps_left * estimate.step_time_s
+        return self.left.seconds(estimate.step_time_s)
 
     @property
     def now_s(self) -> float:
         """Seconds left under the current plan, by the measured step time where that is known."""
         if self.now is None:
             return self.left_s(next(iter(self.curve.points.values())))
-        if self.curve.is_request:
-            return self.steps_left
+        if isinstance(self.left, TimeLeft):
+            return self.left.time_s
         measured_s, believed_s = self.job.step_time_s, self.now.step_time_s
         # Far off the prediction it is news from before the last move.
         fits = measured_s is not None and STALE > measured_s / believed_s > 1.0 / STALE
-        return self.steps_left * (measured_s if measured_s is not None and fits else believed_s)
+        return self.left.seconds(measured_s if measured_s is not None and fits else believed_s)
 
 
 class Curves:
@@ -173,7 +208,7 @@ class Curves:
         self._known: dict[object, tuple[CandidatePlans, Curve | None]] = {}
         self._census: Inventory | None = None
         self._view: View | None = None  # of the pass
-        self._choosy: dict[object, Inventory] = {}  # in it, of jobs for which not every host would do
+        self._restricted: dict[object, Inventory] = {}  # in it, of jobs for which not every host would do
 
     def of(self, job: Job, view: View, there: Inventory) -> Curve | None:
         """Curve of a job; None: it has no performance model, or no known offer fits this cluster."""
@@ -205,12 +240,12 @@ class Curves:
         ):
             return there, ()
         if view is not self._view:
-            self._view, self._choosy = view, {}
+            self._view, self._restricted = view, {}
         devices = (wanted.kind, wanted.device_name, wanted.device_memory_bytes, wanted.compute_capability)
         key = (wanted.hosts, wanted.constraint, needs(job, None), tuple(job.excluded_hosts), devices)
-        if key not in self._choosy:
-            self._choosy[key] = take_inventory(view, job)
-        mine = self._choosy[key]
+        if key not in self._restricted:
+            self._restricted[key] = take_inventory(view, job)
+        mine = self._restricted[key]
         return mine, tuple(sorted(mine.shapes.items()))
 
 
@@ -270,7 +305,7 @@ def keeps(estimate: Estimate, promised: Estimate) -> bool:
 
 def forecast_job(job: Job, curve: Curve, view: View) -> JobForecast:
     """Forecast of a job in this view."""
-    found = JobForecast(job, curve, max(likely_steps_left(job), 1.0))
+    found = JobForecast(job, curve, StepsLeft(max(likely_steps_left(job), 1.0)))
     attempt = job.attempt
     if attempt is not None and attempt.plan is not None:
         found.devices = of_ranks(view.hosts, attempt)

@@ -12,7 +12,7 @@ from itertools import product
 
 from clusterd.core.estimates.expected_time import expected_left_s
 from clusterd.core.estimates.first_fit import ChosenPlan, choose
-from clusterd.core.estimates.job_forecast import Curve, Inventory, JobForecast
+from clusterd.core.estimates.job_forecast import Curve, Inventory, JobForecast, TimeLeft
 from clusterd.core.ledger import of_ranks, per_host, shape_of
 from clusterd.core.performance_table import Estimate, Shape
 from clusterd.core.state import Description, Job
@@ -48,34 +48,34 @@ class RequestCurves:
 def _curve(job: Job, there: Inventory) -> Curve:
     offers = tuple(_offers(job, there))
     points = {x.devices: x for x in reversed(offers)} or {0: _estimate(Plan(), "", ())}
-    return Curve(points, 1.0, offers, is_request=True)
+    return Curve(points, 1.0, offers)
 
 
 def forecast_request(job: Job, view: View, there: Inventory, curves: RequestCurves) -> JobForecast:
     """Forecast of a job of which no speed is known, queued or running."""
-    left_s = expected_left_s(job, view.run_times, view.now_s)
+    left = TimeLeft(expected_left_s(job, view.run_times, view.now_s))
     attempt = job.attempt
     if attempt is None:
-        return JobForecast(job, curves.of(job, there), left_s)
+        return JobForecast(job, curves.of(job, there), left)
     devices = of_ranks(view.hosts, attempt)
     now = _estimate(
         attempt.plan or Plan(dp=max(len(devices), 1)), devices[0].name if devices else "", shape_of(devices)
     )
     smaller = tuple(_smaller(job, devices)) if job.spec.kind is JobKind.ELASTIC else ()
     points = {len(devices): now} | {x.devices: x for x in reversed(smaller)}
-    curve = Curve(points, 1.0, (now, *smaller), is_request=True)
-    return JobForecast(job, curve, left_s, now, devices)
+    curve = Curve(points, 1.0, (now, *smaller))
+    return JobForecast(job, curve, left, now, devices)
 
 
-def _estimate(plan: Plan, device_type: str, shape: Shape, step_time_s: float = 1.0) -> Estimate:
-    """One step stands for the whole remaining time."""
+def _estimate(plan: Plan, device_type: str, shape: Shape, slowdown: float = 1.0) -> Estimate:
+    """Estimate whose step time is a multiple of the job's `TimeLeft`."""
     return Estimate(
         plan=plan,
         device_type=device_type,
         shape=shape,
-        step_time_s=step_time_s,
-        lower_s=step_time_s,
-        upper_s=step_time_s,
+        step_time_s=slowdown,
+        lower_s=slowdown,
+        upper_s=slowdown,
     )
 
 

@@ -120,7 +120,7 @@ def lose_attempt(ctx: HandlerContext, attempt: Attempt, host: Host, why: str) ->
     if host.id in attempt.hosts and attempt.state is not AttemptState.STOPPING:
         if not attempt_events.survives_host_loss(ctx, attempt, host):
             stopping.stop(ctx, attempt, Outcome.HOST_LOST, why)
-    elif attempt.migration is not None and any(p.host == host.id for p in attempt.migration.places):
+    elif attempt.migration is not None and any(place.host == host.id for place in attempt.migration.places):
         stopping.abandon_migration(ctx, attempt, why)
     stopping.gone_from(ctx, attempt, host.id)
     for generation in list(attempt.retired):

@@ -13,7 +13,7 @@ from clusterd.core.events import TimerKind
 from clusterd.core.host import Host
 from clusterd.core.lifecycle import attempt_events, attempts, jobs, stopping
 from clusterd.core.lifecycle.context import HandlerContext
-from clusterd.core.lifecycle.migrations import free_device, give_device, stop_sharing
+from clusterd.core.lifecycle.device_holders import free_device, give_device, stop_sharing
 from clusterd.core.lifecycle.reconcile import newest_generation
 from clusterd.core.state import Attempt, Job, Survivors
 from clusterd.core.transitions import SeriesState

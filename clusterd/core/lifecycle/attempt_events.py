@@ -165,7 +165,9 @@ def _target_rank_exited(ctx: HandlerContext, attempt: Attempt, event: e.RankExit
     """Record what a target rank's exit says about its device and plan; the executor reports the failed migration."""
     migration = attempt.migration
     if migration is not None and migration.generation == event.generation:
-        for place in (p for p in migration.places if p.rank == event.rank):
+        for place in migration.places:
+            if place.rank != event.rank:
+                continue
             attempts.note_fault(place, event.end, ctx.state.hosts)
             if event.end.reason is Reason.PLAN:
                 ctx.state.jobs[event.job].reject_plan(migration.plan, str(event.end))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from clusterd.core.estimates.first_fit import ChosenPlan, below, choose, fewer
 from clusterd.core.fair_share import beyond_quota
 from clusterd.core.host import Fault, Host
-from clusterd.core.lifecycle import migrations
+from clusterd.core.lifecycle import device_holders
 from clusterd.core.state import Attempt, Job, Outcome, Rank, Retired, State
 from clusterd.core.view import Start
 from clusterd.plans.model_shape import ModelShape
@@ -110,7 +110,7 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
     )
     for place in start.ranks:
         if place.device is not None:
-            migrations.give_device(state, attempt, place.device, place.host, attempt.generation)
+            device_holders.give_device(state, attempt, place.device, place.host, attempt.generation)
     for host, cores in start.cores.items():
         state.hosts[host].cores_used += cores
         state.hosts[host].memory_used_bytes += start.memory_bytes.get(host, 0)
@@ -149,9 +149,9 @@ def release(state: State, attempt: Attempt, host_id: HostId) -> None:
         if device is None or rank.place.host != host_id or device in held:
             continue
         if holder is not None and holder.job == attempt.job:
-            migrations.free_device(state, device)
+            device_holders.free_device(state, device)
         elif attempt.job in state.sharers.get(device, ()):
-            migrations.stop_sharing(state, device, attempt.job)
+            device_holders.stop_sharing(state, device, attempt.job)
     host = state.hosts.get(host_id)
     if host is not None:
         host.cores_used -= attempt.cores.get(host_id, 0)

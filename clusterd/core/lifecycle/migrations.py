@@ -16,7 +16,7 @@ from clusterd.core.transitions import MigrationState
 from clusterd.core.view import Move
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
-from clusterd.types import AttemptState, DeviceId, HostId, JobId
+from clusterd.types import AttemptState, DeviceId, HostId
 
 
 def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> str | None:
@@ -210,32 +210,6 @@ def gone(state: State, attempt: Attempt, generation: int, host: HostId) -> bool:
         del attempt.retired[generation]
     state.index(attempt)
     return True
-
-
-def give_device(state: State, attempt: Attempt, device: DeviceId, host: HostId, generation: int) -> None:
-    """Give a device to an attempt, or a place on it beside the jobs that share it."""
-    if device in state.holders:
-        state.sharers.setdefault(device, []).append(attempt.job)
-    else:
-        state.holders[device] = Holder(host, attempt.job, attempt.number, generation)
-
-
-def free_device(state: State, device: DeviceId) -> None:
-    """Free a device; where jobs share it, the next of them holds it."""
-    host = state.holders.pop(device).host
-    if not (others := state.sharers.get(device)):
-        return
-    attempt = state.jobs[others[0]].attempt
-    assert attempt is not None, f"{others[0]} shares {device} without an attempt"
-    stop_sharing(state, device, others[0])
-    state.holders[device] = Holder(host, attempt.job, attempt.number, attempt.generation)
-
-
-def stop_sharing(state: State, device: DeviceId, job: JobId) -> None:
-    """Remove a job from those that share a device beside its holder."""
-    state.sharers[device].remove(job)
-    if not state.sharers[device]:
-        del state.sharers[device]
 
 
 def _more(these: Mapping[HostId, int], those: Mapping[HostId, int]) -> dict[HostId, int]:

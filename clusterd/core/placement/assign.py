@@ -25,7 +25,7 @@ from clusterd.types import Device
 class PlannedStart:
     """A job that starts in this pass, with its devices."""
 
-    p: JobForecast
+    forecast: JobForecast
     offer: Estimate
     devices: list[Device]
     number: int  # among the proposal's starts
@@ -48,9 +48,9 @@ def assign(
     types = sorted({device.name for device in devices})
     if len(started) < 2 or len(types) < 2 or len(kinds) > 1 or len(devices) > MOST_DEVICES:
         return None
-    if len({needs(one.p.job, one.offer) for one in started}) > 1:
+    if len({needs(one.forecast.job, one.offer) for one in started}) > 1:
         return None  # the hosts' cores and memory were counted for them as they are
-    performance_tables = [view.performance_tables[one.p.job.model] for one in started]
+    performance_tables = [view.performance_tables[one.forecast.job.model] for one in started]
     rates = np.array(
         [
             [_rate(table, one.offer, device.name) for device in devices]
@@ -60,39 +60,39 @@ def assign(
     if np.any(rates <= 0):
         return None  # of some job nothing is known on some type
     work = np.array(
-        [one.p.steps_left * table.global_batch for one, table in zip(started, performance_tables, strict=True)]
+        [one.forecast.steps_left * table.global_batch for one, table in zip(started, performance_tables, strict=True)]
     )
     owners = match(work, rates, counts=np.array([len(one.devices) for one in started], dtype=np.int64))
     part = ledger.part(devices)
     mixed = HeterogeneousSearch(mixed_search.estimates, view, part, mixed_search.there)
     found: list[Found] = []
-    before_s = sum(one.p.left_s(one.offer) for one in started)
+    before_s = sum(one.forecast.left_s(one.offer) for one in started)
     after_s = 0.0
     for number, one in enumerate(started):
         limits = {
             name: len(some)
             for name, some in by_type([d for d, owner in zip(devices, owners, strict=True) if owner == number]).items()
         }
-        bind = _within(one.p, limits, part, mixed)
+        bind = _within(one.forecast, limits, part, mixed)
         if bind is None:
             return None
         part.take(bind[1], {}, {})
         found.append(bind)
-        after_s += one.p.left_s(bind[0])
+        after_s += one.forecast.left_s(bind[0])
     return found if after_s < (1.0 - WORTHWHILE) * before_s else None
 
 
-def _within(p: JobForecast, limits: dict[str, int], part: Ledger, mixed: HeterogeneousSearch) -> Found | None:
+def _within(forecast: JobForecast, limits: dict[str, int], part: Ledger, mixed: HeterogeneousSearch) -> Found | None:
     """The fastest that a job can have with so many devices of each type."""
     best: Found | None = None
-    for offer in p.curve.upto(sum(limits.values())):
+    for offer in forecast.curve.upto(sum(limits.values())):
         if offer.devices <= limits.get(offer.device_type, 0):
-            devices = part.find(p.job, offer)
+            devices = part.find(forecast.job, offer)
             if devices is not None:
                 best = (offer, devices)
                 break
     under = best[0].step_time_s if best is not None else float("inf")
-    return mixed.best(p, sum(limits.values()), lambda step_s, _: step_s, under, limits=limits) or best
+    return mixed.best(forecast, sum(limits.values()), lambda step_s, _: step_s, under, limits=limits) or best
 
 
 def _rate(table: PerformanceTable, offer: Estimate, name: str) -> float:

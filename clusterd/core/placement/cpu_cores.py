@@ -50,11 +50,11 @@ class Cores:
         """Lend out what running jobs hold beyond their minimum: it counts as free from here on."""
         self._view = view
         self._holders: list[_Holder] = []
-        for p in running:
-            attempt = p.job.attempt
-            if attempt is None or p.job.trials.is_running:
+        for forecast in running:
+            attempt = forecast.job.attempt
+            if attempt is None or forecast.job.trials.is_running:
                 continue
-            holder = _holder(p.job, p.now, p.devices, attempt.cores)
+            holder = _holder(forecast.job, forecast.now, forecast.devices, attempt.cores)
             if holder is not None and all(host in view.free.hosts for host in attempt.hosts):
                 self._holders.append(holder)
                 for host, count in holder.counts.items():

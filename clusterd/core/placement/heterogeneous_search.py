@@ -167,7 +167,7 @@ class HeterogeneousSearch:
 
     def best(
         self,
-        p: JobForecast,
+        forecast: JobForecast,
         most: int,
         cost: Cost,
         under: float,
@@ -183,30 +183,30 @@ class HeterogeneousSearch:
             accept: what else must be true of an offer.
             limits: devices of each type, at most; default: what is free.
         """
-        table = self.view.performance_tables[p.job.model]
-        wanted, there = p.job.spec.resources, self.there
-        held, own = per_host(p.devices), {d.id for d in p.devices}
+        table = self.view.performance_tables[forecast.job.model]
+        wanted, there = forecast.job.spec.resources, self.there
+        held, own = per_host(forecast.devices), {d.id for d in forecast.devices}
         best: Found | None = None
         for types in self.groups.values():
             types = tuple(name for name in types if there.serves(wanted, name))
             most = min(most, wanted.max_devices or most)
             if len(types) < 2:
                 continue
-            free = self.free(p.job, types)
+            free = self.free(forecast.job, types)
             if len(free) < 2:
                 continue
             shapes = [
                 (cost(k.fastest_s, k.devices), k)
-                for k in self.estimates.shapes(p.job.model, table, types)
+                for k in self.estimates.shapes(forecast.job.model, table, types)
                 if k.devices <= most
             ]
             for bound, known in sorted(shapes, key=lambda item: item[0]):
                 if bound >= under:
                     break
-                offer = self.lay(p.job, known, free, limits, lambda x: _is_fit(p, x))
+                offer = self.lay(forecast.job, known, free, limits, lambda x: _is_fit(forecast, x))
                 if offer is None or cost(offer.step_time_s, offer.devices) >= under or not accept(offer):
                     continue
-                devices = self.ledger.find(p.job, offer, held, own)
+                devices = self.ledger.find(forecast.job, offer, held, own)
                 if devices is not None:
                     best, under = (offer, devices), cost(offer.step_time_s, offer.devices)
         return best
@@ -245,13 +245,13 @@ class HeterogeneousSearch:
         return best
 
 
-def _is_fit(p: JobForecast, offer: Estimate) -> bool:
+def _is_fit(forecast: JobForecast, offer: Estimate) -> bool:
     """Worth its devices; of a guaranteed job, as fast as was promised; of a pinned one, its plan."""
-    if p.job.pinned is not None and evenly(offer.plan) != evenly(p.job.pinned):
+    if forecast.job.pinned is not None and evenly(offer.plan) != evenly(forecast.job.pinned):
         return False
-    if p.job.spec.guaranteed:
-        return p.curve.promised is not None and keeps(offer, p.curve.promised)
-    return p.curve.effort_s / (offer.step_time_s * offer.devices) >= EFFICIENT
+    if forecast.job.spec.guaranteed:
+        return forecast.curve.promised is not None and keeps(offer, forecast.curve.promised)
+    return forecast.curve.effort_s / (offer.step_time_s * offer.devices) >= EFFICIENT
 
 
 def _cover(known: Known, free: Mapping[str, list[int]], limits: Mapping[str, int] | None) -> tuple[str, ...] | None:
@@ -276,13 +276,13 @@ def _cover(known: Known, free: Mapping[str, list[int]], limits: Mapping[str, int
     return tuple(types) if len(set(types)) > 1 else None
 
 
-def as_if_free(ledger: Ledger, p: JobForecast, look: Callable[[], Seen]) -> Seen:
+def as_if_free(ledger: Ledger, forecast: JobForecast, look: Callable[[], Seen]) -> Seen:
     """Result of `look` while a running job's own devices are in the ledger."""
-    attempt = p.job.attempt
+    attempt = forecast.job.attempt
     assert attempt is not None
-    ledger.put(p.devices, attempt.cores, attempt.memory_bytes)
+    ledger.put(forecast.devices, attempt.cores, attempt.memory_bytes)
     found = look()
-    ledger.take(p.devices, attempt.cores, attempt.memory_bytes)
+    ledger.take(forecast.devices, attempt.cores, attempt.memory_bytes)
     return found
 
 

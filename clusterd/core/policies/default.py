@@ -49,13 +49,13 @@ def _start_before_claims(
     if not ctx.view.calendar:
         start_waiting(ctx, job, forecasts, handovers)
         return
-    p = forecasts[job.id]
+    forecast = forecasts[job.id]
     run_s = longest_left_s(job, ctx.view.run_times, ctx.view.now_s)
-    if not p.curve.is_request:
-        run_s = min(max(p.left_s(offer) for offer in p.curve.offers), limit_left_s(job, ctx.view.now_s))
+    if forecast.has_model:
+        run_s = min(max(forecast.left_s(offer) for offer in forecast.curve.offers), limit_left_s(job, ctx.view.now_s))
     withheld = ctx.view.calendar.to_withhold([*ctx.ledger.all_devices()], run_s)
     ctx.ledger.take(withheld, {}, {})
-    ctx.forecast.run_s = run_s
+    ctx.availability.run_s = run_s
     start_waiting(ctx, job, forecasts, handovers)
     ctx.ledger.put(withheld, {}, {})
 
@@ -99,7 +99,7 @@ class Default:
         cores = Cores(view, running)
         proposal = Proposal(moves=evacuations(view, skip=known))
         ledger = view.free
-        total = ledger.total + sum(len(p.devices) for p in running)
+        total = ledger.total + sum(len(forecast.devices) for forecast in running)
         ordered = by_work([*running, *waiting])
         sizes = shares(ordered, total)
         mixed_search = HeterogeneousSearch(self._estimates, view, ledger, there)
@@ -111,7 +111,7 @@ class Default:
             proposal=proposal,
             thresholds=self.thresholds,
             total=max(total, 1),
-            behind={p.job.id: rank for rank, p in enumerate(ordered)},
+            behind={forecast.job.id: rank for rank, forecast in enumerate(ordered)},
             holding=[forecasts[job.id] for job in view.running],
             coming=devices_being_freed(view),
             mixed_search=mixed_search if mixed_search.groups else None,
@@ -127,7 +127,7 @@ class Default:
             proposal.ends_reservation = True
         if view.calendar:  # nobody else's end is known: what is to be claimed goes to nobody
             ledger.take(view.calendar.to_withhold([*ledger.all_devices()], inf), {}, {})
-            ctx.forecast.run_s = inf
+            ctx.availability.run_s = inf
         else:
             exchange_devices(ctx)
         short = [refusal.devices for refusal in proposal.refusals if refusal.job not in known]

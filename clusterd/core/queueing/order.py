@@ -58,7 +58,9 @@ def order(
         handed_over: jobs for which others were suspended: what those leave goes to nobody else.
     """
     queued = view.queued
-    known = {job.id: p for job in queued if (p := forecasts.get(job.id)) is not None and not p.curve.is_request}
+    known = {
+        job.id: forecast for job in queued if (forecast := forecasts.get(job.id)) is not None and forecast.has_model
+    }
     service = {job.id: attained_s(job, view.now_s) for job in queued}
     by_service = ranks(service)
     foreseeable = [job for job in queued if job.id in known and job.predictable is not False]
@@ -98,8 +100,8 @@ def is_starved(job: Job, forecasts: Mapping[JobId, JobForecast], now_s: float) -
     waited_s = now_s - job.queued_s
     if waited_s <= STARVED_S:
         return False
-    p = forecasts[job.id]
-    expected_s = p.left_s(next(iter(p.curve.points.values())))
+    forecast = forecasts[job.id]
+    expected_s = forecast.left_s(next(iter(forecast.curve.points.values())))
     return waited_s > max(STARVED_S, STARVED_TIMES * expected_s)
 
 

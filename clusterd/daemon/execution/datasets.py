@@ -7,10 +7,14 @@ import hmac
 import logging
 from collections.abc import Iterable
 
+import anyio.abc
+
+from clusterd.core import events as e
 from clusterd.core.data_locality import data_of, places_of
 from clusterd.core.state import State
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.unexpected import guarded
 from clusterd.errors import AgentLost, ClusterError, TryLater
 from clusterd.protocol.launch import DatasetSpec
 from clusterd.protocol.migration import Address
@@ -26,11 +30,12 @@ Where = dict[str, DatasetSpec]
 class DataSets:
     """Sets up serving and reading of data sets; holds no state that a restart would lose."""
 
-    def __init__(self, engine: Engine, hosts: HostRegistry, key: str) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry, key: str, tasks: anyio.abc.TaskGroup) -> None:
         """`key`: secret of the cluster, from which each job's tokens are derived."""
         self._engine = engine
         self._hosts = hosts
         self._key = key.encode()
+        self._tasks = tasks
 
     @property
     def _state(self) -> State:
@@ -57,7 +62,13 @@ class DataSets:
                 found[host][name] = DatasetSpec(mine, serving if mine is None else (), token)
         return found
 
-    async def host_is_up(self, host: HostId) -> None:
+    def handled(self, events: Iterable[e.Event]) -> None:
+        """Begin to set up serving on hosts whose agents connected."""
+        for event in events:
+            if isinstance(event, e.HostConnected | e.AccountConnected):
+                self._tasks.start_soon(guarded, self._set_up_again, event.host)
+
+    async def _set_up_again(self, host: HostId) -> None:
         """Set up serving on a host again after its agent restarted, and send its new address to readers."""
         for job_id in list(self._state.active):
             job = self._state.jobs[job_id]

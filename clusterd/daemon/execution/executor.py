@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -13,7 +12,7 @@ import anyio.abc
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.daemon.execution.launching import LAUNCH_TIMEOUT_S, LaunchRequests
+from clusterd.daemon.execution.launching import LaunchRequests
 from clusterd.daemon.execution.migrations import Migrations
 from clusterd.daemon.execution.model_description import ModelInspector
 from clusterd.daemon.execution.stops import Stops
@@ -26,7 +25,6 @@ from clusterd.daemon.unexpected import in_a_line
 from clusterd.errors import AgentLost, ClusterError, NotStarted, TryLater, without_host
 from clusterd.protocol.control import PeersLost, TakeCheckpoint, UseCores
 from clusterd.protocol.launch import LaunchRequest
-from clusterd.protocol.migration import MigrationRequest
 from clusterd.protocol.requests import SendToRanks, StopRanks
 from clusterd.types import AttemptState, HostId, JobKind
 
@@ -44,22 +42,22 @@ class Executor:
         timers: Timers,
         tasks: anyio.abc.TaskGroup,
         launches: LaunchRequests,
-        describer: ModelInspector,
-        keeper: SnapshotReplicas,
+        migrations: Migrations,
+        inspector: ModelInspector,
+        replicas: SnapshotReplicas,
     ) -> None:
         self._engine = engine
         self._hosts = hosts
         self._archive = archive
         self._launches = launches
-        self._describer = describer
-        self._keeper = keeper
+        self._migrations = migrations
+        self._inspector = inspector
+        self._replicas = replicas
         self._timers = timers
         self._tasks = tasks
         self._launching: dict[tuple[str, int], tuple[anyio.CancelScope, anyio.Event]] = {}
         self._asked_again: dict[tuple[str, int], d.LaunchAttempt] = {}
-        self._versions: dict[str, dict[HostId, dict[str, str]]] = {}  # of the newest launches of a job on each host
         self._stops = Stops(engine, hosts, archive)
-        self._mover = Migrations(engine, hosts, self._prepare_hosts, self._launch_standby)
 
     def carry_out(self, decisions: Iterable[d.Decision]) -> None:
         """Start carrying out decisions; returns at once."""
@@ -70,13 +68,13 @@ class Executor:
                 case d.StopAttempt():
                     self._begin(self._stop, decision)
                 case d.DescribeModel():
-                    self._begin(self._describer.describe, decision)
+                    self._begin(self._inspector.describe, decision)
                 case d.StartMigration():
-                    self._begin(self._mover.run, decision)
+                    self._begin(self._migrations.run, decision)
                 case d.AbortMigration():
-                    self._begin(self._mover.abort, decision)
+                    self._begin(self._migrations.abort, decision)
                 case d.ResumeAttempt():
-                    self._begin(self._mover.resume, decision)
+                    self._begin(self._migrations.resume, decision)
                 case d.AbortCollectives():
                     self._begin(self._cut_off, decision)
                 case d.UseCores():
@@ -101,12 +99,12 @@ class Executor:
             log.exception("%s was not carried out: %s", type(decision).__name__, decision.reason)
 
     async def _forget(self, decision: d.EndJob) -> None:
-        self._describer.job_is_over(decision.job)
-        self._versions.pop(decision.job, None)
+        self._inspector.job_is_over(decision.job)
+        self._launches.job_is_over(decision.job)
         try:
             await self._archive.forget_secrets(decision.job)  # first: hosts that are silent take their time
         finally:
-            await self._keeper.forget(decision.job)
+            await self._replicas.forget(decision.job)
 
     # --- launch -------------------------------------------------------------------------------------------------------
 
@@ -158,7 +156,7 @@ class Executor:
                 attempt=decision.attempt,
                 generation=decision.generation,
                 restored_step=restored,
-                versions=self._versions_on(decision),
+                versions=self._launches.versions_on(decision),
             )
 
         def failed(host: HostId, error: ClusterError, is_infrastructure: bool = True) -> None:
@@ -178,7 +176,7 @@ class Executor:
                 # The host went and came back meanwhile, and its devices may be somebody else's by now.
                 raise AgentLost(f"{decision.job}.{decision.attempt} is not wanted any more")
             try:
-                await self._request_launch(host, request)
+                await self._launches.send(host, request)
             except AgentLost:
                 raise
             except ClusterError as error:
@@ -222,83 +220,27 @@ class Executor:
             job=decision.job,
             attempt=decision.attempt,
             generation=decision.generation,
-            versions=self._versions_on(decision),
+            versions=self._launches.versions_on(decision),
         )
-
-    async def _request_launch(self, host: HostId, request: LaunchRequest) -> None:
-        launched = await self._hosts.request(host, request, timeout_s=LAUNCH_TIMEOUT_S)
-        self._versions.setdefault(request.job, {})[host] = launched.versions
-
-    def _versions_on(self, decision: d.LaunchAttempt) -> dict[HostId, dict[str, str]]:
-        known = self._versions.get(decision.job, {})
-        return {host: known[host] for host in decision.hosts if known.get(host)}
 
     async def _restored(self, decision: d.LaunchAttempt) -> int | None:
         """Restore ranks from a state snapshot in memory; returns its step, or None without one or after a failure."""
         job = self._engine.scheduler.state.jobs[decision.job]
         if job.spec.kind is not JobKind.ELASTIC or decision.attempt == 1 or decision.generation != 1:
             return None
-        whole = self._keeper.newest(job)
+        whole = self._replicas.newest(job)
         if whole is None or whole.step <= job.checkpoint_step:
             return None
         try:
-            return await self._mover.restore(decision, whole, await self._keeper.admit(whole))
+            return await self._migrations.restore(decision, whole, await self._replicas.admit(whole))
         except ClusterError as error:
             log.warning("%s cannot go on from the snapshot of step %d: %s", decision.job, whole.step, error)
             if not isinstance(error, AgentLost | NotStarted):  # then it is not the snapshot that is at fault
-                await self._keeper.forget(decision.job)
+                await self._replicas.forget(decision.job)
             named, why = (decision.job, decision.attempt, decision.generation), "the snapshot was not whole"
             for host in decision.hosts:
                 await self._hosts.request(host, StopRanks(*named, reason=why), timeout_s=None)
             raise
-
-    async def _prepare_hosts(self, decision: d.StartMigration) -> dict[HostId, str | None]:
-        """Bring workdir and environment to the hosts of target ranks; returns the interpreter on each."""
-        spec = self._engine.scheduler.state.jobs[decision.job].spec
-        secrets = await self._archive.secrets(decision.job)
-        key = (decision.job, decision.attempt, decision.new_generation)
-        pythons: dict[HostId, str | None] = {}
-
-        async def on(host: HostId) -> None:
-            try:
-                pythons[host] = await self._launches.prepare(host, spec, key, secrets)
-            except AgentLost:
-                raise
-            except ClusterError as error:
-                raise NotStarted(host, without_host(host, error)) from error
-
-        async with anyio.create_task_group() as group:
-            for host in dict.fromkeys(place.host for place in decision.new_ranks):
-                group.start_soon(on, host)
-        return pythons
-
-    async def _launch_standby(self, decision: d.StartMigration, move: MigrationRequest) -> None:
-        """Start the target ranks of a migration; they wait for the switch."""
-        spec = self._engine.scheduler.state.jobs[decision.job].spec
-        target = d.LaunchAttempt(
-            cause=decision.cause,
-            reason=decision.reason,
-            job=decision.job,
-            attempt=decision.attempt,
-            generation=decision.new_generation,
-            plan=decision.new_plan,
-            ranks=decision.new_ranks,
-        )
-        pythons = await self._prepare_hosts(decision)
-        requests = await self._launches.requests(target, spec, await self._archive.secrets(decision.job), pythons)
-
-        async def on(host: HostId, request: LaunchRequest) -> None:
-            standby = replace(request, standby=True, move=replace(move, host=host))
-            try:
-                await self._request_launch(host, standby)
-            except AgentLost:
-                raise
-            except ClusterError as error:
-                raise NotStarted(host, without_host(host, error)) from error
-
-        async with anyio.create_task_group() as group:
-            for host, request in requests.items():
-                group.start_soon(on, host, request)
 
     async def _checkpoint(self, decision: d.TakeCheckpoint) -> None:
         await self._hosts.everywhere(decision, SendToRanks, message=TakeCheckpoint(decision.path).to_message())

@@ -1,10 +1,11 @@
-"""Launch requests to agents, and the workdirs sent ahead of them."""
+"""Launch requests to agents, also those of a migration's target ranks, and the workdirs sent ahead of them."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,11 +18,13 @@ from clusterd.core.data_locality import CHECKPOINT, split_step
 from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.daemon.storage.archive import Archive
-from clusterd.errors import NotStarted
+from clusterd.errors import AgentLost, ClusterError, NotStarted, without_host
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
 from clusterd.protocol.launch import STEPS_VARIABLE, DatasetSpec, DeviceSpec, LaunchRequest, RankSpec
+from clusterd.protocol.migration import MigrationRequest
 from clusterd.protocol.requests import BuildEnvironment, HasWorkdir, LeasePort, PutWorkdir
 from clusterd.script_seed import SEED_VARIABLE
 from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
@@ -42,18 +45,23 @@ SNAPSHOT_MEMORY_SHARE = 0.25
 
 
 class LaunchRequests:
-    """Makes launch requests and sends workdirs to hosts."""
+    """Makes and sends launch requests, and workdirs ahead of them."""
 
-    def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive, datasets: DataSets) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        hosts: HostRegistry,
+        archive: Archive,
+        datasets: DataSets,
+        models: PerformanceModels,
+    ) -> None:
         self._engine = engine
         self._hosts = hosts
         self._archive = archive
         self._datasets = datasets
+        self._models = models
+        self._versions: dict[str, dict[HostId, dict[str, str]]] = {}  # of the newest launches of a job on each host
         self._sending: WeakValueDictionary[tuple[str, str, str], anyio.Lock] = WeakValueDictionary()
-        self.wants_probe: Callable[[Iterable[str], int], bool] = lambda device_types, hosts: False
-        """True where devices of these types, or links between so many hosts, have not been measured."""
-        self.proven: Callable[[JobId, JobSpec], tuple[str, ...]] = lambda job, spec: ()
-        """Families of plans under which the job was shown to train what one process trains."""
 
     async def requests(
         self, decision: d.LaunchAttempt, spec: JobSpec, secrets: dict[str, str], pythons: Mapping[HostId, str | None]
@@ -80,7 +88,7 @@ class LaunchRequests:
         requests: dict[HostId, LaunchRequest] = {}
         restored = decision.restore if decision.generation == 1 else None  # later ones get the state from ranks
         names = {d.name for host in decision.hosts for d in state.hosts[host].devices}
-        probe = spec.kind is JobKind.ELASTIC and self.wants_probe(names, len(decision.hosts))
+        probe = spec.kind is JobKind.ELASTIC and self._models.wants_probe(names, len(decision.hosts))
         snapshot_every = self._snapshot_every(decision.job, spec, decision.plan)
         datasets = await self._datasets.where(decision.job, spec, decision.hosts)
         booked, booked_memory = self._booked(decision)
@@ -116,7 +124,7 @@ class LaunchRequests:
                 restore=_checkpoint_path(restored, datasets[host]),
                 snapshot_every=snapshot_every,
                 probe=probe,
-                proven=self.proven(decision.job, spec) if spec.kind is JobKind.ELASTIC else (),
+                proven=self._models.proven(decision.job, spec) if spec.kind is JobKind.ELASTIC else (),
                 note=decision.reason if decision.plan and len(decision.ranks) < spec.resources.devices else "",
                 datasets=datasets[host],
                 cores=booked.get(host, 0),
@@ -218,6 +226,63 @@ class LaunchRequests:
             await self._engine.report(e.EnvironmentBuilt(at_s=time.time(), seconds=built.seconds, **named))
         return built.python
 
+    async def send(self, host: HostId, request: LaunchRequest) -> None:
+        """Have a host's agent start its ranks.
+
+        Raises:
+            ClusterError: it is silent or refuses.
+        """
+        launched = await self._hosts.request(host, request, timeout_s=LAUNCH_TIMEOUT_S)
+        self._versions.setdefault(request.job, {})[host] = launched.versions
+
+    def versions_on(self, decision: d.LaunchAttempt) -> dict[HostId, dict[str, str]]:
+        """Versions of the software under the ranks of a launch, by host."""
+        known = self._versions.get(decision.job, {})
+        return {host: known[host] for host in decision.hosts if known.get(host)}
+
+    def job_is_over(self, job: str) -> None:
+        """Forget what is known of a job that is over."""
+        self._versions.pop(job, None)
+
+    async def prepare_hosts(self, decision: d.StartMigration) -> dict[HostId, str | None]:
+        """Bring workdir and environment to the hosts of target ranks; returns the interpreter on each."""
+        spec = self._engine.scheduler.state.jobs[decision.job].spec
+        secrets = await self._archive.secrets(decision.job)
+        key = (decision.job, decision.attempt, decision.new_generation)
+        pythons: dict[HostId, str | None] = {}
+
+        async def on(host: HostId) -> None:
+            with _not_started(host):
+                pythons[host] = await self.prepare(host, spec, key, secrets)
+
+        async with anyio.create_task_group() as group:
+            for host in dict.fromkeys(place.host for place in decision.new_ranks):
+                group.start_soon(on, host)
+        return pythons
+
+    async def start_standby(self, decision: d.StartMigration, move: MigrationRequest) -> None:
+        """Start the target ranks of a migration; they wait for the switch."""
+        spec = self._engine.scheduler.state.jobs[decision.job].spec
+        target = d.LaunchAttempt(
+            cause=decision.cause,
+            reason=decision.reason,
+            job=decision.job,
+            attempt=decision.attempt,
+            generation=decision.new_generation,
+            plan=decision.new_plan,
+            ranks=decision.new_ranks,
+        )
+        pythons = await self.prepare_hosts(decision)
+        requests = await self.requests(target, spec, await self._archive.secrets(decision.job), pythons)
+
+        async def on(host: HostId, request: LaunchRequest) -> None:
+            with _not_started(host):
+                await self.send(host, replace(request, standby=True, move=replace(move, host=host)))
+
+        async with anyio.create_task_group() as group:
+            for host, request in requests.items():
+                group.start_soon(on, host, request)
+
     async def _send_snapshot(self, host: HostId, spec: JobSpec) -> None:
         """Send the job's workdir to a host that lacks it."""
         digest = spec.snapshot
@@ -233,6 +298,17 @@ class LaunchRequests:
                 put = PutWorkdir(digest, offset, data, last)
                 await self._hosts.request(host, put, timeout_s=120.0, account=spec.account)
                 offset += len(data)
+
+
+@contextmanager
+def _not_started(host: HostId) -> Iterator[None]:
+    """Name the host where target ranks could not start, unless its agent was lost."""
+    try:
+        yield
+    except AgentLost:
+        raise
+    except ClusterError as error:
+        raise NotStarted(host, without_host(host, error)) from error
 
 
 def job_variables(spec: JobSpec) -> dict[str, str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ import anyio.abc
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.daemon.execution.launching import LaunchRequests
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.snapshot_replicas import CompleteSnapshot
@@ -50,9 +51,6 @@ STEPS_AWAITED = 4
 
 TRANSFER_TIMEOUT_S = 600.0
 
-Launch = Callable[[d.StartMigration, MigrationRequest], Coroutine[Any, Any, None]]
-Prepare = Callable[[d.StartMigration], Coroutine[Any, Any, object]]
-
 
 class MoveFailed(ClusterError):
     """A phase failed; the source ranks go on."""
@@ -66,8 +64,7 @@ class MigrationSaga:
         decision: d.StartMigration,
         engine: Engine,
         hosts: HostRegistry,
-        prepare_hosts: Prepare,
-        launch_standby: Launch,
+        launches: LaunchRequests,
     ) -> None:
         self.decision = decision
         self.id = move_id(decision.job, decision.attempt, decision.new_generation)
@@ -77,8 +74,7 @@ class MigrationSaga:
         self.resume_asked_s = 0.0
         self._engine = engine
         self._hosts = hosts
-        self._prepare_hosts = prepare_hosts
-        self._launch_standby = launch_standby
+        self._launches = launches
         self._reports: dict[type[RankMessage], dict[tuple[int, int], Any]] = {}
         self._changed = anyio.Event()
         self._failure: str | None = None
@@ -128,7 +124,8 @@ class MigrationSaga:
     async def run(self) -> None:
         """Run all phases up to the switch; a failure becomes an event."""
         try:
-            await self._prepare_hosts(self.decision)  # may build an environment: before source ranks wait for anything
+            # It may build an environment: before source ranks wait for anything.
+            await self._launches.prepare_hosts(self.decision)
             move = await self._describe()
             if self.decision.source_releases_memory:
                 await self._free_source(move)
@@ -143,13 +140,13 @@ class MigrationSaga:
             refused = HostId(cause.host) if isinstance(cause, NotStarted) else None
             await self._failed(str(cause) or type(cause).__name__, refused)
 
-    async def restore(self, whole: CompleteSnapshot, served: dict[str, Address]) -> int:
+    async def restore(self, whole: CompleteSnapshot, addresses: dict[str, Address]) -> int:
         """Start target ranks from state snapshots, without source ranks; returns their step."""
         move = await self._describe()
         segments = SnapshotSegments(whole.names, whole.hosts)
-        move = replace(move, fabric={**served, **move.fabric}, snapshot=segments, sets=whole.tokens)
+        move = replace(move, fabric={**addresses, **move.fabric}, snapshot=segments, sets=whole.tokens)
         try:
-            await self._launch_standby(self.decision, move)
+            await self._launches.start_standby(self.decision, move)
         except ExceptionGroup as errors:  # of several hosts
             raise first_of(errors) from None
         wanted = {(self.decision.new_generation, place.rank) for place in self.decision.new_ranks}
@@ -165,7 +162,7 @@ class MigrationSaga:
 
     async def _prepare(self, move: MigrationRequest) -> None:
         async with anyio.create_task_group() as group:
-            group.start_soon(self._launch_standby, self.decision, move)
+            group.start_soon(self._launches.start_standby, self.decision, move)
             group.start_soon(self._tell_old, move)
         await self._stand_by()
 
@@ -175,7 +172,7 @@ class MigrationSaga:
         await self._wait(Prepared, self._old(), PREPARE_TIMEOUT_S + self._steps_s)
         await self._quiesce()
         self._phase = "prepare"
-        await self._launch_standby(self.decision, move)
+        await self._launches.start_standby(self.decision, move)
         await self._stand_by()
 
     async def _tell_old(self, move: MigrationRequest) -> None:

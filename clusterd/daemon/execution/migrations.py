@@ -7,7 +7,8 @@ import time
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.daemon.execution.migration import Launch, MigrationSaga, Prepare, move_id
+from clusterd.daemon.execution.launching import LaunchRequests
+from clusterd.daemon.execution.migration import MigrationSaga, move_id
 from clusterd.daemon.hosts import facts
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostDown
@@ -26,11 +27,10 @@ log = logging.getLogger(__name__)
 class Migrations:
     """Migrations under way, by the generation of their target ranks."""
 
-    def __init__(self, engine: Engine, hosts: HostRegistry, prepare_hosts: Prepare, launch_standby: Launch) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry, launches: LaunchRequests) -> None:
         self._engine = engine
         self._hosts = hosts
-        self._prepare_hosts = prepare_hosts
-        self._launch_standby = launch_standby
+        self._launches = launches
         self._under_way: dict[tuple[str, int, int], MigrationSaga] = {}
         self._finishing: dict[tuple[str, int, int], MigrationSaga] = {}
         hosts.reports.subscribe(FromRank, self._on_rank_message)
@@ -39,7 +39,7 @@ class Migrations:
 
     async def run(self, decision: d.StartMigration) -> None:
         """Carry one migration out up to its switch."""
-        move = MigrationSaga(decision, self._engine, self._hosts, self._prepare_hosts, self._launch_standby)
+        move = MigrationSaga(decision, self._engine, self._hosts, self._launches)
         key = (decision.job, decision.attempt, decision.new_generation)
         self._under_way[key] = self._finishing[key] = move
         try:
@@ -50,11 +50,11 @@ class Migrations:
             if not move.verified:
                 self._finishing.pop(key, None)
 
-    async def restore(self, decision: d.LaunchAttempt, whole: CompleteSnapshot, served: dict[str, Address]) -> int:
+    async def restore(self, decision: d.LaunchAttempt, whole: CompleteSnapshot, addresses: dict[str, Address]) -> int:
         """Start the ranks of a lost job from state snapshots in memory; returns their step.
 
         Args:
-            served: address and port of each host that holds some.
+            addresses: address and port of each host that holds some.
         Raises:
             ClusterError: a rank could not start, or did not find its state.
         """
@@ -73,11 +73,11 @@ class Migrations:
             new_ranks=decision.ranks,
             lost=tuple(range(len(old))),
         )
-        move = MigrationSaga(start, self._engine, self._hosts, self._prepare_hosts, self._launch_standby)
+        move = MigrationSaga(start, self._engine, self._hosts, self._launches)
         key = (decision.job, decision.attempt, decision.generation)
         self._under_way[key] = move
         try:
-            return await move.restore(whole, served)
+            return await move.restore(whole, addresses)
         finally:
             self._under_way.pop(key, None)
 

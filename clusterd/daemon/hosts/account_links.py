@@ -44,10 +44,11 @@ class LinkCallbacks:
     on_state: Callable[[LinkState], None]
     on_up: Callable[[Message], Awaitable[None]]
     on_event: Callable[[Message], Awaitable[None]]
+    home_source: Callable[[], str] = str  # of the daemon's own agent
 
 
 MakeLink = Callable[[HostId, str, str, LinkCallbacks], HostLink]
-"""Makes a link to a host by its address, to the agent of an account there."""
+"""Makes a link to a host by its address, to the agent of an account there ("": the daemon's own)."""
 
 
 @dataclass(slots=True)

@@ -115,15 +115,6 @@ class JoinedHosts:
             connection.end()
             self._watch(host, connection)
 
-    def closed(self, host: HostId) -> None:
-        """Handle the end of a host's link: a host that was removed is told so, and its connection ends."""
-        if host in self._engine.scheduler.state.hosts:
-            return
-        dialer = self._dialers.pop(host, None)
-        if dialer is not None and dialer.current is not None:
-            dialer.current.send({"removed": True})
-            dialer.current.end()
-
     def _watch(self, host: HostId, connection: JoinedConnection | None) -> None:
         self._tasks.start_soon(guarded, self._remove_when_lost, host, connection)
 

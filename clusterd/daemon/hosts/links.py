@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -70,6 +71,15 @@ async def shut_down(link: HostLink) -> bool:
         except ClusterError as error:
             log.info("an agent of %s was not shut down: %s", link.name, error)
     return False
+
+
+async def ip_address(host: str) -> str:
+    """IPv4 address of a host name; the name itself where only a jump host can resolve it."""
+    try:
+        found = await anyio.getaddrinfo(host, None, family=socket.AF_INET)
+    except OSError:
+        return host
+    return str(found[0][4][0])
 
 
 class DroppedMessages:

@@ -17,13 +17,14 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.lifecycle.reconcile import needs_action
 from clusterd.daemon.hosts import facts
-from clusterd.daemon.hosts.account_links import AccountLinks, MakeLink
+from clusterd.daemon.hosts.account_links import AccountLinks, LinkCallbacks, MakeLink
 from clusterd.daemon.hosts.launch_records import LaunchRecord, LaunchRecords, secret_rows
 from clusterd.daemon.hosts.links import (
     AgentOwners,
     DroppedMessages,
     LinkFailures,
     agent_identity,
+    ip_address,
     keep_running,
     shut_down,
 )
@@ -54,8 +55,6 @@ JOINED = "joined:"
 """Prefix of the address of a host that dials in; its identity follows, which is no port of a host of that name."""
 
 FORMER_TIMEOUT_S = 20.0
-
-LinkFactory = Callable[["HostRegistry", HostId, str], HostLink]
 
 ONE_ACCOUNT = {
     LOCAL: "jobs on an embedded host run as the daemon's account alone",
@@ -90,8 +89,7 @@ class HostRegistry:
         journal: Journal,
         config: Config,
         tasks: anyio.abc.TaskGroup,
-        make_link: LinkFactory,
-        make_account_link: MakeLink,
+        make_link: MakeLink,
     ) -> None:
         self._engine = engine
         self._journal = journal
@@ -106,7 +104,7 @@ class HostRegistry:
         self.checkpoints: PendingReplies[tuple[str, str], rank.Checkpointed | rank.CheckpointFailed] = PendingReplies()
         self.reports = Reports()
         self.records = LaunchRecords(engine, journal, SecretsKey(config.state_dir / SECRETS_KEY))
-        self.accounts = AccountLinks(engine, self.reports, tasks, make_account_link, self._on_gpu_use, self.adoptable)
+        self.accounts = AccountLinks(engine, self.reports, tasks, make_link, self._on_gpu_use, self.adoptable)
         self.reports.subscribe(agent.RankExited, self._on_rank_exited)
         self.reports.subscribe(HostDown, self._fail_waiting)
         self.reports.subscribe(rank.FromRank, self._on_rank_message)
@@ -193,7 +191,13 @@ class HostRegistry:
 
     def _manage(self, host: HostId, address: str, options: HostOptions) -> None:
         options = self._config.hosts.get(host, options)
-        managed = _Managed(self._make_link(self, host, address), address, options, anyio.CancelScope())
+        callbacks = LinkCallbacks(
+            on_state=lambda state: self.on_state(host, state),
+            on_up=lambda message: self._on_up(host, message),
+            on_event=lambda message: self.on_event(host, message),
+            home_source=lambda: self._agent_home(host),
+        )
+        managed = _Managed(self._make_link(host, address, "", callbacks), address, options, anyio.CancelScope())
         self._managed[host] = managed
         self._tasks.start_soon(self._serve, managed)
 
@@ -208,23 +212,25 @@ class HostRegistry:
         if state.name == "waiting":
             self._tasks.start_soon(guarded, self._on_down, host, state.why)
 
-    async def on_up(self, host: HostId, message: dict[str, Any], reached_at: str) -> None:
+    async def _on_up(self, host: HostId, message: dict[str, Any]) -> None:
         """Handle the agent's reply to hello.
 
         Raises:
             HostError: it is another host's agent, or its reply is malformed.
         """
+        managed = self._managed[host]
+        route = managed.link.route
+        reached_at = await ip_address(route.host) if route is not None and route.host else ""
         try:
             hello = agent.hello_reply(message)
             address = facts.address(hello.facts, reached_at)
             pids = self.accounts.gpu_pids(host)
             elsewhere = self._gpus_elsewhere(host, hello.boot_id)
-            known = facts.host_facts(host, hello.facts, self._managed[host].options, address, pids, elsewhere)
+            known = facts.host_facts(host, hello.facts, managed.options, address, pids, elsewhere)
         except ProtocolError as error:
             raise HostError(f"its agent's reply is malformed: {error}") from None
         identity = agent_identity(hello)
         self._agents.claim(host, identity)
-        managed = self._managed[host]
         managed.facts = {**hello.facts, "clock_skew_s": message["clock_skew_s"]}
         await self.reports.publish(host, HostUp(hello))
         reported = [facts.attempt_report(row) for row in hello.attempts if row.attempt != facts.DESCRIPTION]
@@ -256,7 +262,7 @@ class HostRegistry:
             host, account, reports, lambda wanted: self.request(host, wanted, account=account)
         )
 
-    def agent_home(self, host: HostId) -> str:
+    def _agent_home(self, host: HostId) -> str:
         """Directory of the host's agent; "": its default.
 
         While ranks run there it is the one under which they were started: an agent in another directory does not know

@@ -25,7 +25,7 @@ from clusterd.core.state import State
 from clusterd.core.view import Proposal
 from clusterd.daemon.journal import codec
 from clusterd.daemon.journal.journal import Journal, Statement, proposal_row
-from clusterd.errors import ClusterError, HostError
+from clusterd.errors import ClusterError
 
 log = logging.getLogger(__name__)
 
@@ -87,16 +87,10 @@ class _Clock:
 class Engine:
     """Owner of journal and scheduler; everything else posts events to it."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        scheduler: Scheduler,
-        on_handled: Callable[[Sequence[Event], Sequence[Decision]], None],
-    ) -> None:
-        """`on_handled`: called after each batch, in order; must not block."""
+    def __init__(self, journal: Journal, scheduler: Scheduler) -> None:
         self.journal = journal
         self.scheduler = scheduler
-        self._on_handled = on_handled
+        self._subscribers: list[Callable[[Sequence[Event], Sequence[Decision]], None]] = []
         # Bounded by who waits for them: the requests of clients at once, and each host's one report at a time.
         self._posted: list[_Posted] = []
         self._one_by_one = 0  # waiting events of a batch in which one raised
@@ -116,6 +110,10 @@ class Engine:
         """Events that the scheduler could not handle; they are stored beside the journal."""
         self.trouble = ""
         """Reason why events wait to be written; empty if none waits."""
+
+    def subscribe(self, handler: Callable[[Sequence[Event], Sequence[Decision]], None]) -> None:
+        """Call `handler` after each batch, in the order of subscription; it must not block."""
+        self._subscribers.append(handler)
 
     def newest(self) -> tuple[int, str]:
         """Id and checksum of the newest event that the scheduler has handled."""
@@ -243,7 +241,8 @@ class Engine:
         self._handled_s += self._handling_s
         self._keep_proposal(events[0].id)
         self._newest = (self._last_id, self.journal.newest[1].hex())
-        self._on_handled(events, decisions)
+        for handler in self._subscribers:
+            handler(events, decisions)
         for posted in batch:
             posted.done.set()
         if decisions and await self._keep(self.journal.record(events[-1].at_s, decisions, self._pending_rows)):
@@ -346,40 +345,3 @@ class Engine:
             log.error("%s", error)
             return False
         return True
-
-
-class JournalHistory:
-    """History of this daemon's events; an agent that has seen others refuses to be led by it.
-
-    Args:
-        epoch: of this daemon.
-        restored: epoch of the last start with ``--restored``; 0: there was none.
-    """
-
-    def __init__(self, engine: Engine, epoch: int, restored: int) -> None:
-        self._engine = engine
-        self._epoch = epoch
-        self._restored = restored
-
-    def newest(self) -> tuple[int, str]:
-        """Id and checksum of the newest event that was handled."""
-        return self._engine.newest()
-
-    async def check(self, epoch: int, event: int, checksum: str) -> None:
-        """Check what an agent has seen: the epoch of its last daemon, and the newest event that this daemon named.
-
-        Raises:
-            HostError: a newer daemon leads, or the journal does not hold that event and was not restored on purpose.
-        """
-        if epoch > self._epoch:
-            raise HostError(
-                f"a newer daemon (epoch {epoch}) leads this host, and epoch {self._epoch} is over: clusterd stop; or, "
-                "to take the hosts back from it: clusterd start --restored"
-            )
-        if self._restored > epoch or event == 0 or await self._engine.journal.has(event, checksum):
-            return
-        raise HostError(
-            f"its agent knows event {event} of this cluster, which this daemon's journal does not hold (it ends at "
-            f"event {self.newest()[0]}): the journal is an older copy; if it was restored from a backup on purpose: "
-            "clusterd stop; clusterd start --restored"
-        )

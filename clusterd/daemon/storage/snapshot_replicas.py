@@ -136,13 +136,13 @@ class SnapshotReplicas:
                 retry.
             ClusterError: a holder refuses.
         """
-        served: dict[str, Address] = {}
+        addresses: dict[str, Address] = {}
         for host in dict.fromkeys(whole.hosts):
             try:
-                served[host] = await self._admitted(whole.of, host)
+                addresses[host] = await self._admitted(whole.of, host)
             except AgentLost as lost:
                 raise NotStarted(host, f"its state snapshot is unreachable: {lost}") from None
-        return served
+        return addresses
 
     async def forget(self, job: str) -> None:
         """Drop the state snapshots of a job that has ended."""

@@ -219,7 +219,7 @@ def test_the_end_of_a_log_is_read_wherever_it_is(local_cluster: RunningCluster) 
 def test_rows_beside_an_event_that_is_set_aside_go_at_the_next_start(tmp_path: Any) -> None:
     """A job with a secret comes in one batch with an event that raises; another one with a secret is that event."""
     journal = Journal(tmp_path / "journal.db")
-    engine = Engine(journal, Scheduler(), lambda *_: None)
+    engine = Engine(journal, Scheduler())
     submitted = e.JobSubmitted(at_s=2.0, job=JobId("1"), spec=JobSpec(name="job", command=("true",)))
     unknown = e.JobReprioritised(at_s=2.0, job=JobId("9"), priority=1)
 
@@ -236,7 +236,7 @@ def test_rows_beside_an_event_that_is_set_aside_go_at_the_next_start(tmp_path: A
             group.cancel_scope.cancel()
 
     anyio.run(run)
-    again = Engine(journal, Scheduler(), lambda *_: None)
+    again = Engine(journal, Scheduler())
     assert again.restore() == 2
     assert list(again.scheduler.state.jobs) == ["1"]
     archive = Archive(tmp_path, journal)

@@ -14,6 +14,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.daemon.execution.executor import Executor
+from clusterd.daemon.execution.migrations import Migrations
 from clusterd.daemon.execution.model_description import ModelInspector
 from clusterd.daemon.hosts.reports import HostUp, Reports
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
@@ -87,15 +88,16 @@ def carried_out(lab: Lab, decided: list[d.Decision], launches: Any = None, deaf:
         archive: Any = SimpleNamespace(secrets=secrets, forget_secrets=nothing)
         hosts: Any = Deaf(deaf) if deaf else SimpleNamespace(reports=Reports())
         timers: Any = SimpleNamespace(changed=lambda: None)
-        keeper: Any = SimpleNamespace(forget=nothing)
+        replicas: Any = SimpleNamespace(forget=nothing)
         if deaf:
-            keeper = SnapshotReplicas(engine, hosts, "secret")
+            replicas = SnapshotReplicas(engine, hosts, "secret")
             hello = HelloReply("agent", "1", "boot", 0.0, {}, (), (StateSnapshotRow("1.1.g1.snap0.0", 20),))
-            keeper.on_up(HostId(deaf), HostUp(hello))
+            replicas.on_up(HostId(deaf), HostUp(hello))
         made = launches or Broken()
-        describer = ModelInspector(engine, hosts, archive, hosts, made)
+        migrations = Migrations(engine, hosts, made)
+        inspector = ModelInspector(engine, hosts, archive, hosts, made)
         async with anyio.create_task_group() as tasks:
-            Executor(engine, hosts, archive, timers, tasks, made, describer, keeper).carry_out(
+            Executor(engine, hosts, archive, timers, tasks, made, migrations, inspector, replicas).carry_out(
                 [x for x in decided if not isinstance(x, d.StopAttempt)]
             )
 

@@ -41,7 +41,7 @@ def with_links(tmp_path: Path) -> Callable[..., None]:
     def run(act: Callable[[LinkCallbacks, list[object], Any], Any]) -> None:
         async def main() -> None:
             journal = Journal(tmp_path / "journal.db")
-            engine = Engine(journal, Scheduler(), lambda events, decisions: None)
+            engine = Engine(journal, Scheduler())
             published: list[object] = []
             reports = Reports()
             reports.subscribe(agent.RankExited, lambda host, report: published.append(report))

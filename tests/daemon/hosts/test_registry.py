@@ -49,10 +49,10 @@ class Lab:
     def __init__(self, journal: Journal, tasks: anyio.abc.TaskGroup) -> None:
         link: Any = Link()
         invite: Any = None
-        self.engine = Engine(journal, Scheduler(), lambda *_: None)
+        self.engine = Engine(journal, Scheduler())
         self.engine.restore()
         config = Config(state_dir=journal.path.parent, socket=journal.path.with_name("sock"))
-        self.hosts = HostRegistry(self.engine, journal, config, tasks, lambda *_: link, lambda *_: link)
+        self.hosts = HostRegistry(self.engine, journal, config, tasks, lambda *_: link)
         self.membership = HostVerbs(self.engine, self.hosts, invite)
 
     @property

@@ -27,7 +27,8 @@ def test_events_are_reported_once_the_disk_has_room_again(tmp_path: Path, monkey
     monkeypatch.setattr(module, "REPORT_AGAIN_S", 0.01)
     journal = Journal(tmp_path / "journal.db")
     handled: list[str] = []
-    engine = Engine(journal, Scheduler(), lambda events, _: handled.extend(type(event).__name__ for event in events))
+    engine = Engine(journal, Scheduler())
+    engine.subscribe(lambda events, _: handled.extend(type(event).__name__ for event in events))
     host = HostId("a")
     real = journal.append
     refusals = anyio.Event
@@ -77,7 +78,7 @@ def test_events_are_reported_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
     """A host went while nothing could be written, and came back just when there was room: it is up."""
     monkeypatch.setattr(module, "REPORT_AGAIN_S", 0.2)
     journal = Journal(tmp_path / "journal.db")
-    engine = Engine(journal, Scheduler(), lambda *_: None)
+    engine = Engine(journal, Scheduler())
     host, real = HostId("a"), journal.append
     connected = e.HostConnected(at_s=2.0, host=host, facts=facts("a", gpus=1), attempts=())
 
@@ -108,7 +109,7 @@ def test_events_are_reported_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_an_event_that_cannot_be_encoded_fails_its_sender_alone(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.db")
-    engine = Engine(journal, Scheduler(), lambda *_: None)
+    engine = Engine(journal, Scheduler())
     host = HostId("a")
 
     async def run() -> None:

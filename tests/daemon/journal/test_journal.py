@@ -41,7 +41,9 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 def engine_of(journal: Journal) -> tuple[Engine, list[e.Event]]:
     handled: list[e.Event] = []
-    return Engine(journal, Scheduler(), lambda events, _: handled.extend(events)), handled
+    engine = Engine(journal, Scheduler())
+    engine.subscribe(lambda events, _: handled.extend(events))
+    return engine, handled
 
 
 async def post(engine: Engine, *events: e.Event) -> None:
@@ -148,7 +150,7 @@ def test_a_replay_keeps_decisions_that_the_next_policy_would_not_take(journal: J
     running = engine.scheduler.state.jobs[JobId("2")]
     assert running.attempt is not None
     for _ in range(2):
-        again = Engine(journal, Scheduler(Contrary()), lambda *_: None)
+        again = Engine(journal, Scheduler(Contrary()))
         again.restore()
         assert again.scheduler.state == engine.scheduler.state
 
@@ -167,7 +169,7 @@ def test_the_last_batch_without_a_proposal_asks_the_policy_once(journal: Journal
     second.restore()
     assert second.scheduler.state == engine.scheduler.state
     anyio.run(post, second, submitted(4))
-    third = Engine(journal, Scheduler(Contrary()), lambda *_: None)
+    third = Engine(journal, Scheduler(Contrary()))
     third.restore()
     assert third.scheduler.state == second.scheduler.state
 
@@ -416,7 +418,8 @@ def test_requests_that_are_read_one_after_the_other_are_one_batch(
     """A client pipelines its submits: each is read in another turn of the event loop."""
     monkeypatch.setattr("clusterd.daemon.journal.engine.GATHER_S", HANG_S)
     batches: list[int] = []
-    engine = Engine(journal, Scheduler(), lambda events, _: batches.append(len(events)))
+    engine = Engine(journal, Scheduler())
+    engine.subscribe(lambda events, _: batches.append(len(events)))
 
     async def read() -> None:
         async with anyio.create_task_group() as outer:

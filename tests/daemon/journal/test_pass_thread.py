@@ -41,7 +41,7 @@ def test_others_are_served_during_a_pass_and_no_half_of_it_is_stored(
     """With `is_cancelled` the daemon is stopped in the middle of the pass."""
     monkeypatch.setattr(module, "THREAD_JOBS", 1)
     policy, journal = Gated(), Journal(tmp_path / "journal.db")
-    engine = Engine(journal, Scheduler(policy), lambda events, decisions: None)
+    engine = Engine(journal, Scheduler(policy))
 
     async def run() -> None:
         async with anyio.create_task_group() as group:
@@ -64,7 +64,7 @@ def test_others_are_served_during_a_pass_and_no_half_of_it_is_stored(
     assert engine.scheduler.state.jobs[JobId("1")].state is JobState.STARTING
     journal.close()
     again = Journal(tmp_path / "journal.db")
-    restarted = Engine(again, Scheduler(), lambda events, decisions: None)
+    restarted = Engine(again, Scheduler())
     restarted.restore()
     again.close()
     assert restarted.scheduler.state == engine.scheduler.state

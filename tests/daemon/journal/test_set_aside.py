@@ -39,7 +39,7 @@ def submitted(number: int) -> e.JobSubmitted:
 
 def test_an_event_that_raises_is_set_aside_and_all_others_happen(tmp_path: Path, raising: None) -> None:
     journal = Journal(tmp_path / "journal.db")
-    engine = Engine(journal, Scheduler(), lambda events, decisions: None)
+    engine = Engine(journal, Scheduler())
     held = engine.scheduler.state
 
     async def run() -> None:
@@ -75,7 +75,7 @@ def test_an_event_that_raises_is_set_aside_and_all_others_happen(tmp_path: Path,
 def test_a_daemon_that_died_before_it_could_set_the_event_aside_starts(tmp_path: Path, raising: None) -> None:
     """Simulates kill -9 between the journal's commit and the exception: every later start would have failed."""
     journal = Journal(tmp_path / "journal.db")
-    engine = Engine(journal, Scheduler(), lambda events, decisions: None)
+    engine = Engine(journal, Scheduler())
 
     async def run() -> None:
         async with anyio.create_task_group() as group:
@@ -94,7 +94,7 @@ def test_a_daemon_that_died_before_it_could_set_the_event_aside_starts(tmp_path:
 
 def assert_restarts(directory: Path, state: State, set_aside: int) -> None:
     again = Journal(directory / "journal.db")
-    restarted = Engine(again, Scheduler(), lambda events, decisions: None)
+    restarted = Engine(again, Scheduler())
     restarted.restore()
     again.close()
     assert restarted.scheduler.state == state, "a restart does not meet it again"

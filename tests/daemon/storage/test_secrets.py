@@ -35,10 +35,10 @@ def test_a_secret_goes_before_hosts_are_asked(tmp_path: Path) -> None:
 
     async def run() -> None:
         nobody: Any = SimpleNamespace(job_is_over=lambda job: None, reports=Reports())
-        keeper: Any = SimpleNamespace(forget=forget)
+        replicas: Any = SimpleNamespace(forget=forget)
         await journal.execute([(INSERT, ("1", "KEY", "hush"))])
         async with anyio.create_task_group() as tasks:
-            executor = Executor(nobody, nobody, archive, nobody, tasks, nobody, nobody, keeper)
+            executor = Executor(nobody, nobody, archive, nobody, tasks, nobody, nobody, nobody, replicas)
             end = d.EndJob(cause=e.EventId(1), reason="finished", job=JobId("1"), state="finished", exit_code=0)
             executor.carry_out([end])
 

@@ -59,16 +59,16 @@ def agents() -> Agents:
 
 
 @pytest.fixture
-def keeper(state: State, agents: Agents) -> SnapshotReplicas:
+def replicas(state: State, agents: Agents) -> SnapshotReplicas:
     engine: Any = SimpleNamespace(scheduler=SimpleNamespace(state=state))
     hosts: Any = agents
     return SnapshotReplicas(engine, hosts, "secret")
 
 
-def report_snapshot(keeper: SnapshotReplicas, rank: int, step: int, slot: int = 0, generation: int = 1) -> None:
+def report_snapshot(replicas: SnapshotReplicas, rank: int, step: int, slot: int = 0, generation: int = 1) -> None:
     host = HostId("ab"[rank])
     name = f"7.1.g{generation}.snap{rank}.{slot}"
-    anyio.run(keeper.on_taken, host, StateSnapshotTaken("7", 1, generation, rank, name, step, 9))
+    anyio.run(replicas.on_taken, host, StateSnapshotTaken("7", 1, generation, rank, name, step, 9))
 
 
 def up(*snapshots: StateSnapshotRow) -> HostUp:
@@ -80,64 +80,64 @@ def lost(state: State, *hosts: str) -> None:
         state.hosts[HostId(host)].state = HostState.LOST
 
 
-def test_each_rank_is_kept_by_the_other_host(keeper: SnapshotReplicas, agents: Agents, state: State) -> None:
+def test_each_rank_is_kept_by_the_other_host(replicas: SnapshotReplicas, agents: Agents, state: State) -> None:
     """Either host may die: the other has both parts. The rank is answered last."""
-    report_snapshot(keeper, 0, 20)
-    report_snapshot(keeper, 1, 20)
+    report_snapshot(replicas, 0, 20)
+    report_snapshot(replicas, 1, 20)
     stored = [(host, what["name"]) for host, verb, what in agents.asked if verb == "snapshot_keep"]
     assert stored == [("b", "7.1.g1.snap0.0"), ("a", "7.1.g1.snap1.0")]
     assert [verb for host, verb, _ in agents.asked if host == "a"][:2] == ["snapshot_admit", "snapshot_kept"]
     lost(state, "b")
-    whole = keeper.newest(state.jobs[JOB])
+    whole = replicas.newest(state.jobs[JOB])
     assert whole is not None and (whole.step, whole.hosts, whole.plan) == (20, ("a", "a"), Plan(dp=2, zero=3))
 
 
-def test_a_step_counts_when_every_rank_has_it(keeper: SnapshotReplicas, state: State) -> None:
+def test_a_step_counts_when_every_rank_has_it(replicas: SnapshotReplicas, state: State) -> None:
     """A newer snapshot of one rank alone is worth nothing; the older whole one is in the other slot."""
-    report_snapshot(keeper, 0, 20)
-    report_snapshot(keeper, 1, 20)
-    report_snapshot(keeper, 0, 40, slot=1)
-    whole = keeper.newest(state.jobs[JOB])
+    report_snapshot(replicas, 0, 20)
+    report_snapshot(replicas, 1, 20)
+    report_snapshot(replicas, 0, 40, slot=1)
+    whole = replicas.newest(state.jobs[JOB])
     assert whole is not None and whole.step == 20
-    report_snapshot(keeper, 1, 40, slot=1)
-    newer = keeper.newest(state.jobs[JOB])
+    report_snapshot(replicas, 1, 40, slot=1)
+    newer = replicas.newest(state.jobs[JOB])
     assert newer is not None and newer.step == 40
 
 
 def test_without_room_elsewhere_the_rank_goes_on_and_a_lost_host_takes_it_with_it(
-    keeper: SnapshotReplicas, agents: Agents, state: State
+    replicas: SnapshotReplicas, agents: Agents, state: State
 ) -> None:
     agents.full = {"a", "b", "c"}
-    report_snapshot(keeper, 0, 20)
-    report_snapshot(keeper, 1, 20)
+    report_snapshot(replicas, 0, 20)
+    report_snapshot(replicas, 1, 20)
     assert sum(verb == "snapshot_kept" for _, verb, _ in agents.asked) == 2
-    assert keeper.newest(state.jobs[JOB]) is not None
+    assert replicas.newest(state.jobs[JOB]) is not None
     lost(state, "b")
-    assert keeper.newest(state.jobs[JOB]) is None
+    assert replicas.newest(state.jobs[JOB]) is None
 
 
-def test_a_daemon_that_starts_learns_from_agents(keeper: SnapshotReplicas, state: State) -> None:
-    keeper.on_up(HostId("a"), up(StateSnapshotRow("7.1.g1.snap0.0", 20)))
-    keeper.on_up(HostId("b"), up(StateSnapshotRow("7.1.g1.snap1.0", 20), StateSnapshotRow("x.out0", 1)))
-    whole = keeper.newest(state.jobs[JOB])
+def test_a_daemon_that_starts_learns_from_agents(replicas: SnapshotReplicas, state: State) -> None:
+    replicas.on_up(HostId("a"), up(StateSnapshotRow("7.1.g1.snap0.0", 20)))
+    replicas.on_up(HostId("b"), up(StateSnapshotRow("7.1.g1.snap1.0", 20), StateSnapshotRow("x.out0", 1)))
+    whole = replicas.newest(state.jobs[JOB])
     assert whole is not None and whole.step == 20
-    keeper.on_up(HostId("b"), up())  # its agent was started anew
-    assert keeper.newest(state.jobs[JOB]) is None
+    replicas.on_up(HostId("b"), up())  # its agent was started anew
+    assert replicas.newest(state.jobs[JOB]) is None
 
 
 def test_older_generations_are_dropped_and_all_when_the_job_is_over(
-    keeper: SnapshotReplicas, agents: Agents, state: State
+    replicas: SnapshotReplicas, agents: Agents, state: State
 ) -> None:
-    report_snapshot(keeper, 0, 20)
-    report_snapshot(keeper, 1, 20)
+    report_snapshot(replicas, 0, 20)
+    report_snapshot(replicas, 1, 20)
     attempt = state.jobs[JOB].attempts[0]
     assert attempt.plan is not None
     attempt.plans_by_generation[1] = attempt.plan
     attempt.generation = 2
-    report_snapshot(keeper, 0, 40, generation=2)
+    report_snapshot(replicas, 0, 40, generation=2)
     assert not any(verb == "drop" for _, verb, _ in agents.asked)
-    report_snapshot(keeper, 1, 40, generation=2)
+    report_snapshot(replicas, 1, 40, generation=2)
     assert {what["move"] for _, verb, what in agents.asked if verb == "drop"} == {"7.1.g1.snaps"}
-    anyio.run(keeper.forget, "7")
+    anyio.run(replicas.forget, "7")
     assert {what["move"] for _, verb, what in agents.asked if verb == "drop"} == {"7.1.g1.snaps", "7.1.g2.snaps"}
-    assert keeper.newest(state.jobs[JOB]) is None
+    assert replicas.newest(state.jobs[JOB]) is None
