@@ -1,4 +1,4 @@
-"""Jobs, hosts and changes as plain rows: the only view of the state that clients get.
+"""Rows of jobs, hosts and changes, made from the state: the only view of it that clients get.
 
 The daemon sends them as changes occur; a recording stores them, one JSON object a line, for playback.
 """
@@ -6,12 +6,14 @@ The daemon sends them as changes occur; a recording stores them, one JSON object
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
+from clusterd import rows
 from clusterd.core import story
 from clusterd.core.allocation.rights import on_loan
 from clusterd.core.decisions import Decision
@@ -32,15 +34,16 @@ from clusterd.core.events import (
 )
 from clusterd.core.host import Host
 from clusterd.core.ledger import of_ranks
-from clusterd.core.queue_order import Order, listed, only
+from clusterd.core.queue_order import Order, QueuePlace, listed, only
 from clusterd.core.scheduler import NO_SIDE_EFFECTS, SideEffects
 from clusterd.core.state import Attempt, Job, Migration, Restart, State
 from clusterd.core.timers import account_on
 from clusterd.keys import Key, keys_of
-from clusterd.types import AttemptState, DeviceClaim, HostId, HostState, JobId, JobSpec
+from clusterd.types import AttemptState, Device, DeviceClaim, HostId, HostState, JobId, JobSpec
 from clusterd.units import duration
 
 Row = dict[str, Any]
+"""Fields of an event, a decision, a specification or a link."""
 
 JSON_VERSION = 1
 """Version of the fields of rows, which docs/json.md describes; raised when one is renamed or changes its meaning."""
@@ -55,56 +58,43 @@ def _shown() -> tuple[Key, ...]:
     return tuple(key for key in keys_of(JobSpec) if key.row)
 
 
-def job_row(job: Job, state: State) -> Row:
+def job_row(job: Job, state: State, **others: Any) -> rows.Job:
     """Row of a job, as `clusterd ls` lists it."""
-    last = job.attempts[-1] if job.attempts else None
-    running = job.attempt
-    return {
-        "id": job.id,
+    last, running, shape = job.attempts[-1] if job.attempts else None, job.attempt, job.shape or {}
+    return rows.row_of(
+        rows.Job,
+        job,
         **{key.row: key.of(job.spec) for key in _shown()},
-        "kind": job.spec.kind.value,
-        "state": job.state.value,
-        "reason": reason(job, state),
-        "away": [host.id for host in _away(job, state)],
-        "priority": job.priority,
-        "held_by": job.held_by,
-        "array": msgspec.to_builtins(job.spec.array),
-        "user": job.spec.user,
-        "asked_kind": job.spec.resources.kind,
-        "plan": str(last.plan) if last and last.plan else None,
-        "attempt": last.number if last else 0,
-        "building": dict(job.building),
-        "devices": list(last.devices) if last else [],
-        "hosts": list(last.hosts) if last else [],
-        "holds_devices": running is not None,
-        "on_loan": _on_loan(job),
-        "promise": promise_row(job.id, state),
-        "step": job.step,
-        "steps": (job.shape or {}).get("steps"),
-        "first_loss": job.first_loss,
-        "loss": job.loss,
-        "step_time_s": job.step_time_s,
-        "left_s": left_s(job),
-        "progressed_s": job.progressed_s,
-        "idle_since_s": running.idle_since_s if running is not None else None,
-        "predicted_step_time_s": predicted_step_time_s(job, state),
-        "profiling": job.trials.is_running,
-        "trials": len(job.trials.finished),
-        "predictable": is_predictable(job),
-        "foreseen_steps": job.predicted_steps,
-        "submitted_s": job.submitted_s,
-        "started_s": job.started_s,
-        "ended_s": job.ended_s,
-        "exit_code": job.exit_code,
-        "pinned": job.pinned is not None,
-        "unfit": dict(job.excluded_hosts),
-        "refused": {str(plan): why for plan, why in job.rejected_plans},
-        "sees_batch": (job.shape or {}).get("sees_batch", "global"),
-        "checkpoint": job.checkpoint,
-        "checkpoint_step": job.checkpoint_step,
-        "migrating": migration_row(running.migration) if running and running.migration else None,
-        "migrations": [migration_row(change) for change in job.plan_changes],
-    }
+        kind=job.spec.kind,
+        reason=reason(job, state),
+        away=tuple(host.id for host in _away(job, state)),
+        array=job.spec.array,
+        user=job.spec.user,
+        asked_kind=job.spec.resources.kind,
+        plan=str(last.plan) if last and last.plan else None,
+        attempt=last.number if last else 0,
+        building=dict(job.building),
+        devices=last.devices if last else (),
+        hosts=last.hosts if last else (),
+        holds_devices=running is not None,
+        on_loan=_on_loan(job),
+        promise=promise_row(job.id, state),
+        steps=shape.get("steps"),
+        left_s=left_s(job),
+        idle_since_s=running.idle_since_s if running is not None else None,
+        predicted_step_time_s=predicted_step_time_s(job, state),
+        profiling=job.trials.is_running,
+        trials=len(job.trials.finished),
+        predictable=is_predictable(job),
+        foreseen_steps=job.predicted_steps,
+        pinned=job.pinned is not None,
+        unfit=dict(job.excluded_hosts),
+        refused={str(plan): why for plan, why in job.rejected_plans},
+        sees_batch=shape.get("sees_batch", "global"),
+        migrating=migration_row(running.migration) if running and running.migration else None,
+        migrations=tuple(migration_row(change) for change in job.plan_changes),
+        **{"place": UNSET, "edited": UNSET, **others},
+    )
 
 
 def _on_loan(job: Job) -> int:
@@ -114,13 +104,13 @@ def _on_loan(job: Job) -> int:
     return on_loan(job, len(job.attempt.devices))
 
 
-def promise_row(job: JobId, state: State) -> Row | None:
+def promise_row(job: JobId, state: State) -> rows.Promise | None:
     """Expected and promised start of a queued job, and the jobs that it waits for; None: it has no reservation."""
     promise = state.reservation
     if promise is None or promise.job != job:
         return None
-    after = [state.jobs[other].spec.name for other in promise.after]
-    return {"at_s": promise.at_s if promise.is_foreseen else None, "latest_s": promise.latest_s, "after": after}
+    after = tuple(state.jobs[other].spec.name for other in promise.after)
+    return rows.Promise(at_s=promise.at_s if promise.is_foreseen else None, latest_s=promise.latest_s, after=after)
 
 
 def order(state: State) -> Order:
@@ -133,18 +123,18 @@ def places(state: State) -> dict[JobId, int]:
     return {job: place for place, job in enumerate(listed(order(state)), 1)}
 
 
-def place_row(job: JobId, state: State) -> Row:
-    """Place of a queued job from 1 on, names of the jobs before it, and why the last of them is; null: no place yet."""
+def place_row(job: JobId, state: State) -> rows.Place:
+    """Place of a queued job, names of the jobs before it, and why the last of them is."""
     waiting = order(state)
     if job not in waiting:
-        return {"place": None, "ahead": [], "after": None}
+        return rows.Place()
     jobs = listed(waiting)
-    ahead = [state.jobs[other].spec.name for other in jobs[: jobs.index(job)]]
+    ahead = tuple(state.jobs[other].spec.name for other in jobs[: jobs.index(job)])
     previous, criterion = waiting[job]
-    after: Row | None = None
+    after: rows.JobBefore | None = None
     if previous is not None and criterion is not None:
-        after = {"job": previous, "name": ahead[-1], "criterion": criterion.value, "why": criterion.sentence}
-    return {"place": len(ahead) + 1, "ahead": ahead, "after": after}
+        after = rows.JobBefore(job=previous, name=ahead[-1], criterion=criterion.value, why=criterion.sentence)
+    return rows.Place(place=len(ahead) + 1, ahead=ahead, after=after)
 
 
 def left_s(job: Job) -> float | None:
@@ -213,87 +203,46 @@ def predicted_step_time_s(job: Job, state: State) -> float | None:
     return found.step_time_s if found is not None else None
 
 
-def migration_row(migration: Migration | Restart) -> Row:
+def migration_row(migration: Migration | Restart) -> rows.Migration:
     """Row of a migration or a restart: plans, reason and cost."""
-    return {
-        "number": migration.number,
-        "from": str(migration.old_plan),
-        "to": str(migration.plan),
-        "devices": [place.device for place in migration.places],
-        "reason": migration.reason,
-        "started_s": migration.started_s,
-        "ended_s": migration.ended_s,
-        "step": migration.step,
-        "phases": [{"phase": name, "seconds": seconds, "what": detail} for name, seconds, detail in migration.phases],
-        "network_bytes": migration.network_bytes if isinstance(migration, Migration) else 0,
-        "local_bytes": migration.local_bytes,
-        "downtime_s": migration.downtime_s,
-        "restarts": isinstance(migration, Restart),
-        "failure": migration.failure,
-    }
+    return rows.row_of(
+        rows.Migration, migration, old=str(migration.old_plan), new=str(migration.plan),
+        devices=tuple(place.device for place in migration.places),
+        phases=tuple(rows.Phase(phase=name, seconds=took_s, note=note) for name, took_s, note in migration.phases),
+        network_bytes=migration.network_bytes if isinstance(migration, Migration) else 0,
+        restarts=isinstance(migration, Restart),
+    )  # fmt: skip
 
 
-def attempt_row(attempt: Attempt) -> Row:
+def attempt_row(attempt: Attempt) -> rows.Attempt:
     """Row of an attempt, as `clusterd show` prints it."""
-    return {
-        "number": attempt.number,
-        "generation": attempt.generation,
-        "state": attempt.state.value,
-        "plan": str(attempt.plan) if attempt.plan else None,
-        "cores": dict(attempt.cores),
-        "build_times_s": dict(attempt.build_times_s),
-        "versions": {host: dict(found) for host, found in attempt.versions.items()},
-        "started_s": attempt.started_s,
-        "ended_s": attempt.ended_s,
-        "why": attempt.why,
-        "ranks": [
-            {
-                "rank": number,
-                "host": rank.place.host,
-                "device": rank.place.device,
-                "end": str(rank.end) if rank.end else None,
-            }
-            for number, rank in sorted(attempt.ranks.items())
-        ],
-    }
+    ranks = tuple(
+        rows.Rank(rank=number, host=rank.place.host, device=rank.place.device, end=str(rank.end) if rank.end else None)
+        for number, rank in sorted(attempt.ranks.items())
+    )
+    return rows.row_of(rows.Attempt, attempt, plan=str(attempt.plan) if attempt.plan else None, ranks=ranks)
 
 
-def host_row(state: State, host: Host, link: Row | None = None) -> Row:
+def host_row(state: State, host: Host, link: Row | None = None) -> rows.Host:
     """Row of a host, as `clusterd host ls` lists it; `link` describes its connection."""
     running = [a for a in state.attempts_on(host.id) if a.state is not AttemptState.ENDED]
-    return {
-        "name": host.id,
-        "state": host.state.value,
-        "why": why_down(host, link or {})
-        or host.unknown_attempts_notice
-        or (host.facts.gpu_error if host.facts else ""),
-        "since_s": host.since_s,
-        "drained": host.drained,
-        "address": host.facts.address if host.facts else None,
-        "cpu_cores": host.facts.cpu_cores if host.facts else None,
-        "cores_used": host.cores_used,
-        "memory_bytes": host.facts.memory_bytes if host.facts else None,
-        "memory_used_bytes": host.memory_used_bytes,
-        "labels": list(host.facts.labels) if host.facts else [],
-        "boot_id": host.facts.boot_id if host.facts else None,
-        "jobs": sorted({state.jobs[a.job].spec.name for a in running}),
-        "devices": [
-            {
-                "id": device.id,
-                "kind": device.kind,
-                "name": device.name,
-                "memory_bytes": device.memory_bytes,
-                "compute_capability": device.compute_capability,
-                "foreign": device.foreign,
-                "job": holder.job if (holder := state.holders.get(device.id)) else None,
-                "job_name": state.jobs[holder.job].spec.name if holder else None,
-                "jobs": len(state.jobs_on(device.id)),  # more than one: they share it
-            }
-            for device in host.devices
-        ],
-        "claims": [claim_row(c) for c in state.device_claims.values() if set(c.devices) & {d.id for d in host.devices}],
-        "link": link or {},
-    }
+    facts, devices = host.facts, {device.id for device in host.devices}
+    return rows.row_of(
+        rows.Host, host, name=host.id,
+        why=why_down(host, link or {}) or host.unknown_attempts_notice or (facts.gpu_error if facts else ""),
+        address=facts.address if facts else None, cpu_cores=facts.cpu_cores if facts else None,
+        memory_bytes=facts.memory_bytes if facts else None, labels=facts.labels if facts else (),
+        boot_id=facts.boot_id if facts else None, jobs=tuple(sorted({state.jobs[a.job].spec.name for a in running})),
+        devices=tuple(_device_row(device, state) for device in host.devices),
+        claims=tuple(claim_row(claim) for claim in state.device_claims.values() if devices & {*claim.devices}),
+        link=link or {},
+    )  # fmt: skip
+
+
+def _device_row(device: Device, state: State) -> rows.Device:
+    holder, jobs = state.holders.get(device.id), len(state.jobs_on(device.id))
+    name = state.jobs[holder.job].spec.name if holder else None
+    return rows.row_of(rows.Device, device, job=holder.job if holder else None, job_name=name, jobs=jobs)
 
 
 def why_down(host: Host, link: Row) -> str:
@@ -307,17 +256,9 @@ def repeated(failures: Row) -> str:
     return f"{why} ({times} times since {_clock(failures['since_s'])})" if times > 1 else why
 
 
-def claim_row(claim: DeviceClaim) -> Row:
+def claim_row(claim: DeviceClaim, **others: Any) -> rows.Claim:
     """Row of a claim on devices."""
-    return {
-        "id": claim.id,
-        "devices": list(claim.devices),
-        "from_s": claim.from_s,
-        "until_s": claim.until_s,
-        "reason": claim.reason,
-        "by": claim.by,
-        "drain": claim.drain,
-    }
+    return rows.row_of(rows.Claim, claim, **{"held_by": UNSET, **others})
 
 
 def may_still_run(state: State, host: Host) -> list[str]:
@@ -355,17 +296,11 @@ def decision_row(decision: Decision) -> Row:
     return {"kind": type(decision).__name__, **msgspec.to_builtins(decision), **_line(story.of_decision(decision))}
 
 
-def decision_summary(decision: Decision, at_s: float) -> Row:
+def decision_summary(decision: Decision, at_s: float) -> rows.Decision:
     """Row of a past decision: what it is about, its reason, and the sentence about it."""
-    return {
-        "cause": decision.cause,
-        "at_s": at_s,
-        "kind": type(decision).__name__,
-        "job": getattr(decision, "job", None),
-        "host": getattr(decision, "host", None),
-        "reason": decision.reason,
-        **_line(story.of_decision(decision)),
-    }
+    job, host = getattr(decision, "job", None), getattr(decision, "host", None)
+    line = _line(story.of_decision(decision))
+    return rows.row_of(rows.Decision, decision, at_s=at_s, kind=type(decision).__name__, job=job, host=host, **line)
 
 
 def event_row(event: Event, state: State) -> Row:
@@ -393,11 +328,6 @@ def spec_row(spec: JobSpec) -> Row:
     return row
 
 
-def no_link(host: HostId) -> Row:
-    """Empty connection row: for hosts of a simulation or of a replayed journal."""
-    return {}
-
-
 def _is_about_claims(event: Event) -> bool:
     """True for events that change claims on devices, which rows of hosts show."""
     if isinstance(event, TimerFired):
@@ -410,9 +340,9 @@ def change_row(
     number: int,
     events: Iterable[Event],
     decisions: Iterable[Decision],
-    link: Callable[[HostId], Row] = no_link,
+    link: Callable[[HostId], Row] = lambda host: {},
     side_effects: SideEffects = NO_SIDE_EFFECTS,
-) -> Row:
+) -> rows.Change:
     """Row of a handled batch, with the current rows of every job and host that it changed."""
     events, decisions = list(events), list(decisions)
     touched: list[Any] = [*events, *decisions]
@@ -428,14 +358,17 @@ def change_row(
         known = state.jobs.get(job)
         if known is not None and known.attempts:
             hosts.update(dict.fromkeys(known.attempts[-1].hosts))
-    return {
-        "number": number,
-        "at_s": events[-1].at_s if events else 0.0,
-        "events": [event_row(event, state) for event in events],
-        "decisions": [decision_row(decision) for decision in decisions],
-        "jobs": [job_row(state.jobs[job], state) for job in jobs if job in state.jobs],
-        "hosts": [host_row(state, state.hosts[host], link(host)) for host in hosts if host in state.hosts],
-        "gone": [host for host in hosts if host not in state.hosts],
-        "order": dict(side_effects.order),
-        "recovering": sorted(state.recovering),
-    }
+    return rows.Change(
+        number=number, at_s=events[-1].at_s if events else 0.0,
+        events=tuple(event_row(event, state) for event in events),
+        decisions=tuple(decision_row(decision) for decision in decisions),
+        jobs=tuple(job_row(state.jobs[job], state) for job in jobs if job in state.jobs),
+        hosts=tuple(host_row(state, state.hosts[host], link(host)) for host in hosts if host in state.hosts),
+        gone=tuple(host for host in hosts if host not in state.hosts), order=order_row(side_effects.order),
+        recovering=sorted(state.recovering),
+    )  # fmt: skip
+
+
+def order_row(order: Mapping[JobId, QueuePlace | None]) -> dict[str, rows.QueuePlace | None]:
+    """Places of waiting jobs, or changes of them."""
+    return {job: rows.QueuePlace(place.after, place.criterion) if place else None for job, place in order.items()}

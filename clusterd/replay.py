@@ -22,6 +22,7 @@ from clusterd.daemon.journal.blocks import stored_rows
 from clusterd.daemon.journal.checksums import FORMAT, Damaged
 from clusterd.daemon.journal.journal import batches
 from clusterd.errors import ClusterError, UsageError
+from clusterd.rows import plain
 
 Item = dict[str, Any]
 
@@ -94,7 +95,7 @@ def _from_journal(file: Path, policy: str) -> Iterator[Item]:
                 f"was another policy than {policy!r} at work, or another version?"
             ) from error
         number, also = batch.events[-1].id, scheduler.side_effects
-        yield projection.change_row(scheduler.state, number, batch.events, decisions, side_effects=also)
+        yield plain(projection.change_row(scheduler.state, number, batch.events, decisions, side_effects=also))
     if first:
         raise ClusterError(f"{file} holds no events yet")
 

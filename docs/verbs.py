@@ -1,6 +1,7 @@
 """Write the arguments of the verbs in docs/client.md from the methods that serve them, which also check what is sent,
 the rules of the verbs in docs/security.md from the table that the server enforces, the manual page from the commands:
-docs/clusterd.1, and the tables of docs/job_file.md from the declarations of the keys of a job.
+docs/clusterd.1, the tables of docs/job_file.md from the declarations of the keys of a job, and those of docs/json.md
+from the structs of the rows.
 
 ``python docs/verbs.py`` rewrites the pages; ``--check`` fails if one is out of date, or a verb has no row or no rule.
 """
@@ -18,7 +19,9 @@ from itertools import groupby
 from pathlib import Path
 
 import click
+import msgspec
 
+from clusterd import rows
 from clusterd.cli.main import cli
 from clusterd.cli.man import page
 from clusterd.daemon import api
@@ -29,9 +32,11 @@ from clusterd.submission.job_file import job_keys
 PAGE = Path(__file__).with_name("client.md")
 RULES_PAGE = Path(__file__).with_name("security.md")
 JOB_PAGE = Path(__file__).with_name("job_file.md")
+JSON_PAGE = Path(__file__).with_name("json.md")
 MANUAL_PAGE = Path(__file__).with_name("clusterd.1")
 TABLE = re.compile(r"(?<=<!-- rules -->\n).*?(?=<!-- end of rules -->)", re.DOTALL)
 KEYS = re.compile(r"(?<=<!-- keys: written by docs/verbs.py -->\n).*?(?=<!-- end of keys -->)", re.DOTALL)
+STRUCT = re.compile(r"(<!-- row (\w+): .*? -->\n).*?(?=<!-- end of row -->)", re.DOTALL)
 ROW = re.compile(r"^\| `(\w+)\(([\w, ]*)\)`", re.MULTILINE)
 
 
@@ -82,12 +87,24 @@ def keys() -> str:
     return "\n".join([*lines[1:], ""])
 
 
+def fields(name: str) -> str:
+    """Table of the fields of a row that have a meaning of their own: those of its base have another table."""
+    kind = getattr(rows, name)
+    inherited = getattr(kind.__bases__[0], "__struct_fields__", ())
+    lines = ["| field | meaning |", "|---|---|"]
+    for field in msgspec.structs.fields(kind):
+        notes = [note.description for note in getattr(field.type, "__metadata__", ()) if note.description]
+        if notes and field.name not in inherited:
+            lines.append(f"| `{field.encode_name}` | {notes[0]} |")
+    return "\n".join([*lines, ""])
+
+
 def main(options: list[str]) -> int:
     """Rewrite or check the pages; returns the exit code."""
     text = PAGE.read_text(encoding="utf-8")
     known = arguments()
-    rows = {name for name, _ in ROW.findall(text)}
-    for place, found in ((PAGE, rows), ("clusterd.daemon.access.py", set(RULES))):
+    listed = {name for name, _ in ROW.findall(text)}
+    for place, found in ((PAGE, listed), ("clusterd.daemon.access.py", set(RULES))):
         if found != known.keys():
             wrong = sorted(found ^ known.keys())
             print(f"{place}: rows without a verb, or verbs without a row: {wrong}", file=sys.stderr)
@@ -96,11 +113,13 @@ def main(options: list[str]) -> int:
     table = RULES_PAGE.read_text(encoding="utf-8")
     manual = MANUAL_PAGE.read_text(encoding="utf-8") if MANUAL_PAGE.exists() else ""
     job_file = JOB_PAGE.read_text(encoding="utf-8")
+    answers = JSON_PAGE.read_text(encoding="utf-8")
     assert isinstance(cli, click.Group)
     return max(
         _write(PAGE, text, wanted, "--check" in options),
         _write(MANUAL_PAGE, manual, "\n".join(page(cli)) + "\n", "--check" in options),
         _write(JOB_PAGE, job_file, KEYS.sub(lambda _: keys(), job_file), "--check" in options),
+        _write(JSON_PAGE, answers, STRUCT.sub(lambda row: row[1] + fields(row[2]), answers), "--check" in options),
         _write(RULES_PAGE, table, TABLE.sub(lambda _: rules(), table), "--check" in options),
     )
 

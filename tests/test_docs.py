@@ -7,9 +7,9 @@ import re
 import tomllib
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import click
+import msgspec
 
 from clusterd import config as configuration
 from clusterd import projection
@@ -17,6 +17,7 @@ from clusterd.cli.main import cli
 from clusterd.core import events as e
 from clusterd.core.state import Migration
 from clusterd.plans.plan import Plan
+from clusterd.rows import plain
 from clusterd.submission.job_keys import CheckpointKeys, JobKeys, LimitKeys, ResourceKeys
 from clusterd.types import DeviceClaim, DeviceId, HostId, Tenant
 from clusterd.units import TIMES
@@ -54,7 +55,7 @@ def test_the_reference_of_job_files_has_every_key() -> None:
     assert keys - named == set()
 
 
-def _rows() -> list[tuple[str, dict[str, Any]]]:
+def _rows() -> list[tuple[str, msgspec.Struct]]:
     """Rows as clients get them, with the heading that describes them in docs/json.md."""
     lab = Lab()
     host = HostId("a")
@@ -73,8 +74,8 @@ def _rows() -> list[tuple[str, dict[str, Any]]]:
         ("## An attempt", projection.attempt_row(attempt)),
         ("## A migration", projection.migration_row(migration)),
         ("## A host", row),
-        ("## A host", row["devices"][0]),
-        ("## A host", row["claims"][0]),
+        ("## A host", row.devices[0]),
+        ("## A host", row.claims[0]),
     ]
 
 
@@ -82,8 +83,8 @@ def test_the_reference_of_json_has_every_field() -> None:
     page = (ROOT / "docs" / "json.md").read_text()
     for heading, row in _rows():
         section = page.partition(heading + "\n")[2].partition("\n## ")[0]
-        assert set(row) - set(re.findall(r"`(\w+)`", section)) == set(), heading
-    times = {name for _, row in _rows() for name in row if name in TIMES}
+        assert set(plain(row)) - set(re.findall(r"`(\w+)`", section)) == set(), heading
+    times = {name for _, row in _rows() for name in plain(row) if name in TIMES}
     assert {"started_s", "submitted_s", "since_s", "until_s"} <= times
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from clusterd.core.queueing import admission
 from clusterd.core.state import Job, State
 from clusterd.errors import ClusterError
+from clusterd.rows import plain
 from clusterd.trusted_paths import account_name
 
 SOMEBODY = "another-user"
@@ -166,7 +167,7 @@ class Access:
 
     def shown(self, peer: Peer, answer: Any) -> Any:
         """The part of an answer that a user may see."""
-        return answer if self._sees_all(peer) else self._filter(peer).shown(answer)
+        return answer if self._sees_all(peer) else self._filter(peer).shown(plain(answer))
 
     def text(self, peer: Peer, message: str) -> str:
         """A message, without names that the user may not see."""

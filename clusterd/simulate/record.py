@@ -13,6 +13,7 @@ from clusterd.core.events import AttemptProgressed, Event
 from clusterd.core.scheduler import Scheduler
 from clusterd.errors import ClusterError
 from clusterd.projection import change_row, host_row, job_row
+from clusterd.rows import plain
 
 
 class Recording:
@@ -33,13 +34,13 @@ class Recording:
         if self._number == 0:
             snapshot = {
                 "status": {"at_s": events[-1].at_s, "epoch": state.epoch, "simulated": True},
-                "jobs": [job_row(job, state) for job in state.jobs.values()],
-                "hosts": [host_row(state, host) for host in state.hosts.values()],
+                "jobs": [plain(job_row(job, state)) for job in state.jobs.values()],
+                "hosts": [plain(host_row(state, host)) for host in state.hosts.values()],
                 "order": state.order,
             }
             self._write({"snapshot": snapshot, "number": 0, "at_s": events[-1].at_s})
         else:
-            row = change_row(state, self._number, events, decisions, side_effects=scheduler.side_effects)
+            row = plain(change_row(state, self._number, events, decisions, side_effects=scheduler.side_effects))
             # Progress is in the jobs' rows; its events would be most of the file.
             row["events"] = [
                 shown

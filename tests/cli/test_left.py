@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from clusterd.cli import jobs
 from clusterd.projection import job_row
+from clusterd.rows import plain
 from tests.core.conftest import Lab
 from tests.core.lifecycle.test_trials import progress, running
 
@@ -36,7 +37,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     job = running(lab, devices=4)
     progress(lab, job, 40)
     known = lab.scheduler.state.jobs[job]
-    row = job_row(known, lab.scheduler.state)
+    row: dict[str, Any] = plain(job_row(known, lab.scheduler.state))
     assert row["left_s"] == pytest.approx((row["steps"] - 40) * known.step_time_s)
     monkeypatch.setattr(jobs, "Client", Answers)
     return row

@@ -158,6 +158,7 @@ HISTORY = {
 }
 
 DETAIL = {
+    "id": "1", "name": "gpt-large", "state": "running",
     "attempts": [
         {"number": 1, "state": "ended", "plan": "dp=4", "started_s": NOW_S - 3500, "ended_s": NOW_S - 3000,
          "why": "gpu02 was lost", "ranks": [{"rank": 0, "end": "vanished without an exit record"}]},

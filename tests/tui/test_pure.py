@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from clusterd.errors import ClusterError
 from clusterd.replay import recording, write
+from clusterd.rows import Usage
 from clusterd.tui.model import columns, lines, rows
 from clusterd.tui.model.filters import BadFilter, parse
 from clusterd.tui.model.fleet import busy_share, host_summary
@@ -300,7 +301,7 @@ def test_a_device_shows_its_last_hour() -> None:
     device = known.devices[0].id
     newest = int(NOW_S // 60)
     minutes = [{"minute": newest - back, "busy": 1.0 if back < 3 else 0.0, "power_w": 251.4} for back in range(9)]
-    usage = rows.read(rows.Usage, {"devices": {device: minutes}})
+    usage = rows.read(Usage, {"devices": {device: minutes}})
     shown = [lines.plain(one) for one in host_summary(known, {}, Look(), NOW_S, usage)]
     (first,) = [one for one in shown if "▁▁█" in one]
     assert "100%" in first and "251 W" in first
@@ -315,6 +316,6 @@ def test_the_fleet_says_how_busy_its_leased_devices_are() -> None:
     newest = int(NOW_S // 60)
     minutes = {device: [{"minute": newest, "busy": 0.4}, {"minute": newest - 30, "busy": 1.0}] for device in leased}
     idle = {device.id: [{"minute": newest, "busy": 0.0}] for device in known.devices if not device.job}
-    usage = rows.read(rows.Usage, {"devices": {**minutes, **idle}})
+    usage = rows.read(Usage, {"devices": {**minutes, **idle}})
     assert leased and busy_share({"gpu01": known}, usage, NOW_S) == pytest.approx(0.4)
-    assert busy_share({"gpu01": known}, rows.Usage(), NOW_S) is None
+    assert busy_share({"gpu01": known}, Usage(), NOW_S) is None

@@ -12,6 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from clusterd.errors import ClusterError
+from clusterd.rows import Cancelled, CheckpointWritten, Explanation, MigrationPreview, Plans, SubmittedJob
 from clusterd.tui.commands.parsing import absolute_path, existing_file, job_files, something, whole_number
 from clusterd.tui.commands.port import AppPort
 from clusterd.tui.model import rows
@@ -77,7 +78,7 @@ class ClusterCommands:
     async def why(self) -> None:
         """Show the daemon's explanation of a job's state."""
         job = self._job
-        answer = rows.read(rows.Explanation, await self._app.shared.source.call("why", job=job.id))
+        answer = rows.read(Explanation, await self._app.shared.source.call("why", job=job.id))
         now_s = self._app.shared.clock()
         made = [line((f"{job.name} ({job.id}) is {answer.state}: ", "bold"), (printable(answer.reason), "warn"))]
         if job.promise is not None:
@@ -124,7 +125,7 @@ class ClusterCommands:
         if await self._app.confirm(title, lines, {"y": title}):
             others = [job.id for job in jobs[1:]]
             asked = self._app.shared.source.call("cancel", job=jobs[0].id, also=others)
-            answer = rows.read(rows.Cancelled, await asked)
+            answer = rows.read(Cancelled, await asked)
             refused = [line(printable(each.message)) for each in answer.refused]
             await self._report("cancelling", [job.name for job in answer.jobs], refused)
 
@@ -163,14 +164,14 @@ class ClusterCommands:
         if plan is None:
             return
         source = self._app.shared.source
-        cost = rows.read(rows.MigrationPreview, await source.call("migrate", job=job.id, plan=plan, dry_run=True))
+        cost = rows.read(MigrationPreview, await source.call("migrate", job=job.id, plan=plan, dry_run=True))
         keys = {"P": "move and pin"} if pin else {"y": "move", "P": "move and pin it there"}
         if cost.restarts:
             keys = {"y": "restart it"}
         answer = await self._app.confirm(f"move {job.name}", cost_lines(cost), keys)
         if not answer:
             return
-        begun = rows.read(rows.MigrationPreview, await source.call("migrate", job=job.id, plan=plan, pin=answer == "P"))
+        begun = rows.read(MigrationPreview, await source.call("migrate", job=job.id, plan=plan, pin=answer == "P"))
         if begun.restarts:
             self._app.notify(f"{job.name} saves its state and restarts as {begun.plan}")
             return
@@ -181,12 +182,12 @@ class ClusterCommands:
         """Plan chosen from the ranking or typed; None if the user left."""
         from clusterd.tui.widgets.migrate_dialog import OTHER_PLAN, PlanDialog
 
-        known = rows.Plans(known="any plan that its command accepts")
+        known = Plans(known="any plan that its command accepts")
         if job.kind == "elastic":
             try:
-                known = rows.read(rows.Plans, await self._app.shared.source.call("plans", job=job.id))
+                known = rows.read(Plans, await self._app.shared.source.call("plans", job=job.id))
             except (ClusterError, rows.Malformed) as refused:
-                known = rows.Plans(known=str(refused))
+                known = Plans(known=str(refused))
         if known.rows and (plan := await self._app.show_dialog(PlanDialog(self._app.shared, job, known))) != OTHER_PLAN:
             return plan
         why = [line((printable(known.known), "dim"))] if known.known and not known.rows else []
@@ -221,7 +222,7 @@ class ClusterCommands:
         self._last_directory = where
         self._app.notify(f"{job.name}: writing its checkpoint")
         reply = await self._app.shared.source.call("checkpoint", job=job.id, path=where)
-        written = rows.read(rows.CheckpointWritten, reply)
+        written = rows.read(CheckpointWritten, reply)
         paused = duration(written.blocked_s)
         done = f"{job.name}: step {written.step} is in {written.path} (training paused for {paused})"
         self._app.notify(done, timeout=10)
@@ -245,7 +246,7 @@ class ClusterCommands:
             line(("workdir ", "dim"), spec.workdir or "none"),
         ]
         if await self._app.confirm(f"submit {spec.name}", about, {"y": "submit"}):
-            answer = rows.read(rows.SubmittedJob, await self._app.shared.source.submit(request))
+            answer = rows.read(SubmittedJob, await self._app.shared.source.submit(request))
             self._app.notify(f"{answer.name} is queued as {answer.id}")
             self._app.goto_job_row(answer.id)
 

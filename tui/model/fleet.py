@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from clusterd.rows import Device, Minute, Usage
 from clusterd.tui.model import rows
 from clusterd.tui.model.lines import Line, Run, clock, fit, line, printable
 from clusterd.tui.model.state_styles import Look, job_colour
@@ -21,7 +22,7 @@ def tiles(host: rows.Host, look: Look, jobs: dict[str, rows.Job]) -> Line:
     return tuple(found[:-1])
 
 
-def tile(host: rows.Host, device: rows.Device, look: Look, jobs: dict[str, rows.Job], cells: int) -> Run:
+def tile(host: rows.Host, device: Device, look: Look, jobs: dict[str, rows.Job], cells: int) -> Run:
     """Tile of one device.
 
     Patterns: dots for free, a shade for foreign use, dashes for drained, question marks for an absent host.
@@ -54,7 +55,7 @@ def legend(look: Look) -> Line:
 
 
 def host_summary(
-    host: rows.Host, jobs: dict[str, rows.Job], look: Look, now_s: float, usage: rows.Usage | None = None
+    host: rows.Host, jobs: dict[str, rows.Job], look: Look, now_s: float, usage: Usage | None = None
 ) -> list[Line]:
     """Details of a host: its state, and every device with holder, utilisation and memory.
 
@@ -100,14 +101,14 @@ def host_summary(
     return made
 
 
-def _by_minute(minutes: Sequence[rows.Minute], now_s: float) -> list[rows.Minute | None]:
+def _by_minute(minutes: Sequence[Minute], now_s: float) -> list[Minute | None]:
     """The last hour, oldest first; None for a minute that was not recorded."""
     known = {each.minute: each for each in minutes}
     newest = int(now_s // 60)
     return [known.get(minute) for minute in range(newest - HOUR + 1, newest + 1)]
 
 
-def _timeline(hour: Sequence[rows.Minute | None], look: Look) -> Line:
+def _timeline(hour: Sequence[Minute | None], look: Look) -> Line:
     """Utilisation of each three minutes, in the colour of the job that held the device."""
     runs: list[tuple[str, str]] = []
     for at in range(0, len(hour), 3):
@@ -121,12 +122,12 @@ def _timeline(hour: Sequence[rows.Minute | None], look: Look) -> Line:
 
 def _device(
     host: rows.Host,
-    device: rows.Device,
+    device: Device,
     jobs: dict[str, rows.Job],
     look: Look,
     busy: float | None,
     local: str,
-    hour: Sequence[rows.Minute | None],
+    hour: Sequence[Minute | None],
 ) -> Line:
     newest = next((each for each in reversed(hour) if each is not None), None)
     busy = newest.busy if newest is not None else busy
@@ -159,7 +160,7 @@ def fleet_totals(hosts: dict[str, rows.Host]) -> tuple[int, int, int, int]:
     return up, leased, sum(host.free for host in hosts.values()), devices
 
 
-def busy_share(hosts: dict[str, rows.Host], usage: rows.Usage, now_s: float) -> float | None:
+def busy_share(hosts: dict[str, rows.Host], usage: Usage, now_s: float) -> float | None:
     """Mean utilisation of all leased devices over the last minutes; None: not known."""
     leased = (device for host in hosts.values() for device in host.devices if device.job is not None)
     recent = (each for device in leased for each in usage.devices.get(device.id, ()) if each.minute >= now_s // 60 - 3)

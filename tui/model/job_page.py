@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from clusterd.rows import JobDetail, Profile
 from clusterd.tui.model import rows
 from clusterd.tui.model.line_chart import Series, chart
 from clusterd.tui.model.lines import Line, beside, clock, line, printable, wrap
@@ -24,8 +25,8 @@ HANG = 4
 class JobDetails:
     """Data requested in addition to the job's row; filled in as replies arrive."""
 
-    detail: rows.JobDetail | None = None
-    profile: rows.Profile | None = None
+    detail: JobDetail | None = None
+    profile: Profile | None = None
     losses: Sequence[Point] = field(default_factory=tuple)
     times: Sequence[tuple[int, float]] = field(default_factory=tuple)
     metrics: dict[str, list[Point]] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from clusterd.rows import QueuePlace, Status
 from clusterd.tui.model import rows
 
 DECISIONS_MAX = 5000
@@ -52,13 +53,13 @@ class Model:
 
     jobs: dict[str, rows.Job] = field(default_factory=dict)
     hosts: dict[str, rows.Host] = field(default_factory=dict)
-    status: Mapping[str, Any] = field(default_factory=dict)
+    status: Status = field(default_factory=Status)
     decisions: deque[tuple[int, rows.Decision]] = field(default_factory=lambda: deque(maxlen=DECISIONS_MAX))
     events: deque[tuple[int, rows.EventRow]] = field(default_factory=lambda: deque(maxlen=EVENTS_MAX))
     losses: dict[str, tuple[Point, ...]] = field(default_factory=dict)
     number: int = -1  # of the newest change; -1: nothing received yet
     at_s: float = 0.0  # of the newest event
-    order: dict[str, rows.QueuePlace] = field(default_factory=dict)  # of the last scheduling pass
+    order: dict[str, QueuePlace] = field(default_factory=dict)  # of the last scheduling pass
     arrays: dict[str, dict[str, None]] = field(default_factory=dict)  # jobs of each array
     stream_count: int = 0  # decisions and events so far; numbers their rows
     _is_reordered: bool = False  # since the last `place_jobs`
@@ -93,6 +94,7 @@ class Model:
             return Touched()
         change = rows.read(rows.Change, item)
         events = [rows.read_event(event) for event in change.events]
+        decisions = [rows.read(rows.Decision, decision) for decision in change.decisions]
         self._is_reordered |= bool(change.order)
         for job in change.jobs:
             self._add_loss(job)
@@ -113,8 +115,8 @@ class Model:
             else:
                 self.order[waiting] = place
         if change.recovering is not None:
-            self.status = {**self.status, "recovering": change.recovering}
-        self._append(events, change.decisions, change.at_s)
+            self.status = msgspec.structs.replace(self.status, recovering=change.recovering)
+        self._append(events, decisions, change.at_s)
         self.number = change.number
         self.at_s = change.at_s or self.at_s
         return Touched(
@@ -148,7 +150,8 @@ class Model:
     def _restart(self, baseline: rows.Baseline, item: Mapping[str, Any]) -> None:
         self.jobs = {job.id: job for job in baseline.jobs}
         self.hosts = {host.name: host for host in baseline.hosts}
-        self.status, self.order, self._is_reordered = baseline.status, dict(baseline.order), True
+        self.status, self._is_reordered = baseline.status, True
+        self.order = {job: place for job, place in baseline.order.items() if place is not None}
         number = item.get("number")
         self.number = number if isinstance(number, int) else 0
         at_s = item.get("at_s")

@@ -73,10 +73,9 @@ def _totals(model: Model, look: Look) -> list[Line]:
 def _health(model: Model, link: Link, now_s: float, look: Look, readonly: bool) -> Line:
     role = "read-only" if readonly else "operator" if link.is_operator else link.user
     if link.state is LinkState.LIVE:
-        started_s = model.status.get("started_s")
-        age = f" {duration(max(now_s - started_s, 0.0))}" if isinstance(started_s, int | float) else ""
-        recovering = model.status.get("recovering")
-        if recovering:
+        started_s = model.status.started_s
+        age = f" {duration(max(now_s - started_s, 0.0))}" if started_s is not None else ""
+        if model.status.recovering:
             return line((f"{look.shape('connecting')[0]} daemon recovering ", "warn"), (f"{role} ", "dim"))
         return line((f"{look.shape('up')[0]} daemon up{age} ", "good"), (f"{role} ", "dim"))
     if link.state is LinkState.REPLAY:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from textual.app import ComposeResult
 
 from clusterd.errors import ClusterError
+from clusterd.rows import Usage
 from clusterd.tui.model import columns, rows
 from clusterd.tui.model.fleet import busy_share, empty_fleet, host_summary, legend
 from clusterd.tui.model.lines import Line, line
@@ -30,7 +31,7 @@ class FleetBoard(TableBoard[rows.Host]):
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
         self.detail = TextPane("fleet-detail")
-        self._usage: rows.Usage | None = None
+        self._usage: Usage | None = None
         self._asked_s = 0.0
 
     def compose(self) -> ComposeResult:
@@ -69,7 +70,7 @@ class FleetBoard(TableBoard[rows.Host]):
     async def _request_usage(self) -> None:
         try:
             answer = await self.context.source.call("usage", minutes=60)
-            self._usage = rows.read(rows.Usage, answer)
+            self._usage = rows.read(Usage, answer)
         except (ClusterError, rows.Malformed) as error:  # an older daemon, or one that is away
             self.log(f"no use of devices: {error}")
             return

@@ -7,6 +7,7 @@ from typing import Any
 from textual.app import ComposeResult
 
 from clusterd.errors import ClusterError
+from clusterd.rows import JobDetail, Profile
 from clusterd.tui.model import rows
 from clusterd.tui.model.job_page import JobDetails, job_page, read_metrics, read_steps
 from clusterd.tui.model.lines import line
@@ -80,7 +81,7 @@ class JobBoard(Board):
 
 
 def _take_detail(details: JobDetails, answer: Any) -> None:
-    details.detail = rows.read(rows.JobDetail, answer)
+    details.detail = rows.read(JobDetail, answer)
 
 
 def _take_steps(details: JobDetails, answer: Any) -> None:
@@ -89,4 +90,4 @@ def _take_steps(details: JobDetails, answer: Any) -> None:
 
 
 def _take_profile(details: JobDetails, answer: Any) -> None:
-    details.profile = rows.read(rows.Profile, answer)
+    details.profile = rows.read(Profile, answer)

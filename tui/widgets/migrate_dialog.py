@@ -8,6 +8,7 @@ from textual.timer import Timer
 from textual.widgets import OptionList, Static
 
 from clusterd.errors import ClusterError
+from clusterd.rows import MigrationPreview, Plans, RankedPlan
 from clusterd.tui.model import rows
 from clusterd.tui.model.columns import compact_devices
 from clusterd.tui.model.event_words import short_plan
@@ -24,14 +25,14 @@ OTHER_PLAN = "other"
 REST_S = 0.2
 
 
-def plan_lines(plans: Sequence[rows.RankedPlan]) -> list[Line]:
+def plan_lines(plans: Sequence[RankedPlan]) -> list[Line]:
     """Ranked plans: devices, predicted step time, speed relative to the current plan, uncertainty."""
     now = next((plan for plan in plans if plan.current), None)
     cells = max((len(short_plan(plan.plan)) for plan in plans), default=0)
     return [_plan_line(plan, now, cells) for plan in plans]
 
 
-def _plan_line(plan: rows.RankedPlan, now: rows.RankedPlan | None, cells: int) -> Line:
+def _plan_line(plan: RankedPlan, now: RankedPlan | None, cells: int) -> Line:
     start = f"{short_plan(plan.plan):<{cells}}  on {plan.devices:<3}"
     if not plan.fits:
         return line((start, "dim"), (f" excluded: {printable(plan.why)}", "bad"))
@@ -45,7 +46,7 @@ def _plan_line(plan: rows.RankedPlan, now: rows.RankedPlan | None, cells: int) -
     return line((start, "bold"), f"{duration(plan.step_time_s):>7}", (f" {gain:>5}", style), (spread, "dim"))
 
 
-def cost_lines(preview: rows.MigrationPreview) -> list[Line]:
+def cost_lines(preview: MigrationPreview) -> list[Line]:
     """Cost of a migration, from the dry run of `migrate`."""
     if preview.restarts:
         return [
@@ -67,7 +68,7 @@ def cost_lines(preview: rows.MigrationPreview) -> list[Line]:
 class PlanDialog(Dialog[str]):
     """Choice of a plan, best first, with the migration cost of the one under the cursor."""
 
-    def __init__(self, context: Context, job: rows.Job, known: rows.Plans) -> None:
+    def __init__(self, context: Context, job: rows.Job, known: Plans) -> None:
         super().__init__(f"move {job.name} from {short_plan(job.plan or '')}", "enter chooses   esc closes")
         self.shared = context
         self._job = job
@@ -112,7 +113,7 @@ class PlanDialog(Dialog[str]):
     async def _ask(self, plan: str) -> None:
         try:
             answer = rows.read(
-                rows.MigrationPreview,
+                MigrationPreview,
                 await self.shared.source.call("migrate", job=self._job.id, plan=plan, dry_run=True),
             )
             memory = self._memory.get(plan)

@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 
-from clusterd import __version__, projection, protocol
+from clusterd import __version__, projection, protocol, rows
 from clusterd.config import device_limits
 from clusterd.core import events as e
 from clusterd.daemon.access import Peer
@@ -38,7 +38,7 @@ class DaemonVerbs:
         archived: ArchivedJobs,
         feed: Feed,
         stop: anyio.Event,
-        web: Callable[[], dict[str, Any] | None],
+        web: Callable[[], dict[str, str] | None],
     ) -> None:
         self._settings, self._engine, self._archived, self._feed = settings, engine, archived, feed
         self._stop, self._web = stop, web
@@ -64,39 +64,27 @@ class DaemonVerbs:
             "is_reader": peer.is_reader,
         }
 
-    async def status(self, peer: Peer) -> dict[str, Any]:
+    async def status(self, peer: Peer) -> rows.Status:
         """Status of the daemon and its journal."""
         return self.status_row()
 
-    def status_row(self) -> dict[str, Any]:
+    def status_row(self) -> rows.Status:
         """Status of the daemon and its journal, for any user."""
         state, config = self._engine.scheduler.state, self._settings()
         # Most of thousands of jobs are queued, and `value` is slow.
         others = Counter(job.state.value for job in state.jobs.values() if job.state is not JobState.QUEUED)
         queued = Counter({JobState.QUEUED.value: len(state.jobs) - others.total()})
-        return {
-            "version": __version__,
-            "json_version": projection.JSON_VERSION,
-            "pid": os.getpid(),
-            "started_s": self._started_s,
-            "epoch": state.epoch,
-            "state_dir": str(config.state_dir),
-            "socket": str(config.socket),
-            "config": str(self._settings.file) if self._settings.file else None,
-            "policy": self._engine.scheduler.policy.name,
-            "accounts": config.accounts,
-            "account": daemon_account(),
-            "jobs": dict(self._archived.counts + others + queued),
-            "hosts": {h.id: h.state.value for h in state.hosts.values()},
-            "devices": sum(len(h.devices) for h in state.hosts.values()),
-            "leased": len(state.holders),
-            "events": self._feed.number,
-            "scheduling_s": self._engine.scheduling_s,
-            "recovering": sorted(state.recovering),
-            "trouble": self._engine.trouble,
-            "set_aside": self._engine.set_aside,
-            "web": self._web(),
-        }
+        return rows.Status(
+            version=__version__, json_version=projection.JSON_VERSION, pid=os.getpid(), started_s=self._started_s,
+            epoch=state.epoch, state_dir=str(config.state_dir), socket=str(config.socket),
+            config=str(self._settings.file) if self._settings.file else None, policy=self._engine.scheduler.policy.name,
+            accounts=config.accounts, account=daemon_account(), jobs=dict(self._archived.counts + others + queued),
+            hosts={h.id: h.state.value for h in state.hosts.values()},
+            devices=sum(len(h.devices) for h in state.hosts.values()), leased=len(state.holders),
+            events=self._feed.number, scheduling_s=self._engine.scheduling_s,
+            recovering=sorted(state.recovering), trouble=self._engine.trouble, set_aside=self._engine.set_aside,
+            web=self._web(),
+        )  # fmt: skip
 
     async def reload(self, peer: Peer) -> dict[str, Any]:
         """Read the settings file again: roles, tenants and limits take effect, other changes at the next start."""

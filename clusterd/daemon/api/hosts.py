@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 
-from clusterd import projection
+from clusterd import projection, rows
 from clusterd.config import Config, host_options
 from clusterd.core import events as e
 from clusterd.core.host import Host
@@ -54,11 +54,11 @@ class HostVerbs:
     def _state(self) -> State:
         return self._engine.scheduler.state
 
-    async def hosts(self, peer: Peer) -> list[dict[str, Any]]:
+    async def hosts(self, peer: Peer) -> list[rows.Host]:
         """Rows of hosts."""
         return [projection.host_row(self._state, h, self._hosts.link_row(h.id)) for h in self._state.hosts.values()]
 
-    async def host(self, peer: Peer, host: str) -> dict[str, Any]:
+    async def host(self, peer: Peer, host: str) -> rows.Host:
         """Everything about one host."""
         known = admission.find_host(self._state, host)
         return projection.host_row(self._state, known, self._hosts.link_row(known.id))
@@ -77,7 +77,7 @@ class HostVerbs:
 
     async def host_add(
         self, peer: Peer, address: str, accept: list[str], options: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, str]:
         """Add a host to the cluster; `accept`: fingerprints that its user saw and accepted."""
         known = host_options(options or {}, "the host's options")
         name = await self._invite.admit(address, accept, self._state)
@@ -94,7 +94,7 @@ class HostVerbs:
         self._hosts.retry_now(known.id)
         return answer
 
-    async def host_drain(self, peer: Peer, host: str, why: str = "", also: list[str] | None = None) -> dict[str, Any]:
+    async def host_drain(self, peer: Peer, host: str, why: str = "", also: list[str] | None = None) -> rows.Host:
         """Drain a host, and those in `also` at the same moment, so that no job moves from one to the next."""
         known = [admission.find_host(self._state, name) for name in (host, *(also or ()))]
         now_s = time.time()
@@ -107,7 +107,7 @@ class HostVerbs:
             raise first_of(errors) from None
         return projection.host_row(self._state, admission.find_host(self._state, host))
 
-    async def host_undrain(self, peer: Peer, host: str) -> dict[str, Any]:
+    async def host_undrain(self, peer: Peer, host: str) -> rows.Host:
         """Return the host to service."""
         known = admission.find_host(self._state, host)
         await self._engine.post(e.HostUndrained(at_s=time.time(), host=known.id, by=peer.user))
@@ -171,7 +171,7 @@ class JoinVerbs:
         _, connection = self._joined.of_peer(peer.connection)
         await connection.receive(process, data, error, exit_code)
 
-    async def leave(self, peer: Peer) -> dict[str, Any]:
+    async def leave(self, peer: Peer) -> dict[str, str]:
         """Take the caller's host out of the cluster; its jobs are stopped and queued again first."""
         host, _ = self._joined.of_peer(peer.connection)
         await self._joined.leave(host, peer.user)
@@ -194,7 +194,7 @@ class ClaimVerbs:
     def _state(self) -> State:
         return self._engine.scheduler.state
 
-    async def claims(self, peer: Peer) -> list[dict[str, Any]]:
+    async def claims(self, peer: Peer) -> list[rows.Claim]:
         """Rows of claims that are not over."""
         return [projection.claim_row(claim) for claim in self._state.device_claims.values()]
 
@@ -206,7 +206,7 @@ class ClaimVerbs:
         from_s: float | None = None,
         for_s: float | None = None,
         drain: bool = False,
-    ) -> dict[str, Any]:
+    ) -> rows.Claim:
         """Claim devices.
 
         Args:
@@ -238,9 +238,9 @@ class ClaimVerbs:
             await self._engine.post(e.DevicesClaimed(at_s=now_s, claim=claim))
         holders = {job for device in found for job in self._state.jobs_on(device)}
         names = sorted(self._state.jobs[job].spec.name for job in self._state.active if job in holders)
-        return {**projection.claim_row(claim), "held_by": names}
+        return projection.claim_row(claim, held_by=tuple(names))
 
-    async def claim_remove(self, peer: Peer, claim: str) -> dict[str, Any]:
+    async def claim_remove(self, peer: Peer, claim: str) -> rows.Claim:
         """Remove a claim before its end."""
         known = self._state.device_claims.get(claim)
         if known is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from heapq import nlargest
 from typing import Any
@@ -12,8 +12,10 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import msgspec
+from msgspec.structs import asdict
+from msgspec.structs import replace as replace_fields
 
-from clusterd import projection
+from clusterd import projection, rows
 from clusterd.config import Config
 from clusterd.core import events as e
 from clusterd.core.allocation.requirements import misfit
@@ -67,7 +69,7 @@ class JobVerbs:
         invite: HostKeyEnrolment,
         accounts: Accounts,
         rights: Rights,
-        status: Callable[[], dict[str, Any]],
+        status: Callable[[], rows.Status],
     ) -> None:
         """`status`: of the daemon, for watchers."""
         self._datasets, self._rights, self._status = config.datasets, rights, status
@@ -125,7 +127,9 @@ class JobVerbs:
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
-    async def submit(self, peer: Peer, spec: dict[str, Any], secrets: dict[str, str] | None = None) -> dict[str, Any]:
+    async def submit(
+        self, peer: Peer, spec: dict[str, Any], secrets: dict[str, str] | None = None
+    ) -> rows.SubmittedJob:
         """Accept a job: once this is answered, the job is not lost."""
         known = self.admit(peer, spec)
         refuse_secrets(secrets or {})
@@ -134,16 +138,16 @@ class JobVerbs:
             await self._hosts.log_in(known.account)
         job = self._ids.next()
         known = _in_array(known, job)
-        rows = [
+        sealed = [
             ("INSERT INTO secrets VALUES (?, ?, ?)", (job, name, self._archive.sealed(value)))
             for name, value in (secrets or {}).items()
         ]
-        await self._engine.post(e.JobSubmitted(at_s=time.time(), job=job, spec=known), rows)
-        return {"id": job, "name": known.name, "reason": self._state.jobs[job].reason}
+        await self._engine.post(e.JobSubmitted(at_s=time.time(), job=job, spec=known), sealed)
+        return rows.SubmittedJob(id=job, name=known.name, reason=self._state.jobs[job].reason)
 
     async def dry_run(
         self, peer: Peer, spec: dict[str, Any], also: list[dict[str, Any]] | None = None, only_check: bool = False
-    ) -> dict[str, Any] | list[dict[str, Any]]:
+    ) -> rows.DryRun | list[rows.DryRun]:
         """Report what would happen now to a job, or with `also` to several, without submitting them.
 
         Args:
@@ -187,21 +191,21 @@ class JobVerbs:
         awaited = (admission.find_awaited(self._state, text, peer.user) for text in known.after)
         return replace(known, after=tuple(dict.fromkeys(awaited)))
 
-    async def jobs(self, peer: Peer, all: bool = False, before: str | None = None) -> list[dict[str, Any]]:
+    async def jobs(self, peer: Peer, all: bool = False, before: str | None = None) -> list[rows.Job]:
         """Rows of the jobs that are not over; with `all`, of the newest that are over, too, oldest first.
 
         Args:
             before: the next page: only jobs that are over and were submitted before this one.
         """
-        rows = []
+        found = []
         listed = await self._listed(all, before)
         places = projection.places(self._state)
         for number, job in enumerate(listed):
             if number % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
                 await anyio.lowlevel.checkpoint()  # others are served meanwhile: there may be many thousands
             place = places.get(job.id) if job.state is JobState.QUEUED else None
-            rows.append({**projection.job_row(job, self._state), "place": place})
-        return rows
+            found.append(projection.job_row(job, self._state, place=place))
+        return found
 
     async def _listed(self, all: bool, before: str | None = None) -> list[Job]:
         """Jobs of `jobs`."""
@@ -213,22 +217,18 @@ class JobVerbs:
         newest = nlargest(JOBS_PER_PAGE, {job.id: job for job in (*archived, *over)}.values(), key=_of_job)
         return sorted([*active, *newest], key=_of_job)
 
-    async def job(self, peer: Peer, job: str) -> dict[str, Any]:
+    async def job(self, peer: Peer, job: str) -> rows.JobDetail:
         """Everything about one job."""
         known = admission.find_job(self._state, job, peer.user)
-        return {
-            **projection.job_row(known, self._state),
-            **projection.place_row(known.id, self._state),
-            "spec": projection.spec_row(known.spec),
-            "shape": known.shape,
-            "attempts": [projection.attempt_row(a) for a in known.attempts],
-            "decisions": await self._decisions(known.id),
-        }
+        return rows.JobDetail(
+            **self._placed(known), spec=projection.spec_row(known.spec), shape=known.shape,
+            attempts=tuple(projection.attempt_row(a) for a in known.attempts),
+            decisions=await self._decisions(known.id),
+        )  # fmt: skip
 
-    async def why(self, peer: Peer, job: str) -> dict[str, Any]:
+    async def why(self, peer: Peer, job: str) -> rows.Explanation:
         """Explain a job's state: its reason, the jobs before it, and earlier decisions."""
         known = admission.find_job(self._state, job, peer.user)
-        row = projection.job_row(known, self._state)
         holders: dict[str, int] = {}
         holders_left_s: dict[str, float] = {}
         for holder in (self._state.jobs[job] for device in self._state.holders for job in self._state.jobs_on(device)):
@@ -236,21 +236,24 @@ class JobVerbs:
             holders[name] = holders.get(name, 0) + 1
             if (left_s := projection.left_s(holder)) is not None:
                 holders_left_s[name] = max(left_s, holders_left_s.get(name, 0.0))
-        return {
-            **row,
-            **projection.place_row(known.id, self._state),
-            "holders": holders,
-            "holders_left_s": holders_left_s,
-            "misfits": [text for host in self._state.hosts.values() if (text := misfit(known, host)) is not None],
-            "unusable": projection.unusable(known, self._state, time.time()),
-            "decisions": await self._decisions(known.id),
-        }
+        misfits = (misfit(known, host) for host in self._state.hosts.values())
+        return rows.Explanation(
+            **self._placed(known), holders=holders, holders_left_s=holders_left_s,
+            misfits=tuple(text for text in misfits if text is not None),
+            unusable=tuple(projection.unusable(known, self._state, time.time())),
+            decisions=await self._decisions(known.id),
+        )  # fmt: skip
 
-    async def _decisions(self, job: str) -> list[dict[str, Any]]:
-        rows = await self._engine.journal.query(
+    def _placed(self, job: Job) -> dict[str, Any]:
+        """Fields of a job and of its place."""
+        place = projection.place_row(job.id, self._state)
+        return {**asdict(projection.job_row(job, self._state)), **asdict(place)}
+
+    async def _decisions(self, job: str) -> tuple[rows.Decision, ...]:
+        found = await self._engine.journal.query(
             "SELECT at_s, kind, body FROM decisions WHERE job = ? ORDER BY id DESC LIMIT 50", (job,)
         )
-        return [projection.decision_summary(codec.decision(kind, body), at_s) for at_s, kind, body in reversed(rows)]
+        return _decided(found)
 
     async def history(self, peer: Peer, limit: int = 500) -> dict[str, Any]:
         """Newest events and decisions, oldest first, for a watcher that has just connected."""
@@ -259,15 +262,12 @@ class JobVerbs:
         decisions = await self._engine.journal.query(
             "SELECT at_s, kind, body FROM decisions ORDER BY id DESC LIMIT ?", (limit,)
         )
-        return {
-            "events": [projection.event_row(codec.event(kind, body), self._state) for kind, body in reversed(events)],
-            "decisions": [
-                projection.decision_summary(codec.decision(kind, body), at_s)
-                for at_s, kind, body in reversed(decisions)
-            ],
-        }
+        happened = tuple(projection.event_row(codec.event(kind, body), self._state) for kind, body in reversed(events))
+        return {"events": happened, "decisions": _decided(decisions)}
 
-    async def cancel(self, peer: Peer, job: str, also: list[str] | None = None, now: bool = False) -> dict[str, Any]:
+    async def cancel(
+        self, peer: Peer, job: str, also: list[str] | None = None, now: bool = False
+    ) -> rows.Job | rows.Cancelled:
         """Cancel a job; replies at once, `wait` reports when its devices are free.
 
         Args:
@@ -286,7 +286,7 @@ class JobVerbs:
         known = admission.find_job(self._state, job, peer.user)
         return {"job": known.id, "data": await self._logs.steps(known, attempt, last_bytes)}
 
-    async def wait(self, peer: Peer, job: str) -> AsyncIterator[dict[str, Any]]:
+    async def wait(self, peer: Peer, job: str) -> AsyncIterator[rows.Job]:
         """Stream the job's row whenever it changes, until it is over."""
         known = admission.find_job(self._state, job, peer.user)
         last = None
@@ -302,7 +302,7 @@ class JobVerbs:
 
     # --- watching -----------------------------------------------------------------------------------------------------
 
-    async def watch(self, peer: Peer, after: int | None = None) -> AsyncIterator[dict[str, Any]]:
+    async def watch(self, peer: Peer, after: int | None = None) -> AsyncIterator[SharedRow | dict[str, float | None]]:
         """Stream a baseline, then every change by number; `after` resumes without a baseline where possible."""
         number = after
         while True:
@@ -310,7 +310,7 @@ class JobVerbs:
             if changes is None:
                 async for item in self._baselines.items(peer):
                     yield item
-                    number = item["number"]
+                    number = item.number
                 continue
             for change in changes:
                 yield self._change(change)
@@ -320,27 +320,28 @@ class JobVerbs:
             if quiet.cancelled_caught:
                 yield {"alive_s": time.time(), "number": number}
 
-    async def _baseline_item(self, peer: Peer, jobs: list[Job], number: int, is_first: bool) -> dict[str, Any]:
+    async def _baseline_item(self, peer: Peer, jobs: list[Job], number: int, is_first: bool) -> Any:
         """The state with the first jobs of a baseline, or further jobs as a change without events; for any peer."""
-        rows = [projection.job_row(job, self._state) for job in jobs]
+        found = tuple(projection.job_row(job, self._state) for job in jobs)
         if not is_first:
-            return {**projection.change_row(self._state, number, (), ()), "jobs": rows}
-        hosts = await self._membership.hosts(peer)
-        first = {"status": self._status(), "jobs": rows, "hosts": hosts, "order": self._state.order}
-        return {"snapshot": first, "number": number}
+            return replace_fields(projection.change_row(self._state, number, (), ()), jobs=found)
+        hosts, order = tuple(await self._membership.hosts(peer)), projection.order_row(self._state.order)
+        return {
+            "snapshot": rows.Baseline(status=self._status(), jobs=found, hosts=hosts, order=order),
+            "number": number,
+        }
 
-    def _change(self, change: Change) -> dict[str, Any]:
+    def _change(self, change: Change) -> SharedRow:
         if change.row is None:
-            change.row = SharedRow(
-                projection.change_row(
-                    self._state,
-                    change.number,
-                    change.events,
-                    change.decisions,
-                    self._hosts.link_row,
-                    change.side_effects,
-                )
+            row = projection.change_row(
+                self._state,
+                change.number,
+                change.events,
+                change.decisions,
+                self._hosts.link_row,
+                change.side_effects,
             )
+            change.row = SharedRow(row, change.number)
         return change.row
 
 
@@ -388,7 +389,12 @@ class JobIds:
             self._last = int(job)
 
 
-async def _cancel_one(engine: Engine, peer: Peer, job: str, now: bool) -> dict[str, Any]:
+def _decided(stored: Sequence[tuple[float, str, bytes]]) -> tuple[rows.Decision, ...]:
+    """Rows of decisions of the journal, which are given newest first."""
+    return tuple(projection.decision_summary(codec.decision(kind, body), at_s) for at_s, kind, body in reversed(stored))
+
+
+async def _cancel_one(engine: Engine, peer: Peer, job: str, now: bool) -> rows.Job:
     """Cancel a job and return its row; `now`: without a grace period.
 
     Raises:
@@ -399,7 +405,7 @@ async def _cancel_one(engine: Engine, peer: Peer, job: str, now: bool) -> dict[s
     return projection.job_row(known, engine.scheduler.state)
 
 
-async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], now: bool) -> dict[str, Any]:
+async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], now: bool) -> rows.Cancelled:
     """Cancel several jobs; returns the rows of those cancelled and the errors of the others."""
     found: dict[JobId, Job] = {}
     refused = []
@@ -408,7 +414,7 @@ async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], now: bool
             known = _cancellable(engine, peer, text)
             found[known.id] = known
         except ClusterError as error:
-            refused.append({"job": text, "message": str(error), "exit_code": error.exit_code})
+            refused.append(rows.Refusal(job=text, message=str(error), exit_code=error.exit_code))
     now_s = time.time()
     try:
         async with anyio.create_task_group() as group:
@@ -417,8 +423,8 @@ async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], now: bool
                 group.start_soon(engine.post, e.JobCancelled(at_s=now_s, job=known.id, by=peer.user, now=now))
     except ExceptionGroup as errors:
         raise first_of(errors) from None
-    rows = [projection.job_row(known, engine.scheduler.state) for known in found.values()]
-    return {"jobs": rows, "refused": refused}
+    cancelled = tuple(projection.job_row(known, engine.scheduler.state) for known in found.values())
+    return rows.Cancelled(jobs=cancelled, refused=tuple(refused))
 
 
 def _cancellable(engine: Engine, peer: Peer, job: str) -> Job:

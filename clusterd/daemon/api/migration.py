@@ -9,8 +9,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import anyio
+from msgspec.structs import replace as replace_fields
 
-from clusterd import projection
+from clusterd import projection, rows
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.allocation.request_grant import objection_to_size
@@ -78,7 +79,7 @@ class MigrationVerbs:
         devices: list[str] | None = None,
         pin: bool = False,
         dry_run: bool = False,
-    ) -> dict[str, Any]:
+    ) -> rows.MigrationPreview:
         """Migrate a running job; replies with the predicted cost, `wait` and `watch` report the outcome."""
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         try:
@@ -98,7 +99,7 @@ class MigrationVerbs:
 
     async def _asked(
         self, peer: Peer, known: Job, requested: Plan | None, chosen: tuple[DeviceId, ...], pin: bool, dry_run: bool
-    ) -> dict[str, Any]:
+    ) -> rows.MigrationPreview:
         with anyio.move_on_after(LAST_MOVE_S):
             await self._settled(known)
         answer = requested_migration(known, View(self._state, time.time()), requested, chosen, peer.user)
@@ -114,8 +115,7 @@ class MigrationVerbs:
                 at_s=time.time(), job=known.id, plan=requested, devices=chosen, pin=pin, by=peer.user
             )
             await self._engine.post(event)
-        moves = {"migrations": len(known.plan_changes), "stays": stays}
-        return {"job": known.id, "name": known.spec.name, **moves, **preview}
+        return replace_fields(preview, migrations=len(known.plan_changes), stays=stays)
 
     def _unlike(self, move: Move) -> str | None:
         """Reason against tensor parallelism over mixed GPU types: their random numbers differ; None: there is none."""
@@ -127,7 +127,7 @@ class MigrationVerbs:
                 return f"{move.plan} cuts tensors across {' and '.join(types)}, whose dropout differs: use one type"
         return None
 
-    async def _restart(self, peer: Peer, job: Job, requested: Plan | None, dry_run: bool) -> dict[str, Any]:
+    async def _restart(self, peer: Peer, job: Job, requested: Plan | None, dry_run: bool) -> rows.MigrationPreview:
         """Restart a checkpointable job at another size: it saves, stops and starts again."""
         if requested is None:
             raise UsageError(f"{job.spec.name} is a checkpointable job: say what to start it as, with --plan")
@@ -138,18 +138,25 @@ class MigrationVerbs:
         objection = objection_to_size(job, View(self._state, time.time()), requested)
         if objection:
             raise ClusterError(f"{job.spec.name} cannot be started as {requested}: {objection}")
-        answer = {"job": job.id, "name": job.spec.name, "from": str(job.attempt.plan), "plan": str(requested)}
+        old = str(job.attempt.plan)
         if not dry_run:
             event = e.MigrationRequested(at_s=time.time(), job=job.id, plan=requested, by=peer.user)
             await self._engine.post(event)
-        return {**answer, "restarts": True, "attempt": job.attempts[-1].number}
+        return rows.MigrationPreview(
+            job=job.id,
+            name=job.spec.name,
+            old=old,
+            plan=str(requested),
+            restarts=True,
+            attempt=job.attempts[-1].number,
+        )
 
     async def _settled(self, job: Job) -> None:
         """Wait until the ranks of the job's last migration are gone: two requests in a row mean one after the other."""
         while job.attempt is not None and (job.attempt.retired or job.resuming is not None):
             await self._feed.wait(self._feed.number)
 
-    async def _preview(self, job: Job, move: Move) -> dict[str, Any]:
+    async def _preview(self, job: Job, move: Move) -> rows.MigrationPreview:
         """Predicted bytes and downtime of a migration."""
         attempt = job.attempt
         assert attempt is not None
@@ -158,7 +165,7 @@ class MigrationVerbs:
         restart_s = self._state.restart_costs_s.get(job.model)
         return await anyio.to_thread.run_sync(predict_cost, job, move, crowded, restart_s)
 
-    async def checkpoint(self, peer: Peer, job: str, path: str) -> dict[str, Any]:
+    async def checkpoint(self, peer: Peer, job: str, path: str) -> rows.CheckpointWritten:
         """Write a checkpoint of a running job to a directory that its hosts share, while it trains on."""
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         attempt = known.attempt
@@ -208,7 +215,7 @@ class MigrationVerbs:
             waiting.close()
         if isinstance(outcome, CheckpointFailed):
             raise ClusterError(f"{known.spec.name} could not write its checkpoint: {outcome.why}")
-        return {"name": known.spec.name, **dataclasses.asdict(outcome)}
+        return rows.CheckpointWritten(name=known.spec.name, **dataclasses.asdict(outcome))
 
     async def _resolve_at_end(self, job: Job, attempt: Attempt, waiting: PendingReply[Any]) -> None:
         """Give up waiting once the ranks that were asked are gone: the attempt ended, or migrated."""
@@ -217,7 +224,7 @@ class MigrationVerbs:
             await self._feed.wait(self._feed.number)
         waiting.resolve(None)
 
-    async def unpin(self, peer: Peer, job: str) -> dict[str, Any]:
+    async def unpin(self, peer: Peer, job: str) -> rows.Job:
         """Let the scheduler choose again."""
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         admission.refuse_if_over(known)
@@ -225,7 +232,9 @@ class MigrationVerbs:
         return projection.job_row(known, self._state)
 
 
-def predict_cost(job: Job, move: Move, crowded: str | None = None, restart_s: float | None = None) -> dict[str, Any]:
+def predict_cost(
+    job: Job, move: Move, crowded: str | None = None, restart_s: float | None = None
+) -> rows.MigrationPreview:
     """Predict the bytes within and between hosts, and the downtime.
 
     Args:
@@ -240,16 +249,18 @@ def predict_cost(job: Job, move: Move, crowded: str | None = None, restart_s: fl
     else:
         local, network = _bytes(shape, attempt, move)
         seconds = _downtime_s(job, local, network, move.ranks)
-    return {
-        "plan": str(move.plan),
-        "from": str(attempt.plan),
-        "devices": [place.device for place in move.ranks],
-        "reason": move.reason,
-        "local_bytes": local,
-        "network_bytes": network,
-        "crowded": crowded,
-        "predicted_downtime_s": seconds,
-    }
+    return rows.MigrationPreview(
+        job=job.id,
+        name=job.spec.name,
+        plan=str(move.plan),
+        old=str(attempt.plan),
+        devices=tuple(place.device for place in move.ranks),
+        reason=move.reason,
+        local_bytes=local,
+        network_bytes=network,
+        crowded=crowded,
+        predicted_downtime_s=seconds,
+    )
 
 
 def _bytes(shape: ModelShape, attempt: Attempt, move: Move) -> tuple[int, int]:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
+from msgspec import UNSET
 
+from clusterd import rows
 from clusterd.core.ledger import of_ranks, shape_of
 from clusterd.core.lifecycle import trials
 from clusterd.core.queueing import admission
@@ -20,6 +22,7 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.errors import ClusterError, UsageError
 from clusterd.plans.model_shape import ModelShape
+from clusterd.plans.plan import Plan
 from clusterd.profiling import report
 from clusterd.profiling.curves import Curve
 from clusterd.profiling.knowledge import Knowledge
@@ -73,7 +76,7 @@ class PerformanceVerbs:
     def _state(self) -> State:
         return self._engine.scheduler.state
 
-    async def plans(self, peer: Peer, job: str, devices: int | None = None) -> dict[str, Any]:
+    async def plans(self, peer: Peer, job: str, devices: int | None = None) -> rows.Plans:
         """Plans of a job on a number of devices, fastest first, and why the others are ruled out."""
         (known, *_), job_row = await self._of(job, peer.user)
         attempt = job_row.attempt or (job_row.attempts[-1] if job_row.attempts else None)
@@ -82,17 +85,13 @@ class PerformanceVerbs:
         shape = None
         if current is not None and current.ranks == count and attempt is not None:
             shape = shape_of(of_ranks(self._state.hosts, attempt))
-        rows = await anyio.to_thread.run_sync(partial(plan_rows, known, count, shape, current))
-        return {
-            "job": job_row.id,
-            "name": job_row.spec.name,
-            "devices": count,
-            "device_type": known.devices.name,
-            "rows": rows,
-            "known": _known_in_words(known),
-        }
+        ranked = await anyio.to_thread.run_sync(partial(_ranked, known, count, shape, current))
+        return rows.Plans(
+            job=job_row.id, name=job_row.spec.name, devices=count, device_type=known.devices.name, rows=ranked,
+            known=_known_in_words(known),
+        )  # fmt: skip
 
-    async def profile(self, peer: Peer, job: str, html: bool = False, over: str = "devices") -> dict[str, Any]:
+    async def profile(self, peer: Peer, job: str, html: bool = False, over: str = "devices") -> rows.Profile:
         """Profile of a job: measurements, fitted model, and its curve over a resource."""
         if over not in (*RESOURCES, "types"):
             raise UsageError(f"over is {over!r}; it must be types, or one of {', '.join(RESOURCES)}")
@@ -107,7 +106,7 @@ class PerformanceVerbs:
         html: bool,
         over: str,
         phases: Mapping[Row, tuple[tuple[str, float], ...]],
-    ) -> dict[str, Any]:
+    ) -> rows.Profile:
         known = on_each[0]
         attempt = job.attempt or (job.attempts[-1] if job.attempts else None)
         count = attempt.plan.ranks if attempt is not None and attempt.plan else max(job.spec.resources.devices, 1)
@@ -116,55 +115,40 @@ class PerformanceVerbs:
         newest = {o.row: o.step_time_s for o in known.online.observations}
         lines = report.lines(known.online.fit, list(newest), list(newest.values()), phases)
         title = f"{job.spec.name} (model {job.model}) on {known.devices.name}"
-        answer: dict[str, Any] = {
-            "job": job.id,
-            "name": job.spec.name,
-            "model": job.model,
-            "device_type": known.devices.name,
-            "known": _known_in_words(known),
-            "noise": known.online.fit.noise,
-            "drifts": list(known.online.reasons),
-            "trials": [
-                {
-                    "plan": str(t.plan),
-                    "devices": t.plan.ranks,
-                    "step_time_s": t.step_time_s,
-                    "predicted_s": t.predicted_s,
-                    "why": t.why,
-                    "failure": t.failure,
-                    "from_step": t.from_step,
-                }
-                for t in job.trials.finished
-            ],
-            "lines": [
-                {
-                    "plan": line.plan,
-                    "shape": line.allocation,
-                    "predicted_s": line.predicted_s,
-                    "lower_s": line.lower_s,
-                    "upper_s": line.upper_s,
-                    "measured_s": line.measured_s,
-                    "phases": dict(line.phases),
-                    "spent": line.spent,
-                }
+        fit, page = known.online.fit, None if by_type else curve
+        return rows.Profile(
+            job=job.id,
+            name=job.spec.name,
+            model=job.model,
+            device_type=known.devices.name,
+            known=_known_in_words(known),
+            noise=fit.noise,
+            drifts=tuple(known.online.reasons),
+            trials=tuple(
+                rows.row_of(rows.Trial, trial, plan=str(trial.plan), devices=trial.plan.ranks)
+                for trial in job.trials.finished
+            ),
+            lines=[
+                {"plan": line.plan, "shape": line.allocation, "predicted_s": line.predicted_s, "lower_s": line.lower_s,
+                 "upper_s": line.upper_s, "measured_s": line.measured_s, "phases": dict(line.phases),
+                 "spent": line.spent}
                 for line in lines
             ],
-            "coefficients": [
-                {"name": n, "value": v, "learned": w, "meaning": m}
-                for n, v, w, m in report.coefficient_rows(known.online.fit)
+            coefficients=[
+                {"name": n, "value": v, "learned": w, "meaning": m} for n, v, w, m in report.coefficient_rows(fit)
             ],
-            "over": over,
-            "curve": [
-                {"devices": int(p.amount) if over == "devices" else count, "amount": p.amount, "plan": str(p.plan),
-                 "shape": p.allocation.spread, "samples_per_s": p.throughput,
-                 "device_type": p.allocation.hosts[0].device_type, "gain": 0.0 if by_type else curve.gain(p.amount),
-                 "lower": p.throughput * p.step_time_s / p.upper_s, "upper": p.throughput * p.step_time_s / p.lower_s}
+            over=over,
+            curve=tuple(
+                rows.CurvePoint(
+                    devices=int(p.amount) if over == "devices" else count, amount=p.amount, plan=str(p.plan),
+                    shape=p.allocation.spread, samples_per_s=p.throughput,
+                    device_type=p.allocation.hosts[0].device_type, gain=0.0 if by_type else curve.gain(p.amount),
+                    lower=p.throughput * p.step_time_s / p.upper_s, upper=p.throughput * p.step_time_s / p.lower_s,
+                )
                 for p in curve.points
-            ],
-        }  # fmt: skip
-        if html:
-            answer["html"] = report.to_html(title, known.online.fit, lines, None if by_type else curve)
-        return answer
+            ),
+            html=report.to_html(title, fit, lines, page) if html else UNSET,
+        )  # fmt: skip
 
     async def estimate(self, peer: Peer, spec: dict[str, Any]) -> dict[str, Any]:
         """Estimate plans, times and memory of an unsubmitted job: its model is built without storage, nothing runs."""
@@ -176,9 +160,9 @@ class PerformanceVerbs:
             raise ClusterError("no host with devices is connected: nothing to estimate for (clusterd host ls)")
         known = found[0]
         count = max(wanted.resources.devices, 1)
-        rows = await anyio.to_thread.run_sync(partial(plan_rows, known, count, None, wanted.resources.plan))
+        ranked = await anyio.to_thread.run_sync(partial(_ranked, known, count, None, wanted.resources.plan))
         curve = await anyio.to_thread.run_sync(device_curve, known)
-        best = next((row for row in rows if row["fits"]), None)
+        best = next((row for row in ranked if row.fits), None)
         return {
             "name": wanted.name,
             "model": shape.signature,
@@ -187,15 +171,12 @@ class PerformanceVerbs:
             "devices": count,
             "device_type": known.devices.name,
             "known": _known_in_words(known),
-            "rows": rows,
-            "duration_s": best["step_time_s"] * shape.steps if best and shape.steps else None,
+            "rows": ranked,
+            "duration_s": best.step_time_s * shape.steps if best and best.step_time_s and shape.steps else None,
             "curve": [
-                {
-                    "devices": int(p.amount),
-                    "plan": str(p.plan),
-                    "shape": p.allocation.spread,
-                    "samples_per_s": p.throughput,
-                }
+                rows.CurvePoint(
+                    devices=int(p.amount), plan=str(p.plan), shape=p.allocation.spread, samples_per_s=p.throughput
+                )
                 for p in curve.points
             ],
         }
@@ -255,6 +236,12 @@ class PerformanceVerbs:
             names = {d.name for d in trials.held(job.attempt, self._state.hosts)}
             found.sort(key=lambda k: k.devices.name not in names)
         return found, job
+
+
+def _ranked(
+    known: Knowledge, count: int, shape: tuple[int, ...] | None, current: Plan | None
+) -> tuple[rows.RankedPlan, ...]:
+    return tuple(rows.RankedPlan(**row) for row in plan_rows(known, count, shape, current))
 
 
 def _known_in_words(known: Knowledge) -> str:

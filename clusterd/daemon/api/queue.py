@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from clusterd import projection
+from clusterd import projection, rows
 from clusterd.core import events as e
 from clusterd.core.queueing import admission
 from clusterd.core.queueing.arrays import tasks_of
@@ -28,7 +28,7 @@ from clusterd.submission.job_edit import with_changes
 from clusterd.types import JobSpec, JobState
 from clusterd.units import duration
 
-Submit = Callable[[Peer, dict[str, Any], dict[str, str]], Awaitable[dict[str, Any]]]
+Submit = Callable[[Peer, dict[str, Any], dict[str, str]], Awaitable[rows.SubmittedJob]]
 
 
 class QueueVerbs:
@@ -57,7 +57,7 @@ class QueueVerbs:
     def _state(self) -> State:
         return self._engine.scheduler.state
 
-    async def priority(self, peer: Peer, job: str, priority: int) -> dict[str, Any]:
+    async def priority(self, peer: Peer, job: str, priority: int) -> rows.Job:
         """Change a job's priority."""
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         if not isinstance(priority, int):
@@ -68,7 +68,7 @@ class QueueVerbs:
             await self._engine.post(e.JobReprioritised(at_s=time.time(), job=known.id, priority=priority, by=peer.user))
         return projection.job_row(known, self._state)
 
-    async def hold(self, peer: Peer, job: str) -> dict[str, Any]:
+    async def hold(self, peer: Peer, job: str) -> rows.Job:
         """Keep a queued job from starting until it is released."""
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         if known.state is not JobState.QUEUED:
@@ -77,7 +77,7 @@ class QueueVerbs:
         await self._engine.post(e.JobHeld(at_s=time.time(), job=known.id, by=peer.user))
         return projection.job_row(known, self._state)
 
-    async def release(self, peer: Peer, job: str) -> dict[str, Any]:
+    async def release(self, peer: Peer, job: str) -> rows.Job:
         """Let a held job start; what an operator holds an operator releases."""
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         if known.held_by is None:
@@ -87,7 +87,7 @@ class QueueVerbs:
         await self._engine.post(e.JobReleased(at_s=time.time(), job=known.id, by=peer.user))
         return projection.job_row(known, self._state)
 
-    async def requeue(self, peer: Peer, job: str, hold: bool = False) -> dict[str, Any]:
+    async def requeue(self, peer: Peer, job: str, hold: bool = False) -> rows.Job:
         """Stop a running job and queue it again; `hold`: it stays queued until it is released."""
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         if known.attempt is None:
@@ -95,7 +95,7 @@ class QueueVerbs:
         await self._engine.post(e.JobRequeued(at_s=time.time(), job=known.id, by=peer.user, hold=bool(hold)))
         return projection.job_row(known, self._state)
 
-    async def edit(self, peer: Peer, job: str, changes: dict[str, Any]) -> dict[str, Any]:
+    async def edit(self, peer: Peer, job: str, changes: dict[str, Any]) -> rows.Job:
         """Change what a job asks for.
 
         Args:
@@ -107,13 +107,13 @@ class QueueVerbs:
             spec = self._edited(peer, known, changes)
             what = described(replace(known.spec, priority=known.priority), spec)
             if not what:
-                return {**projection.job_row(known, self._state), "edited": ""}
+                return projection.job_row(known, self._state, edited="")
             await self._engine.post(e.JobEdited(at_s=time.time(), job=known.id, spec=spec, what=what, by=peer.user))
             if known.spec != spec:
                 raise ClusterError(
                     f"job {known.id} ({known.spec.name}) is {known.state.value} by now: look, and try again"
                 )
-        return {**projection.job_row(known, self._state), "edited": what}
+        return projection.job_row(known, self._state, edited=what)
 
     async def resume(
         self,
@@ -123,7 +123,7 @@ class QueueVerbs:
         steps: int | None = None,
         env: dict[str, str] | None = None,
         secrets: dict[str, str] | None = None,
-    ) -> dict[str, Any]:
+    ) -> rows.SubmittedJob:
         """Submit a job that goes on from the newest checkpoint of one that is over.
 
         Args:
@@ -148,24 +148,24 @@ class QueueVerbs:
         spec = _with_changes(before, changes or {})
         return await self._submit(peer, msgspec.to_builtins(spec), secrets or {})
 
-    async def arrays(self, peer: Peer, all: bool = False) -> list[dict[str, Any]]:
+    async def arrays(self, peer: Peer, all: bool = False) -> list[rows.Array]:
         """Arrays with a task that is not over, or all: id, name, limit, and the number of tasks in each state."""
         state = self._state
         current = {a.id for job in (*state.queue, *state.active) if (a := state.jobs[job].spec.array) is not None}
         if not (current or all):
             return []
-        rows: dict[str, dict[str, Any]] = {}
+        found: dict[str, rows.Array] = {}
         for job, count in [*await self._archived.arrays(), *((job, 1) for job in state.jobs.values())]:
             array = job.spec.array
             if array is None or not (all or array.id in current):
                 continue
-            fields = {"id": array.id, "name": array.name, "user": job.spec.user, "most": array.most, "tasks": 0}
-            row = rows.setdefault(array.id, {**fields, "states": {}})
-            row["tasks"] += count
-            row["states"][job.state.value] = row["states"].get(job.state.value, 0) + count
-        return list(rows.values())
+            new = rows.Array(id=array.id, name=array.name, user=job.spec.user, most=array.most)
+            row = found.setdefault(array.id, new)
+            row.tasks += count
+            row.states[job.state.value] = row.states.get(job.state.value, 0) + count
+        return list(found.values())
 
-    async def tasks(self, peer: Peer, array: str) -> list[dict[str, Any]]:
+    async def tasks(self, peer: Peer, array: str) -> list[rows.Job]:
         """Rows of all tasks of an array or a sweep, by index."""
         archived = await self._archived.tasks(array.removesuffix("_*"))
         found = tasks_of([*archived, *self._state.jobs.values()], array, peer.user)

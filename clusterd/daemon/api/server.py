@@ -30,7 +30,8 @@ from clusterd.daemon.api.memory import CONNECTIONS_PER_USER, ClientMemory, Share
 from clusterd.daemon.api.watch import SharedRow
 from clusterd.errors import ClusterError, UsageError
 from clusterd.outside_text import TEXT_LETTERS_MAX
-from clusterd.protocol.calls import Failure, Item, Ok, reply
+from clusterd.protocol.calls import Failure, Ok, reply
+from clusterd.rows import pack
 from clusterd.socket_files import inode, is_still, peer_uid
 from clusterd.trusted_paths import UnsafePath, check_parents, own_directory
 
@@ -238,18 +239,18 @@ class Server:
                 self._access.admit(peer, verb, request)
             if streaming := self._streams.get(verb):
                 async for item in streaming(peer, **checked_arguments(streaming, peer, request, verb)):
-                    shown = self._access.shown(peer, item)
-                    if isinstance(shown, SharedRow):
-                        await client.send_frame(protocol.encode_around({"id": number}, "item", shown.packed))
-                    else:
-                        await send(reply(number, Item(shown)))
+                    row = item.row if isinstance(item, SharedRow) else item
+                    shown = self._access.shown(peer, row)
+                    packed = item.packed if row is not item and shown is row else pack(shown)
+                    await client.send_frame(protocol.encode_around({"id": number}, "item", packed))
                 await send(reply(number, Ok(None)))
             elif answering := self._verbs.get(verb):
                 try:
                     # Only the frame stays while the client reads: an answer of a megabyte is ten of Python's objects.
                     answer = await answering(peer, **checked_arguments(answering, peer, request, verb))
-                    frame = protocol.encode(reply(number, Ok(self._access.shown(peer, answer))))
-                    del answer
+                    packed = pack(self._access.shown(peer, answer))
+                    frame = protocol.encode_around({"id": number}, "ok", packed)
+                    del answer, packed
                     self._memory.answer_bytes[verb] = len(frame)
                     client.memory.add_unread(len(frame))
                 finally:

@@ -6,8 +6,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
+from clusterd import rows
 from clusterd.core.state import Job, State
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
@@ -62,19 +62,19 @@ class UsageVerbs:
         """Verbs by name."""
         return {"usage": self.usage, "report": self.report}
 
-    async def usage(self, peer: Peer, minutes: int = 60) -> dict[str, Any]:
+    async def usage(self, peer: Peer, minutes: int = 60) -> rows.Usage:
         """Newest sample of each host, and the last minutes of each device.
 
         Args:
             minutes: how many of them, at most a day's.
         """
         latest = {host: self._store.latest(host) for host in self._state.hosts}
-        return {
-            "hosts": {host: to_map(sample) for host, sample in latest.items() if sample is not None},
-            "devices": await self._store.minutes(min(max(minutes, 0), RETENTION_MINUTES)),
-        }
+        return rows.Usage(
+            hosts={host: to_map(sample) for host, sample in latest.items() if sample is not None},
+            devices=await self._store.minutes(min(max(minutes, 0), RETENTION_MINUTES)),
+        )
 
-    async def report(self, peer: Peer, since_s: float, by: str = "user") -> list[dict[str, Any]]:
+    async def report(self, peer: Peer, since_s: float, by: str = "user") -> list[rows.UsageReport]:
         """Device-hours, utilisation and waiting times since the day of a time, a row for each group.
 
         Args:
@@ -118,15 +118,11 @@ def _group_of(job: Job, by: str) -> str:
     return job.spec.user if by == "user" else job.spec.tenant or "(none)"
 
 
-def _row(group: str, sums: _Sums, waits: list[float]) -> dict[str, Any]:
+def _row(group: str, sums: _Sums, waits: list[float]) -> rows.UsageReport:
     waits = sorted(waits)
-    return {
-        "group": group,
-        "jobs": len(sums.jobs),
-        "device_hours": sums.device_s / 3600,
-        "utilisation": sums.busy_s / sums.measured_s if sums.measured_s else None,
-        "idle_device_hours": sums.idle_s / 3600 if sums.idle_s else 0.0,
-        "submitted": len(waits),
-        "waited_s_median": waits[len(waits) // 2] if waits else None,
-        "waited_s_longest": waits[-1] if waits else None,
-    }
+    return rows.UsageReport(
+        group=group, jobs=len(sums.jobs), device_hours=sums.device_s / 3600,
+        utilisation=sums.busy_s / sums.measured_s if sums.measured_s else None,
+        idle_device_hours=sums.idle_s / 3600 if sums.idle_s else 0.0, submitted=len(waits),
+        waited_s_median=waits[len(waits) // 2] if waits else None, waited_s_longest=waits[-1] if waits else None,
+    )  # fmt: skip

@@ -18,12 +18,12 @@ from weakref import WeakValueDictionary
 
 import anyio
 
-from clusterd import protocol
 from clusterd.core.decisions import Decision
 from clusterd.core.events import Event
 from clusterd.core.scheduler import NO_SIDE_EFFECTS, SideEffects
 from clusterd.core.state import Job
 from clusterd.daemon.access import Peer
+from clusterd.rows import pack
 
 WINDOW = 4096
 """Changes that a watcher may be behind."""
@@ -33,13 +33,17 @@ ROWS_MAX = 16
 """Changes whose rows are kept for other watchers; few watchers are further behind, and rows are large."""
 
 
-class SharedRow(dict[str, Any]):
+@dataclass(frozen=True)
+class SharedRow:
     """Row that goes to many clients, and is packed once for all of them."""
+
+    row: Any
+    number: int  # of the change or baseline
 
     @cached_property
     def packed(self) -> bytes:
         """The row as a part of a frame."""
-        return protocol.pack(self)
+        return pack(self.row)
 
 
 JOBS_PER_ITEM = 1000
@@ -123,7 +127,7 @@ class Baselines:
         self,
         feed: Feed,
         listed: Callable[[], Awaitable[list[Job]]],
-        made: Callable[[Peer, list[Job], int, bool], Awaitable[dict[str, Any]]],
+        made: Callable[[Peer, list[Job], int, bool], Awaitable[Any]],
     ) -> None:
         self._feed, self._listed, self._made = feed, listed, made
         self._current: Callable[[], _Baseline | None] = lambda: None  # it lives while a watcher reads it
@@ -139,7 +143,8 @@ class Baselines:
             async with current.lock:
                 if (item := current.items.get(index)) is None:
                     number = current.number if index == len(current.pages) - 1 else 0
-                    item = current.items[index] = SharedRow(await self._made(peer, jobs, number, index == 0))
+                    row = await self._made(peer, jobs, number, index == 0)
+                    item = current.items[index] = SharedRow(row, number)
             yield item
 
     def _fresh(self) -> _Baseline | None:

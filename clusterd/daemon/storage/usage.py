@@ -20,6 +20,7 @@ import anyio.to_thread
 
 from clusterd.core.state import State
 from clusterd.protocol.agent import Usage
+from clusterd.rows import Minute
 from clusterd.types import Device, DeviceId, HostId, HostState
 
 log = logging.getLogger(__name__)
@@ -208,15 +209,15 @@ class UsageStore:
             database.execute("DELETE FROM minutes WHERE minute < ?", (int(now_s // MINUTE_S) - RETENTION_MINUTES,))
             database.execute("DELETE FROM days WHERE day < ?", (oldest,))
 
-    async def minutes(self, count: int) -> dict[str, list[dict[str, Any]]]:
+    async def minutes(self, count: int) -> dict[str, tuple[Minute, ...]]:
         """The last minutes of each device, oldest first: minute, job, busy, memory, power, temperature."""
         first = int(self._clock() // MINUTE_S) - count
         rows = await self._query("SELECT * FROM minutes WHERE minute >= ? ORDER BY minute", (first,))
-        names = ("minute", "job", "busy", "memory_bytes", "power_w", "temperature_c")
-        found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        found: dict[str, list[Minute]] = defaultdict(list)
         for minute, device, *rest in rows:
-            found[device].append(dict(zip(names, (minute, *rest), strict=True)))
-        return found
+            fields = zip(Minute.__struct_fields__, (minute, *rest), strict=True)
+            found[device].append(Minute(**dict(fields)))
+        return {device: tuple(minutes) for device, minutes in found.items()}
 
     async def jobs(self, since_s: float) -> list[JobUse]:
         """Device-seconds by host and job since the day of this time."""

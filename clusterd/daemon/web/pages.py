@@ -20,6 +20,7 @@ from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.daemon.web.metrics import CONTENT_TYPE, USAGE_MINUTES, prometheus_text
 from clusterd.daemon.web.server import Answer, HttpServer, Request
 from clusterd.errors import ClusterError, UsageError
+from clusterd.rows import plain
 from clusterd.units import with_iso_times
 
 VISITOR = Peer(user="", uid=-1, is_operator=False, is_reader=True)
@@ -65,13 +66,9 @@ class Pages:
         folder = importlib.resources.files(__package__) / "static"
         self._files = {name: Answer(HTTPStatus.OK, (folder / name).read_bytes(), kind) for name, kind in TYPES.items()}
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict[str, str]:
         """Row of the pages in `status`."""
-        return {
-            "url": self._server.url,
-            "visibility": self._access.visibility,
-            "trouble": self._server.trouble,
-        }
+        return {"url": self._server.url, "visibility": self._access.visibility, "trouble": self._server.trouble}
 
     async def serve(self, verbs: Mapping[str, Verb]) -> None:
         """Serve until cancelled, with the methods of those of these verbs that the pages need."""
@@ -114,7 +111,7 @@ class Pages:
         arguments = checked_arguments(method, VISITOR, given, verb, strict=False)
         await self._before(VISITOR.user, arguments)
         self._access.admit(VISITOR, verb, arguments)
-        answer = await method(VISITOR, **arguments)
+        answer = plain(await method(VISITOR, **arguments))
         if verb == "steps":
             answer = {**answer, "data": answer["data"].decode(errors="replace")}
         return self._access.shown(VISITOR, answer)

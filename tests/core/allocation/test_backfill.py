@@ -206,11 +206,12 @@ def test_a_start_is_promised_only_where_time_limits_give_it(lab: Lab, limit_s: f
     running(lab, "busy", time_limit_s=limit_s)
     wide, _ = lab.submit("wide")
     row = promise_row(wide, lab.scheduler.state)
-    assert row is not None and row["after"] == ["busy"]
+    assert row is not None and row.after == ("busy",)
     if limit_s is None:
-        assert (row["at_s"], row["latest_s"]) == (None, None), "nothing tells the end of a command without a limit"
+        assert (row.at_s, row.latest_s) == (None, None), "nothing tells the end of a command without a limit"
     else:
-        assert row["latest_s"] == pytest.approx(row["at_s"] + 30.0), "the grace period of its stop"
+        assert row.at_s is not None
+        assert row.latest_s == pytest.approx(row.at_s + 30.0), "the grace period of its stop"
 
 
 def test_a_start_after_earlier_runs_is_expected_and_not_promised(lab: Lab) -> None:
@@ -222,5 +223,5 @@ def test_a_start_after_earlier_runs_is_expected_and_not_promised(lab: Lab) -> No
     running(lab, "nightly")
     wide, _ = lab.submit("wide")
     row = promise_row(wide, lab.scheduler.state)
-    assert row is not None and row["latest_s"] is None
-    assert row["at_s"] == pytest.approx(lab.now_s + 600.0, abs=5.0)
+    assert row is not None and row.latest_s is None
+    assert row.at_s == pytest.approx(lab.now_s + 600.0, abs=5.0)

@@ -22,14 +22,14 @@ def test_a_job_says_where_its_environment_is_built_until_that_is_done() -> None:
     build(lab, job, "a")
     build(lab, job, "a")  # asked again after the daemon restarted: it builds since the first
     row = job_row(lab.scheduler.state.jobs[job], lab.scheduler.state)
-    assert row["state"] == "starting"
-    assert row["reason"].startswith("building its environment on a since ")
-    assert row["building"] == {"a": lab.now_s - 1.0}
+    assert row.state == "starting"
+    assert row.reason.startswith("building its environment on a since ")
+    assert row.building == {"a": lab.now_s - 1.0}
     build(lab, job, "a", e.EnvironmentBuilt, seconds=40.0)
     lab.run(job)
     row = job_row(lab.scheduler.state.jobs[job], lab.scheduler.state)
-    assert row["building"] == {}
-    assert "building" not in row["reason"]
+    assert row.building == {}
+    assert "building" not in row.reason
     assert lab.attempt(job).build_times_s == {"a": 40.0}
 
 
@@ -48,4 +48,4 @@ def test_a_build_that_is_over_with_its_attempt_is_not_shown() -> None:
     known = lab.scheduler.state.jobs[job]
     assert known.state is JobState.FAILED
     assert "no compiler" in known.reason
-    assert job_row(known, lab.scheduler.state)["building"] == {}
+    assert job_row(known, lab.scheduler.state).building == {}

@@ -39,8 +39,8 @@ def test_an_idle_shell_is_told_of_and_then_ended() -> None:
     told = story.of_event(event, state).text
     assert told.startswith("its devices have done nothing for 1h00m; it ends in") and told.endswith("if that lasts")
     row = projection.job_row(state.jobs[job], state)
-    assert row["reason"].startswith("idle: its devices have done nothing since ")
-    assert "it ends at" in row["reason"] and row["idle_since_s"] == event.since_s
+    assert row.reason.startswith("idle: its devices have done nothing since ")
+    assert "it ends at" in row.reason and row.idle_since_s == event.since_s
     timer = Timer(TimerKind.IDLE, job)
     lab.now_s = state.timers[timer]
     stop = d.StopAttempt.match(lab.tell(e.TimerFired(**lab.at(), timer=timer)), job=job)

@@ -19,6 +19,7 @@ from clusterd.core.policies import POLICIES, base, default
 from clusterd.core.queue_order import changed, difference, listed, only, places
 from clusterd.core.scheduler import Batch, Scheduler
 from clusterd.criterion import Criterion
+from clusterd.rows import Place, plain
 from clusterd.tui.model.model import Model
 from clusterd.types import ArrayTask, JobId
 from tests.core.conftest import Lab
@@ -46,9 +47,9 @@ class WatchedLab(Lab):
         return decided
 
 
-def _sent(item: dict[str, Any]) -> Any:
+def _sent(item: Any) -> Any:
     """An item as it comes out of the socket."""
-    return next(iter(protocol.Decoder().feed(protocol.encode(item))))
+    return next(iter(protocol.Decoder().feed(protocol.encode(plain(item)))))
 
 
 class OrderedQueue(DrawnQueue):
@@ -91,31 +92,24 @@ class OrderedQueue(DrawnQueue):
         assert listed(projection.order(state)) == waiting
         for place, job in enumerate(waiting, 1):
             row = projection.place_row(job, state)
-            assert (row["place"], row["ahead"]) == (place, [state.jobs[j].spec.name for j in waiting[: place - 1]])
+            assert (row.place, row.ahead) == (place, tuple(state.jobs[j].spec.name for j in waiting[: place - 1]))
             assert projection.places(state)[job] == place
         for first, second in pairwise(waiting):
-            after = projection.place_row(second, state)["after"]
+            after = projection.place_row(second, state).after
             fields = zip(self.keys[first]._fields, self.keys[first], self.keys[second], strict=True)
             decided = next(name for name, one, other in fields if one != other)
-            assert (after["job"], after["criterion"]) == (first, decided)
-            assert after["why"] and model.order[second].criterion == decided
+            assert (after.job, after.criterion) == (first, decided)
+            assert after.why and model.order[second].criterion == decided
             self.criteria.add(Criterion(decided))
             self.compared += 1
         for job in state.queue:
             if job not in self.keys:
-                assert projection.place_row(job, state) == {"place": None, "ahead": [], "after": None}
+                assert projection.place_row(job, state) == Place()
         assert all(job.promise == _promise(state, job.id) for job in model.jobs.values())
 
 
 def _promise(state: Any, job: str) -> Any:
-    row = projection.promise_row(JobId(job), state)
-    return row and rows_promise(row)
-
-
-def rows_promise(row: dict[str, Any]) -> Any:
-    from clusterd.tui.model import rows
-
-    return rows.read(rows.Promise, _sent(row))
+    return projection.promise_row(JobId(job), state)
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_twenty_watchers_cost_one_baseline(watched: Watched) -> None:
             taken[len(items)] += 1
             while taken[len(items)] < 3:  # the item lives while it is sent to one of them
                 await anyio.lowlevel.checkpoint()
-            items.append(dict(item))
+            items.append(dict(item.row))
         found.append(items)
 
     watched.run(one, one, one)
@@ -84,10 +84,10 @@ def test_a_change_meanwhile_comes_after_the_shared_baseline(watched: Watched) ->
 
     async def early() -> None:
         async for item in watched.baselines.items(ANN):
-            if item["first"]:
+            if item.row["first"]:
                 watched.change()
-                numbers.extend([late["number"] async for late in watched.baselines.items(ANN)][-1:])
-        numbers.append(item["number"])
+                numbers.extend([late.number async for late in watched.baselines.items(ANN)][-1:])
+        numbers.append(item.number)
 
     watched.run(early)
     assert max(numbers) < watched.feed.number, "its number is that of its beginning"

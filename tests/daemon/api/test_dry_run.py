@@ -16,6 +16,7 @@ from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.api.dry_run import outcomes
 from clusterd.daemon.journal import codec
+from clusterd.rows import DryRun
 from clusterd.types import JobId, JobKind, JobSpec
 from tests.core.conftest import Lab
 from tests.core.drawn_queue import DrawnQueue
@@ -41,20 +42,20 @@ class TriedLab(Lab):
         self.compare(events[0].job, answer, decided)
         return decided
 
-    def compare(self, name: Any, answer: dict[str, Any], decided: list[d.Decision]) -> None:
+    def compare(self, name: Any, answer: DryRun, decided: list[d.Decision]) -> None:
         """Compare the answer of the dry run with what came of the submit."""
         job, start = self.scheduler.state.jobs[name], d.LaunchAttempt.match(decided, job=name)
-        assert answer["starts"] == (start is not None)
-        assert list(answer["ranks"]) == ([codec.plain(place) for place in start.ranks] if start is not None else [])
-        assert answer["reason"] == (start.reason if start is not None else job.reason)
+        assert answer.starts == (start is not None)
+        assert list(answer.ranks) == ([codec.plain(place) for place in start.ranks] if start is not None else [])
+        assert answer.reason == (start.reason if start is not None else job.reason)
         place = projection.place_row(name, self.scheduler.state)
-        assert (answer["state"], answer["place"], answer["after"]) == (job.state.value, place["place"], place["after"])
-        assert answer["promise"] == projection.promise_row(name, self.scheduler.state)
-        changes = [*answer["stops"], *answer["migrates"]]
+        assert (answer.state, answer.place, answer.after) == (job.state.value, place.place, place.after)
+        assert answer.promise == projection.promise_row(name, self.scheduler.state)
+        changes = [*answer.stops, *answer.migrates]
         changed = {one.job for one in decided if isinstance(one, d.StopAttempt | d.StartMigration)}
-        assert {change["id"] for change in changes} == changed
-        assert all(change["reason"] for change in changes)
-        self.seen.update(starts=answer["starts"], waits=not answer["starts"], stops=len(answer["stops"]))
+        assert {change.id for change in changes} == changed
+        assert all(change.reason for change in changes)
+        self.seen.update(starts=answer.starts, waits=not answer.starts, stops=len(answer.stops))
 
 
 class TriedQueue(DrawnQueue):
@@ -104,9 +105,9 @@ def test_jobs_that_give_devices_back_are_named() -> None:
     spec = JobSpec(name="other", command=("x",), resources=lab.scheduler.state.jobs[job].spec.resources)
     event = e.JobSubmitted(**lab.at(), job=JobId("9"), spec=spec)
     (answer,) = outcomes(codec.encode(lab.scheduler.state), deepcopy(lab.scheduler.policy), [event])
-    assert (answer["starts"], answer["place"], answer["reason"]) == (False, 1, "net-1 gives up devices for it")
-    (change,) = answer["migrates"]
-    assert (change["id"], change["name"]) == (job, "net-1")
+    assert (answer.starts, answer.place, answer.reason) == (False, 1, "net-1 gives up devices for it")
+    (change,) = answer.migrates
+    assert (change.id, change.name) == (job, "net-1")
     assert lab.scheduler.state.jobs[job].attempt.migration is None  # type: ignore[union-attr]
 
 
@@ -118,4 +119,4 @@ def test_several_jobs_are_tried_together() -> None:
     spec = lab.scheduler.state.jobs[first].spec
     events = [e.JobSubmitted(**lab.at(), job=JobId(number), spec=spec) for number in ("7", "8")]
     answers = outcomes(codec.encode(lab.scheduler.state), deepcopy(lab.scheduler.policy), events)
-    assert [(answer["starts"], answer["place"]) for answer in answers] == [(True, None), (False, 1)]
+    assert [(answer.starts, answer.place) for answer in answers] == [(True, None), (False, 1)]

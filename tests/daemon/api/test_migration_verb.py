@@ -55,4 +55,4 @@ def test_tensors_are_not_cut_across_types_of_gpus() -> None:
 )
 def test_replicas_may_be_on_several(plan: str, devices: str) -> None:
     lab, job = mixed_lab()
-    assert asked(lab, job, plan, devices)["job"] == job
+    assert asked(lab, job, plan, devices).job == job

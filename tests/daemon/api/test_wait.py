@@ -25,11 +25,11 @@ def test_the_last_row_is_that_of_a_job_that_is_over() -> None:
 
     async def wait() -> list[str]:
         rows = JobVerbs.wait(api, peer, job)
-        states = [(await anext(rows))["state"]]
+        states = [(await anext(rows)).state]
         lab.exit(job)
         attempt = lab.attempt(job)
         lab.tell(e.AttemptStopped(**lab.at(), job=job, attempt=1, generation=attempt.generation, host=HostId("a")))
         api._feed.add(lab.log[-1:], [])
-        return [*states, *[row["state"] async for row in rows]]
+        return [*states, *[row.state async for row in rows]]
 
     assert anyio.run(wait) == ["running", "finished"]

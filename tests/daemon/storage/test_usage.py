@@ -75,19 +75,19 @@ async def test_the_report_tells_hours_utilisation_and_idle_devices(tmp_path: Pat
     await minutes(store, lab, clock, 0.5, 60)
     verbs = UsageVerbs(store, lab.scheduler.state, NONE_ARCHIVED)
     (ann,) = await verbs.report(PEER, begin_s, by="user")  # type: ignore[arg-type]
-    assert (ann["group"], ann["jobs"]) == ("ann", 1)
-    assert ann["device_hours"] == pytest.approx(1.0)
-    assert ann["utilisation"] == pytest.approx(0.5)
+    assert (ann.group, ann.jobs) == ("ann", 1)
+    assert ann.device_hours == pytest.approx(1.0)
+    assert ann.utilisation == pytest.approx(0.5)
     (host,) = await verbs.report(PEER, begin_s, by="host")  # type: ignore[arg-type]
-    assert (host["device_hours"], host["idle_device_hours"]) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert (host.device_hours, host.idle_device_hours) == (pytest.approx(1.0), pytest.approx(1.0))
     with pytest.raises(UsageError, match="must be one of user, tenant"):
         await verbs.report(PEER, begin_s, by="colour")  # type: ignore[arg-type]
     usage = await verbs.usage(PEER, minutes=5)  # type: ignore[arg-type]
-    assert usage["hosts"]["gpu01"]["memory_used_bytes"] == 1 << 38
-    series = usage["devices"]["gpu01:gpu0"]
+    assert usage.hosts["gpu01"]["memory_used_bytes"] == 1 << 38
+    series = usage.devices["gpu01:gpu0"]
     assert 4 <= len(series) <= 6
-    assert series[-1]["busy"] == pytest.approx(0.5)
-    assert series[-1]["power_w"] == 250.0
+    assert series[-1].busy == pytest.approx(0.5)
+    assert series[-1].power_w == 250.0
     store.close()
 
 
@@ -100,8 +100,8 @@ async def test_a_host_that_reports_nothing_is_counted_without_a_utilisation(
         clock.now_s += 10.0
         store.count()
     (ann,) = await UsageVerbs(store, lab.scheduler.state, NONE_ARCHIVED).report(PEER, clock.now_s - 3600)  # type: ignore[arg-type]
-    assert ann["device_hours"] == pytest.approx(1 / 6)
-    assert ann["utilisation"] is None
+    assert ann.device_hours == pytest.approx(1 / 6)
+    assert ann.utilisation is None
     store.close()
 
 
@@ -113,7 +113,7 @@ async def test_time_in_which_the_daemon_did_not_run_is_not_counted(tmp_path: Pat
     clock.now_s -= 3600.0
     store.count()
     (ann,) = await UsageVerbs(store, lab.scheduler.state, NONE_ARCHIVED).report(PEER, clock.now_s - 7200)  # type: ignore[arg-type]
-    assert ann["device_hours"] <= 1 / 60
+    assert ann.device_hours <= 1 / 60
     store.close()
 
 
