@@ -56,10 +56,8 @@ STANDS_ALONE = {
     Path("clusterd/agent/ranks/exec_in_rank.py"),  # the whole program of a process
     Path("clusterd/train/process/preload.py"),  # imported by name in a fork server
     Path("clusterd/train/process/torch_version.py"),  # importing it is the check
-    Path("clusterd/simulate/importers/a800.py"),  # one of the formats, each of which has its module
 }
-"""Short modules that are not a part of the one that names them: loaded by themselves in another process, or one of a
-family."""
+"""Short modules that are not a part of the one that names them: loaded by themselves in another process."""
 
 
 def _importers() -> dict[Path, set[Path]]:

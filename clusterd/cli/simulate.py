@@ -50,7 +50,6 @@ class _Options:
     generate: str | None
     journal: Path | None
     journal_policy: str
-    form: str
     # Workload.
     scale_steps: float
     load: float | None
@@ -76,7 +75,6 @@ class _Options:
     processes: int | None
     bound: bool
     as_json: bool
-    plot: Path | None
     record: Path | None
 
 
@@ -95,7 +93,7 @@ class _Inputs:
 
 @click.command()
 @click.option("--cluster", default="8x8:a800", show_default=True, help="HOSTSxDEVICES:TYPE, groups joined by +.")
-@click.option("--workload", type=click.Path(path_type=Path), help="Trace of jobs, in one of the formats.")
+@click.option("--workload", type=click.Path(path_type=Path), help="Trace of jobs, a CSV file.")
 @click.option("--generate", metavar="SPEC", help="Generated jobs and step times, as in jobs=200,wide=0.3,seed=1.")
 @click.option("--truth", type=click.Path(path_type=Path), help="Measured step times, which determine progress.")
 @click.option(
@@ -105,9 +103,6 @@ class _Inputs:
     help="Journal or state directory of a daemon, instead of cluster, workload and truth.",
 )
 @click.option("--journal-policy", default="default", show_default=True, help="Policy of an old journal without one.")
-@click.option(
-    "--format", "form", default="auto", show_default=True, help="Format of the trace: a800, arena, gavel, pollux."
-)
 @click.option("--policy", "policies", multiple=True, help="Policy; may be repeated; `all`: all of them.")
 @click.option("--scale-steps", type=float, default=1.0, show_default=True, help="Factor of all jobs' steps.")
 @click.option("--load", type=float, help="Compress arrivals until jobs request this multiple of the capacity.")
@@ -150,7 +145,6 @@ class _Inputs:
     "--bound", is_flag=True, help="Also print lower bounds of any policy, with full knowledge and free migrations."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Write completion times and a timeline (.svg or .html).")
 @click.option("--record", type=click.Path(path_type=Path), help="Record the first policy's run for top --replay.")
 def simulate(**options: Any) -> None:
     """Simulate a workload under one or more policies, and compare them.
@@ -246,10 +240,10 @@ def _read_inputs(options: _Options) -> _Inputs:
         return _Inputs(cluster, truth, workload, options.cluster, made, made)
     if options.workload is None or options.truth is None:
         raise UsageError("give --workload and --truth (jobs and their step times), --generate, or --from-journal")
-    from clusterd.simulate.importers import read
+    from clusterd.simulate.trace import read
 
     cluster = parse_cluster(options.cluster)
-    truth, workload = read(options.form, options.workload, options.truth, cluster)
+    truth, workload = read(options.workload, options.truth, cluster)
     return _Inputs(cluster, truth, workload, options.cluster, options.workload, options.truth)
 
 
@@ -293,7 +287,6 @@ def _setting(options: _Options, inputs: _Inputs) -> Setting:
         horizon_s=options.horizon,
         round_s=options.round_s,
         whole_steps=options.whole_steps,
-        timeline=options.plot is not None,
     )
 
 
@@ -331,17 +324,13 @@ def _about(options: _Options, inputs: _Inputs, jobs_in_trace: int) -> dict[str, 
 def _write_outputs(
     options: _Options, setting: Setting, first: str, outcomes: dict[str, Outcome], about: dict[str, Any]
 ) -> None:
-    """Write recording and plot if requested, then print the figures."""
+    """Write the recording if requested, then print the figures."""
     if options.record is not None:
         from clusterd.simulate import run
         from clusterd.simulate.record import Recording
 
         with Recording(options.record) as recording:
-            run.simulate(replace(setting, timeline=False), first, recording.batch)
-    if options.plot is not None:
-        from clusterd.simulate.plot import write_plot
-
-        write_plot(options.plot, outcomes, about)
+            run.simulate(setting, first, recording.batch)
     if options.as_json:
         report = {**about, "policies": {name: one.figures for name, one in outcomes.items()}}
         report["paired"] = _paired(outcomes)

@@ -76,7 +76,6 @@ class Simulation(World):
             pass_s=self.policy.seconds,
             failed=failed,
             stuck=stuck,
-            samples=self._samples,
         )
 
     def _begin(self, at_s: float) -> None:
@@ -130,10 +129,6 @@ class Simulation(World):
                 getattr(self, f"_do_{type(decision).__name__}")(decision)
         if self._on_batch is not None:
             self._on_batch(self.scheduler, events, decided)
-        if self._timeline:
-            now = {str(self.runs[job].arrival.name): self.runs[job].devices for job in self._going}
-            if not self._samples or self._samples[-1][1] != now:
-                self._samples.append((self.now_s, now))
 
     # --- what is decided ----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from clusterd.core.performance_table import PerformanceTable
@@ -17,7 +17,6 @@ from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.costs import Costs
 from clusterd.simulate.loop import Simulation
 from clusterd.simulate.metrics import figures
-from clusterd.simulate.published import PUBLISHED, policy_named
 from clusterd.simulate.runs import Disturbance, Result
 from clusterd.simulate.truth import Truth, by_count, learned, oracle
 from clusterd.simulate.workload import Workload
@@ -42,7 +41,6 @@ class Setting:
     horizon_s: float = float("inf")
     round_s: float = 0.0  # between the instants at which anything is heard of and decided; 0: at once
     whole_steps: bool = False  # steps that a round begins and does not end are not made
-    timeline: bool = False
 
     def costs(self, policy: str) -> Costs:
         """Migration and restart costs of a policy; preempted jobs restart from a checkpoint under every policy."""
@@ -63,10 +61,8 @@ def check_policies(names: Sequence[str]) -> None:
         UsageError: one is unknown.
     """
     for name in names:
-        if name not in POLICIES and name not in PUBLISHED:
-            raise UsageError(
-                f"--policy {name}: there is none of that name; there are {', '.join((*POLICIES, *PUBLISHED))}"
-            )
+        if name not in POLICIES:
+            raise UsageError(f"--policy {name}: there is none of that name; there are {', '.join(POLICIES)}")
 
 
 def simulate(setting: Setting, policy: str, on_batch: OnBatch | None = None) -> Result:
@@ -76,7 +72,7 @@ def simulate(setting: Setting, policy: str, on_batch: OnBatch | None = None) -> 
         setting.workload,
         setting.truth,
         setting.performance_tables,
-        policy_named(policy),
+        POLICIES[policy](),
         setting.costs(policy),
         disturbances=setting.disturbances,
         checkpoint_s=setting.checkpoint_s,
@@ -84,7 +80,6 @@ def simulate(setting: Setting, policy: str, on_batch: OnBatch | None = None) -> 
         round_s=setting.round_s,
         whole_steps=setting.whole_steps,
         on_batch=on_batch,
-        timeline=setting.timeline,
     ).run()
 
 
@@ -95,7 +90,6 @@ class Outcome:
     policy: str
     figures: dict[str, Any]
     completion_s: tuple[float, ...]  # of each job, in the order of arrival
-    samples: tuple[tuple[float, dict[str, int]], ...]
     undone: dict[str, str]  # jobs that were given up or would wait for ever, and why
 
 
@@ -104,7 +98,7 @@ def outcome(setting: Setting, policy: str) -> Outcome:
     result = simulate(setting, policy)
     end_s = result.ended_s
     times = tuple((r.end_s if r.end_s is not None else end_s) - r.arrival.at_s for r in result.runs)
-    return Outcome(policy, figures(result), times, tuple(result.samples), {**result.failed, **result.stuck})
+    return Outcome(policy, figures(result), times, {**result.failed, **result.stuck})
 
 
 def side_by_side(
@@ -177,8 +171,3 @@ def drains(cluster: Cluster, texts: Sequence[str]) -> list[Disturbance]:
                 f"--drain {text}: write HOST@START-END with a host from 0 to {hosts - 1} and seconds, as in 3@3600-7200"
             ) from None
     return sorted(found, key=lambda d: d.at_s)
-
-
-def over(setting: Setting, **changes: Any) -> Setting:
-    """A copy of the setting with these changes."""
-    return replace(setting, **changes)

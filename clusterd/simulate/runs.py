@@ -62,4 +62,3 @@ class Result:
     pass_s: list[float]
     failed: dict[str, str] = field(default_factory=dict)  # jobs that the scheduler gave up, and why
     stuck: dict[str, str] = field(default_factory=dict)  # jobs that would wait for ever, and what for
-    samples: list[tuple[float, dict[str, int]]] = field(default_factory=list)  # devices of each job, at each change

@@ -67,7 +67,6 @@ class World:
         round_s: float = 0.0,
         whole_steps: bool = False,
         on_batch: OnBatch | None = None,
-        timeline: bool = False,
     ) -> None:
         self.cluster, self.workload, self.truth, self.costs = cluster, workload, truth, costs
         self.performance_tables = performance_tables
@@ -81,7 +80,6 @@ class World:
         self.runs: dict[JobId, Run] = {}
         self.now_s = 0.0
         self._on_batch = on_batch
-        self._timeline = timeline
         self._heap: list[tuple[float, int, str, Any]] = []
         self._number = count()
         self._ids = count(1)
@@ -91,7 +89,6 @@ class World:
         self._unfinished = len(workload.arrivals)
         self._device_s = 0.0
         self._idle_s = 0.0
-        self._samples: list[tuple[float, dict[str, int]]] = []
         self._disturbances = disturbances
         self._shapes: dict[str, dict[str, Any]] = {}
         self._ticks = False  # the end of this round is awaited

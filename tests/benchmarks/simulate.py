@@ -32,7 +32,7 @@ from clusterd.core.policies import POLICIES
 from clusterd.simulate import run, workload
 from clusterd.simulate.bounds import bounds
 from clusterd.simulate.cluster import parse_cluster
-from clusterd.simulate.importers import read
+from clusterd.simulate.trace import read
 from tests.benchmarks.report import Report, arguments
 
 DATA = Path(os.environ.get("CLUSTERD_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
@@ -51,7 +51,7 @@ def one(job: tuple[int, float, str, float | None, str, float | None, bool]) -> d
     """One workload under one policy: its figures; under "bound", what no policy could beat."""
     number, load, trace, move_s, policy, predictable, oracle = job
     cluster = parse_cluster("8x8:a800")
-    truth, jobs = read("a800", DATA / "a800" / f"workload_{trace}.csv", DATA / "a800" / "step_times.csv", cluster)
+    truth, jobs = read(DATA / "a800" / f"workload_{trace}.csv", DATA / "a800" / "step_times.csv", cluster)
     if number:
         jobs = workload.resampled(jobs, random.Random(f"resample {number}"))
     if predictable is not None:

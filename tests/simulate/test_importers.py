@@ -10,11 +10,13 @@ import pytest
 
 from clusterd.plans.plan import replicas
 from clusterd.simulate import workload
-from clusterd.simulate.cluster import parse_cluster
+from clusterd.simulate.cluster import Cluster, parse_cluster
 from clusterd.simulate.errors import InputError
-from clusterd.simulate.importers import arena, gavel, pollux, read
-from clusterd.simulate.importers.pollux import Application, shapes
-from clusterd.simulate.truth import by_count, oracle
+from clusterd.simulate.truth import Truth, by_count, oracle
+from clusterd.simulate.workload import Workload
+from tests.benchmarks import traces
+from tests.benchmarks.traces import arena, gavel, pollux
+from tests.benchmarks.traces.pollux import Application, shapes
 
 DATA = Path(os.environ.get("CLUSTERD_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
 there = pytest.mark.skipif(not DATA.is_dir(), reason="the public data sets are not there (CLUSTERD_DATA)")
@@ -24,11 +26,18 @@ GAVEL = parse_cluster("2x4:v100+4x4:p100+6x4:k80")
 POLLUX = parse_cluster("16x4:t4")
 
 
+def read(workload: Path, truth: Path, cluster: Cluster) -> tuple[Truth, Workload]:
+    """Step times and jobs of files that are in one of the formats."""
+    found = traces.read(workload, truth, cluster)
+    assert found is not None
+    return found
+
+
 @there
 def test_arena_gives_the_best_plan_by_type_and_count() -> None:
     """Entries of 0 and less are not offered; each of the 125 jobs can run."""
     table = DATA / "arena" / "prof_database_optimal.json"
-    world, jobs = read("auto", DATA / "arena" / "simulate_trace_pai.csv", table, ARENA)
+    world, jobs = read(DATA / "arena" / "simulate_trace_pai.csv", table, ARENA)
     best = json.loads(table.read_text())["optimal"]
     model = world.models["bert_2.6B_512"]
     assert best["bert_2.6B_512"]["2_a100_2_n_2_d"] < 0
@@ -43,7 +52,7 @@ def test_arena_gives_the_best_plan_by_type_and_count() -> None:
 def test_gavel_runs_each_job_at_its_scale_only() -> None:
     """Replicas bring their own batches: another number of them would be other work."""
     path = DATA / "gavel" / "simulation_throughputs.json"
-    world, jobs = read("auto", DATA / "gavel" / "max_min_fairness.tsv", path, GAVEL)
+    world, jobs = read(DATA / "gavel" / "max_min_fairness.tsv", path, GAVEL)
     rate = json.loads(path.read_text())["p100"]["('ResNet-18 (batch size 128)', 4)"]["null"]
     model = world.models["ResNet-18 (batch size 128) x4"]
     assert {sum(shape) for _, _, shape in model.step_times_s} == {4}
@@ -81,7 +90,7 @@ def test_pollux_counts_updates_by_the_recorded_gradients() -> None:
 @there
 def test_pollux_reads_the_workload_and_every_shape() -> None:
     """All 160 jobs; rotations of a placement are one."""
-    world, jobs = read("auto", DATA / "pollux" / "workloads" / "workload-6.csv", DATA / "pollux" / "t4", POLLUX)
+    world, jobs = read(DATA / "pollux" / "workloads" / "workload-6.csv", DATA / "pollux" / "t4", POLLUX)
     assert len(jobs.arrivals) == 160 and not jobs.left_out and not jobs.replaced
     assert list(world.models["ncf_32768"].step_times_s) == [(replicas(1, 32768), "t4", (1,))]
     assert sum(jobs.asked_s(world).values()) > 0
@@ -95,7 +104,7 @@ def test_shapes_are_all_ways_to_spread() -> None:
 @there
 def test_policies_may_be_told_step_times_by_count_alone() -> None:
     """Estimates for four devices do not depend on their hosts; true times do."""
-    world, _ = read("auto", DATA / "pollux" / "workloads" / "workload-6.csv", DATA / "pollux" / "t4", POLLUX)
+    world, _ = read(DATA / "pollux" / "workloads" / "workload-6.csv", DATA / "pollux" / "t4", POLLUX)
     model = world.models["deepspeech2_320"]
     answer = oracle(by_count(model))
     believed = {x.step_time_s for x in answer.estimates if x.devices == 8}

@@ -6,17 +6,27 @@ Commands, and what differs where a figure is not met to the last digit, are in d
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from clusterd.core.policies import POLICIES
 from clusterd.simulate import run, workload
 from clusterd.simulate.cluster import parse_cluster
-from clusterd.simulate.importers import read
 from clusterd.simulate.metrics import figures
+from tests.benchmarks import traces
+from tests.benchmarks.published import PUBLISHED
 
 DATA = Path(os.environ.get("CLUSTERD_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the public data sets are not there (CLUSTERD_DATA)")
+
+
+@pytest.fixture(autouse=True)
+def published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adds the peers' own schedulers to the policies."""
+    for name, policy in PUBLISHED.items():
+        monkeypatch.setitem(POLICIES, name, policy)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +34,9 @@ def gavel() -> run.Setting:
     """8 V100, 16 P100 and 24 K80, four on each host; rounds of 360 s; restarts are free."""
     cluster = parse_cluster("2x4:v100+4x4:p100+6x4:k80")
     files = DATA / "gavel" / "max_min_fairness.tsv", DATA / "gavel" / "simulation_throughputs.json"
-    truth, jobs = read("gavel", *files, cluster)
+    found = traces.read(*files, cluster)
+    assert found is not None
+    truth, jobs = found
     performance_tables = run.believe(truth, True, 0, [a.model for a in jobs.arrivals])
     return run.Setting(cluster, jobs, truth, performance_tables, move_s=0.0, round_s=360.0, whole_steps=True)
 
@@ -34,7 +46,9 @@ def pollux() -> run.Setting:
     """16 hosts of four T4; rounds of 60 s; starts and restarts take 30 s; speed is known by number of devices."""
     cluster = parse_cluster("16x4:t4")
     files = DATA / "pollux" / "workloads" / "workload-6.csv", DATA / "pollux" / "t4"
-    truth, jobs = read("pollux", *files, cluster)
+    found = traces.read(*files, cluster)
+    assert found is not None
+    truth, jobs = found
     performance_tables = run.believe(truth, True, 0, [a.model for a in jobs.arrivals], counts_only=True)
     return run.Setting(cluster, jobs, truth, performance_tables, move_s=30.0, start_s=30.0, round_s=60.0)
 
@@ -60,7 +74,7 @@ def test_fifo_on_mixed_devices_waits_for_nobody_who_is_not_there(gavel: run.Sett
 @pytest.mark.parametrize("policy", ["optimus", "gavel", "equal"])
 def test_between_rounds_jobs_count_on_the_types_that_they_have(gavel: run.Setting, policy: str) -> None:
     """All devices of a type are in the middle of moves: there is none left to count."""
-    found = figures(run.simulate(run.over(gavel, round_s=0.0, whole_steps=False, move_s=0.001), policy))
+    found = figures(run.simulate(replace(gavel, round_s=0.0, whole_steps=False, move_s=0.001), policy))
     assert found["finished"] == 96
 
 
@@ -93,7 +107,9 @@ def test_on_arenas_trace_ours_is_first_and_everybody_finishes(names: tuple[str, 
     """Four device types, iterations divided by five, restarts all but free: 125 of 125, ahead of every baseline."""
     cluster = parse_cluster("80x4:a100+20x16:v100+160x2:a40+160x2:a10")
     files = DATA / "arena" / "simulate_trace_pai.csv", DATA / "arena" / "prof_database_optimal.json"
-    truth, jobs = read("arena", *files, cluster)
+    found = traces.read(*files, cluster)
+    assert found is not None
+    truth, jobs = found
     jobs = workload.with_steps(jobs, 0.2)
     performance_tables = run.believe(truth, True, 0, [a.model for a in jobs.arrivals])
     given = run.Setting(cluster, jobs, truth, performance_tables, move_s=0.001)

@@ -18,9 +18,9 @@ from clusterd.errors import UsageError
 from clusterd.simulate import run, workload
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.errors import InputError
-from clusterd.simulate.importers import a800, read
 from clusterd.simulate.metrics import figures
 from clusterd.simulate.runs import Disturbance
+from clusterd.simulate.trace import read, read_jobs
 from clusterd.simulate.truth import Truth, read_truth
 
 DATA = Path(os.environ.get("CLUSTERD_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
@@ -51,9 +51,9 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 def setting(files: tuple[Path, Path], **changes: object) -> run.Setting:
     cluster = parse_cluster("1x8:g")
-    truth, jobs = read("a800", files[1], files[0], cluster)
+    truth, jobs = read(files[1], files[0], cluster)
     performance_tables = run.believe(truth, True, 0, [a.model for a in jobs.arrivals])
-    return run.over(run.Setting(cluster, jobs, truth, performance_tables), **changes)
+    return replace(run.Setting(cluster, jobs, truth, performance_tables), **changes)
 
 
 def test_a_job_alone_takes_as_long_as_its_steps(files: tuple[Path, Path]) -> None:
@@ -148,7 +148,7 @@ def test_a_step_that_a_round_cuts_is_made_in_the_next(files: tuple[Path, Path]) 
     """Rounds of 10 s hold four steps of 2.2 s: 100 steps take 24 rounds and 8.8 s."""
     given = setting(files)
     alone = workload.Workload(tuple(a for a in given.workload.arrivals if a.name == "b"))
-    whole = run.over(given, workload=alone, round_s=10.0, whole_steps=True)
+    whole = replace(given, workload=alone, round_s=10.0, whole_steps=True)
     (only,) = run.simulate(whole, "fifo").runs
     assert only.first_start_s == 10.0
     assert only.end_s is not None
@@ -174,7 +174,7 @@ def test_a_wrong_line_is_told_with_its_number(files: tuple[Path, Path], tmp_path
     wrong.write_text(files[1].read_text().replace("b,10,0,net,4,32,ga,100,1", "b,10,0,net,4,32,ga,0,1"))
     truth = Truth(read_truth(files[0], "g").models, "truth")
     with pytest.raises(InputError, match="line 3"):
-        a800.read(wrong, truth)
+        read_jobs(wrong, truth)
 
 
 def test_jobs_unfinished_at_the_horizon_count_to_it(files: tuple[Path, Path]) -> None:
@@ -206,7 +206,7 @@ def test_a_job_that_is_given_another_size_keeps_its_cores_beside_each_device(fil
 
 def test_a_job_waits_for_a_host_that_is_away(files: tuple[Path, Path]) -> None:
     """Regression: the job was given up, since no plan of the trace fits the remaining hosts."""
-    away = run.over(setting(files), disturbances=tuple(run.drains(parse_cluster("1x8:g"), ["0@0-1000"])))
+    away = replace(setting(files), disturbances=tuple(run.drains(parse_cluster("1x8:g"), ["0@0-1000"])))
     result = run.simulate(away, "default")
     assert figures(result)["finished"] == len(result.runs)
 
@@ -242,8 +242,8 @@ def test_jobs_that_come_at_one_time_are_told_in_json_that_parses(files: tuple[Pa
 
 
 def test_the_command_prints_the_figures_that_were_promised(files: tuple[Path, Path], tmp_path: Path) -> None:
-    """One JSON object; a picture; a recording that begins with a snapshot."""
-    plot, record = tmp_path / "p.svg", tmp_path / "r.jsonl"
+    """One JSON object; a recording that begins with a snapshot."""
+    record = tmp_path / "r.jsonl"
     answer = CliRunner().invoke(
         command,
         [
@@ -261,8 +261,6 @@ def test_the_command_prints_the_figures_that_were_promised(files: tuple[Path, Pa
             "--processes",
             "1",
             "--json",
-            "--plot",
-            str(plot),
             "--record",
             str(record),
         ],
@@ -276,7 +274,6 @@ def test_the_command_prints_the_figures_that_were_promised(files: tuple[Path, Pa
     for policy in ("default", "tiresias"):
         assert set(names.split()) <= set(report["policies"][policy])
     assert report["left_out"] == {"other": 1}
-    assert plot.read_text().startswith("<svg")
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     assert lines[0]["number"] == 0 and {"status", "jobs", "hosts"} <= set(lines[0]["snapshot"])
     assert [line["number"] for line in lines] == list(range(len(lines)))
@@ -288,7 +285,7 @@ def test_the_command_prints_the_figures_that_were_promised(files: tuple[Path, Pa
 def test_on_the_published_trace_ours_is_ahead_of_those_that_restart() -> None:
     """Load 1, seven trial runs per model, 78 s per move for everybody."""
     cluster = parse_cluster("8x8:a800")
-    truth, jobs = read("a800", DATA / "a800" / "workload_mt.csv", DATA / "a800" / "step_times.csv", cluster)
+    truth, jobs = read(DATA / "a800" / "workload_mt.csv", DATA / "a800" / "step_times.csv", cluster)
     jobs = workload.at_load(jobs, truth, cluster, 1.0)
     given = run.Setting(cluster, jobs, truth, run.believe(truth, False, 0, [a.model for a in jobs.arrivals]))
     found = {name: figures(run.simulate(given, name)) for name in ("default", "tiresias", "gavel", "rubick")}
@@ -319,7 +316,7 @@ def two_types(folder: Path, jobs: str) -> run.Setting:
     header = "name,submission_time,duration,application,num_gpus,num_cpus,exec_plan,steps,is_sla\n"
     trace.write_text(header + jobs)
     cluster = parse_cluster("1x4:fast+1x4:slow")
-    world, some = read("a800", trace, truth, cluster)
+    world, some = read(trace, truth, cluster)
     return run.Setting(cluster, some, world, run.believe(world, True, 0, ["net"]))
 
 

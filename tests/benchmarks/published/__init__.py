@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from clusterd.core.policies import POLICIES
 from clusterd.core.view import Policy
-from clusterd.simulate.published.gavel import GavelFifo
-from clusterd.simulate.published.pollux import PolluxOptimus, PolluxTiresias
+from tests.benchmarks.published.gavel import GavelFifo
+from tests.benchmarks.published.pollux import PolluxOptimus, PolluxTiresias
 
 PUBLISHED: dict[str, Callable[[], Policy]] = {
     "gavel-fifo": GavelFifo,
@@ -19,8 +18,3 @@ PUBLISHED: dict[str, Callable[[], Policy]] = {
     "pollux-tiresias": PolluxTiresias,
     "pollux-optimus": PolluxOptimus,
 }
-
-
-def policy_named(name: str) -> Policy:
-    """A new instance of the policy of this name."""
-    return (POLICIES.get(name) or PUBLISHED[name])()

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from clusterd.plans.plan import replicas
 from clusterd.simulate.errors import InputError
-from clusterd.simulate.importers.lines import rows, table_of
+from clusterd.simulate.trace import rows
 from clusterd.simulate.truth import Key, ModelTruth, Truth
 from clusterd.simulate.workload import Arrival, Workload, fit_to
+from tests.benchmarks.traces import table_of
 
 COLUMNS = ("job_id", "submission_time", "num_iteration", "model_name", "batch_size", "num_gpu", "gpu_type")
 

@@ -27,7 +27,7 @@ from clusterd.core.performance_table import Shape
 from clusterd.plans.plan import replicas
 from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.errors import InputError
-from clusterd.simulate.importers.lines import rows
+from clusterd.simulate.trace import rows
 from clusterd.simulate.truth import Key, ModelTruth, Truth
 from clusterd.simulate.workload import Arrival, Workload, fit_to
 
