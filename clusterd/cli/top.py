@@ -28,16 +28,10 @@ if TYPE_CHECKING:
 @click.option(
     "--replay", type=click.Path(path_type=Path), help="Play a recording, or the journal of a daemon's state directory."
 )
-@click.option("--serve", is_flag=True, help="Serve the UI to a browser on this machine instead.")
-@click.option("--port", type=click.IntRange(1, 65535), default=8421, help="With --serve; default 8421.")
-def top(
-    readonly: bool, socket: Path | None, system: bool, plain: bool, replay: Path | None, serve: bool, port: int
-) -> int:
+def top(readonly: bool, socket: Path | None, system: bool, plain: bool, replay: Path | None) -> int:
     """Watch and control the cluster; press ? for the keys."""
     if importlib.util.find_spec("textual") is None:
         raise ClusterError("the terminal UI needs textual: pip install 'clusterd[tui]'")
-    if serve:
-        return _serve(sys.argv[1:], port)
     if not (sys.stdin.isatty() and sys.stdout.isatty()) and "TEXTUAL_DRIVER" not in os.environ:
         raise UsageError("top needs a terminal for input and output: use clusterd ls or clusterd status in scripts")
     path = socket or _usual_socket(system)
@@ -72,9 +66,3 @@ def _usual_socket(system: bool) -> Path:
 def _needs_ascii() -> bool:
     """The terminal or the locale cannot show drawing characters."""
     return "utf" not in (sys.stdout.encoding or "").lower() or os.environ.get("TERM") in ("linux", "dumb")
-
-
-def _serve(arguments: list[str], port: int) -> int:
-    from clusterd.tui.serve import serve
-
-    return serve([argument for argument in arguments if argument != "--serve"], port)
