@@ -152,7 +152,6 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="clusterd-screens-"))
     (directory / "clusterd.toml").touch()
     os.environ |= {"CLUSTERD_STATE_DIR": str(directory), "CLUSTERD_CONFIG": str(directory / "clusterd.toml")}
-    os.environ["CLUSTERD_VIEWS"] = str(directory / "views.json")
     for name in ("CLUSTERD_SOCKET", "CLUSTERD_HOST", "NO_COLOR"):
         os.environ.pop(name, None)
     lab = Lab(directory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 from pathlib import Path
@@ -12,54 +11,17 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from clusterd.errors import ClusterError, ConfigError
+from clusterd.errors import ClusterError
 from clusterd.tui.app import Top
 from clusterd.tui.model import lines, rows
 from clusterd.tui.model.fleet import host_summary
 from clusterd.tui.model.job_page import read_metrics, read_steps
 from clusterd.tui.model.state_styles import Look
-from clusterd.tui.screens import saved_views
 from clusterd.tui.source.playback import Player, RecordingSource
 from clusterd.tui.widgets.dialogs import TextDialog
 from tests.tui.staged import LIVE, NOW_S, host, job, staged
 from tests.tui.test_pilot import until, window
 from tests.tui.test_windows import drive
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"name": 3, "screen": "queue"},
-        {"name": "a", "screen": "queue", "filter": 5},
-        {"name": "a", "screen": "queue", "descending": "yes"},
-        {"name": "a", "screen": "queue", "columns": "id"},
-        {"name": "a"},
-        [],
-        7,
-    ],
-)
-def test_saved_views_of_wrong_types_are_ignored_with_a_message(row: Any) -> None:
-    """The screen stays unchanged."""
-    saved_views.path().write_text(json.dumps([row]))
-
-    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
-        await pilot.press("v")
-        refused = await window(pilot)
-        assert isinstance(refused, TextDialog)
-        assert "holds no saved views" in refused.text
-
-    drive(script)
-
-
-def test_saved_views_are_read_as_they_were_written(tmp_path: Path) -> None:
-    file = tmp_path / "kept.json"
-    view = saved_views.SavedView("mine", "queue", "state:queued", "name", True, ("id", "name"))
-    saved_views.save(file, view)
-    assert saved_views.load(file) == [view]
-    file.write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match="move it away"):
-        saved_views.load(file)
-
 
 FIRST: dict[str, Any] = {"snapshot": {"jobs": [], "hosts": [], "status": {}}, "number": 0, "at_s": NOW_S}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import tempfile
 import time
@@ -16,7 +15,6 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from clusterd.tui.app import Top
-from clusterd.tui.screens import saved_views
 from clusterd.tui.screens.job import JobBoard
 from clusterd.tui.screens.log import LogScreen
 from clusterd.tui.screens.queue import QueueBoard
@@ -246,7 +244,7 @@ def test_hosts_are_drained_and_used_again(shared: RunningCluster) -> None:
 
 
 def test_many_jobs_at_once(shared: RunningCluster) -> None:
-    """Three are marked and cancelled with one answer; the filter, the order, the columns and a view are kept."""
+    """Three are marked and cancelled with one answer; the filter and the order are kept."""
     jobs = [shared.submit('command = ["true"]\nresources = { gpus = 4 }\n', f"many{n}") for n in range(3)]
 
     async def script(app: Top, pilot: Pilot[Any]) -> None:
@@ -255,16 +253,8 @@ def test_many_jobs_at_once(shared: RunningCluster) -> None:
         await window(pilot)
         await type_in(pilot, "name:many")
         await until(pilot, lambda: sorted(board.table.keys) == sorted(jobs))
-        await pilot.press("v")
-        chooser = await window(pilot)
-        chooser.list.highlighted = [key for key, _ in chooser._options].index("save")
-        await pilot.press("enter")
-        await until(pilot, lambda: type(app.screen).__name__ == "PromptDialog")
-        await type_in(pilot, "mine")
-        await until(pilot, lambda: saved_views.path().exists())
-        assert json.loads(saved_views.path().read_text())[0]["filter"] == "name:many"
         await pilot.press("s")
-        chooser = await window(pilot)
+        await window(pilot)
         await pilot.press("down", "enter")
         await until(pilot, lambda: board.sort != "state")
         await pilot.press("space", "space", "space", "c")

@@ -57,7 +57,7 @@ def test_small_terminal(snap_compare: Any, screen: str) -> None:
     assert snap_compare(app, terminal_size=(40, 10), run_before=settled)
 
 
-@pytest.mark.parametrize("keys", [["question_mark"], ["m"], ["c"], ["n"], ["d"], ["slash"], ["s"], ["f2"], ["v"]])
+@pytest.mark.parametrize("keys", [["question_mark"], ["m"], ["c"], ["n"], ["d"], ["slash"], ["s"], ["f2"]])
 def test_window(snap_compare: Any, keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each window over the screen it belongs to, in a directory with three job files to choose from."""
     for name in ("checkpointable", "gpt", "hf"):

@@ -24,7 +24,6 @@ from tests.tui.test_windows import drive
         ("n", "a" * 300, "File name too long"),
         ("n", "", "there is no file"),
         ("K", "relative", "an absolute path"),
-        ("v", "", "a name"),
         ("slash", "(", "not a regular expression"),
         ("slash", "x{99999999999}", "not a regular expression"),
         ("slash", "(" * 3000, "not a regular expression"),
@@ -37,11 +36,6 @@ def test_an_input_error_is_shown_under_the_input(key: str, typed: str, message: 
     async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
         before = list(source.calls)
         await pilot.press(key)
-        if key == "v":
-            chooser = await window(pilot)
-            chooser.list.highlighted = [name for name, _ in chooser._options].index("save")
-            await pilot.press("enter")
-            await until(pilot, lambda: type(app.screen).__name__ == "PromptDialog")
         ask = await window(pilot)
         await type_in(pilot, typed)
         await until(pilot, lambda: message in str(ask._wrong.content))
@@ -82,7 +76,7 @@ MARKUP = "a[/b]["
 
 
 def test_typed_text_is_not_markup() -> None:
-    """Of a checkpoint's path, of a view's name, of a search in a log: shown to the letter."""
+    """Of a checkpoint's path, of a search in a log: shown to the letter."""
 
     async def noticed(pilot: Pilot[Any], terms: str) -> None:
         await until(pilot, lambda: any(terms in str(toast.render()) for toast in pilot.app.screen.query("Toast")))
@@ -94,13 +88,6 @@ def test_typed_text_is_not_markup() -> None:
         await window(pilot)
         await type_in(pilot, f"/tmp/{MARKUP}")
         await noticed(pilot, f"step 7 is in /tmp/{MARKUP}")
-        await pilot.press("v")
-        chooser = await window(pilot)
-        chooser.list.highlighted = [name for name, _ in chooser._options].index("save")
-        await pilot.press("enter")
-        await until(pilot, lambda: type(app.screen).__name__ == "PromptDialog")
-        await type_in(pilot, MARKUP)
-        await noticed(pilot, f"saved as {MARKUP}")
         await pilot.press("l")
         await window(pilot)
         await pilot.press("slash")

@@ -92,7 +92,7 @@ def test_leaving_a_window_asks_nothing() -> None:
     async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
         await until(pilot, lambda: any(verb == "history" for verb, _ in source.calls))
         before = list(source.calls)
-        for key in ("c", "p", "K", "n", "slash", "s", "f2", "v", "question_mark"):
+        for key in ("c", "p", "K", "n", "slash", "s", "f2", "question_mark"):
             await pilot.press(key)
             await window(pilot)
             await pilot.press("escape")

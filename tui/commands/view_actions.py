@@ -1,4 +1,4 @@
-"""Key commands that act on the screens only: marks, filter, order, columns, saved views, zoom, jump, playback."""
+"""Key commands that act on the screens only: marks, filter, order, columns, zoom, jump, playback."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 from textual.widget import Widget
 
 from clusterd.errors import ClusterError
-from clusterd.tui.commands.parsing import something
 from clusterd.tui.commands.port import AppPort
-from clusterd.tui.model.filters import BadFilter, parse
-from clusterd.tui.model.lines import line, printable
-from clusterd.tui.screens import saved_views
+from clusterd.tui.model.filters import parse
+from clusterd.tui.model.lines import line
 from clusterd.tui.screens.base import TableBoard
 from clusterd.tui.source.playback import Player
 
@@ -96,42 +94,6 @@ class ViewCommands:
         if chosen:
             board.columns = chosen
             board.apply_choices()
-
-    async def views(self) -> None:
-        """Apply a saved view, save the current one, or delete one."""
-        from clusterd.tui.widgets.dialogs import ChoiceDialog
-
-        board, name, file = self._board, str(self._app.board.id), saved_views.path()
-        own = saved_views.load(file)
-        known = [*(v for v in saved_views.BUILT_IN if v.screen == name), *(v for v in own if v.screen == name)]
-        options = [(str(at), line(printable(v.name), (f"   {v.filter}", "dim"))) for at, v in enumerate(known)]
-        options += [("save", line(("save the current view", "info")))]
-        options += [(f"delete {at}", line((f"delete {v.name}", "dim"))) for at, v in enumerate(known) if v in own]
-        chosen = await self._app.show_dialog(ChoiceDialog("views", options))
-        if chosen is None:
-            return
-        if chosen == "save":
-            title = await self._app.prompt("save this view as", [], "", something("a name, please"))
-            if title is not None:
-                now = (name, board.filter.text, board.sort, board.descending, tuple(board.columns))
-                saved_views.save(file, saved_views.SavedView(title, *now))
-                self._app.notify(f"saved as {title} in {file}")
-        elif chosen.startswith("delete "):
-            saved_views.forget(file, known[int(chosen.removeprefix("delete "))])
-        else:
-            self._use(board, known[int(chosen)])
-
-    def _use(self, board: TableBoard[Any], view: saved_views.SavedView) -> None:
-        names = [column.name for column in board.all_columns]
-        board.sort = view.sort if view.sort in names else board.default_sort
-        board.descending = view.descending
-        usual = [column.name for column in board.all_columns if column.shown]
-        board.columns = [name for name in view.columns if name in names] or usual
-        try:
-            board.set_filter(view.filter)
-        except BadFilter as error:
-            raise ClusterError(f"view {view.name!r}: {error}") from None
-        self._app.show_frame()
 
     # --- panes --------------------------------------------------------------------------------------------------------
 
