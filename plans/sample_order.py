@@ -45,12 +45,6 @@ def step_indices(samples: int, global_batch: int, seed: int, step: int) -> Indic
     return permuted(samples, seed, epoch, np.arange(start, start + global_batch, dtype=np.int64))
 
 
-def replica_indices(samples: int, shares: tuple[int, ...], seed: int, step: int, replica: int) -> Indices:
-    """Contiguous share of that batch that `replica` takes."""
-    start = sum(shares[:replica])
-    return step_indices(samples, sum(shares), seed, step)[start : start + shares[replica]]
-
-
 def permuted(length: int, seed: int, epoch: int, positions: Indices) -> Indices:
     """Entries at `positions` of the permutation of ``range(length)`` for (`seed`, `epoch`)."""
     half_bits = max(1, ((length - 1).bit_length() + 1) // 2)

@@ -110,36 +110,6 @@ def packed(
     return Allocation(tuple(HostShare(n, n * cores_per_device, device_type, speed) for n in counts))
 
 
-def over_devices(
-    fit: Fit,
-    workload: Workload,
-    plans: Callable[[int], Iterable[Plan]],
-    counts: Iterable[int],
-    per_host: int,
-    *,
-    cores_per_device: int = 0,
-    device_type: str = "",
-    speed: float = 1.0,
-    fits: Fits | None = None,
-) -> Curve:
-    """Throughput over the number of devices, packed on hosts of `per_host` devices.
-
-    Args:
-        plans: legal plans for a number of devices (`plans.enumerate`).
-        counts: numbers of devices to evaluate.
-        speed: of one device, relative to the type for which `fit` was made.
-    """
-    choices = [
-        (
-            float(n),
-            packed(n, per_host, cores_per_device=cores_per_device, device_type=device_type, speed=speed),
-            plans(n),
-        )
-        for n in counts
-    ]
-    return envelope(f"devices {device_type}".strip(), best_points(fit, workload, choices, fits))
-
-
 def over_cores(
     fit: Fit,
     workload: Workload,

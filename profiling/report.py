@@ -12,8 +12,6 @@ from clusterd.profiling.curves import Curve, Point
 from clusterd.profiling.fit import Fit
 from clusterd.profiling.model import Row, Rows
 
-_BLOCKS = "▏▎▍▌▋▊▉█"
-
 
 @dataclass(frozen=True, slots=True)
 class Line:

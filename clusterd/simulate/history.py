@@ -27,8 +27,6 @@ from clusterd.simulate.truth import Key, ModelTruth, Truth
 from clusterd.simulate.workload import Arrival, Workload
 from clusterd.types import Device, HostFacts, HostId, JobId, JobKind, JobState
 
-GIB = 1 << 30
-
 
 @dataclass(slots=True)
 class _Seen:

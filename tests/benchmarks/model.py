@@ -20,12 +20,13 @@ import numpy as np
 
 from clusterd.plans.enumerate import legal_plans
 from clusterd.profiling.coefficients import Prior
-from clusterd.profiling.curves import over_devices, packed
+from clusterd.profiling.curves import packed
 from clusterd.profiling.fit import fit
 from clusterd.profiling.model import Row, Rows, predict
 from clusterd.profiling.workload import Workload
 from tests.benchmarks.report import Report, options, spread
 from tests.plans.shapes import gpt
+from tests.profiling.worlds import over_devices
 
 COUNTS = (1, 2, 4, 8, 16)
 

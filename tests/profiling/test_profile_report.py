@@ -5,11 +5,11 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from clusterd.profiling.coefficients import NAMES, Prior
-from clusterd.profiling.curves import over_devices, packed
+from clusterd.profiling.curves import packed
 from clusterd.profiling.fit import fit
 from clusterd.profiling.model import Rows
 from clusterd.profiling.report import curve_svg, lines, quantity, scatter_svg, to_html
-from tests.profiling.worlds import TRANSFORMER, measured, plans_on, truth
+from tests.profiling.worlds import TRANSFORMER, measured, over_devices, plans_on, truth
 
 TABLE = measured(truth(), TRANSFORMER)
 ROWS = [m.row for m in TABLE]

@@ -10,7 +10,6 @@ from clusterd.profiling.coefficients import Prior
 from clusterd.profiling.curves import (
     over_bandwidth,
     over_cores,
-    over_devices,
     over_host_memory,
     packed,
 )
@@ -19,7 +18,7 @@ from clusterd.profiling.model import Rows
 from clusterd.profiling.placement import Allocation
 from clusterd.profiling.workload import Workload
 from tests.plans.shapes import gpt
-from tests.profiling.worlds import TRANSFORMER, measured, plans_on, truth
+from tests.profiling.worlds import TRANSFORMER, measured, over_devices, plans_on, truth
 
 
 @pytest.fixture(scope="module")

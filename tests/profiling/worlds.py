@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from clusterd.plans.plan import Plan
 from clusterd.profiling.coefficients import NAMES, Array
+from clusterd.profiling.curves import Curve, Fits, best_points, envelope, packed
+from clusterd.profiling.fit import Fit
 from clusterd.profiling.model import Row, Rows, Structure, predict
 from clusterd.profiling.placement import Allocation
 from clusterd.profiling.table import Measured
@@ -77,3 +80,33 @@ def _family(plan: Plan) -> str:
     if plan.tp > 1 or plan.pp > 1:
         return "3d"
     return f"zero={plan.zero},{plan.offload}" + (",gc" if plan.checkpointing else "")
+
+
+def over_devices(
+    fit: Fit,
+    workload: Workload,
+    plans: Callable[[int], Iterable[Plan]],
+    counts: Iterable[int],
+    per_host: int,
+    *,
+    cores_per_device: int = 0,
+    device_type: str = "",
+    speed: float = 1.0,
+    fits: Fits | None = None,
+) -> Curve:
+    """Throughput over the number of devices, packed on hosts of `per_host` devices.
+
+    Args:
+        plans: legal plans for a number of devices (`plans.enumerate`).
+        counts: numbers of devices to evaluate.
+        speed: of one device, relative to the type for which `fit` was made.
+    """
+    choices = [
+        (
+            float(n),
+            packed(n, per_host, cores_per_device=cores_per_device, device_type=device_type, speed=speed),
+            plans(n),
+        )
+        for n in counts
+    ]
+    return envelope(f"devices {device_type}".strip(), best_points(fit, workload, choices, fits))

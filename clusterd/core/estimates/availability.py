@@ -171,10 +171,6 @@ class AvailabilityForecast:
         for cached in ("_devices_back", "_cores_back"):
             self.__dict__.pop(cached, None)
 
-    def free_at(self, device_type: str, at_s: float) -> dict[HostId, int]:
-        """Number of free devices at that time, by host."""
-        return dict(zip(self._names, self._free_at(device_type, at_s).tolist(), strict=True))
-
     def _free_at(self, device_type: str, at_s: float) -> Counts:
         if self._calendar:
             there = self.ledger_at(at_s).devices
