@@ -74,8 +74,6 @@ Table:focus, TextPane:focus, LogPane:focus { border-top: heavy $accent; border-t
 #decisions-table, #events-table { height: 3fr; }
 #decisions-detail, #events-detail { height: 1fr; min-height: 5; }
 .-short #fleet-detail, .-short #queue-side, .-short #decisions-detail, .-short #events-detail { display: none; }
-.board .zoomed { width: 1fr; height: 1fr; }
-.board .out { display: none; }
 Toast { max-width: 90%; }
 .-ascii Table, .-ascii TextPane, .-ascii LogPane { border-top: ascii $foreground 40%; }
 .-ascii Table:focus, .-ascii TextPane:focus, .-ascii LogPane:focus { border-top: ascii $accent; }
@@ -264,7 +262,6 @@ class Top(PlainTextApp):
             found = self.board.jobs()
             if found:
                 self.shared.job = found[0]
-        self.view_commands.unzoom()
         if self._boards:
             self.board.set_class(False, "current")
             self.board.left()
@@ -316,11 +313,9 @@ class Top(PlainTextApp):
         self.run_worker(go())
 
     async def action_back(self) -> None:
-        """Undo the last of: zoom, marks, filter, change of screen."""
+        """Undo the last of: marks, filter, change of screen."""
         board = self.board
-        if self.view_commands.zoomed:
-            self.view_commands.unzoom()
-        elif isinstance(board, TableBoard) and board.table.marked:
+        if isinstance(board, TableBoard) and board.table.marked:
             self.clear_marks()
         elif isinstance(board, TableBoard) and board.filter and not self._trail:
             board.set_filter("")

@@ -1,10 +1,8 @@
-"""Key commands that act on the screens only: marks, filter, order, columns, zoom, jump, playback."""
+"""Key commands that act on the screens only: marks, filter, order, columns, playback."""
 
 from __future__ import annotations
 
 from typing import Any
-
-from textual.widget import Widget
 
 from clusterd.errors import ClusterError
 from clusterd.tui.commands.port import AppPort
@@ -19,8 +17,6 @@ class ViewCommands:
 
     def __init__(self, app: AppPort) -> None:
         self._app = app
-        self._hidden: list[Widget] = []
-        self._zoomed: list[Widget] = []
 
     @property
     def _board(self) -> TableBoard[Any]:
@@ -94,51 +90,6 @@ class ViewCommands:
         if chosen:
             board.columns = chosen
             board.apply_choices()
-
-    # --- panes --------------------------------------------------------------------------------------------------------
-
-    @property
-    def zoomed(self) -> bool:
-        """A single pane fills the screen."""
-        return bool(self._zoomed)
-
-    async def zoom(self) -> None:
-        """Toggle between the focused pane alone and all panes."""
-        if self.zoomed:
-            self.unzoom()
-            return
-        pane = self._app.focused
-        board = self._app.board
-        if pane is None or board not in pane.ancestors:
-            return
-        keep = {pane, *pane.ancestors}
-        self._zoomed = [widget for widget in board.query("*") if widget in keep]
-        for widget in self._zoomed:
-            widget.add_class("zoomed")
-        for widget in board.query("Table, TextPane, LogPane, Container"):
-            if widget not in keep and widget.parent in {board, *keep}:
-                widget.add_class("out")
-                self._hidden.append(widget)
-
-    def unzoom(self) -> None:
-        """Show all panes again."""
-        for widget in self._hidden:
-            widget.remove_class("out")
-        for widget in self._zoomed:
-            widget.remove_class("zoomed")
-        self._hidden, self._zoomed = [], []
-
-    async def jump(self) -> None:
-        """Label every pane with a letter and focus the chosen one."""
-        from clusterd.tui.widgets.dialogs import JumpOverlay
-
-        app = self._app
-        panes = [widget for widget in app.board.query("Table, TextPane, LogPane") if widget.region.area]
-        chosen = await app.show_dialog(
-            JumpOverlay([(f"pane {at}", pane.region.offset) for at, pane in enumerate(panes)])
-        )
-        if chosen is not None:
-            panes[int(chosen.removeprefix("pane "))].focus()
 
     async def help(self) -> None:
         """Show all keys of the screen."""

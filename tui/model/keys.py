@@ -56,8 +56,6 @@ COMMANDS: tuple[Command, ...] = (
     Command("a", "a", "show_all", "all", "also jobs that are over, or routine events and decisions", TABLES,
             footer=("queue", "decisions", "events"), rank=6),
     Command("f2", "F2", "columns", "", "choose columns", TABLES),
-    Command("z", "z", "zoom", "", "zoom: the focused pane alone, or all panes"),
-    Command("J", "J", "jump", "", "jump: a letter for every pane"),
     Command("full_stop", ".", "step_on", "step", "one change forward", footer=ALL, rank=2, replay=True),
     Command("comma", ",", "step_back", "back", "one change back", footer=ALL, rank=3, replay=True),
     Command("space", "space", "play", "play", "play or pause", footer=ALL, replay=True),

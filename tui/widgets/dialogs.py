@@ -1,4 +1,4 @@
-"""Modal dialogs: text, confirmation, prompt, choice, jump. Escape always leaves without an effect."""
+"""Modal dialogs: text, confirmation, prompt, choice. Escape always leaves without an effect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.geometry import Offset
 from textual.screen import ModalScreen
 from textual.suggester import SuggestFromList
 from textual.widgets import Input, OptionList, SelectionList, Static
@@ -20,8 +19,6 @@ from clusterd.tui.model.lines import Line, plain, printable
 from clusterd.tui.model.state_styles import style
 from clusterd.tui.widgets.plain_text import PlainTextTitles
 from clusterd.tui.widgets.text_pane import TextPane
-
-LETTERS = "asdfghjkl"
 
 R = TypeVar("R")
 
@@ -242,30 +239,3 @@ class MultiChoiceDialog(Dialog[list[str]]):
         """Dismiss with the selection; an empty one changes nothing."""
         chosen = [key for key, _ in self._options if key in self._list.selected]
         self.dismiss(chosen or None)
-
-
-class JumpOverlay(ModalScreen[str]):
-    """A letter on every pane; that letter answers with the pane, any other key leaves."""
-
-    SCOPED_CSS = False
-    CSS = """
-    JumpOverlay { background: $background 0%; }
-    JumpOverlay > .label { width: auto; height: 1; text-style: bold reverse; color: $warning; layer: labels; }
-    """
-
-    def __init__(self, targets: Sequence[tuple[str, Offset]]) -> None:
-        """`targets`: answer and position of each letter."""
-        super().__init__()
-        self._targets = dict(zip(LETTERS, targets, strict=False))
-
-    def compose(self) -> ComposeResult:
-        for letter, (_, where) in self._targets.items():
-            label = Static(f" {letter} ", classes="label")
-            label.styles.position = "absolute"
-            label.styles.offset = (where.x, where.y)
-            yield label
-
-    def on_key(self, event: events.Key) -> None:
-        event.stop()
-        target = self._targets.get(event.key)
-        self.dismiss(target[0] if target else None)
