@@ -326,7 +326,6 @@ class Key:
     option: str = ""  # of commands that submit a job
     sbatch: str = ""  # option of Slurm of the same meaning and form
     row: str = ""  # field of the job's row
-    searched: bool = False  # text that people read and search for: by `show`, `ls`, and columns and filters of `top`
     field: str = ""
     initial: Any = None
 

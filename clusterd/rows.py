@@ -157,6 +157,10 @@ class Job(Struct, frozen=True, kw_only=True):
         return "moving" if self.migrating is not None and self.state == "running" else self.state
 
 
+SEARCHED = ("comment",)
+"""Fields of a job that people write and search: shown by `show`, found by `ls`, columns and filters of `top`."""
+
+
 class JobBefore(Struct, frozen=True, kw_only=True):
     """The job just before a queued one, and why it comes first."""
 

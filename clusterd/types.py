@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
 from typing import Annotated, NewType
 
 from clusterd import keys as k
@@ -228,8 +227,7 @@ class JobSpec:
     tenant: Annotated[str, Key(k.TEXT, "Tenant whose quota and share count; the submitter must be a member.",
                                row="tenant")] = "default"
     comment: Annotated[str, Key(k.TEXT, "Text about the job, which clusterd show prints and clusterd ls TEXT finds.",
-                                "none", edit=RUNNING, option="--comment", sbatch="--comment", row="comment",
-                                searched=True)] = ""
+                                "none", edit=RUNNING, option="--comment", sbatch="--comment", row="comment")] = ""
     user: str = ""
     account: str = ""  # on the hosts, under which it runs; "": the daemon's own
     after: Annotated[tuple[JobId, ...], Key(
@@ -287,12 +285,6 @@ class JobSpec:
     def checkpoint_path(self, job: str, which: str) -> str:
         """Path of one of the job's checkpoints below its checkpoint directory."""
         return f"{self.checkpoint_directory}/{self.name}-{job}/{which}"
-
-
-@cache
-def searched_rows() -> tuple[str, ...]:
-    """Fields of a job's row whose text people read and search for."""
-    return tuple(key.row for key in k.keys_of(JobSpec) if key.searched)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,13 +164,13 @@ def show(job: str, output: str) -> None:
     if output != "table":
         show_json(row, output)
         return
-    from clusterd.types import searched_rows  # imported only if needed: the command line starts faster without
+    from clusterd.rows import SEARCHED  # imported only if needed: the command line starts faster without
 
     spec = row["spec"]
     print_line(f"{row['id']}  {row['name']}  {state_and_reason(row | {'reason': reason_now(row)})}")
     facts = {
         "kind": row["kind"],
-        **{name: row.get(name) for name in searched_rows()},  # absent from the reply of an older daemon
+        **{name: row.get(name) for name in SEARCHED},  # absent from the reply of an older daemon
         "command": " ".join(spec["command"]),
         "python": _environment(spec),
         "container": spec.get("container"),

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
+from clusterd.rows import SEARCHED
 from clusterd.tui.model import rows
 from clusterd.tui.model.event_words import readable_kind, short_plan
 from clusterd.tui.model.fleet import tiles
 from clusterd.tui.model.lines import Line, clock, line, printable
 from clusterd.tui.model.state_styles import Look, job_colour
-from clusterd.types import searched_rows
 from clusterd.units import duration, size, start_text
 
 R = TypeVar("R")
@@ -216,7 +216,7 @@ JOB_COLUMNS: tuple[Column[rows.Job], ...] = (
     Column("step_time", "s/step", 7, _step_time, lambda j: _last(j.step_time_s), right=True, rank=7),
     Column("waited", "waited", 7, _waited, lambda j: -j.submitted_s, right=True, rank=8),
     Column("ran", "ran", 7, _ran, lambda j: -(j.started_s or 1e18), right=True, rank=6),
-    *(_searched(name) for name in searched_rows()),
+    *(_searched(name) for name in SEARCHED),
     Column("why", "time left / why", 18, _why, lambda j: _last(time_left_s(j)), flexible=True),
 )  # fmt: skip
 
@@ -235,7 +235,7 @@ def job_fields(job: rows.Job) -> dict[str, str]:
         "host": " ".join(job.hosts) if job.holds_devices else "", "devices": str(len(job.devices) or job.asked),
         "step": str(job.step), "loss": "" if job.loss is None else f"{job.loss:.6g}",
         "pinned": "yes" if job.pinned else "no", "guaranteed": "yes" if job.guaranteed else "no",
-        **{name: getattr(job, name) for name in searched_rows()},
+        **{name: getattr(job, name) for name in SEARCHED},
     }  # fmt: skip
 
 

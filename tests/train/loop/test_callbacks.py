@@ -1,4 +1,4 @@
-"""Callbacks that change the training, and samplers and data that depend on what was done before: one rank alone would."""
+"""Callbacks that change the training, and samplers and data that depend on what was done before."""
 
 from __future__ import annotations
 
