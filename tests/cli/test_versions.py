@@ -23,15 +23,20 @@ def git(directory: Path, *arguments: str) -> str:
 def test_show_says_which_commit_ran_with_which_versions(shared_cluster: RunningCluster, tmp_path: Path) -> None:
     """A file that differs from the commit, or is in none, makes it dirty; what git ignores is not sent."""
     git(tmp_path, "init", "-q")
-    (tmp_path / "train.py").write_text("print('trained')\n")
+    # It runs until its versions are known: of one that ends before, none are shown.
+    wait = f"while not os.path.exists({str(tmp_path / 'data')!r}):\n    time.sleep(0.05)\n"
+    (tmp_path / "train.py").write_text(f"import os, time\n{wait}")
     (tmp_path / ".gitignore").write_text("data\n")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "first")
-    (tmp_path / "data").touch()
     commit = git(tmp_path, "rev-parse", "HEAD")
     command = ["--python", sys.executable, "--", "python", "train.py"]
     for name, expected in (("clean", commit), ("dirty", f"{commit}-dirty")):
-        shared_cluster.run("run", "--name", name, *command, cwd=tmp_path)
+        (tmp_path / "data").unlink(missing_ok=True)
+        job = shared_cluster.run("run", "-d", "--name", name, *command, cwd=tmp_path).stdout.strip()
+        shared_cluster.wait_for(job, lambda row: row["state"] == "running")
+        (tmp_path / "data").touch()
+        shared_cluster.wait_for(job, lambda row: row["ended_s"])
         (tmp_path / "new.py").touch()
         shown = shared_cluster.run("show", name).stdout
         assert f"  commit     {expected}\n" in shown

@@ -173,3 +173,9 @@ class Replay(Dataset[Any]):
 def data_that_counts() -> dict[str, Any]:
     """A data set whose samples depend on how many were read."""
     return arguments(data=Replay())
+
+
+@script()
+def workers_that_count() -> dict[str, Any]:
+    """Data-loader workers with a state of their own."""
+    return arguments(data=Replay(), num_workers=2)

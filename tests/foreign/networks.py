@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -334,3 +335,82 @@ def sparse_embedding() -> dict[str, Any]:
 def lazy_layers() -> dict[str, Any]:
     """`LazyLinear` layers."""
     return batches.arguments(model=lambda: nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(4)))
+
+
+@script()
+def gradient_penalty() -> dict[str, Any]:
+    """A penalty on the gradient by the input: backward twice."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = batches.perceptron()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            if not torch.is_grad_enabled():
+                return self.layers(x), x.new_zeros(len(x))
+            x = x.requires_grad_()
+            out = self.layers(x)
+            (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            return out, g.square().sum(1)
+
+    return batches.arguments(model=Net, loss=lambda out, y: F.cross_entropy(out[0], y) + 0.1 * out[1].mean())
+
+
+@script()
+def applied_twice() -> dict[str, Any]:
+    """A block that is applied twice."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.first(x))
+            for _ in range(3):
+                x = x + torch.tanh(self.block(x))
+            return self.last(x)
+
+    return batches.arguments(model=Net)
+
+
+@script()
+def dropped_layers() -> dict[str, Any]:
+    """Layers that Python's `random` leaves out (LayerDrop)."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+            self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                if not self.training or random.random() > 0.3:
+                    x = x + torch.tanh(block(x))
+            return self.last(x)
+
+    return batches.arguments(model=Net, find_unused_parameters=True)
+
+
+@script()
+def initialised_by_data() -> dict[str, Any]:
+    """A scale and a shift that the first batch sets (ActNorm)."""
+
+    class Act(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.shift = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+            self.register_buffer("done", torch.tensor(0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training and not self.done.item():
+                with torch.no_grad():
+                    self.shift.copy_(-x.mean(0))
+                    self.scale.copy_(1 / x.std(0))
+                    self.done.fill_(1)
+            return (x + self.shift) * self.scale
+
+    return batches.arguments(model=lambda: nn.Sequential(Act(), batches.perceptron()))

@@ -336,3 +336,106 @@ def gradient_norm_running() -> dict[str, Any]:
             return out
 
     return arguments(model=Net)
+
+
+@script(advice="a mean")
+def divided_by_constant() -> dict[str, Any]:
+    """A sum divided by the batch size as a number."""
+    return arguments(loss=lambda out, y: F.cross_entropy(out, y, reduction="sum") / 8)
+
+
+@script()
+def class_frequencies() -> dict[str, Any]:
+    """A loss that balances classes by their running frequencies."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.ones(4))
+
+        def forward(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled():
+                self.seen.mul_(0.9).add_(torch.bincount(y, minlength=4).float())
+            weight = self.seen.sum() / self.seen
+            return (F.cross_entropy(out, y, reduction="none") * weight[y]).mean()
+
+    return arguments(loss=Loss())
+
+
+@script()
+def momentum_in_forward() -> dict[str, Any]:
+    """A running mean of activations in a plain tensor attribute, subtracted."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.mean = perceptron(), torch.zeros(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            return self.layers(x - self.mean)
+
+    return arguments(model=Net)
+
+
+@script()
+def mixup_in_forward() -> dict[str, Any]:
+    """Mixes samples of the batch in the model."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = perceptron()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                x = 0.7 * x + 0.3 * x[torch.randperm(len(x))]
+            return self.layers(x)
+
+    return arguments(model=Net)
+
+
+@script()
+def penalty_on_weights() -> dict[str, Any]:
+    """A penalty on the weights in the loss, which holds the model."""
+    built: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        built[:] = [perceptron()]
+        return built[0]
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out, y) + 0.05 * sum(p.square().sum() for p in built[0].parameters())
+
+    return arguments(model=model, loss=loss)
+
+
+@script()
+def noisy_gradients() -> dict[str, Any]:
+    """Hooks on parameters that add noise."""
+
+    def model() -> nn.Module:
+        made = perceptron()
+        for p in made.parameters():
+            p.register_hook(lambda g: g + 0.01 * torch.randn_like(g))
+        return made
+
+    return arguments(model=model)
+
+
+@script()
+def own_generator() -> dict[str, Any]:
+    """Noise from a generator of the model's own."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.random = perceptron(), torch.Generator().manual_seed(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                x = x + 0.1 * torch.randn(x.shape, generator=self.random)
+            return self.layers(x)
+
+    return arguments(model=Net)

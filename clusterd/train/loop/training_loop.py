@@ -316,7 +316,9 @@ class TrainingLoop:
         training = self.training
         while not self.has_ended() and training.evaluations.is_due(training.step):
             self._report_training()
-            self._obey(self._settle())
+            signals = self._settle()
+            self._signals |= signals
+            self._obey(signals)
             if self.has_ended():
                 return
             try:

@@ -38,6 +38,9 @@ _OUT_OF_MEMORY = (
 _SHARDED_PARAMETER = "got mixed torch.Tensor and DTensor"
 """torch's text for a sharded parameter used where the script needs the whole one."""
 
+_FREED_PARAMETER = "are out of bounds for storage of size 0"
+"""torch's text for a gathered parameter that is used after it was freed."""
+
 
 class TrainError(Exception):
     """A rank cannot go on for a reason with an exit code; the message is complete without a traceback."""
@@ -118,6 +121,11 @@ def classify_error(error: BaseException, *, where: str) -> TrainError | None:
             return PlanRefused(
                 "the plan shards parameters, and the script computes with one outside the forward pass of its module, "
                 f"where a rank has a shard of it only{', ' * bool(where)}{where}; dp and zero=1 leave parameters whole"
+            )
+        if _FREED_PARAMETER in text:
+            return PlanRefused(
+                "the plan frees the parameters that it gathers as soon as a pass is done, and the script computes with "
+                f"them once more, as for a second derivative{', ' * bool(where)}{where}; dp and zero=1 leave them whole"
             )
         if any(sign in text for sign in _DEVICE_FAULTS):
             return DeviceFault(f"the GPU failed, {where}: {first_line(text)}")
