@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from clusterd import protocol
 from clusterd.daemon.api.server import checked_arguments
 from clusterd.errors import ClusterError
+from clusterd.rows import pack
 from tests.fuzz import examples, one_of
 from tests.soak import checks
 from tests.soak.daemon import OPERATOR
@@ -89,9 +90,7 @@ def test_odd_requests_are_answered_or_refused_and_leave_a_sound_journal(
             except (protocol.ProtocolError, OverflowError):
                 continue
             with contextlib.suppress(ClusterError):
-                protocol.encode(
-                    {"ok": await simulation.call(verb, **checked_arguments(answering, OPERATOR, sent, verb))}
-                )
+                pack(await simulation.call(verb, **checked_arguments(answering, OPERATOR, sent, verb)))
         await asyncio.sleep(30.0)
         state, machines = simulation.state, simulation.network.machines.values()
         for what in (*checks.after_batch(state, machines), *checks.replay_equals(state, simulation.life.directory)):

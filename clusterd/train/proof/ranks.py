@@ -128,8 +128,9 @@ class _Children:
         """Compute in a child."""
         context = self._context
         store = rendezvous(context, within=within)
+        failed = threading.Event()
         if store is not None:
-            threading.Thread(target=_watch, args=[rendezvous(context, within=within)], daemon=True).start()
+            threading.Thread(target=_watch, args=[rendezvous(context, within=within), failed], daemon=True).start()
         try:
             device = device_of(context)
             torch.set_num_threads(1)  # again: of a fork, which lacks the parent's OpenMP threads
@@ -145,6 +146,7 @@ class _Children:
                     dist.barrier()  # no rank may end while another waits for what it sent
                 return found
         except BaseException:
+            failed.set()  # this process still has to say why
             if store is not None:
                 with suppress(Exception):
                     store.set(FAILED, b"1")
@@ -159,11 +161,12 @@ def _wait(store: Any, keys: list[str], control: Control) -> None:
         time.sleep(POLL_S / 20)
 
 
-def _watch(store: Any) -> None:
+def _watch(store: Any, failed: threading.Event) -> None:
     """End this process if another rank of the proof has failed, for which it would wait in a collective."""
     with suppress(Exception):
         store.wait([FAILED], timedelta(days=1))
-    os._exit(1)
+    if not failed.is_set():
+        os._exit(1)
 
 
 def _result(work: Callable[[], Any]) -> bytes:

@@ -39,7 +39,7 @@ def assert_ends(run: Run, code: int, *says: str) -> None:
         ("dp=2,zero=3", {"optimizer": "rows"}, "RowNormalised does not treat every element alike"),
         ("dp=3", {}, "cannot be cut into 3 equal shares"),
         ("dp=2", {"samples": 10}, "10 samples, fewer than the global batch of 16"),
-        ("dp=2", {"unseeded": True}, "different weights on different ranks"),
+        ("dp=2", {"unseeded": True}, "different weights or buffers on different ranks"),
     ],
 )
 def test_a_plan_that_cannot_run_ends_every_rank_with_96(
@@ -71,7 +71,12 @@ def test_a_taken_port_ends_with_98(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_out_of_memory_ends_with_95(ranks: RankPool, tmp_path: Path) -> None:
-    assert_ends(ranks.run(tmp_path, "dp=2", model="huge"), 95, "out of device memory", "of 2 (dp=2)")
+    for number, rank in enumerate(ranks.run(tmp_path, "dp=2", model="huge").ranks):
+        *before, last = [line for line in rank.output.splitlines() if line.startswith("clusterd: ")]
+        assert rank.exit_code == 95
+        assert "out of device memory" in last and "of 2 (dp=2)" in last
+        assert len(before) == (number == 0)  # the comparison before the first step met the same
+        assert all("it is not shown that dp=2 trains as one process: out of device memory" in line for line in before)
 
 
 def test_an_error_of_the_script_is_shown_whole(ranks: RankPool, tmp_path: Path) -> None:
