@@ -304,7 +304,8 @@ def test_a_killed_fork_server_is_replaced_while_its_ranks_live(standin_agent: Ag
     """Regression: the rank had inherited the fork server's lock, so no rank of that environment could start before its
     end.
     """
-    (first,) = start(standin_agent, tmp_path, "import time\ntime.sleep(100)\n")
+    (first,) = start(standin_agent, tmp_path, "import time\nprint('up', flush=True)\ntime.sleep(100)\n")
+    wait_until(standin_agent.log, "the script to have been read, which the second job writes anew")
     server = processes.stat(first["pid"])
     assert server is not None
     os.kill(server.parent, signal.SIGKILL)
