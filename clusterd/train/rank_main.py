@@ -196,18 +196,20 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
     elif context.launcher != "alone":
         known = fingerprint.fingerprint_of(job.data, context.job)
     compared = known if stream is None else fingerprint.of_stream(context.job, stream.samples())
-    if context.rank == 0 and known is not None and known["draws"] and context.plan.dp > 1:
-        _log(
-            "the data set draws from the global random generators (augmentation), under "
-            f"{context.plan} other numbers than in one process: losses differ as between two seeds; a generator of its "
-            "own, seeded by the number of the sample, does not depend on the plan",
-        )
-    elif context.rank == 0 and known is not None and known["random"] and context.plan.dp > 1:
-        _log(
-            "samples of the data set are others each time that they are read, for it counts, or draws from a generator "
-            f"of its own: under {context.plan} others than in one process, and losses differ as between two seeds; "
-            "what depends on the number of the sample alone does not depend on the plan",
-        )
+    if context.rank == 0 and known is not None and context.plan.dp > 1:
+        if known["draws"]:
+            _log(
+                "the data set draws from the global random generators (augmentation), under "
+                f"{context.plan} other numbers than in one process: losses differ as between two seeds; a generator of "
+                "its own, seeded by the number of the sample, does not depend on the plan",
+            )
+        elif known["random"]:
+            _log(
+                "samples of the data set are others each time that they are read, and not by the global random "
+                f"generators (a counter, or a generator of its own): under {context.plan} others than in one process, "
+                "and losses may differ as between two seeds; what depends on the number of the sample alone does not "
+                "depend on the plan",
+            )
     weights = open_weights(job.init_from) if job.init_from is not None and not context.restore else None
     needs_values = target is None
     covered = weights is not None and needs_values and pretrained.covers(weights, job.model, job.seed)

@@ -302,10 +302,10 @@ class Mover:
         return [step for generation in self.generations for step in generation.steps()]
 
     def cancel(self, directory: Path) -> int:
-        """End the job before its end, with a checkpoint; return its step."""
+        """End the job before its end, with a checkpoint; return the last step of these ranks, or 0."""
         self._tell(self.now, {"event": "stop", "reason": "cancelled", "save": str(directory)})
         self.now.ended().checked()
-        return int(self.now.steps()[-1]["step"])
+        return self._last_step()
 
     def all_say(self, generation: Generation, what: str, move: str) -> dict[int, Message]:
         """Wait for this report of every rank; fail at once if one reports a failure."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
+from clusterd.train.loop.replicas import is_sampled
 from clusterd.train.process import held
 from clusterd.train.process.control import Control
 from clusterd.train.state.training import Training
-
-EVERY = 100
-"""Calls between two that are watched, from the first of these on; before, calls whose number is a power of two."""
 
 
 class Callbacks:
@@ -30,40 +26,39 @@ class Callbacks:
         callback = getattr(self._training.job, name)
         if callback is None:
             return
-        count = self._calls[name] = self._calls.get(name, 0) + 1
-        if self._told or not (count % EVERY == 0 or (count < EVERY and count & (count - 1) == 0)):
+        self._calls[name] = self._calls.get(name, 0) + 1
+        if self._told or not is_sampled(self._calls[name]):
             callback(step, values)
             return
-        with self._watched(name):
-            callback(step, values)
-
-    @contextmanager
-    def _watched(self, name: str) -> Iterator[None]:
         before = self._numbers()
-        yield
+        callback(step, values)
         now = self._numbers()
         changed = next((key for key, value in before.items() if now.get(key, value) != value), None)
-        if changed is None:
-            return
+        if changed is not None:
+            self._refuse(f"{name} has changed {changed} from {before[changed]} to {now[changed]}")
+
+    def _refuse(self, change: str) -> None:
         self._told = True
         text = (
-            f"{name} has changed {changed} from {before[changed]} to {now[changed]}, but is called on rank 0 alone: "
-            "what training depends on belongs into a scheduler, into forward(), or into a loop of the script's own "
-            "(clusterd.train.session), which every rank runs"
+            f"{change}, but is called on rank 0 alone: what training depends on belongs into a scheduler, into "
+            "forward(), or into a loop of the script's own (clusterd.train.session), which every rank runs"
         )
         if self._training.context.plan.ranks > 1:
             self._control.request("refuse", text)
         else:
             print(f"clusterd: {text}; plans of several ranks are refused", flush=True)
 
-    def _numbers(self) -> dict[str, Any]:
-        """Numbers, and texts, that modules, loss, data and optimizer hold, by name; and learning rates."""
+    def _numbers(self) -> dict[str, str]:
+        """Numbers, and texts, that modules, loss, data and optimizer hold, by name; and learning rates.
+
+        As text, in which a value that is not a number equals itself.
+        """
         training = self._training
         roots = {**training.attributes.roots, "(data)": training.job.data}
         found = {
-            held.path(name.rstrip("."), attribute): value
+            held.path(name.rstrip("."), attribute): str(value)
             for name, owner in held.owners(roots).items()
             for attribute, value in owner.attributes.items()
             if isinstance(value, held.SIMPLE)
         }
-        return found | {f"the learning rate of {name}": rate for name, rate in training.rates().items()}
+        return found | {f"the learning rate of {name}": str(rate) for name, rate in training.rates().items()}

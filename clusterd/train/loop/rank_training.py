@@ -237,22 +237,24 @@ class Training:
             batches = self._read(self.step, self.step + count, num_workers=0, draws_seed=seed)
         for number, (inputs, targets) in enumerate(itertools.islice(batches, count)):
             seed_step(seed, self.step + number, coordinates.replica, coordinates.stage)
-            contributions: list[torch.Tensor] = []
-            fresh = all_generator_states()
-
-            def reach_consensus(contribution: torch.Tensor, there: Any = fresh, to: list[Any] = contributions) -> None:
-                made.drew = made.drew or all_generator_states() != there
-                to.append(contribution)
-
             if number == 0:
                 self.stepper.measured_parameters = self.parameter_names
             else:
                 made.rates = self.rates()
-            self.stepper.step(inputs, targets, reach_consensus)
+            loss, drew = self._step_alone(inputs, targets)
+            made.losses.append(loss)
+            made.drew = made.drew or drew
             if number == 0:
                 made.norms = self.measured_norms()
-            made.losses.append(StepConsensus(contributions[0], [0.0] * len(SIGNALS)).result()[0])
         return made
+
+    def _step_alone(self, inputs: Any, targets: Any) -> tuple[float, bool]:
+        """Make a step; returns its loss over the global batch, and True if this rank drew random numbers in it."""
+        fresh = all_generator_states()
+        reached: list[tuple[torch.Tensor, bool]] = []
+        self.stepper.step(inputs, targets, lambda loss: reached.append((loss, all_generator_states() != fresh)))
+        contribution, drew = reached[0]
+        return StepConsensus(contribution, [0.0] * len(SIGNALS)).result()[0], drew
 
     def rehearse(self) -> None:
         """Run a step on copies of the first sample; see `Stepper.rehearsal`."""

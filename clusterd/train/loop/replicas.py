@@ -20,10 +20,14 @@ from clusterd.train.process.exits import Refused
 from clusterd.train.state.training import Training
 
 EVERY = 100
-"""Steps between two comparisons, from the first of them on; before, steps that are powers of two."""
 
 SAME_DEVICES, OTHER_DEVICES = 1e-9, 1e-5
 """Relative differences that count: replicas on equal devices compute the same, others round otherwise."""
+
+
+def is_sampled(number: int) -> bool:
+    """True for 1, 2, 4, ..., and every hundredth: for what is looked at now and then, more often at first."""
+    return number % EVERY == 0 or (number < EVERY and number & (number - 1) == 0)
 
 
 class ReplicaComparison:
@@ -45,7 +49,7 @@ class ReplicaComparison:
     def begin(self) -> None:
         """Begin a comparison after a step, if one is due."""
         step = self._training.step
-        if self._group is None or not (step % EVERY == 0 or (step < EVERY and step & (step - 1) == 0)):
+        if self._group is None or not is_sampled(step):
             return
         norms = [norm for _, norm in self._norms()]
         weights = torch.cos(torch.arange(len(norms), dtype=torch.float64, device=self._training.device)) + 2

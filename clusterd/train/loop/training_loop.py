@@ -96,7 +96,7 @@ class TrainingLoop:
         self._target_reached = False  # at a stop: the job has met its goal
         self._saves = False  # at a stop: a checkpoint, because another job may go on from it
         self._consensus: StepConsensus | None = None
-        self._batches: Iterator[tuple[Any, Any]] = iter(())
+        self._batches: Iterator[tuple[Any, Any]] | None = None  # those of the next steps, once they are read
         plan = training.context.plan
         self._replicated = plan.dp > 1 and plan.zero == 0 and training.context.launcher == "clusterd"
         self._synchronous_until = training.step + SYNCHRONOUS_STEPS if training.context.migration is not None else 0
@@ -140,7 +140,7 @@ class TrainingLoop:
         training.stepper.phases.begin(training.step + 1)
         if self.has_ended():
             return
-        self._batches = iter(training.batches())
+        self._batches = training.batches()
         for number, (inputs, targets) in enumerate(self._batches, start=training.step + 1):
             self._report_training()
             if self._cores:
@@ -259,7 +259,7 @@ class TrainingLoop:
             self._control.flush()  # the daemon must know of the checkpoint before it hears of the exit
         if ends_early and self._saves and self.training.step:
             self._make_next_step()
-        self._batches = iter(())
+        self._batches = None
         self._call_on_checkpoint()
 
     def _make_next_step(self) -> None:

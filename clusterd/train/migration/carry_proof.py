@@ -114,7 +114,7 @@ class CarryProof:
             return
         if self._training.step == self._taken[0]:
             self._training.stepper.measured_parameters = self._training.parameter_names
-        elif self._training.step == self._taken[0] + 1 < self._taken[0] + self._count:
+        elif self._training.step == self._taken[0] + 1 and self._count > 1:
             self._steps.rates = self._training.rates()
 
     def copied(self) -> None:

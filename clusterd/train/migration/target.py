@@ -225,7 +225,7 @@ class MigrationTarget:
             return
         step = int(metas[0]["step"])
         text = f"the state of step {step} does not go on under {new} as under {old}: {found}"
-        if unlike := differences([meta["variables"] for meta in metas], variables):
+        if unlike := differences([meta.get("variables", {}) for meta in metas], variables):
             text = f"{text}. Variables of the script that differ: {unlike}"
         text = f"{text}. Keep what goes on in attributes or buffers of modules, or register it: the rest is not moved"
         raise (CarryFailed if new.techniques <= old.techniques else PlanRefused)(text)

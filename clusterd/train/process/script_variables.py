@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import sysconfig
+import types
 import zlib
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,22 +21,28 @@ VARIABLES_MAX, NAMED_MAX = 500, 3
 TEXT_MAX = 60
 
 NUMBERS_MAX = 1 << 22
-"""Limit for the numbers of a tensor or array, and for those of a container together."""
+"""Limit for the numbers in all tensors and arrays together: they are read between two steps."""
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def script_variables() -> dict[str, str]:
     """Values of plain variables, tensors and arrays, and lists and maps of these, as short texts, by name."""
-    named = (
-        (variable if name == "__main__" else f"{name}.{variable}", value)
-        for name, module in sorted(sys.modules.items())
-        if _is_of_script(name, module)
-        for variable, value in list(vars(module).items())
-        if not variable.startswith("__")
-    )
-    texts = ((name, _text(value)) for name, value in named)
-    return dict(islice(((name, text) for name, text in texts if text is not None), VARIABLES_MAX))
+    found: dict[str, str] = {}
+    left = NUMBERS_MAX
+    for name in sorted(sys.modules):
+        if not _is_of_script(name, module := sys.modules.get(name)):
+            continue
+        for variable, value in list(vars(module).items()):
+            if variable.startswith("__") or len(found) >= VARIABLES_MAX:
+                continue
+            tensors = _tensors(value)
+            count = sum(math.prod(tensor.shape) for tensor in tensors)
+            if count > left or (text := _text(value, tensors)) is None:
+                continue
+            left -= count
+            found[variable if name == "__main__" else f"{name}.{variable}"] = text
+    return found
 
 
 def differences(there: Iterable[Mapping[str, str]], here: Mapping[str, str]) -> str:
@@ -50,35 +56,37 @@ def differences(there: Iterable[Mapping[str, str]], here: Mapping[str, str]) -> 
     return ", ".join(found[:NAMED_MAX]) + more
 
 
-def _is_of_script(name: str, module: Any) -> bool:
-    file = getattr(module, "__file__", None)
+def _is_of_script(name: str, module: object) -> bool:
+    # Not by getattr: some modules import others when they are asked.
+    file = vars(module).get("__file__") if isinstance(module, types.ModuleType) else None
     if not isinstance(file, str) or name.partition(".")[0] == "clusterd":
         return False
     return not file.startswith(_LIBRARIES) and "/site-packages/" not in file and "/dist-packages/" not in file
 
 
-def _text(value: Any) -> str | None:
+def _tensors(value: Any) -> list[Any]:
+    """The tensors and arrays that a value is, or consists of."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+    if not 0 < len(parts) <= held.VALUES_MAX or not all(isinstance(part, (torch.Tensor, np.ndarray)) for part in parts):
+        return []
+    return list(parts)
+
+
+def _text(value: Any, tensors: list[Any]) -> str | None:
     """A value in few words, others than those of any other value; None: it is of another kind."""
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        norm = _norm([value])
-        return None if norm is None else f"of norm {norm:.9g}"
-    if held.is_plain(value):
-        text = repr(value)
-        return text if len(text) <= TEXT_MAX else f"{text[:TEXT_MAX]}... {zlib.crc32(text.encode()):08x}"
-    if isinstance(value, (list, tuple, dict)) and len(value) <= held.VALUES_MAX:
-        parts = list(value.values() if isinstance(value, dict) else value)
-        norm = _norm(parts) if all(isinstance(part, (torch.Tensor, np.ndarray)) for part in parts) else None
-        return None if norm is None else f"{len(parts)} tensors of norm {norm:.9g}"
-    return None
-
-
-def _norm(parts: list[Any]) -> float | None:
-    """Norm over tensors and arrays; None: they are large, or no numbers."""
-    tensors = [part.detach() if isinstance(part, torch.Tensor) else part for part in parts]
-    if sum(math.prod(tensor.shape) for tensor in tensors) > NUMBERS_MAX:
+    if tensors:
+        norm = _norm(tensors)
+        return norm and (f"{len(tensors)} tensors {norm}" if isinstance(value, (list, tuple, dict)) else norm)
+    if not held.is_plain(value):
         return None
+    text = repr(value)
+    return text if len(text) <= TEXT_MAX else f"{text[:TEXT_MAX]}... {zlib.crc32(text.encode()):08x}"
+
+
+def _norm(tensors: list[Any]) -> str | None:
+    """Norm over tensors and arrays in words; None: they are no numbers."""
     try:
-        arrays = [torch.as_tensor(tensor).to("cpu", torch.float64) for tensor in tensors]
+        numbers = (torch.as_tensor(tensor).detach().to("cpu", torch.float64) for tensor in tensors)
+        return f"of norm {math.hypot(*(float(each.norm()) for each in numbers)):.9g}"
     except (TypeError, ValueError, RuntimeError):
         return None
-    return math.hypot(*(float(array.norm()) for array in arrays))

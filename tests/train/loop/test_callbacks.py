@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rank_pool import RankPool
+
+from clusterd.plans.plan import Plan
+from clusterd.train.loop.callbacks import Callbacks
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +58,21 @@ def test_one_process_is_told_why_it_gets_no_further_ranks(scripts: RankPool, tmp
 def test_samples_that_depend_on_how_many_were_read_are_told(scripts: RankPool, tmp_path: Path) -> None:
     output = scripts.run(tmp_path, "dp=2", script="data_that_counts", steps=3).checked().ranks[0].output
     assert "samples of the data set are others each time that they are read" in output
+
+
+def test_a_callback_that_changes_nothing_is_left_alone() -> None:
+    """Numbers that are not numbers equal themselves, and lists are the script's own records."""
+    loss = SimpleNamespace(best=math.nan, seen=[])
+    asked: list[Any] = []
+    training: Any = SimpleNamespace(
+        job=SimpleNamespace(on_step=lambda step, _: loss.seen.append(step), on_evaluate=None, data=[]),
+        attributes=SimpleNamespace(roots={"(loss)": loss}),
+        rates=dict,
+        context=SimpleNamespace(plan=Plan(dp=2)),
+    )
+    control: Any = SimpleNamespace(request=lambda *given: asked.append(given))
+    callbacks = Callbacks(training, control)
+    for step in range(1, 5):
+        callbacks.call("on_step", step, {})
+        callbacks.call("on_evaluate", step, {})
+    assert (loss.seen, asked) == ([1, 2, 3, 4], [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,24 @@ def test_a_stop_in_the_middle_of_an_evaluation_is_obeyed_before_its_end(moving: 
     mover.wait(lambda: mover.last_step == 2)
     mover.stop()
     assert mover.evaluations() == []
+
+
+def test_a_second_stop_in_the_same_evaluation_saves_what_the_first_one_did(
+    moving: Callable[..., Mover], tmp_path: Path
+) -> None:
+    """Before any batch is read."""
+    evaluate = {"every": 2, "pace_s": 0.2, "samples": 10_000, "batch": 1}
+    first = moving(evaluate=evaluate)
+    first.start("dp=1")
+    first.wait(lambda: first.last_step == 2)
+    assert first.cancel(tmp_path / "first") == 2
+    (tmp_path / "again").mkdir()
+    second = Mover(first.pools, tmp_path / "again", first.options, rank_file={"restore": str(tmp_path / "first")})
+    try:
+        second.start("dp=1")
+        second.cancel(tmp_path / "second")
+    finally:
+        second.close()
+    left = [json.loads((tmp_path / name / "next_step.json").read_text()) for name in ("first", "second")]
+    assert left[0] == left[1]
+    assert left[0]["step"] == 3
