@@ -145,12 +145,16 @@ class World:
             if end is None
         ]
 
+    def _shares(self, key: Key) -> bool:
+        return self.scheduler.state.jobs[key[0]].spec.resources.share > 1
+
     def begin(self, key: Key, places: tuple[RankPlace, ...], host: HostId) -> None:
-        """Ranks start; no other job's may be on their devices."""
+        """Ranks start; another job's may be on their devices only where both share them."""
         ran = Ran(tuple(p for p in places if p.host == host))
         for other, there in self.running[host].items():
-            shared = ran.devices & there.devices
-            assert other[:2] == key[:2] or not shared, f"{sorted(shared)} are used by {other} and given to {key}"
+            both = ran.devices & there.devices
+            may = other[:2] == key[:2] or (self._shares(other) and self._shares(key))
+            assert may or not both, f"{sorted(both)} are used by {other} and given to {key}"
         ran.ends = {place.rank: None for place in ran.places}
         self.running[host].setdefault(key, ran)
 
