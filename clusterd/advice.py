@@ -12,7 +12,7 @@ import msgspec
 
 from clusterd.core.host import Host
 from clusterd.core.performance_table import Estimate, PerformanceTable
-from clusterd.core.state import Attempt, Description, Holder, Job, Rank, State
+from clusterd.core.state import Attempt, Holder, Inspection, InspectionState, Job, Rank, State
 from clusterd.core.view import Policy, View
 from clusterd.errors import UsageError
 from clusterd.plans.plan import Plan, PlanError
@@ -196,8 +196,9 @@ def _add(state: State, situation: Situation, given: JobIn, where: dict[str, Host
     )
     job = Job(job_id, spec, priority=given.priority, submitted_s=given.submitted_s, queued_s=given.submitted_s)
     done = max(given.steps_done, 1)
-    job.description, job.model, job.step = Description.DONE, model, done
-    job.shape = {"steps": done + given.steps_left, "global_batch": 1, "samples": 1, "parameters": [], "layers": []}
+    job.progress.step = done
+    shape = {"steps": done + given.steps_left, "global_batch": 1, "samples": 1, "parameters": [], "layers": []}
+    job.inspection = Inspection(InspectionState.DONE, shape=shape, model=model)
     estimates = tuple(
         Estimate(
             plan=_plan(c.plan, given.id, sum(c.shape)),

@@ -60,7 +60,8 @@ def _shown() -> tuple[Key, ...]:
 
 def job_row(job: Job, state: State, **others: Any) -> rows.Job:
     """Row of a job, as `clusterd ls` lists it."""
-    last, running, shape = job.attempts[-1] if job.attempts else None, job.attempt, job.shape or {}
+    last, running, shape = job.attempts[-1] if job.attempts else None, job.attempt, job.inspection.shape or {}
+    progress = job.progress
     return rows.row_of(
         rows.Job,
         job,
@@ -79,18 +80,25 @@ def job_row(job: Job, state: State, **others: Any) -> rows.Job:
         holds_devices=running is not None,
         on_loan=_on_loan(job),
         promise=promise_row(job.id, state),
+        step=progress.step,
         steps=shape.get("steps"),
+        first_loss=progress.first_loss,
+        loss=progress.loss,
+        step_time_s=progress.step_time_s,
         left_s=left_s(job),
+        progressed_s=progress.reported_s,
         idle_since_s=running.idle_since_s if running is not None else None,
         predicted_step_time_s=predicted_step_time_s(job, state),
         profiling=job.trials.is_running,
         trials=len(job.trials.finished),
         predictable=is_predictable(job),
-        foreseen_steps=job.predicted_steps,
+        foreseen_steps=progress.predicted_steps,
         pinned=job.pinned is not None,
-        unfit=dict(job.excluded_hosts),
-        refused={str(plan): why for plan, why in job.rejected_plans},
+        unfit=dict(job.failures.excluded_hosts),
+        refused={str(plan): why for plan, why in job.failures.bounds.rejected},
         sees_batch=shape.get("sees_batch", "global"),
+        checkpoint=job.checkpoint.path,
+        checkpoint_step=job.checkpoint.step,
         migrating=migration_row(running.migration) if running and running.migration else None,
         migrations=tuple(migration_row(change) for change in job.plan_changes),
         **{"place": UNSET, "edited": UNSET, **others},
@@ -140,7 +148,7 @@ def place_row(job: JobId, state: State) -> rows.Place:
 def left_s(job: Job) -> float | None:
     """Seconds to the end at the current speed; None if the number of steps or the speed is unknown."""
     steps = steps_left(job)
-    return steps * job.step_time_s if steps is not None and job.step_time_s is not None else None
+    return steps * job.progress.step_time_s if steps is not None and job.progress.step_time_s is not None else None
 
 
 def _away(job: Job, state: State) -> list[Host]:
@@ -196,7 +204,7 @@ def _day(at_s: float) -> str:
 
 def predicted_step_time_s(job: Job, state: State) -> float | None:
     """Predicted step time of the job's plan on its devices; None without a prediction."""
-    attempt, table = job.attempt, state.performance_tables.get(job.model)
+    attempt, table = job.attempt, state.performance_tables.get(job.inspection.model)
     if attempt is None or attempt.plan is None or table is None:
         return None
     found = believed(table, attempt.plan, of_ranks(state.hosts, attempt))

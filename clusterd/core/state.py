@@ -7,7 +7,7 @@ derived values, so that it serialises, compares, and is equal after a replay of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import takewhile
 from typing import Any
@@ -50,7 +50,7 @@ class Outcome(StrEnum):
     NOT_A_NUMBER = "not a number"  # its loss, and it is to stop then
 
 
-class Description(StrEnum):
+class InspectionState(StrEnum):
     """Progress of inspecting an elastic job's model before its first launch."""
 
     NOT_NEEDED = "not needed"
@@ -84,6 +84,59 @@ class Bounds:
 
 
 NO_BOUNDS = Bounds()
+
+
+@dataclass(slots=True)
+class Inspection:
+    """What an elastic job's model is, known before its first launch."""
+
+    state: InspectionState = InspectionState.NOT_NEEDED
+    host: HostId | None = None  # where it is made
+    shape: dict[str, Any] | None = None  # plans.model_shape.ModelShape
+    model: str = ""  # signature: key of `State.performance_tables`
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The newest directory with a job's state, if there is one."""
+
+    path: str | None = None  # as the job's hosts see it; "HOST:/folder": on that one
+    step: int = 0
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a job's ranks reported, and what it says about the end."""
+
+    step: int = 0
+    first_loss: float | None = None
+    loss: float | None = None
+    step_time_s: float | None = None
+    reported_s: float | None = None  # time of the newest report of a step
+    nan_step: int | None = None  # first step reported with a loss that is not a number; None: the newest is one
+    target_hits: int = 0  # consecutive reports with the loss on target
+    predictable: bool | None = None  # by its loss curve; None: not judged
+    predicted_steps: int | None = None  # in all, until its target loss
+
+
+@dataclass(slots=True)
+class Failures:
+    """What went wrong with a job, and what is not tried again because of it."""
+
+    of_job: int = 0  # ends of attempts that were its own fault
+    of_hosts: int = 0  # ends of attempts in a row that were not
+    excluded_hosts: dict[HostId, str] = field(default_factory=dict)  # that could not start it, with the reason
+    bounds: Bounds = NO_BOUNDS
+    needs_exclusive_memory: bool = False  # a rank ran out of memory beside one of another generation
+
+    def cap_memory(self, cap_bytes: int) -> None:
+        """Record that a plan estimated above this many bytes per device ran out of memory."""
+        self.bounds = replace(self.bounds, memory_cap_bytes=cap_bytes)
+
+    def reject_plan(self, plan: Plan, why: str) -> None:
+        """Record that the job's ranks cannot train under a plan; they may under another."""
+        if plan not in dict(self.bounds.rejected):
+            self.bounds = replace(self.bounds, rejected=(*self.bounds.rejected, (plan, why)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,32 +360,15 @@ class Job:
     attempts: list[Attempt] = field(default_factory=list)
     migrations: list[Migration] = field(default_factory=list)  # switched or over
     restarts: list[Restart] = field(default_factory=list)  # whose next attempt has started, or that failed
-    checkpoint: str | None = None  # newest directory with its state, as its hosts see it; "HOST:/folder": on that one
-    checkpoint_step: int = 0
+    checkpoint: Checkpoint = Checkpoint()
     pinned: Plan | None = None  # plan that its user fixed; of a checkpointable job: for its next start, too
-    description: Description = Description.NOT_NEEDED
-    described_on: HostId | None = None
+    inspection: Inspection = field(default_factory=Inspection)
     building: dict[HostId, float] = field(default_factory=dict)  # hosts that build its environment, since when
-    shape: dict[str, Any] | None = None  # plans.model_shape.ModelShape
-    model: str = ""  # signature of its model: key of `State.performance_tables`
-    predictable: bool | None = None  # by its loss curve; None: not judged
-    target_hits: int = 0  # consecutive reports with the loss on target
-    predicted_steps: int | None = None  # in all, until its target loss
     trials: TrialSeries = field(default_factory=TrialSeries)
     not_before_s: float = 0.0
     held_by: str | None = None  # user who keeps it in the queue; None: it may start
-    failures: int = 0  # of its own, not of hosts
-    memory_cap_bytes: int | None = None  # see `Bounds`
-    rejected_plans: list[tuple[Plan, str]] = field(default_factory=list)  # see `Bounds`
-    needs_exclusive_memory: bool = False  # a rank ran out of memory beside one of another generation
-    consecutive_losses: int = 0
-    excluded_hosts: dict[HostId, str] = field(default_factory=dict)  # that could not start it, with the reason
-    step: int = 0
-    first_loss: float | None = None
-    loss: float | None = None
-    step_time_s: float | None = None
-    progressed_s: float | None = None  # time of the newest report of a step
-    nan_step: int | None = None  # first step reported with a loss that is not a number; None: the newest is one
+    progress: Progress = field(default_factory=Progress)
+    failures: Failures = field(default_factory=Failures)
     started_s: float | None = None
     ended_s: float | None = None
     exit_code: int | None = None
@@ -349,18 +385,7 @@ class Job:
         labelled = not wanted.constraint or not host.missing_labels(wanted.constraint)
         if self.spec.container and host.why_no_container(self.spec.runtime):
             return False
-        return named and labelled and host.id not in self.excluded_hosts
-
-    @property
-    def bounds(self) -> Bounds:
-        """Plans known to be impossible for it."""
-        known = self.rejected_plans or self.memory_cap_bytes is not None
-        return Bounds(self.memory_cap_bytes, tuple(self.rejected_plans)) if known else NO_BOUNDS
-
-    def reject_plan(self, plan: Plan, why: str) -> None:
-        """Record that its ranks cannot train under a plan; they may under another."""
-        if plan not in dict(self.rejected_plans):
-            self.rejected_plans.append((plan, why))
+        return named and labelled and host.id not in self.failures.excluded_hosts
 
     def back_off_s(self, first_s: float) -> float:
         """Pause after failed migrations: `first_s`, doubled for each further failure in a row; 0 without a failure.

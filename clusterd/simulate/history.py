@@ -102,22 +102,26 @@ def _see(event: e.Event, state: State, seen: _Seen) -> None:
         case e.AttemptProgressed(step_time_s=float(seconds)) if seconds > 0:
             job = state.jobs.get(event.job)
             attempt = state.attempt(event.job, event.attempt)
-            if job is None or attempt is None or attempt.plan is None or not job.model or attempt.migration:
+            if job is None or attempt is None or attempt.plan is None or not job.inspection.model or attempt.migration:
                 return
             devices = of_ranks(state.hosts, attempt)
             if len(devices) == len(attempt.ranks) and len({d.name for d in devices}) == 1:
                 key = (attempt.plan, devices[0].name, shape_of(devices))
-                seen.step_times_s.setdefault(job.model, {}).setdefault(key, []).append(seconds)
+                seen.step_times_s.setdefault(job.inspection.model, {}).setdefault(key, []).append(seconds)
         case _:
             pass
 
 
 def _has_run(job: Job) -> bool:
-    return job.started_s is not None and (job.ended_s is not None or job.step > 0)
+    return job.started_s is not None and (job.ended_s is not None or job.progress.step > 0)
 
 
 def _is_known(job: Job, state: State) -> bool:
-    return job.spec.kind is JobKind.ELASTIC and bool(job.model) and job.model in state.performance_tables
+    return (
+        job.spec.kind is JobKind.ELASTIC
+        and bool(job.inspection.model)
+        and job.inspection.model in state.performance_tables
+    )
 
 
 def _models(jobs: Iterable[Job], state: State, seen: _Seen) -> dict[str, ModelTruth]:
@@ -125,14 +129,16 @@ def _models(jobs: Iterable[Job], state: State, seen: _Seen) -> dict[str, ModelTr
     for job in jobs:
         if not _is_known(job, state):
             found[_own_model(job)] = _as_it_was(job, seen)
-        elif job.model not in found:
-            table = state.performance_tables[job.model]
+        elif job.inspection.model not in found:
+            table = state.performance_tables[job.inspection.model]
             times = {(x.plan, x.device_type, x.shape): x.step_time_s for x in table.estimates}
-            times |= {key: statistics.median(some) for key, some in seen.step_times_s.get(job.model, {}).items()}
-            shape = ModelShape.from_dict(job.shape or {})
+            times |= {
+                key: statistics.median(some) for key, some in seen.step_times_s.get(job.inspection.model, {}).items()
+            }
+            shape = ModelShape.from_dict(job.inspection.shape or {})
             beyond = {(x.plan, x.device_type, x.shape): x.step_time_s for x in table.beyond}
-            found[job.model] = ModelTruth(
-                job.model, shape.global_batch, times, _elements(shape), known=times, beyond=beyond
+            found[job.inspection.model] = ModelTruth(
+                job.inspection.model, shape.global_batch, times, _elements(shape), known=times, beyond=beyond
             )
     return found
 
@@ -169,7 +175,7 @@ def _arrival(job: Job, at_s: float, models: dict[str, ModelTruth], before: Itera
     one = Arrival(
         name=own,
         at_s=at_s,
-        model=own if own in models else job.model,
+        model=own if own in models else job.inspection.model,
         steps=1,
         devices=max(wanted.devices, 1),
         plan=wanted.plan,
@@ -177,16 +183,16 @@ def _arrival(job: Job, at_s: float, models: dict[str, ModelTruth], before: Itera
         priority=job.priority,
         tenant=job.spec.tenant,
         after=tuple(map(_own_model, before)),
-        predictable=job.predictable is not False,
+        predictable=job.progress.predictable is not False,
     )
     if own in models:
         ((plan, _, shape),) = models[own].step_times_s
         return replace(one, devices=sum(shape), plan=plan)
     # A job that was stopped early is simulated up to the step that it reached.
-    steps = job.step if job.state is not JobState.FINISHED else max(total_steps(job) or 0, job.step)
-    held = {sum(shape) for _, _, shape in models[job.model].step_times_s}
+    steps = job.progress.step if job.state is not JobState.FINISHED else max(total_steps(job) or 0, job.progress.step)
+    held = {sum(shape) for _, _, shape in models[job.inspection.model].step_times_s}
     devices = next((n for n in sorted(held) if n >= one.devices), max(held))
-    plans = {plan for plan, _, shape in models[job.model].step_times_s if sum(shape) == devices}
+    plans = {plan for plan, _, shape in models[job.inspection.model].step_times_s if sum(shape) == devices}
     return replace(one, steps=max(steps, 1), devices=devices, plan=wanted.plan if wanted.plan in plans else None)
 
 

@@ -38,7 +38,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     progress(lab, job, 40)
     known = lab.scheduler.state.jobs[job]
     row: dict[str, Any] = plain(job_row(known, lab.scheduler.state))
-    assert row["left_s"] == pytest.approx((row["steps"] - 40) * known.step_time_s)
+    assert row["left_s"] == pytest.approx((row["steps"] - 40) * known.progress.step_time_s)
     monkeypatch.setattr(jobs, "Client", Answers)
     return row
 

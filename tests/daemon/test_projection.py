@@ -96,7 +96,7 @@ def test_plans_under_which_a_job_cannot_train_are_told(monkeypatch: pytest.Monke
     """The scheduler left them out, and nobody could see why."""
     lab, job = lab_with_a_job_that_runs()
     known = lab.scheduler.state.jobs[job]
-    known.reject_plan(Plan(tp=2), "exit code 96: the forward pass writes into blocks.0.weight")
+    known.failures.reject_plan(Plan(tp=2), "exit code 96: the forward pass writes into blocks.0.weight")
     row = job_row(known, lab.scheduler.state)
     assert row.refused == {"tp=2": "exit code 96: the forward pass writes into blocks.0.weight"}
     answer = plain(row) | {"ahead": [], "holders": {}, "unusable": [], "decisions": []}

@@ -69,7 +69,7 @@ class MigrationCosts:
     def may_move(self, forecast: JobForecast) -> bool:
         """True for a job that is not pinned, did not migrate a moment ago, and whose hosts are up."""
         job = forecast.job
-        if job.pinned is not None or job.step < 1 or forecast.now is None:
+        if job.pinned is not None or job.progress.step < 1 or forecast.now is None:
             return False
         if any(self.view.hosts[d.host].state is not HostState.UP for d in forecast.devices):
             return False
@@ -92,10 +92,10 @@ def fits_beside(forecast: JobForecast, offer: Estimate) -> bool:
     if not forecast.devices:
         return True
     there = forecast.now.device_bytes if forecast.now is not None else 0
-    return not forecast.job.needs_exclusive_memory and there + offer.device_bytes <= USABLE_SHARE * min(
+    return not forecast.job.failures.needs_exclusive_memory and there + offer.device_bytes <= USABLE_SHARE * min(
         d.memory_bytes for d in forecast.devices
     )
 
 
 def _of_model(job: Job, known: Mapping[str, float], guess_s: float) -> float:
-    return known[job.model] if job.model in known else max(known.values(), default=guess_s)
+    return known[job.inspection.model] if job.inspection.model in known else max(known.values(), default=guess_s)

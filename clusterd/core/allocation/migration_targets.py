@@ -42,7 +42,12 @@ def move_to(
     """Migration to these devices; `hosts`: where the source ranks train until the switch; None: they do not train."""
     memory_bytes = min(d.memory_bytes for d in chosen)
     answer: ChosenPlan | Impossible = choose(
-        ModelShape.from_dict(job.shape or {}), len(chosen), chosen[0].kind, memory_bytes, requested, job.bounds
+        ModelShape.from_dict(job.inspection.shape or {}),
+        len(chosen),
+        chosen[0].kind,
+        memory_bytes,
+        requested,
+        job.failures.bounds,
     )
     if isinstance(answer, Impossible):
         return Refusal(job.id, answer.reason)

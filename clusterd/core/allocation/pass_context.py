@@ -101,7 +101,9 @@ class PassContext:
         promised, started_s = forecast.curve.promised, forecast.job.started_s
         if promised is None or started_s is None:  # all its offers have the devices that it asked for
             return True
-        return self.view.now_s + left_s <= started_s + promised.step_time_s * (forecast.job.step + forecast.steps_left)
+        return self.view.now_s + left_s <= started_s + promised.step_time_s * (
+            forecast.job.progress.step + forecast.steps_left
+        )
 
     def may_move_for_others(self, forecast: JobForecast, offer: Estimate) -> bool:
         """True where moving a job to an offer leaves it its guarantee, and is within the budget of its migrations."""

@@ -21,7 +21,7 @@ from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose, fe
 from clusterd.core.estimates.request_forecast import requested_plans
 from clusterd.core.ledger import Ledger, Placement
 from clusterd.core.placement.place import fitting, kinds_for, place, place_beside
-from clusterd.core.state import Description, Job
+from clusterd.core.state import InspectionState, Job
 from clusterd.core.view import Refusal, View
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
@@ -66,9 +66,9 @@ def allocate(job: Job, view: View, free: Ledger | None = None) -> Grant | Refusa
         if placement is None:
             return shortage(job, view, wanted.devices)
         return Grant(None, placement, _started(job, placement, None))
-    if job.description is not Description.DONE or job.shape is None:
+    if job.inspection.state is not InspectionState.DONE or job.inspection.shape is None:
         return Refusal(job.id, LEARNING)
-    table = view.performance_tables.get(job.model)
+    table = view.performance_tables.get(job.inspection.model)
     if table is not None and table.is_whole:
         return Refusal(job.id, "none of the ways in which it can run fits the hosts that are there for it")
     choice = _as_pinned(job, view) or _choice(job, max(wanted.devices, 1), known)
@@ -127,14 +127,14 @@ def _choice(job: Job, count: int, devices: Iterable[Device]) -> ChosenPlan | Imp
 
     Fewer devices, where plans were found to train the job otherwise than one process.
     """
-    shape = ModelShape.from_dict(job.shape or {})
+    shape = ModelShape.from_dict(job.inspection.shape or {})
     # "cuda" first: placement prefers it too.
     kinds = sorted({d.kind for d in devices}, reverse=True)
     first: Impossible | None = None
-    for number in fewer(count) if job.rejected_plans and job.spec.resources.plan is None else [count]:
+    for number in fewer(count) if job.failures.bounds.rejected and job.spec.resources.plan is None else [count]:
         for kind in kinds:
             memory_bytes = min(d.memory_bytes for d in devices if d.kind == kind)
-            choice = choose(shape, number, kind, memory_bytes, job.spec.resources.plan, job.bounds)
+            choice = choose(shape, number, kind, memory_bytes, job.spec.resources.plan, job.failures.bounds)
             if isinstance(choice, ChosenPlan):
                 if first is None:
                     return choice
@@ -154,8 +154,8 @@ def _as_pinned(job: Job, view: View) -> ChosenPlan | None:
         devices = [d for here in there for d in here]
         if sum(len(here) // plan.tp * plan.tp for here in there) < plan.ranks:
             continue
-        shape, memory_bytes = ModelShape.from_dict(job.shape or {}), min(d.memory_bytes for d in devices)
-        choice = choose(shape, plan.ranks, kind, memory_bytes, plan, job.bounds)
+        shape, memory_bytes = ModelShape.from_dict(job.inspection.shape or {}), min(d.memory_bytes for d in devices)
+        choice = choose(shape, plan.ranks, kind, memory_bytes, plan, job.failures.bounds)
         if isinstance(choice, ChosenPlan):
             return choice
     return None

@@ -41,6 +41,6 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
     if several:
         return Refusal(job.id, "; ".join(several))
     if plan is None or not plan.shares:  # a user's own shares stay
-        batch = ModelShape.from_dict(job.shape or {}).global_batch
-        requested = in_proportion(view.performance_tables.get(job.model), requested, chosen, batch)
+        batch = ModelShape.from_dict(job.inspection.shape or {}).global_batch
+        requested = in_proportion(view.performance_tables.get(job.inspection.model), requested, chosen, batch)
     return move_to(job, chosen, requested, f"asked for by {by}" if by else "asked for", None)

@@ -168,7 +168,7 @@ def restore_requested_sizes(view: View, waiting: Iterable[int], skip: Container[
     needs = [count for count in waiting if count > 0]
     others = [job for job in view.running if job.id not in skip]
     for job in sorted(others, key=lambda j: (-j.priority, j.submitted_s)):
-        table = view.performance_tables.get(job.model)
+        table = view.performance_tables.get(job.inspection.model)
         if table is not None and table.is_whole:
             continue
         attempt = can_migrate(job, view)

@@ -54,7 +54,7 @@ def start_waiting(
         refusal = _start_handed_over(ctx, forecasts[job.id], handovers[job.id])
     elif (suspended := awaits_start_of_other(ctx.view, job.id)) is not None:
         refusal = Refusal(job.id, suspended)
-    elif job.model and forecasts[job.id].has_model:
+    elif job.inspection.model and forecasts[job.id].has_model:
         refusal = _start_modelled(ctx, forecasts[job.id])
     else:
         refusal = _start_request_like_others(ctx, forecasts[job.id])
@@ -186,7 +186,7 @@ def _served(ctx: PassContext, refusal: Refusal) -> Refusal:
 
 def _alike(job: Job, view: View, ends: Ends) -> object:
     """Properties that decide about a command besides the free resources; None: others matter, too."""
-    if job.spec.kind is not JobKind.COMMAND or job.excluded_hosts or job.not_before_s > view.now_s:
+    if job.spec.kind is not JobKind.COMMAND or job.failures.excluded_hosts or job.not_before_s > view.now_s:
         return None
     spec = job.spec
     runtime = spec.runtime if spec.container else ""
@@ -413,7 +413,7 @@ def reserve(ctx: PassContext, forecast: JobForecast, at_s: float, find: Callable
     if backfill.place is None:
         return
     # The offers of a job with a model change as its speed is learned: nothing is promised to it.
-    if not forecast.job.model:
+    if not forecast.job.inspection.model:
         promised_s = before.latest_s - now_s if before is not None and before.latest_s is not None else inf
         backfill.bound = _bound(ctx.availability, backfill.place, promised_s, find)
     awaited = ctx.availability.awaited(at_s, backfill.place)

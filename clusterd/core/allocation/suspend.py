@@ -86,7 +86,7 @@ def can_stop(ctx: PassContext, victim: JobForecast) -> bool:
         return False
     if job.spec.kind is JobKind.COMMAND and not job.spec.preemptible:
         return False
-    if job.spec.kind is JobKind.ELASTIC and job.step < 1:
+    if job.spec.kind is JobKind.ELASTIC and job.progress.step < 1:
         return False
     if any(ctx.view.hosts[host].state is not HostState.UP for host in attempt.hosts):
         return False

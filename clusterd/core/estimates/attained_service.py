@@ -56,16 +56,16 @@ def total_steps(job: Job) -> int:
 
     The smaller of the declared number and the step at which a trusted loss curve reaches the job's target.
     """
-    declared = int((job.shape or {}).get("steps") or 0)
-    if job.predicted_steps is None or job.predictable is False:
+    declared = int((job.inspection.shape or {}).get("steps") or 0)
+    if job.progress.predicted_steps is None or job.progress.predictable is False:
         return declared
-    return min(declared, job.predicted_steps) if declared else job.predicted_steps
+    return min(declared, job.progress.predicted_steps) if declared else job.progress.predicted_steps
 
 
 def steps_left(job: Job) -> float | None:
     """Steps still to train; None: unknown."""
     steps = total_steps(job)
-    return max(float(steps - job.step), 0.0) if steps else None
+    return max(float(steps - job.progress.step), 0.0) if steps else None
 
 
 def likely_steps_left(job: Job) -> float:
@@ -74,7 +74,7 @@ def likely_steps_left(job: Job) -> float:
     Lifetimes of training jobs are heavy-tailed: a job that has run long is expected to run long (after Tiresias).
     """
     left = steps_left(job)
-    return left if left is not None else max(float(job.step), 100.0)
+    return left if left is not None else max(float(job.progress.step), 100.0)
 
 
 def is_predictable(job: Job) -> bool:
@@ -83,5 +83,5 @@ def is_predictable(job: Job) -> bool:
     Its number of steps is known, some steps were timed, and its loss follows the fitted curve. Jobs that leave their
     curve are mostly explorations that end early.
     """
-    known = job.spec.kind is JobKind.ELASTIC and total_steps(job) > 0 and job.step >= STEPS_TO_TRUST
-    return known and job.predictable is not False
+    known = job.spec.kind is JobKind.ELASTIC and total_steps(job) > 0 and job.progress.step >= STEPS_TO_TRUST
+    return known and job.progress.predictable is not False

@@ -54,7 +54,7 @@ def can_migrate(job: Job, view: View, forced: bool = False) -> Attempt | None:
         return None
     if attempt.state is not AttemptState.RUNNING or attempt.migration or job.resuming or attempt.retired:
         return None
-    if job.step < 1 or not _all_up(attempt, view):
+    if job.progress.step < 1 or not _all_up(attempt, view):
         return None
     last = job.last_plan_change
     since_s = view.now_s - last.ended_s if last is not None and last.ended_s is not None else inf
@@ -68,8 +68,8 @@ def can_migrate(job: Job, view: View, forced: bool = False) -> Attempt | None:
     )
     if job.pinned is not None or settling:
         return None
-    left = (job.shape or {}).get("steps", 0) - job.step
-    return attempt if left * (job.step_time_s or 0.0) >= WORTH_MOVING_S else None
+    left = (job.inspection.shape or {}).get("steps", 0) - job.progress.step
+    return attempt if left * (job.progress.step_time_s or 0.0) >= WORTH_MOVING_S else None
 
 
 def _all_up(attempt: Attempt, view: View) -> bool:

@@ -70,11 +70,11 @@ class CandidatePlansCache:
         self, job: Job, performance_tables: Mapping[str, PerformanceTable], choice: PlanFreedom
     ) -> CandidatePlans | None:
         """Candidate plans of a job; None: it has no performance model, or none of its requested plans is known."""
-        table = performance_tables.get(job.model) if job.model else None
+        table = performance_tables.get(job.inspection.model) if job.inspection.model else None
         if table is None or table.measured < min(ENOUGH, len(table.estimates)):
             return None
         wanted = job.spec.resources
-        key = (job.model, wanted.plan, wanted.devices, wanted.kind, job.bounds, choice)
+        key = (job.inspection.model, wanted.plan, wanted.devices, wanted.kind, job.failures.bounds, choice)
         known = self._known.get(key)
         if known is None or known[0] is not table:
             known = (table, _candidates(job, table, choice))
@@ -105,7 +105,7 @@ def _candidates(job: Job, table: PerformanceTable, choice: PlanFreedom) -> Candi
 
 def may_fit(job: Job, offer: Estimate) -> bool:
     """True unless the job's bounds rule the estimate's plan or memory out."""
-    return job.bounds.admits(offer.plan, offer.device_bytes)
+    return job.failures.bounds.admits(offer.plan, offer.device_bytes)
 
 
 def _is_allowed(plan: Plan, requested: Plan | None, choice: PlanFreedom) -> bool:

@@ -100,14 +100,16 @@ def memory_conflict(
 ) -> str | None:
     """Reason why target ranks of `plan` on these devices would lack memory beside the source ranks; None: they fit."""
     shared = [d for d in of_ranks(hosts, attempt) if d.id in devices]
-    if not shared or attempt.plan is None or job.shape is None:
+    if not shared or attempt.plan is None or job.inspection.shape is None:
         return None
     if one := next((d.id for d in shared if d.exclusive), None):
         return f"{one} takes one process at a time (its compute mode: `nvidia-smi -c 0` as root lets in several)"
-    if job.needs_exclusive_memory:
+    if job.failures.needs_exclusive_memory:
         return "a rank of it ran out of memory before, while target ranks started beside it"
     tightest = min(shared, key=lambda d: d.memory_bytes)
-    return _shared_memory(ModelShape.from_dict(job.shape), attempt.plan, plan, tightest.kind, tightest.memory_bytes)
+    return _shared_memory(
+        ModelShape.from_dict(job.inspection.shape), attempt.plan, plan, tightest.kind, tightest.memory_bytes
+    )
 
 
 @lru_cache(maxsize=4096)

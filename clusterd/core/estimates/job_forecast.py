@@ -194,7 +194,7 @@ class JobForecast:
             return self.left_s(next(iter(self.curve.points.values())))
         if isinstance(self.left, TimeLeft):
             return self.left.time_s
-        measured_s, believed_s = self.job.step_time_s, self.now.step_time_s
+        measured_s, believed_s = self.job.progress.step_time_s, self.now.step_time_s
         # Far off the prediction it is news from before the last move.
         fits = measured_s is not None and STALE > measured_s / believed_s > 1.0 / STALE
         return self.left.seconds(measured_s if measured_s is not None and fits else believed_s)
@@ -212,7 +212,7 @@ class Curves:
 
     def of(self, job: Job, view: View, there: Inventory) -> Curve | None:
         """Curve of a job; None: it has no performance model, or no known offer fits this cluster."""
-        if not job.model or job.spec.kind is not JobKind.ELASTIC or job.shape is None:
+        if not job.inspection.model or job.spec.kind is not JobKind.ELASTIC or job.inspection.shape is None:
             return None
         if there is not self._census:  # one object for all jobs of a pass
             if there != self._census:
@@ -227,7 +227,7 @@ class Curves:
         key = (id(candidates), job.spec.guaranteed, job.pinned, reach, limits)
         known = self._known.get(key)
         if known is None or known[0] is not candidates:
-            known = (candidates, _curve(job, candidates, there, view.performance_tables[job.model]))
+            known = (candidates, _curve(job, candidates, there, view.performance_tables[job.inspection.model]))
             self._known[key] = known
         return known[1]
 
@@ -236,13 +236,18 @@ class Curves:
         wanted = job.spec.resources
         of_devices = wanted.device_name or wanted.device_memory_bytes or wanted.compute_capability
         if not (
-            wanted.hosts or wanted.constraint or wanted.cpus or wanted.memory_bytes or job.excluded_hosts or of_devices
+            wanted.hosts
+            or wanted.constraint
+            or wanted.cpus
+            or wanted.memory_bytes
+            or job.failures.excluded_hosts
+            or of_devices
         ):
             return there, ()
         if view is not self._view:
             self._view, self._restricted = view, {}
         devices = (wanted.kind, wanted.device_name, wanted.device_memory_bytes, wanted.compute_capability)
-        key = (wanted.hosts, wanted.constraint, needs(job, None), tuple(job.excluded_hosts), devices)
+        key = (wanted.hosts, wanted.constraint, needs(job, None), tuple(job.failures.excluded_hosts), devices)
         if key not in self._restricted:
             self._restricted[key] = take_inventory(view, job)
         mine = self._restricted[key]
@@ -309,5 +314,5 @@ def forecast_job(job: Job, curve: Curve, view: View) -> JobForecast:
     attempt = job.attempt
     if attempt is not None and attempt.plan is not None:
         found.devices = of_ranks(view.hosts, attempt)
-        found.now = believed(view.performance_tables[job.model], attempt.plan, found.devices)
+        found.now = believed(view.performance_tables[job.inspection.model], attempt.plan, found.devices)
     return found

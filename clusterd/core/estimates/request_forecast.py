@@ -15,7 +15,7 @@ from clusterd.core.estimates.first_fit import ChosenPlan, choose
 from clusterd.core.estimates.job_forecast import Curve, Inventory, JobForecast, TimeLeft
 from clusterd.core.ledger import of_ranks, per_host, shape_of
 from clusterd.core.performance_table import Estimate, Shape
-from clusterd.core.state import Description, Job
+from clusterd.core.state import InspectionState, Job
 from clusterd.core.view import View
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
@@ -102,11 +102,13 @@ def _offers(job: Job, there: Inventory) -> Iterator[Estimate]:
             each = wanted.per_node if wanted.nodes > 1 else count
             if sum(here >= each for here in hosts) >= wanted.nodes:
                 yield _estimate(Plan(dp=max(count, 1)), name, (each,) * wanted.nodes)
-        elif job.description is Description.DONE and job.shape is not None:
-            shape_of_model = ModelShape.from_dict(job.shape)
+        elif job.inspection.state is InspectionState.DONE and job.inspection.shape is not None:
+            shape_of_model = ModelShape.from_dict(job.inspection.shape)
             asked = job.pinned or wanted.plan
             count = asked.ranks if asked is not None else max(wanted.devices, 1)
-            found = choose(shape_of_model, count, there.kinds[name], there.memory_bytes[name], asked, job.bounds)
+            found = choose(
+                shape_of_model, count, there.kinds[name], there.memory_bytes[name], asked, job.failures.bounds
+            )
             if isinstance(found, ChosenPlan):
                 shapes = _shapes(found.plan.ranks, found.plan.tp, hosts)
                 yield from (_estimate(found.plan, name, shape) for shape in shapes)
@@ -145,12 +147,12 @@ def _shapes(count: int, group: int, hosts: Sequence[int]) -> list[Shape]:
 def _smaller(job: Job, devices: Sequence[Device]) -> Iterator[Estimate]:
     """Points on fewer of a running elastic job's devices, largest first."""
     names = {device.name for device in devices}
-    if job.shape is None or len(names) != 1 or job.pinned is not None or job.spec.guaranteed:
+    if job.inspection.shape is None or len(names) != 1 or job.pinned is not None or job.spec.guaranteed:
         return
-    model = ModelShape.from_dict(job.shape)
+    model = ModelShape.from_dict(job.inspection.shape)
     memory_bytes = min(device.memory_bytes for device in devices)
     for count in range(len(devices) - 1, 0, -1):
-        found = choose(model, count, devices[0].kind, memory_bytes, None, job.bounds)
+        found = choose(model, count, devices[0].kind, memory_bytes, None, job.failures.bounds)
         if isinstance(found, ChosenPlan):
             for shape in _parts(list(per_host(devices).values()), count):
                 if all(here % found.plan.tp == 0 for here in shape):

@@ -30,7 +30,7 @@ def on_account_connected(ctx: HandlerContext, event: e.AccountConnected) -> None
     ctx.cancel_timer(TimerKind.ACCOUNT_LOST, account_on(host.id, event.account))
     for job in _unfinished(ctx.state):
         if job.spec.account == event.account:
-            job.excluded_hosts.pop(host.id, None)
+            job.failures.excluded_hosts.pop(host.id, None)
     host.withheld = {device: account for device, account in host.withheld.items() if account != event.account}
     adopt(ctx, host, event.account, event.adopted, event.attempts)
     apply_report(ctx, host, event.account, event.attempts)
@@ -45,7 +45,7 @@ def on_account_disconnected(ctx: HandlerContext, event: e.AccountDisconnected) -
     host.logins[event.account] = event.why
     for job in _unfinished(ctx.state):
         if why := host.without_login(job.spec.account):
-            job.excluded_hosts[host.id] = why
+            job.failures.excluded_hosts[host.id] = why
     if was_connected and any(attempts_of(ctx.state, host.id, event.account)):
         watch_account(ctx, host.id, event.account, event.at_s)
     ctx.pass_due = True

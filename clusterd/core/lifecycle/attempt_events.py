@@ -11,7 +11,7 @@ from clusterd.core.ledger import of_ranks
 from clusterd.core.lifecycle import attempts, jobs, migrations, recovery, stopping
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.lifecycle.migration_events import abandon_trial, begin_migration
-from clusterd.core.state import Attempt, Job, Outcome, Restart
+from clusterd.core.state import Attempt, Checkpoint, Job, Outcome, Restart
 from clusterd.core.transitions import MigrationState, RestartState
 from clusterd.core.view import Refusal, View
 from clusterd.types import AttemptState, HostId, JobKind, JobState, RankEnd, RankReport, Reason
@@ -27,7 +27,7 @@ STALL_STEPS = 20
 def on_environment_build_started(ctx: HandlerContext, event: e.EnvironmentBuildStarted) -> None:
     job = ctx.state.jobs.get(event.job)
     attempt = ctx.state.attempt(event.job, event.attempt, event.generation)
-    is_described = job is not None and job.state is JobState.QUEUED and job.described_on == event.host
+    is_described = job is not None and job.state is JobState.QUEUED and job.inspection.host == event.host
     if job is not None and (is_described or (attempt is not None and attempt.state is AttemptState.LAUNCHING)):
         job.building.setdefault(event.host, event.at_s)
 
@@ -50,11 +50,13 @@ def on_attempt_launched(ctx: HandlerContext, event: e.AttemptLaunched) -> None:
     job.building.clear()
     restart = job.restarting
     if restart is not None:
-        restart.step = event.restored_step if event.restored_step is not None else job.checkpoint_step
+        restart.step = event.restored_step if event.restored_step is not None else job.checkpoint.step
         if job.spec.kind is JobKind.CHECKPOINTABLE:  # its script may never report a step
             _restart_completed(ctx, job, restart)
     if event.restored_step is not None:
-        lost = f"; steps {event.restored_step + 1} to {job.step} are done again" * (job.step > event.restored_step)
+        lost = f"; steps {event.restored_step + 1} to {job.progress.step} are done again" * (
+            job.progress.step > event.restored_step
+        )
         ctx.hold(job, f"goes on from the snapshot of step {event.restored_step} in memory{lost}")
     _schedule_checkpoint(ctx, job)
     _watch_for_stall(ctx, job, ctx.now_s)
@@ -78,8 +80,8 @@ def _restart_completed(ctx: HandlerContext, job: Job, restart: Restart) -> None:
     stopped_s = sum(seconds for _, seconds, _ in restart.phases)
     started = f"{len(restart.ranks)} new ranks go on from it"
     restart.phases.append(("start", restart.downtime_s - stopped_s, started))
-    if job.model:  # the time that one script takes to save says nothing about others
-        migrations.learn_cost(ctx.state.restart_costs_s, job.model, restart.downtime_s)
+    if job.inspection.model:  # the time that one script takes to save says nothing about others
+        migrations.learn_cost(ctx.state.restart_costs_s, job.inspection.model, restart.downtime_s)
     ctx.set_timer(TimerKind.SETTLE, job.id, ctx.now_s + SETTLE_S, f"{job.spec.name} was moved")
 
 
@@ -88,20 +90,22 @@ def _stop_at_target(ctx: HandlerContext, job: Job, attempt: Attempt) -> None:
     target = job.spec.target_loss
     if target is None or attempt.state is not AttemptState.RUNNING:
         return
-    job.target_hits = job.target_hits + 1 if job.loss is not None and job.loss <= target else 0
-    if job.target_hits >= TARGET_TIMES:
-        stopping.stop(ctx, attempt, Outcome.TARGET_REACHED, f"its loss reached {target:g} by step {job.step}")
+    progress = job.progress
+    progress.target_hits = progress.target_hits + 1 if progress.loss is not None and progress.loss <= target else 0
+    if progress.target_hits >= TARGET_TIMES:
+        stopping.stop(ctx, attempt, Outcome.TARGET_REACHED, f"its loss reached {target:g} by step {progress.step}")
 
 
 def _watch_for_nan(ctx: HandlerContext, job: Job, attempt: Attempt, is_nan: bool) -> None:
     """Report, or stop, a job whose loss is not a number."""
+    progress = job.progress
     if not is_nan:
-        job.nan_step = None
+        progress.nan_step = None
         return
-    if job.nan_step is not None:
+    if progress.nan_step is not None:
         return
-    job.nan_step = job.step
-    why = f"its loss is not a number by step {job.step}"
+    progress.nan_step = progress.step
+    why = f"its loss is not a number by step {progress.step}"
     if job.spec.stops_on_nan and attempt.state is AttemptState.RUNNING:
         stopping.stop(ctx, attempt, Outcome.NOT_A_NUMBER, f"{why}, and it is to stop then (on_nan)")
     else:
@@ -120,9 +124,9 @@ def checkpoint_due(ctx: HandlerContext, job: Job | None) -> None:
     attempt = job.attempt if job is not None else None
     if job is None or attempt is None or attempt.state is not AttemptState.RUNNING:
         return
-    if attempt.migration is None and job.resuming is None and job.step > job.checkpoint_step:
+    if attempt.migration is None and job.resuming is None and job.progress.step > job.checkpoint.step:
         # Two directories take turns: while one is being written the other is whole.
-        turn = 1 - int((job.checkpoint or "").endswith("/1"))
+        turn = 1 - int((job.checkpoint.path or "").endswith("/1"))
         path = job.spec.checkpoint_path(job.id, str(turn))
         reason = f"every {job.spec.checkpoint_every_s:g} s"
         ctx.to_ranks(d.TakeCheckpoint, attempt, attempt.hosts, reason, path=path)
@@ -139,7 +143,7 @@ def on_launch_failed(ctx: HandlerContext, event: e.LaunchFailed) -> None:
         job = ctx.state.jobs[event.job]
         if jobs.exclude_host(ctx, job, event.host, event.why, devices):
             outcome = Outcome.REFUSED
-        elif not event.is_permanent or job.step:  # where it trained before it may train again
+        elif not event.is_permanent or job.progress.step:  # where it trained before it may train again
             outcome = Outcome.HOST_LOST
     stopping.stop(ctx, attempt, outcome, f"{event.host} did not start it: {event.why}")
 
@@ -157,7 +161,7 @@ def on_rank_exited(ctx: HandlerContext, event: e.RankExited) -> None:
     attempts.take_reports(attempt, [RankReport(rank=event.rank, end=event.end)], ctx.state.hosts)
     quarantine_devices(ctx, event.host)
     if any(r.end is not None and r.end.reason is Reason.CROWDED for r in attempt.ranks.values()):
-        ctx.state.jobs[event.job].needs_exclusive_memory = True
+        ctx.state.jobs[event.job].failures.needs_exclusive_memory = True
     rank_ended(ctx, attempt)
 
 
@@ -170,7 +174,7 @@ def _target_rank_exited(ctx: HandlerContext, attempt: Attempt, event: e.RankExit
                 continue
             attempts.note_fault(place, event.end, ctx.state.hosts)
             if event.end.reason is Reason.PLAN:
-                ctx.state.jobs[event.job].reject_plan(migration.plan, str(event.end))
+                ctx.state.jobs[event.job].failures.reject_plan(migration.plan, str(event.end))
         quarantine_devices(ctx, event.host)
 
 
@@ -201,7 +205,7 @@ def rank_ended(ctx: HandlerContext, attempt: Attempt) -> None:
     """Wait for the survivors of a rank that ended, or end the attempt."""
     job = ctx.state.jobs[attempt.job]
     ends = [rank.end for rank in attempt.ranks.values() if rank.end is not None]
-    if not any(recovery.may_recover(job, attempt, end) for end in ends) or job.step < 1:
+    if not any(recovery.may_recover(job, attempt, end) for end in ends) or job.progress.step < 1:
         stopping.settle(ctx, attempt)
         return
     if attempt.migration is not None and not attempt.migration.lost:
@@ -237,7 +241,7 @@ def survives_host_loss(ctx: HandlerContext, attempt: Attempt, host: Host) -> boo
     job = ctx.state.jobs[attempt.job]
     end = RankEnd(reason=Reason.LOST)
     others = [h for h in attempt.hosts if ctx.state.hosts[h].reaches(attempt.account)]
-    if not others or job.step < 1 or not recovery.may_recover(job, attempt, end):
+    if not others or job.progress.step < 1 or not recovery.may_recover(job, attempt, end):
         return False
     if attempt.migration is not None:
         stopping.abandon_migration(ctx, attempt, f"{host.id} is lost")
@@ -305,8 +309,8 @@ def on_checkpoint_taken(ctx: HandlerContext, event: e.CheckpointTaken) -> None:
     attempt = ctx.state.attempt(event.job, event.attempt)
     if attempt is not None and attempt.state is AttemptState.STOPPING:
         attempt.saved_step = event.step
-    if job is not None and event.step >= job.checkpoint_step:
-        job.checkpoint, job.checkpoint_step = event.path, event.step
+    if job is not None and event.step >= job.checkpoint.step:
+        job.checkpoint = Checkpoint(event.path, event.step)
 
 
 def on_attempt_progressed(ctx: HandlerContext, event: e.AttemptProgressed) -> None:
@@ -318,15 +322,17 @@ def on_attempt_progressed(ctx: HandlerContext, event: e.AttemptProgressed) -> No
     restart = job.restarting
     if restart is not None and restart.step is not None and event.step > restart.step:
         _restart_completed(ctx, job, restart)
-    had_loss = job.loss is not None or job.nan_step is not None
-    job.step, job.loss, job.step_time_s = event.step, event.loss, event.step_time_s
-    job.progressed_s = event.at_s
+    progress = job.progress
+    had_loss = progress.loss is not None or progress.nan_step is not None
+    progress.step, progress.loss, progress.step_time_s = event.step, event.loss, event.step_time_s
+    progress.reported_s = event.at_s
     _watch_for_stall(ctx, job, event.at_s)
-    if job.first_loss is None:
-        job.first_loss = event.first_loss
-    job.consecutive_losses = 0
+    if progress.first_loss is None:
+        progress.first_loss = event.first_loss
+    job.failures.of_hosts = 0
     _stop_at_target(ctx, job, attempt)
-    _watch_for_nan(ctx, job, attempt, event.is_nan if event.is_nan is not None else had_loss and job.loss is None)
+    is_nan = event.is_nan if event.is_nan is not None else had_loss and progress.loss is None
+    _watch_for_nan(ctx, job, attempt, is_nan)
     if job.trials.current is not None and job.trials.current.from_step is None:
         ctx.pass_due = True
 
@@ -369,7 +375,7 @@ def check_stall(ctx: HandlerContext, job: Job | None) -> None:
         return  # the launch of the next attempt sets the timer again
     changing = attempt.migration is not None or job.resuming is not None or attempt.survivors.steps
     away = not all(ctx.state.hosts[host].reaches(attempt.account) for host in attempt.hosts)
-    since_s = ctx.now_s if changing or away else max(job.progressed_s or 0.0, attempt.started_s)
+    since_s = ctx.now_s if changing or away else max(job.progress.reported_s or 0.0, attempt.started_s)
     silent_s = ctx.now_s - since_s
     if silent_s >= _stalled_after_s(job, job.spec.stall_s):
         after = f"after step {attempt.step}" if attempt.step else "since it was launched"
@@ -380,4 +386,4 @@ def check_stall(ctx: HandlerContext, job: Job | None) -> None:
 
 
 def _stalled_after_s(job: Job, asked_s: float) -> float:
-    return max(asked_s, STALL_STEPS * (job.step_time_s or 0.0))
+    return max(asked_s, STALL_STEPS * (job.progress.step_time_s or 0.0))

@@ -244,8 +244,8 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
     if end.reason.is_infrastructure or was_killed:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost, {cause_text}", is_infrastructure=True)
     chosen = attempt.plan if attempt.plan != job.spec.resources.plan else None
-    if end.reason is Reason.DEVICE_OOM and chosen is not None and job.shape is not None:
-        smaller = below(ModelShape.from_dict(job.shape), chosen, kind, job.bounds)
+    if end.reason is Reason.DEVICE_OOM and chosen is not None and job.inspection.shape is not None:
+        smaller = below(ModelShape.from_dict(job.inspection.shape), chosen, kind, job.failures.bounds)
         if smaller is not None:
             memory_cap_bytes, plan = smaller
             reason = f"attempt {attempt.number} ran out of memory under {attempt.plan}, {cause_text}; {plan} needs less"
@@ -253,7 +253,7 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
     if end.reason is Reason.PLAN and chosen is not None and _has_another(job, chosen, str(end), kind):
         reason = f"attempt {attempt.number} could not train under {chosen}, {cause_text}; it gets another plan"
         return Verdict(JobState.QUEUED, reason, rejected=(chosen, str(end)))
-    if job.failures < job.spec.retries or end.exit_code in job.spec.retry_on:
+    if job.failures.of_job < job.spec.retries or end.exit_code in job.spec.retry_on:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} failed, {cause_text}")
     exit_code = end.exit_code if end.exit_code else (128 + end.signal if end.signal else 1)
     return Verdict(JobState.FAILED, cause_text, exit_code=exit_code)
@@ -272,9 +272,10 @@ def _cause_text(attempt: Attempt, rank: int, end: RankEnd) -> str:
 
 def _has_another(job: Job, plan: Plan, why: str, kind: str) -> bool:
     """True if a plan is left for the job on as many devices, on as many as it asked for, or on fewer, of any memory."""
-    if job.shape is None:
+    if job.inspection.shape is None:
         return False
-    shape, bounds = ModelShape.from_dict(job.shape), replace(job.bounds, rejected=(*job.rejected_plans, (plan, why)))
+    shape, known = ModelShape.from_dict(job.inspection.shape), job.failures.bounds
+    bounds = replace(known, rejected=(*known.rejected, (plan, why)))
     counts = {plan.ranks, *fewer(max(job.spec.resources.devices, 1))}
     return any(isinstance(choose(shape, n, kind, sys.maxsize, bounds=bounds), ChosenPlan) for n in counts)
 

@@ -12,7 +12,7 @@ from clusterd.core.lifecycle import attempt_events, attempts, device_claims, sto
 from clusterd.core.lifecycle.accounts import account_lost, apply_report, lose_attempt, watch_account
 from clusterd.core.lifecycle.adoption import adopt
 from clusterd.core.lifecycle.context import HandlerContext
-from clusterd.core.state import Description, Job, Outcome, State
+from clusterd.core.state import InspectionState, Job, Outcome, State
 from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId
 from clusterd.units import duration
 
@@ -37,8 +37,8 @@ def on_daemon_started(ctx: HandlerContext, event: e.DaemonStarted) -> None:
         _admit_host_again(ctx.state, host.id)
     for job_id in ctx.state.queue:
         job = ctx.state.jobs[job_id]
-        if job.description is Description.ASKED:  # the answer would go to the previous daemon
-            job.description, job.described_on = Description.NEEDED, None
+        if job.inspection.state is InspectionState.ASKED:  # the answer would go to the previous daemon
+            job.inspection.state, job.inspection.host = InspectionState.NEEDED, None
     for job_id in ctx.state.active:  # the previous daemon led these migrations; the source ranks go on
         attempt = attempts.running(ctx.state, job_id)
         if attempt.migration is not None:
@@ -133,7 +133,7 @@ def _shift_job(job: Job, by_s: float) -> None:
     job.queued_s += by_s
     job.not_before_s += by_s
     job.started_s = _shifted(job.started_s, by_s)
-    job.progressed_s = _shifted(job.progressed_s, by_s)
+    job.progress.reported_s = _shifted(job.progress.reported_s, by_s)
     for attempt in job.attempts:
         attempt.started_s += by_s
         attempt.ended_s = _shifted(attempt.ended_s, by_s)
@@ -230,9 +230,9 @@ def _clear_faults(ctx: HandlerContext, host: Host) -> None:
 def _admit_host_again(state: State, host: HostId) -> None:
     """Let jobs that failed to start on a host try it again: something changed there."""
     for job in map(state.jobs.__getitem__, (*state.queue, *state.active)):
-        job.excluded_hosts.pop(host, None)
+        job.failures.excluded_hosts.pop(host, None)
         if why := state.hosts[host].without_login(job.spec.account):
-            job.excluded_hosts[host] = why
+            job.failures.excluded_hosts[host] = why
 
 
 def on_host_disconnected(ctx: HandlerContext, event: e.HostDisconnected) -> None:
@@ -257,8 +257,8 @@ def reassign_descriptions(state: State, host: HostId) -> None:
     """Have models that the host was to inspect inspected elsewhere."""
     for job_id in state.queue:
         job = state.jobs[job_id]
-        if job.described_on == host and job.description is Description.ASKED:
-            job.description, job.described_on = Description.NEEDED, None
+        if job.inspection.host == host and job.inspection.state is InspectionState.ASKED:
+            job.inspection.state, job.inspection.host = InspectionState.NEEDED, None
             job.building.pop(host, None)
 
 

@@ -13,7 +13,7 @@ from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.queueing.admission import hosts_without_login
 from clusterd.core.queueing.dependencies import split, waits_for
 from clusterd.core.queueing.edits import refused_now
-from clusterd.core.state import Description, Job, Outcome, State
+from clusterd.core.state import Checkpoint, Inspection, InspectionState, Job, Outcome, State
 from clusterd.types import AttemptState, JobId, JobKind, JobState
 
 DESCRIPTIONS_PER_HOST = 2
@@ -25,11 +25,11 @@ def on_job_submitted(ctx: HandlerContext, event: e.JobSubmitted) -> None:
     job = Job(
         event.job, spec, priority=spec.priority, submitted_s=event.at_s, queued_s=event.at_s, created_s=event.at_s
     )
-    job.checkpoint, job.checkpoint_step, job.step = spec.restore, spec.restore_step, spec.restore_step
+    job.checkpoint, job.progress.step = Checkpoint(spec.restore, spec.restore_step), spec.restore_step
     if spec.kind is JobKind.ELASTIC:
-        job.description = Description.NEEDED
+        job.inspection.state = InspectionState.NEEDED
     job.reason = "the scheduler has not looked at it yet"
-    job.excluded_hosts = hosts_without_login(ctx.state, spec.account)
+    job.failures.excluded_hosts = hosts_without_login(ctx.state, spec.account)
     ctx.state.jobs[job.id] = job
     ctx.state.queue[job.id] = None
     ctx.pass_due = True
@@ -120,7 +120,7 @@ def archivable(state: State, jobs: Iterable[JobId]) -> list[JobId]:
 def on_jobs_archived(ctx: HandlerContext, event: e.JobsArchived) -> None:
     for job_id in archivable(ctx.state, event.jobs):
         ctx.state.jobs.pop(job_id, None)
-    models = {job.model for job in ctx.state.jobs.values()}
+    models = {job.inspection.model for job in ctx.state.jobs.values()}
     for model in [model for model in ctx.state.performance_tables if model not in models]:
         del ctx.state.performance_tables[model]  # the next job of this model causes a new one
 
@@ -132,9 +132,8 @@ def on_job_recalled(ctx: HandlerContext, event: e.JobRecalled) -> None:
 def on_model_described(ctx: HandlerContext, event: e.ModelDescribed) -> None:
     job = ctx.state.jobs.get(event.job)
     if job is not None and not job.state.is_final:
-        job.shape, job.description, job.described_on = event.shape, Description.DONE, None
+        job.inspection = Inspection(InspectionState.DONE, shape=event.shape, model=event.model)
         job.building.clear()
-        job.model = event.model
         ctx.pass_due = True
 
 
@@ -142,7 +141,7 @@ def on_model_not_described(ctx: HandlerContext, event: e.ModelNotDescribed) -> N
     job = ctx.state.jobs.get(event.job)
     if job is None or job.state is not JobState.QUEUED:
         return
-    host, job.description, job.described_on = job.described_on, Description.NEEDED, None
+    host, job.inspection = job.inspection.host, Inspection(InspectionState.NEEDED)
     job.building.clear()
     if event.is_infrastructure and host is not None and jobs.exclude_host(ctx, job, host, event.why):
         job.reason = event.why
@@ -156,12 +155,12 @@ def on_model_not_described(ctx: HandlerContext, event: e.ModelNotDescribed) -> N
 def describe_models(ctx: HandlerContext) -> None:
     """Have hosts inspect the models of queued elastic jobs, highest priority first, a few per host."""
     queued = [ctx.state.jobs[job] for job in ctx.state.queue]
-    new = [job for job in queued if job.description is Description.NEEDED and job.not_before_s <= ctx.now_s]
+    new = [job for job in queued if job.inspection.state is InspectionState.NEEDED and job.not_before_s <= ctx.now_s]
     new = [job for job in new if waits_for(job.spec, ctx.state) is None]
     if not new:
         return
     usable = [host for host in ctx.state.hosts.values() if host.unusable is None]
-    asked = Counter(job.described_on for job in queued if job.described_on is not None)
+    asked = Counter(job.inspection.host for job in queued if job.inspection.host is not None)
     open_hosts = [host for host in usable if asked[host.id] < DESCRIPTIONS_PER_HOST]
     for job in sorted(new, key=lambda job: -job.priority):
         host = min(
@@ -173,7 +172,7 @@ def describe_models(ctx: HandlerContext) -> None:
             if not any(job.admits(h) for h in usable):
                 ctx.hold(job, "waiting for a host to inspect its model")
             continue
-        job.description, job.described_on = Description.ASKED, host.id
+        job.inspection.state, job.inspection.host = InspectionState.ASKED, host.id
         asked[host.id] += 1
         open_hosts = [h for h in open_hosts if asked[h.id] < DESCRIPTIONS_PER_HOST]
         reason = f"{job.spec.name} is new here: its model is built without storage to learn its shape"

@@ -37,7 +37,7 @@ def launch(ctx: HandlerContext, attempt: Attempt, reason: str) -> None:
             generation=attempt.generation,
             plan=attempt.plan,
             ranks=tuple(rank.place for rank in attempt.ranks.values()),
-            restore=ctx.state.jobs[attempt.job].checkpoint,
+            restore=ctx.state.jobs[attempt.job].checkpoint.path,
         )
     )
 
@@ -125,14 +125,14 @@ def requeue_after_loss(ctx: HandlerContext, job: Job, why: str) -> None:
     """Back off after a fault that was not the job's; fail the job after too many without a step between them."""
     last = job.attempts[-1] if job.attempts else None
     if last is not None and job.spec.kind is not JobKind.ELASTIC and attempts.made_progress(last, ctx.now_s):
-        job.consecutive_losses = 0
-    job.consecutive_losses += 1
-    if job.consecutive_losses > attempts.CONSECUTIVE_LOSSES_MAX:
-        reason = f"lost {job.consecutive_losses} times in a row without a step: {why}"
+        job.failures.of_hosts = 0
+    job.failures.of_hosts += 1
+    if job.failures.of_hosts > attempts.CONSECUTIVE_LOSSES_MAX:
+        reason = f"lost {job.failures.of_hosts} times in a row without a step: {why}"
         end(ctx, job, JobState.FAILED, reason, exit_code=1)
         return
     job.reason = why
-    back_off(ctx, job, job.consecutive_losses)
+    back_off(ctx, job, job.failures.of_hosts)
 
 
 def back_off(ctx: HandlerContext, job: Job, times: int) -> None:
@@ -152,12 +152,12 @@ def exclude_host(ctx: HandlerContext, job: Job, host: HostId, why: str, devices:
     Returns:
         True if other hosts can hold it. Otherwise no host is excluded: the fault may be the job's.
     """
-    job.excluded_hosts[host] = why.removeprefix(f"{host}: ")
+    job.failures.excluded_hosts[host] = why.removeprefix(f"{host}: ")
     kinds = {d.kind for d in devices}
     left = [h for h in ctx.state.hosts.values() if h.unusable is None and job.admits(h)]
     counts = [sum(not kinds or d.kind in kinds for d in h.devices) for h in left]
     enough = holds(job, counts) if job.spec.kind is JobKind.COMMAND else sum(counts) >= len(devices)
     if not left or not enough:
-        job.excluded_hosts = hosts_without_login(ctx.state, job.spec.account)
+        job.failures.excluded_hosts = hosts_without_login(ctx.state, job.spec.account)
         return False
     return True

@@ -188,7 +188,7 @@ def on_migration_finished(ctx: HandlerContext, event: e.MigrationFinished) -> No
         return
     migration.go(MigrationState.DONE, event.at_s)
     migration.downtime_s, migration.ended_s = event.downtime_s, event.at_s
-    migrations.learn_cost(ctx.state.move_costs_s, job.model, event.downtime_s)
+    migrations.learn_cost(ctx.state.move_costs_s, job.inspection.model, event.downtime_s)
     if job.trials.current is None:
         trials.release_devices(ctx.state, attempt)
     # A pass at that time considers what the pause after a migration ruled out until then.
@@ -204,14 +204,14 @@ def on_migration_failed(ctx: HandlerContext, event: e.MigrationFailed) -> None:
     job, migration = ctx.state.jobs[event.job], attempt.migration
     if event.out_of_memory:
         shared = {place.device for place in migration.places}.intersection(attempt.devices)
-        job.needs_exclusive_memory |= bool(shared)
+        job.failures.needs_exclusive_memory |= bool(shared)
     if event.refused:
-        job.reject_plan(migration.plan, event.refused)
+        job.failures.reject_plan(migration.plan, event.refused)
     why = event.why
     if event.host is not None:
         why = f"{event.host} did not start it: {event.why}"
         if event.host not in attempt.hosts:
-            job.excluded_hosts[event.host] = event.why
+            job.failures.excluded_hosts[event.host] = event.why
     trial = job.trials.current
     stopping.abandon_migration(ctx, attempt, f"{event.phase}: {why}")
     if trial is not None and trial.state is TrialState.MOVING:

@@ -101,8 +101,8 @@ def through_memory(state: State, job: Job, attempt: Attempt, move: Move, now_s: 
     _take_lacking(state, attempt, move, attempt.generation)
     attempt.reserved_devices |= {place.device: place.host for place in move.ranks if place.device is not None}
     restart = Restart(**_recorded(job, attempt.plan, move, now_s))
-    if job.shape is not None:  # else only the script knows what it saves
-        restart.local_bytes = ModelShape.from_dict(job.shape).state_bytes
+    if job.inspection.shape is not None:  # else only the script knows what it saves
+        restart.local_bytes = ModelShape.from_dict(job.inspection.shape).state_bytes
     return restart
 
 

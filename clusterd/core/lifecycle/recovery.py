@@ -98,7 +98,7 @@ def migrate_survivors(job: Job, attempt: Attempt, view: View, lost: Sequence[int
     if move is None:
         return Refusal(job.id, "no plan fits the devices that are left")
     assert attempt.plan is not None
-    shape = ModelShape.from_dict(job.shape or {})
+    shape = ModelShape.from_dict(job.inspection.shape or {})
     hosts = [attempt.ranks[rank].place.host for rank in sorted(attempt.ranks)]
     try:
         plan_transfers(

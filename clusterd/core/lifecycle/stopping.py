@@ -193,14 +193,15 @@ def _conclude(ctx: HandlerContext, attempt: Attempt) -> None:
     elif verdict.is_infrastructure:
         jobs.requeue_after_loss(ctx, job, verdict.reason)
     elif verdict.memory_cap_bytes is not None:
-        job.memory_cap_bytes, job.reason = verdict.memory_cap_bytes, verdict.reason
+        job.failures.cap_memory(verdict.memory_cap_bytes)
+        job.reason = verdict.reason
     elif verdict.rejected is not None:
-        job.reject_plan(*verdict.rejected)
+        job.failures.reject_plan(*verdict.rejected)
         job.reason = verdict.reason
     else:
-        job.failures += 1
+        job.failures.of_job += 1
         job.reason = verdict.reason
-        jobs.back_off(ctx, job, job.failures)
+        jobs.back_off(ctx, job, job.failures.of_job)
     if job.state is JobState.QUEUED:
         again = "starts again at once" if attempt.pending_restart is not None else f"queued again{_resume_point(job)}"
         reason = f"{verdict.reason}; {again}"
@@ -253,14 +254,15 @@ def _resume_point(job: Job) -> str:
     """Message from which state a requeued job goes on: a job never starts over in silence."""
     if job.spec.kind is JobKind.CHECKPOINTABLE:
         return ", to go on from what it saved"
-    if not job.step:
+    if not job.progress.step:
         return ""
-    if job.checkpoint is not None:
-        return f", to go on from a newer snapshot in memory, or from step {job.checkpoint_step} ({job.checkpoint})"
+    saved = job.checkpoint
+    if saved.path is not None:
+        return f", to go on from a newer snapshot in memory, or from step {saved.step} ({saved.path})"
     return ", to go on from a snapshot in memory if one is left: there is no checkpoint on disk"
 
 
 def _state_grace_s(job: Job, bytes_per_s: float) -> float:
     """Seconds that ranks get to finish their step and write the state at this rate."""
-    state_bytes = ModelShape.from_dict(job.shape).state_bytes if job.shape is not None else 0
-    return STATE_GRACE_S + STATE_GRACE_STEPS * (job.step_time_s or 0.0) + state_bytes / bytes_per_s
+    state_bytes = ModelShape.from_dict(job.inspection.shape).state_bytes if job.inspection.shape is not None else 0
+    return STATE_GRACE_S + STATE_GRACE_STEPS * (job.progress.step_time_s or 0.0) + state_bytes / bytes_per_s

@@ -30,7 +30,7 @@ def on_speed_learned(ctx: HandlerContext, event: e.SpeedLearned) -> None:
 def on_completion_predicted(ctx: HandlerContext, event: e.CompletionPredicted) -> None:
     job = ctx.state.jobs.get(event.job)
     if job is not None:
-        job.predictable, job.predicted_steps = event.predictable, event.steps
+        job.progress.predictable, job.progress.predicted_steps = event.predictable, event.steps
         ctx.pass_due = True
 
 
@@ -83,7 +83,7 @@ def _start_trial(ctx: HandlerContext, job: Job, attempt: Attempt, trial: Trial) 
         return
     if attempt.plan == trial.plan:
         trial.go(TrialState.RUNNING, ctx.now_s)
-        trial.from_step = job.step
+        trial.from_step = job.progress.step
         return
     failures = (change.failure for change in job.plan_changes if change.number == trial.migration)
     if failure := next(failures, ""):

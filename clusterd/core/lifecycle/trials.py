@@ -31,7 +31,7 @@ def ready(job: Job) -> Attempt | None:
     busy = attempt.migration or job.resuming or attempt.retired or attempt.survivors.steps
     # Without this a rank that died would fail one migration back after the other, until its peers have reported.
     died = any(rank.end is not None for rank in attempt.ranks.values())
-    return None if busy or died or job.step < 1 else attempt
+    return None if busy or died or job.progress.step < 1 else attempt
 
 
 def fail(job: Job, trial: Trial, why: str, now_s: float, is_refused: bool = False) -> None:
@@ -48,15 +48,15 @@ def fail(job: Job, trial: Trial, why: str, now_s: float, is_refused: bool = Fals
 
 def move_for(job: Job, attempt: Attempt, plan: Plan, hosts: Mapping[HostId, Host], reason: str) -> Move | str:
     """Migration of the job to `plan` on devices that it holds, or the reason why there is none."""
-    if job.shape is None:
+    if job.inspection.shape is None:
         return "its model has not been inspected"
     mine = held(attempt, hosts)
     if plan.ranks > len(mine):
         return f"{plan} needs {plan.ranks} devices, the job holds {len(mine)}"
     chosen = pack(mine, plan.ranks)
     memory_bytes = min(d.memory_bytes for d in chosen)
-    shape = ModelShape.from_dict(job.shape)
-    answer = choose(shape, plan.ranks, chosen[0].kind, memory_bytes, plan, job.bounds)
+    shape = ModelShape.from_dict(job.inspection.shape)
+    answer = choose(shape, plan.ranks, chosen[0].kind, memory_bytes, plan, job.failures.bounds)
     if not isinstance(answer, ChosenPlan):
         return answer.reason
     where = place_on(job, chosen)
@@ -66,7 +66,7 @@ def move_for(job: Job, attempt: Attempt, plan: Plan, hosts: Mapping[HostId, Host
 def best_plan(job: Job, attempt: Attempt, state: State) -> Plan | None:
     """Fastest known plan on all devices that the job holds; None: the current one, or they are of several types."""
     mine = held(attempt, state.hosts)
-    table = state.performance_tables.get(job.model)
+    table = state.performance_tables.get(job.inspection.model)
     if table is None or attempt.plan is None or len({device.name for device in mine}) != 1:
         return None  # the pass places jobs on mixed devices
     shape = ledger.shape_of(mine)

@@ -50,7 +50,7 @@ def assign(
         return None
     if len({needs(one.forecast.job, one.offer) for one in started}) > 1:
         return None  # the hosts' cores and memory were counted for them as they are
-    performance_tables = [view.performance_tables[one.forecast.job.model] for one in started]
+    performance_tables = [view.performance_tables[one.forecast.job.inspection.model] for one in started]
     rates = np.array(
         [
             [_rate(table, one.offer, device.name) for device in devices]

@@ -83,7 +83,7 @@ class Cores:
         found: dict[int, _Holder] = {}
         for number, start in enumerate(proposal.starts):
             job = self._view.jobs[start.job]
-            table = self._view.performance_tables.get(job.model) if job.model else None
+            table = self._view.performance_tables.get(job.inspection.model) if job.inspection.model else None
             if start.plan is None or table is None or not table.cores_matter:
                 continue
             devices = held(self._view.hosts, ((place.host, place.device) for place in start.ranks))

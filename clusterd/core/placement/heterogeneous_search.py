@@ -88,7 +88,7 @@ class HeterogeneousEstimates:
         self, table: PerformanceTable, job: Job, known: Known, types: tuple[str, ...], plan: Plan, there: Inventory
     ) -> Estimate | None:
         """The plan with the best shares that fit the memory; None: there are none."""
-        mine = self._of(job.model, table)
+        mine = self._of(job.inspection.model, table)
         key = (known.shape, types, plan)
         if key not in mine.blends:
             mine.blends[key] = self._blended(table, job, known, types, plan, there)
@@ -116,9 +116,9 @@ class HeterogeneousEstimates:
         return replace(found, device_bytes=int(needs))
 
     def _memory_of(self, table: PerformanceTable, job: Job, plan: Plan, kind: str) -> _Memory:
-        known = self._of(job.model, table).memory
+        known = self._of(job.inspection.model, table).memory
         if (plan, kind) not in known:
-            shape = ModelShape.from_dict(job.shape or {})
+            shape = ModelShape.from_dict(job.inspection.shape or {})
             batch = plan.dp * plan.accumulation
             one, two = (
                 memory_of(plan, shape, global_batch=samples * batch, kind=kind).device_bytes for samples in (1, 2)
@@ -183,7 +183,7 @@ class HeterogeneousSearch:
             accept: what else must be true of an offer.
             limits: devices of each type, at most; default: what is free.
         """
-        table = self.view.performance_tables[forecast.job.model]
+        table = self.view.performance_tables[forecast.job.inspection.model]
         wanted, there = forecast.job.spec.resources, self.there
         held, own = per_host(forecast.devices), {d.id for d in forecast.devices}
         best: Found | None = None
@@ -197,7 +197,7 @@ class HeterogeneousSearch:
                 continue
             shapes = [
                 (cost(k.fastest_s, k.devices), k)
-                for k in self.estimates.shapes(forecast.job.model, table, types)
+                for k in self.estimates.shapes(forecast.job.inspection.model, table, types)
                 if k.devices <= most
             ]
             for bound, known in sorted(shapes, key=lambda item: item[0]):
@@ -234,7 +234,7 @@ class HeterogeneousSearch:
         types = _cover(known, free, limits)
         if types is None:
             return None
-        table = self.view.performance_tables[job.model]
+        table = self.view.performance_tables[job.inspection.model]
         best: Estimate | None = None
         for plan, alone in known.plans.items():
             if not all(name in alone for name in types):

@@ -86,7 +86,9 @@ class Sampling(Rounds):
         rates = np.array([[speed.get(name, 0.0) for name in names] for speed in speeds])
         if np.any(rates.max(axis=1) <= 0):
             return None
-        work = np.array([likely_steps_left(j) * view.performance_tables[j.model].global_batch for j in served])
+        work = np.array(
+            [likely_steps_left(j) * view.performance_tables[j.inspection.model].global_batch for j in served]
+        )
         owners = match(work, rates, samples=CATEGORIES, seed=int(view.now_s))
         score = 0.0
         found: Division = []
@@ -171,7 +173,9 @@ class Sampling(Rounds):
         allowed = self._allowed(job)
         for types in search.groups.values():
             free = search.free(job, types)
-            for known in self._estimates.shapes(job.model, view.performance_tables[job.model], types):
+            for known in self._estimates.shapes(
+                job.inspection.model, view.performance_tables[job.inspection.model], types
+            ):
                 if known.devices <= share and known.fastest_s < under_s:
                     offer = search.lay(job, known, free, limits, lambda x: allowed(x.plan))
                     if offer is not None and offer.step_time_s < under_s:
@@ -188,7 +192,7 @@ class Sampling(Rounds):
         """Samples per second of one device of each type, among as few as the job runs on there."""
         candidates = self.candidates(job, view)
         assert candidates is not None, "only managed jobs are asked"
-        batch = view.performance_tables[job.model].global_batch
+        batch = view.performance_tables[job.inspection.model].global_batch
         return {
             name: batch / (sizes[least][0].step_time_s * least)
             for name, sizes in candidates.sizes.items()
@@ -202,7 +206,9 @@ class Sampling(Rounds):
         for job in jobs:
             if job.attempt is None or job.attempt.plan is None:
                 return None
-            now = believed(view.performance_tables[job.model], job.attempt.plan, of_ranks(view.hosts, job.attempt))
+            now = believed(
+                view.performance_tables[job.inspection.model], job.attempt.plan, of_ranks(view.hosts, job.attempt)
+            )
             if now is None or any(capacity.left.get(name, 0) < count for name, count in now.by_type.items()):
                 return None
             capacity.take(now)

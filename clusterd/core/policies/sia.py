@@ -69,7 +69,7 @@ class Sia(Rounds):
 
     def _restart_factor(self, job: Job, view: View) -> float:
         """Restart factor: age less restarts, over age plus one restart (as in Pollux and Sia)."""
-        cost_s = view.move_costs_s.get(job.model, max(view.move_costs_s.values(), default=30.0))
+        cost_s = view.move_costs_s.get(job.inspection.model, max(view.move_costs_s.values(), default=30.0))
         age_s = executed_s(job, view.now_s)
         made = len(job.plan_changes) + max(len(job.attempts) - 1, 0)
         if age_s + cost_s <= 0:

@@ -89,16 +89,16 @@ def find_checkpoint(state: State, spec: JobSpec, user: str, is_operator: bool) -
     continued = replace(spec, continues=job.spec.continues or job.id)
     if spec.kind is JobKind.CHECKPOINTABLE:  # its script finds what it saved by itself
         return replace(continued, restore=None)
-    steps = spec.steps or (job.shape or {}).get("steps", 0)
-    if spec.snapshot == job.spec.snapshot and steps and steps <= job.step:
+    steps = spec.steps or (job.inspection.shape or {}).get("steps", 0)
+    if spec.snapshot == job.spec.snapshot and steps and steps <= job.progress.step:
         more = f"clusterd resume {job.id} --steps {2 * steps}"
-        raise ClusterError(f"{label} has done all of its {job.step} steps: {more}")
-    if job.checkpoint is None or (job.state is JobState.FINISHED and job.checkpoint_step < job.step):
+        raise ClusterError(f"{label} has done all of its {job.progress.step} steps: {more}")
+    if job.checkpoint.path is None or (job.state is JobState.FINISHED and job.checkpoint.step < job.progress.step):
         raise ClusterError(
             f"{label} has left no checkpoint: {job.reason}. A job saves at its time limit and when it is cancelled; "
             "with [checkpoints] directory in its file, also at its end"
         )
-    return replace(continued, restore=job.checkpoint, restore_step=job.checkpoint_step)
+    return replace(continued, restore=job.checkpoint.path, restore_step=job.checkpoint.step)
 
 
 def refuse_other_array(state: State, array: ArrayTask, user: str) -> None:

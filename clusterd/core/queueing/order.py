@@ -63,7 +63,7 @@ def order(
     }
     service = {job.id: attained_s(job, view.now_s) for job in queued}
     by_service = ranks(service)
-    foreseeable = [job for job in queued if job.id in known and job.predictable is not False]
+    foreseeable = [job for job in queued if job.id in known and job.progress.predictable is not False]
     gains = {job.id: -1.0 / known[job.id].work_s for job in foreseeable}
     by_gain = ranks(gains)
     tenants = view.quotas.over_share(queued)

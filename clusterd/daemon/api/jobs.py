@@ -221,7 +221,7 @@ class JobVerbs:
         """Everything about one job."""
         known = admission.find_job(self._state, job, peer.user)
         return rows.JobDetail(
-            **self._placed(known), spec=projection.spec_row(known.spec), shape=known.shape,
+            **self._placed(known), spec=projection.spec_row(known.spec), shape=known.inspection.shape,
             attempts=tuple(projection.attempt_row(a) for a in known.attempts),
             decisions=await self._decisions(known.id),
         )  # fmt: skip

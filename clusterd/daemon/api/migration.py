@@ -162,7 +162,7 @@ class MigrationVerbs:
         assert attempt is not None
         devices = {place.device for place in move.ranks}
         crowded = memory_conflict(self._state.hosts, job, attempt, move.plan, devices)
-        restart_s = self._state.restart_costs_s.get(job.model)
+        restart_s = self._state.restart_costs_s.get(job.inspection.model)
         return await anyio.to_thread.run_sync(predict_cost, job, move, crowded, restart_s)
 
     async def checkpoint(self, peer: Peer, job: str, path: str) -> rows.CheckpointWritten:
@@ -242,8 +242,8 @@ def predict_cost(
         restart_s: what that took before.
     """
     attempt = job.attempt
-    assert attempt is not None and attempt.plan is not None and job.shape is not None
-    shape = ModelShape.from_dict(job.shape)
+    assert attempt is not None and attempt.plan is not None and job.inspection.shape is not None
+    shape = ModelShape.from_dict(job.inspection.shape)
     if crowded is not None:
         local, network, seconds = shape.state_bytes, 0, restart_s or RESTART_S
     else:

@@ -96,7 +96,7 @@ class PerformanceVerbs:
         if over not in (*RESOURCES, "types"):
             raise UsageError(f"over is {over!r}; it must be types, or one of {', '.join(RESOURCES)}")
         on_each, row = await self._of(job, peer.user)
-        phases = await self._learned.phases(row.model, on_each[0].devices.name)
+        phases = await self._learned.phases(row.inspection.model, on_each[0].devices.name)
         return await anyio.to_thread.run_sync(partial(self._profile, on_each, row, html, over, phases))
 
     def _profile(
@@ -114,12 +114,12 @@ class PerformanceVerbs:
         curve = Curve("", on_types(on_each, count)) if by_type else resource_curve(known, over, count)
         newest = {o.row: o.step_time_s for o in known.online.observations}
         lines = report.lines(known.online.fit, list(newest), list(newest.values()), phases)
-        title = f"{job.spec.name} (model {job.model}) on {known.devices.name}"
+        title = f"{job.spec.name} (model {job.inspection.model}) on {known.devices.name}"
         fit, page = known.online.fit, None if by_type else curve
         return rows.Profile(
             job=job.id,
             name=job.spec.name,
-            model=job.model,
+            model=job.inspection.model,
             device_type=known.devices.name,
             known=_known_in_words(known),
             noise=fit.noise,
@@ -222,14 +222,14 @@ class PerformanceVerbs:
 
     async def _of(self, text: str, user: str) -> tuple[list[Knowledge], Job]:
         """Knowledge about a job's model by device type: the type it runs on first, else the most measured."""
-        by_model = [j for j in self._state.jobs.values() if text and j.model == text]
+        by_model = [j for j in self._state.jobs.values() if text and j.inspection.model == text]
         job = by_model[-1] if by_model else admission.find_job(self._state, text, user)
-        if not job.model or job.shape is None:
+        if not job.inspection.model or job.inspection.shape is None:
             raise ClusterError(
                 f"nothing is known of the speed of {job.spec.name}: "
                 + ("its model is being learned" if job.spec.kind == "elastic" else f"it is a {job.spec.kind.value} job")
             )
-        found = await self._learned.on_each(job.model, ModelShape.from_dict(job.shape))
+        found = await self._learned.on_each(job.inspection.model, ModelShape.from_dict(job.inspection.shape))
         if not found:
             raise ClusterError("no host with devices is connected (clusterd host ls)")
         if job.attempt is not None:

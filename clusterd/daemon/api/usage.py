@@ -112,7 +112,7 @@ def _waits(jobs: Iterable[_Counted], since_s: float) -> dict[str, list[float]]:
 
 def _group_of(job: Job, by: str) -> str:
     if by == "model":
-        return job.model[:12] or job.spec.name
+        return job.inspection.model[:12] or job.spec.name
     if by == "job":
         return f"{job.spec.name} ({job.id})"
     return job.spec.user if by == "user" else job.spec.tenant or "(none)"

@@ -141,16 +141,16 @@ class LaunchRequests:
             return spec.snapshot_every or 0
         state = self._engine.scheduler.state
         up = [h.facts.memory_bytes for h in state.hosts.values() if h.unusable is None and h.facts is not None]
-        shape = state.jobs[JobId(job)].shape if JobId(job) in state.jobs else None
+        shape = state.jobs[JobId(job)].inspection.shape if JobId(job) in state.jobs else None
         if not up or shape is None:
             return 0
         copies = 2 if len(up) == 1 else 4  # two take turns, and so do those that a second host has
         if copies * ModelShape.from_dict(shape).state_bytes > SNAPSHOT_MEMORY_SHARE * min(up):
             return 0
         known = state.jobs[JobId(job)]
-        table = state.performance_tables.get(known.model)
+        table = state.performance_tables.get(known.inspection.model)
         predicted = [x.step_time_s for x in table.estimates if x.plan == plan] if table is not None else []
-        step_s = known.step_time_s or min(predicted, default=SNAPSHOT_EVERY_S / SNAPSHOT_EVERY)
+        step_s = known.progress.step_time_s or min(predicted, default=SNAPSHOT_EVERY_S / SNAPSHOT_EVERY)
         return max(SNAPSHOT_EVERY, round(SNAPSHOT_EVERY_S / max(step_s, 1e-4)))
 
     def _booked(self, decision: d.LaunchAttempt) -> tuple[Mapping[HostId, int], Mapping[HostId, int]]:

@@ -197,7 +197,7 @@ class MigrationSaga:
     async def _describe(self) -> MigrationRequest:
         """Description from which every rank computes the same copy plan."""
         job = self._engine.scheduler.state.jobs[self.decision.job]
-        shape = job.shape
+        shape = job.inspection.shape
         assert shape is not None
         fabric: dict[str, Address] = {}
         for host in self.all_hosts:
@@ -265,7 +265,7 @@ class MigrationSaga:
     @property
     def _steps_s(self) -> float:
         job = self._engine.scheduler.state.jobs[self.decision.job]
-        return STEPS_AWAITED * (job.step_time_s or 0.0)
+        return STEPS_AWAITED * (job.progress.step_time_s or 0.0)
 
     @property
     def _account(self) -> str:

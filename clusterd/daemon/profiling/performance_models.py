@@ -81,7 +81,7 @@ class PerformanceModels:
         names = {d.name for d in trials.held(attempt, self._state.hosts)}
         if len(names) != 1:
             return None
-        return self._known.get((job.model, names.pop(), self._environment(job.model)))
+        return self._known.get((job.inspection.model, names.pop(), self._environment(job.inspection.model)))
 
     def has_steps_of(self, model: str) -> bool:
         """True if steps of this model were ever measured."""
@@ -90,7 +90,7 @@ class PerformanceModels:
     def key(self, job: Job, device_type: str, counts: Sequence[int]) -> Key:
         """Key for measurements of this job with the given number of devices on each host."""
         link = self._link(device_type) if len(counts) > 1 else ""
-        return Key(job.model, device_type, _environment(job), link)
+        return Key(job.inspection.model, device_type, _environment(job), link)
 
     async def on_each(self, model: str, shape: ModelShape) -> list[Knowledge]:
         """Knowledge of a model on each type of device, most measurements first."""
@@ -175,7 +175,9 @@ class PerformanceModels:
         """Publish new tables for the shapes of the changed cluster, and those that a reset made stale."""
         now = types_of(self._state)
         self._known = {key: known for key, known in self._known.items() if now.get(key[1]) == known.devices}
-        models = {job.model for job in self._state.jobs.values() if job.model and not job.state.is_final}
+        models = {
+            job.inspection.model for job in self._state.jobs.values() if job.inspection.model and not job.state.is_final
+        }
         stale, self._stale = self._stale, set()
         for model in sorted(models | stale):
             why = "what was measured changed" if model in stale else "the cluster's devices changed"
@@ -191,10 +193,10 @@ class PerformanceModels:
 
     async def publish(self, model: str, why: str) -> None:
         """Post a new table of the model to the core."""
-        jobs = [j for j in self._state.jobs.values() if j.model == model and j.shape is not None]
+        jobs = [j for j in self._state.jobs.values() if j.inspection.model == model and j.inspection.shape is not None]
         if not jobs:
             return
-        shape = ModelShape.from_dict(jobs[-1].shape or {})
+        shape = ModelShape.from_dict(jobs[-1].inspection.shape or {})
         always = {evenly(a.plan) for j in jobs for a in j.attempts[-1:] if a.plan is not None}
         always |= {j.spec.resources.plan for j in jobs if j.spec.resources.plan is not None}
         forgot = self._forgot
@@ -238,7 +240,7 @@ class PerformanceModels:
         self._stale = {model for model in self._stale if model in models}
 
     def _alive(self, model: str) -> Iterator[Job]:
-        return (job for job in self._state.jobs.values() if job.model == model and not job.state.is_final)
+        return (job for job in self._state.jobs.values() if job.inspection.model == model and not job.state.is_final)
 
     async def _on(self, model: str, shape: ModelShape, devices: DeviceType) -> Knowledge:
         key = (model, devices.name, self._environment(model))
@@ -271,7 +273,11 @@ class PerformanceModels:
     def _environment(self, model: str) -> str:
         """Software of the newest job of a model; the next job likely uses it too."""
         if model not in self._software:  # cached: needed for every reported step
-            newest = (j for j in reversed(self._state.jobs.values()) if j.model == model and j.shape is not None)
+            newest = (
+                j
+                for j in reversed(self._state.jobs.values())
+                if j.inspection.model == model and j.inspection.shape is not None
+            )
             self._software[model] = next((_environment(job) for job in newest), "")
         return self._software[model]
 
@@ -307,7 +313,7 @@ class PerformanceModels:
 
 
 def _environment(job: Job) -> str:
-    return str((job.shape or {}).get("environment", ""))
+    return str((job.inspection.shape or {}).get("environment", ""))
 
 
 def types_of(state: State) -> dict[str, DeviceType]:

@@ -128,7 +128,7 @@ class Profiler:
         self._put(self._devices_changed)
 
     async def _forget_models(self) -> None:
-        self._models.forget_others({job.model for job in self._state.jobs.values()})
+        self._models.forget_others({job.inspection.model for job in self._state.jobs.values()})
 
     def _put(self, work: Any) -> None:
         self._inbox[work] = None
@@ -176,7 +176,7 @@ class Profiler:
         job = self._state.jobs.get(JobId(report.job))
         attempt = job.attempt if job is not None else None
         which = (report.attempt, report.generation)
-        if job is None or attempt is None or not job.model or (attempt.number, attempt.generation) != which:
+        if job is None or attempt is None or not job.inspection.model or (attempt.number, attempt.generation) != which:
             return
         await self._forecast(job, report)
         run = self._runs.get(job.id)
@@ -211,7 +211,7 @@ class Profiler:
         """Update the forecast of the job's last step from its losses."""
         forecast = self._forecasts.get(job.id)
         if forecast is None:
-            known = self._models.has_steps_of(job.model)
+            known = self._models.has_steps_of(job.inspection.model)
             forecast = self._forecasts[job.id] = LossForecast(await self._classifier.at_submission(job, known))
         forecast.add(report.step, report.loss)
         if not forecast.is_due:
@@ -246,7 +246,7 @@ class Profiler:
                 predicted_s=float(predicted),
             )
         )
-        await self._models.publish(job.model, f"{attempt.plan} was tried: {seconds:.3g} s a step")
+        await self._models.publish(job.inspection.model, f"{attempt.plan} was tried: {seconds:.3g} s a step")
 
     def _row(self, attempt: Attempt, known: Knowledge) -> Row:
         """Row of the attempt's plan and allocation, with its cores."""
@@ -265,7 +265,7 @@ class Profiler:
         row = known.row(plan, shape)
         key = self._models.key(job, known.devices.name, shape)
         await self._models.keep(Measurement(key, row, 0.0, kind="out-of-memory", at_s=time.time()))
-        await self._models.publish(job.model, f"{plan} ran out of memory")
+        await self._models.publish(job.inspection.model, f"{plan} ran out of memory")
 
     async def _observed(self, job: Job, attempt: Attempt, known: Knowledge, run: _Run) -> None:
         """Record steps of a job outside of trials."""
@@ -276,11 +276,11 @@ class Profiler:
         if not any(o.row == row for o in before.observations):
             await self._keep(job, known, row, median(times), len(times), run)
         drifted = known.online.drifts > before.drifts
-        stale = self._models.age_s(job.model) > REFRESH_S
+        stale = self._models.age_s(job.inspection.model) > REFRESH_S
         if drifted:
-            await self._models.publish(job.model, known.online.reasons[-1])
+            await self._models.publish(job.inspection.model, known.online.reasons[-1])
         elif stale and known.online.fit is not before.fit:
-            await self._models.publish(job.model, "more steps were measured")
+            await self._models.publish(job.inspection.model, "more steps were measured")
 
     async def _keep(self, job: Job, known: Knowledge, row: Any, seconds: float, steps: int, run: _Run) -> None:
         measurement = Measurement(

@@ -56,8 +56,8 @@ class SubmissionClassifier:
             probability = float(self._classifier.probability([record(job, bool(earlier))])[0])
             return Predictability.at_submission(probability, f"{self._jobs} ended jobs")
         submission = Submission(
-            submitted_before=any(j.step > 0 for j in earlier),
-            steps=int((job.shape or {}).get("steps") or 0),
+            submitted_before=any(j.progress.step > 0 for j in earlier),
+            steps=int((job.inspection.shape or {}).get("steps") or 0),
             target_loss=job.spec.target_loss,
             devices=max(job.spec.resources.devices, 1),
             known_model=known_model,
@@ -95,12 +95,12 @@ def ended_records(jobs: Iterable[Job]) -> list[JobRecord]:
 
 def record(job: Job, resubmitted: bool) -> JobRecord:
     """Record of a job: its features at submission, and when it was over if it is."""
-    shape = job.shape or {}
+    shape = job.inspection.shape or {}
     steps = shape.get("steps") or math.nan
     return JobRecord(
         name=job.spec.name,
         user=job.spec.user,
-        model=job.model,
+        model=job.inspection.model,
         size=float(job.spec.resources.devices),
         requested_s=job.spec.time_limit_s if job.spec.time_limit_s is not None else math.nan,
         actual_s=job.ended_s - job.submitted_s if job.ended_s is not None else math.nan,
@@ -119,7 +119,7 @@ def _did_as_expected(job: Job) -> bool:
     if job.state is not JobState.FINISHED:
         return False
     end_s = job.ended_s if job.ended_s is not None else job.submitted_s
-    steps = int((job.shape or {}).get("steps") or 0)
+    steps = int((job.inspection.shape or {}).get("steps") or 0)
     first = next((trial for trial in job.trials.finished if trial.step_time_s is not None), None)
     if steps and first is not None and first.step_time_s is not None and job.spec.target_loss is None:
         # In device-seconds, as the scheduler changes the number of devices.

@@ -63,9 +63,14 @@ class TrialSelection:
     async def look_at(self, job: Job) -> None:
         """Propose the next trial of one job, or report that there is none."""
         attempt = trials.ready(job)
-        if attempt is None or job.trials.current is not None or not job.model or job.spec.kind is not JobKind.ELASTIC:
+        if (
+            attempt is None
+            or job.trials.current is not None
+            or not job.inspection.model
+            or job.spec.kind is not JobKind.ELASTIC
+        ):
             return
-        if not job.step_time_s or (not job.trials.is_running and not self._may_begin(job)):
+        if not job.progress.step_time_s or (not job.trials.is_running and not self._may_begin(job)):
             return
         known = self._known_of(job, attempt)
         if known is None:
@@ -96,7 +101,7 @@ class TrialSelection:
         steps = SLOW_TRIAL_STEPS if choice.step_time_s > SLOW_STEP_S else TRIAL_STEPS
         # Short steps are measured for longer, so that a brief disturbance of a host is not taken for the plan's speed.
         steps = max(steps, min(round(TRIAL_S / choice.step_time_s), TRIAL_STEPS_MOST))
-        extra_s = (steps + WARM_UP_STEPS) * max(choice.step_time_s - job.step_time_s, 0.0)
+        extra_s = (steps + WARM_UP_STEPS) * max(choice.step_time_s - job.progress.step_time_s, 0.0)
         extra_s += self._restart_s(job) if restarts else self._move_s(job)
         self._spent_s[job.id] = self._spent_s.get(job.id, 0.0) + extra_s
         await self._engine.post(e.TrialProposed(at_s=time.time(), job=job.id, plan=choice.plan, steps=steps, why=why))
@@ -106,13 +111,13 @@ class TrialSelection:
         if job.pinned is not None or not self._trials or not job.spec.trials:
             return False
         others = [self._state.jobs[other] for other in self._state.active]
-        return all(not other.trials.is_running or other.model != job.model for other in others)
+        return all(not other.trials.is_running or other.inspection.model != job.inspection.model for other in others)
 
     def _is_worth_it(self, job: Job, move_s: float) -> bool:
-        left = (job.shape or {}).get("steps", 0) - job.step
-        left_s = left * (job.step_time_s or 0.0)
+        left = (job.inspection.shape or {}).get("steps", 0) - job.progress.step
+        left_s = left * (job.progress.step_time_s or 0.0)
         spent_s = self._spent_s.get(job.id, 0.0)
-        expected_s = (TRIAL_STEPS + WARM_UP_STEPS) * (job.step_time_s or 0.0) * 0.5 + move_s
+        expected_s = (TRIAL_STEPS + WARM_UP_STEPS) * (job.progress.step_time_s or 0.0) * 0.5 + move_s
         return bool(spent_s + expected_s <= SHARE * (left_s + spent_s))
 
     def _restarts(self, job: Job, attempt: Attempt) -> bool:
@@ -121,7 +126,7 @@ class TrialSelection:
         return memory_conflict(self._state.hosts, job, attempt, attempt.plan, attempt.devices) is not None
 
     def _restart_s(self, job: Job) -> float:
-        return self._state.restart_costs_s.get(job.model, RESTART_S)
+        return self._state.restart_costs_s.get(job.inspection.model, RESTART_S)
 
     def _move_s(self, job: Job) -> float:
         took = [m.downtime_s for m in job.migrations if m.downtime_s is not None]
@@ -130,4 +135,4 @@ class TrialSelection:
     def _note_refused(self, job: Job, known: Knowledge) -> None:
         """Exclude plans that cannot run; trials that were only interrupted may be repeated."""
         known.refused.update(trial.plan for trial in job.trials.finished if trial.is_refused)
-        known.refused.update(plan for plan, _ in job.rejected_plans)
+        known.refused.update(plan for plan, _ in job.failures.bounds.rejected)

@@ -68,7 +68,7 @@ class GavelFifo:
         """Add the device time of the last round, in whole steps."""
         for name, before in self._round.items():
             if name in jobs:
-                self._got_s[name] += (jobs[name].step - before) * candidates_cache[name][self._types[name]][
+                self._got_s[name] += (jobs[name].progress.step - before) * candidates_cache[name][self._types[name]][
                     0
                 ].step_time_s
         for name in jobs:
@@ -130,7 +130,7 @@ class GavelFifo:
             count = candidates_cache[name][kind][0].devices
             if count <= left[kind]:
                 left[kind] -= count
-                self._round[name] = jobs[name].step
+                self._round[name] = jobs[name].progress.step
 
 
 def devices_of(view: View) -> dict[str, int]:

@@ -102,8 +102,8 @@ class _ByEpochs(Optimus):
 
     def left(self, job: Job) -> float:
         steps = super().left(job)
-        assert job.shape is not None, "simulated models are described"
-        epoch = float(job.shape["samples"]) / float(job.shape["global_batch"])
+        assert job.inspection.shape is not None, "simulated models are described"
+        epoch = float(job.inspection.shape["samples"]) / float(job.inspection.shape["global_batch"])
         return max((math.ceil(steps / epoch - 1e-9) - 1) * epoch, 1.0)
 
 

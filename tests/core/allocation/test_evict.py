@@ -13,7 +13,7 @@ from tests.core.lifecycle.test_trials import SHAPE, move, progress, running
 def settled(lab: Lab, job: JobId) -> None:
     """A pass a while later, with nothing under way."""
     lab.now_s += 60.0
-    progress(lab, job, lab.scheduler.state.jobs[job].step + 1)
+    progress(lab, job, lab.scheduler.state.jobs[job].progress.step + 1)
 
 
 def test_a_command_is_made_room_for_on_one_host(lab: Lab) -> None:

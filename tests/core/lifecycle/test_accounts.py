@@ -35,7 +35,7 @@ def test_a_host_is_offered_once_its_owner_s_agent_answers(lab_with_two_hosts: La
     own, _ = lab.submit()
     assert (lab.state(job), lab.state(own)) == ("queued", "starting")
     refuse(lab, "a", "ann", "ann has no login on a")
-    assert lab.scheduler.state.jobs[job].excluded_hosts == {
+    assert lab.scheduler.state.jobs[job].failures.excluded_hosts == {
         "a": "ann has no login on a",
         "b": "the agent of ann is not connected yet",
     }
@@ -54,7 +54,7 @@ def test_a_login_survives_what_admits_a_host_again(lab_with_two_hosts: Lab) -> N
     lab.tell(e.HostUndrained(**lab.at(), host=HostId("b"), by="op"))
     lab.host("c", gpus=4)
     assert lab.state(job) == "queued"
-    assert set(lab.scheduler.state.jobs[job].excluded_hosts) == {"a", "b", "c"}
+    assert set(lab.scheduler.state.jobs[job].failures.excluded_hosts) == {"a", "b", "c"}
 
 
 def test_reports_settle_the_attempts_of_their_account_alone(lab: Lab) -> None:

@@ -107,7 +107,7 @@ def test_a_record_is_no_news_to_the_state_that_it_is_of(lab: Lab) -> None:
     lab.run(job)
     lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=1, step=7, loss=1.0, step_time_s=1.0))
     connect(lab, "a", report(known), adopted=(known,))
-    assert lab.scheduler.state.jobs[job].step == 7
+    assert lab.scheduler.state.jobs[job].progress.step == 7
 
 
 def test_a_job_of_two_hosts_of_which_one_is_no_member_waits_for_it(lab_with_two_hosts: Lab) -> None:

@@ -11,6 +11,7 @@ import pytest
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.performance_table import Estimate, PerformanceTable
+from clusterd.core.state import NO_BOUNDS
 from clusterd.plans.memory import estimate
 from clusterd.plans.plan import Plan
 from clusterd.types import JobId, JobKind, JobSpec, RankEnd, Reason, Resources
@@ -76,7 +77,7 @@ def test_a_policy_offers_nothing_that_needs_as_much(lab: Lab, room: bool) -> Non
         return Estimate(**which, step_time_s=seconds, lower_s=seconds, upper_s=seconds)
 
     if room:
-        lab.scheduler.state.jobs[job].memory_cap_bytes = None
+        lab.scheduler.state.jobs[job].failures.bounds = NO_BOUNDS
     lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=2, step=5, loss=1.0, step_time_s=10.0))
     lab.now_s += 500
     table = PerformanceTable((row(Plan(dp=4), 1.0), row(small, 10.0)), global_batch=MODEL.global_batch, measured=7)
@@ -141,7 +142,7 @@ def test_a_large_job_with_long_steps_has_time_to_leave_its_state(lab: Lab) -> No
     """Regression: the job was killed after a minute, in the middle of the copy, and steps were lost."""
     job, at = submitted(lab, Plan(dp=2), 2), {"attempt": 1}
     lab.tell(e.AttemptProgressed(**lab.at(), job=job, **at, step=500, loss=1.0, step_time_s=60.0))
-    lab.scheduler.state.jobs[job].needs_exclusive_memory = True
+    lab.scheduler.state.jobs[job].failures.needs_exclusive_memory = True
     decided = lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2, checkpointing=True), by="ann"))
     stop = d.StopAttempt.match(decided, job=job)
     assert stop is not None

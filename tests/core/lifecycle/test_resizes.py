@@ -52,7 +52,7 @@ def test_another_size_is_a_stop_a_save_and_a_start(lab: Lab) -> None:
     decided = stopped_in_good_order(lab, job)
     launch = d.LaunchAttempt.match(decided, job=job)
     assert launch is not None and (launch.plan, launch.attempt) == (Plan(dp=2), 2)
-    assert lab.scheduler.state.jobs[job].failures == 0
+    assert lab.scheduler.state.jobs[job].failures.of_job == 0
     requeued = d.RequeueJob.match(decided, job=job)
     assert requeued is not None and "what it saved" in requeued.reason
 
@@ -149,7 +149,7 @@ def test_old_news_does_not_set_a_job_back(lab: Lab) -> None:
     attempt = lab.attempt(job).number
     for step in (7, 5):
         lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=attempt, step=step, loss=1.0, step_time_s=0.1))
-    assert lab.scheduler.state.jobs[job].step == 7
+    assert lab.scheduler.state.jobs[job].progress.step == 7
 
 
 def test_checkpoints_by_the_clock_take_turns_and_wait_for_progress(lab: Lab) -> None:

@@ -51,7 +51,11 @@ def test_a_cancelled_job_saves_and_is_continued() -> None:
     lab.jobs += 1
     second = JobId(str(lab.jobs))
     lab.tell(e.JobSubmitted(**lab.at(), job=second, spec=spec))
-    lab.tell(e.ModelDescribed(**lab.at(), job=second, shape={**lab.scheduler.state.jobs[job].shape, "steps": 2000}))
+    lab.tell(
+        e.ModelDescribed(
+            **lab.at(), job=second, shape={**lab.scheduler.state.jobs[job].inspection.shape, "steps": 2000}
+        )
+    )
     launch = d.LaunchAttempt.match(lab.decisions, job=second)
     assert launch is not None and launch.restore == "a:/attempts/checkpoint"
     with pytest.raises(UsageError, match="is a command: it saves nothing"):

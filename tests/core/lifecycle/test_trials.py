@@ -208,7 +208,7 @@ def test_a_trial_of_a_job_whose_model_is_unknown_fails_with_that_reason(lab_with
     """Regression: the shape was missing in an older state, and the scheduler raised an exception."""
     lab = lab_with_two_hosts
     job = running(lab)
-    lab.scheduler.state.jobs[job].shape = None
+    lab.scheduler.state.jobs[job].inspection.shape = None
     propose(lab, job, Plan(dp=2))
     (trial,) = lab.scheduler.state.jobs[job].trials.finished
     assert (trial.state, trial.failure) == (TrialState.FAILED, "its model has not been inspected")

@@ -47,7 +47,7 @@ def test_a_job_that_a_host_cannot_start_goes_to_another_at_once() -> None:
     assert second != first
     refuse(lab, job)
     assert place_of(lab, job) not in (first, second)
-    assert lab.scheduler.state.jobs[job].consecutive_losses == 0
+    assert lab.scheduler.state.jobs[job].failures.of_hosts == 0
 
 
 def test_what_no_host_can_start_fails_at_once_with_the_reason() -> None:
@@ -66,7 +66,7 @@ def test_what_may_be_over_soon_is_tried_again() -> None:
     refuse(lab, job, "no space left", is_permanent=False)
     refuse(lab, job, "no space left", is_permanent=False)
     assert lab.scheduler.state.jobs[job].state is JobState.QUEUED
-    assert lab.scheduler.state.jobs[job].consecutive_losses == 2
+    assert lab.scheduler.state.jobs[job].failures.of_hosts == 2
 
 
 def test_who_needs_all_hosts_keeps_trying_them() -> None:
@@ -77,8 +77,8 @@ def test_who_needs_all_hosts_keeps_trying_them() -> None:
     lab.tell(e.ModelDescribed(**lab.at(), job=job, shape=shape))
     assert len(lab.attempt(job).hosts) == 2
     refuse(lab, job, is_permanent=False)
-    assert lab.scheduler.state.jobs[job].excluded_hosts == {}
-    assert lab.scheduler.state.jobs[job].consecutive_losses == 1
+    assert lab.scheduler.state.jobs[job].failures.excluded_hosts == {}
+    assert lab.scheduler.state.jobs[job].failures.of_hosts == 1
 
 
 def test_a_host_that_was_mended_is_tried_again() -> None:
@@ -86,10 +86,10 @@ def test_a_host_that_was_mended_is_tried_again() -> None:
     job, _ = lab.submit()
     first = place_of(lab, job)
     refuse(lab, job)
-    assert lab.scheduler.state.jobs[job].excluded_hosts == {first: MISSING}
+    assert lab.scheduler.state.jobs[job].failures.excluded_hosts == {first: MISSING}
     lab.tell(e.HostDrained(**lab.at(), host=first, by="", why=""))
     lab.tell(e.HostUndrained(**lab.at(), host=first))
-    assert lab.scheduler.state.jobs[job].excluded_hosts == {}
+    assert lab.scheduler.state.jobs[job].failures.excluded_hosts == {}
 
 
 FAULT = RankEnd(reason=Reason.DEVICE_FAULT, exit_code=93, message="the GPU failed: uncorrectable ECC error")

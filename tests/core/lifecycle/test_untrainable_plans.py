@@ -122,7 +122,7 @@ def test_a_pin_to_such_plans_is_over_when_it_has_been_tried(lab: Lab) -> None:
     """One that is like a refused plan is its user's to try, once."""
     job = running_on_one(lab)
     state = lab.scheduler.state.jobs[job]
-    state.reject_plan(Plan(dp=2), "it writes")
+    state.failures.reject_plan(Plan(dp=2), "it writes")
     state.pinned = Plan(dp=4)
     lab.exit(job, rank=0, end=RankEnd(reason=Reason.LOST))
     lab.stopped(job)

@@ -392,14 +392,14 @@ def test_shares_stay_within_each_types_memory() -> None:
     table = PerformanceTable((), 16, measured=7, beyond=estimates)
     spec = JobSpec(name="net", kind=JobKind.ELASTIC, command=("x",), resources=Resources())
     job = Job(JobId("1"), spec, priority=0, submitted_s=0.0, queued_s=0.0)
-    job.shape = model.to_dict()
+    job.inspection.shape = model.to_dict()
     for fast_bytes, shares in ((80 * GIB, (12, 4)), (12 * GIB, (10, 6)), (4 * GIB, None)):
         there = Inventory(
             {"fast": 1, "slow": 1}, {"fast": "cuda", "slow": "cuda"}, {"fast": fast_bytes, "slow": 10 * GIB}
         )
         mixtures = HeterogeneousEstimates()
         mixtures.on(there)
-        (known,) = mixtures.shapes(job.model, table, ("fast", "slow"))
+        (known,) = mixtures.shapes(job.inspection.model, table, ("fast", "slow"))
         found = mixtures.predict_heterogeneous(table, job, known, ("fast", "slow"), plan, there)
         assert (found.plan.shares if found is not None else None) == shares
         if found is not None:

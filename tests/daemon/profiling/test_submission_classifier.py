@@ -36,7 +36,7 @@ def ended(number: int, state: JobState, user: str = "ada", run_s: float = 100.0,
     spec = {"kind": JobKind.ELASTIC, "command": ("train",), "resources": Resources(devices=1), **spec}
     job = Job(JobId(str(number)), JobSpec(name=f"job-{number}", user=user, **spec), 0, 1000.0 * number, 0.0)
     job.state, job.started_s, job.ended_s = state, job.submitted_s, job.submitted_s + run_s
-    job.shape = {"steps": 1000, "global_batch": 8}
+    job.inspection.shape = {"steps": 1000, "global_batch": 8}
     ranks = {0: Rank(RankPlace(rank=0, host=HostId("a"), device=DeviceId("a/0")))}
     job.attempts = [Attempt(job.id, 1, 1, Plan(dp=1), ranks, job.started_s, state=AttemptState.ENDED)]
     job.attempts[0].ended_s = job.ended_s
