@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from clusterd.core.booked import Booked
 from clusterd.core.host import Host
 from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.core.state import Attempt, Holder, Inspection, InspectionState, Job, Rank, State
@@ -232,10 +233,11 @@ def _add(state: State, situation: Situation, given: JobIn, where: dict[str, Host
         ranks[number] = Rank(RankPlace(rank=number, host=host, device=DeviceId(device)))
         state.holders[DeviceId(device)] = Holder(host, job_id, 1, 1)
     plan = _plan(given.current.plan, given.id, len(given.current.devices))
-    attempt = Attempt(job_id, 1, 1, plan, ranks, started_s=given.current.since_s, state=AttemptState.RUNNING)
-    for rank in ranks.values():
-        attempt.cores[rank.place.host] = attempt.cores.get(rank.place.host, 0) + 1
-    for host, count in attempt.cores.items():
+    cores = Counter(rank.place.host for rank in ranks.values())
+    attempt = Attempt(
+        job_id, 1, 1, plan, ranks, given.current.since_s, booked=Booked(cores), state=AttemptState.RUNNING
+    )
+    for host, count in cores.items():
         state.hosts[host].cores_used += count
     job.state, job.started_s = JobState.RUNNING, given.current.since_s
     job.attempts.append(attempt)

@@ -228,7 +228,8 @@ def attempt_row(attempt: Attempt) -> rows.Attempt:
         rows.Rank(rank=number, host=rank.place.host, device=rank.place.device, end=str(rank.end) if rank.end else None)
         for number, rank in sorted(attempt.ranks.items())
     )
-    return rows.row_of(rows.Attempt, attempt, plan=str(attempt.plan) if attempt.plan else None, ranks=ranks)
+    plan, cores = str(attempt.plan) if attempt.plan else None, dict(attempt.booked.cores)
+    return rows.row_of(rows.Attempt, attempt, plan=plan, cores=cores, why=attempt.stop.why, ranks=ranks)
 
 
 def host_row(state: State, host: Host, link: Row | None = None) -> rows.Host:
@@ -273,7 +274,7 @@ def may_still_run(state: State, host: Host) -> list[str]:
     """Attempts that ran on a host when it was lost, and whose end is unconfirmed."""
     if host.state is HostState.UP:
         return []
-    given_up = (a for job in state.jobs.values() for a in job.attempts if host.id in a.unconfirmed_hosts)
+    given_up = (a for job in state.jobs.values() for a in job.attempts if host.id in a.stop.unconfirmed_hosts)
     return [f"{state.jobs[a.job].spec.name} ({a.job}.{a.number})" for a in given_up]
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from clusterd.core import transitions
+from clusterd.core.booked import Booked
 from clusterd.core.state import Job, State
 from clusterd.types import AttemptState, HostState, JobState
 
@@ -38,7 +39,7 @@ def _holders(state: State) -> list[str]:
         for rank in attempt.ranks.values():
             place = rank.place
             held = place.device is None or job_id in state.jobs_on(place.device)
-            released = attempt.state is AttemptState.STOPPING and place.host not in attempt.pending
+            released = attempt.state is AttemptState.STOPPING and place.host not in attempt.stop.pending
             if not held and not released:
                 wrong.append(f"rank {place.rank} of {job_id} runs on {place.device} without a holder")
     return wrong
@@ -68,18 +69,15 @@ def _jobs(state: State) -> list[str]:
 def _bookings(state: State) -> list[str]:
     wrong: list[str] = []
     for host in state.hosts.values():
-        cores = memory = 0
+        booked: list[Booked] = []
         for attempt in state.attempts_on(host.id):
-            if attempt.state is not AttemptState.STOPPING or host.id in attempt.pending:
-                cores += attempt.cores.get(host.id, 0)
-                memory += attempt.memory_bytes.get(host.id, 0)
+            if attempt.state is not AttemptState.STOPPING or host.id in attempt.stop.pending:
+                booked.append(attempt.booked)
             if attempt.migration is not None:
-                cores += max(attempt.migration.cores.get(host.id, 0) - attempt.cores.get(host.id, 0), 0)
-                memory += max(attempt.migration.memory_bytes.get(host.id, 0) - attempt.memory_bytes.get(host.id, 0), 0)
-            for retired in attempt.retired.values():
-                if host.id in retired.pending:
-                    cores += retired.cores.get(host.id, 0)
-                    memory += retired.memory_bytes.get(host.id, 0)
+                booked.append(attempt.migration.booked.beyond(attempt.booked))
+            booked += [retired.booked for retired in attempt.retired.values() if host.id in retired.pending]
+        here = [each.on(host.id) for each in booked]
+        cores, memory = sum(cores for cores, _ in here), sum(memory for _, memory in here)
         if (cores, memory) != (host.cores_used, host.memory_used_bytes):
             wrong.append(f"{host.id} books {host.cores_used} cores, its attempts use {cores}")
         if host.state is HostState.UP and host.facts is None:

@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from clusterd.core.booked import NOTHING, Booked, Placement
 from clusterd.core.host import Host
 from clusterd.core.performance_table import Estimate
 from clusterd.core.state import Attempt, Job
 from clusterd.types import Device, DeviceId, HostId, RankPlace
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Place of each rank, and the cores and memory booked beside them."""
-
-    ranks: tuple[RankPlace, ...]
-    cores: dict[HostId, int]
-    memory_bytes: dict[HostId, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +59,7 @@ class Ledger:
                 self.hosts[host.id], self.devices[host.id] = host, {}
                 self.cores[host.id] = host.facts.cpu_cores - host.cores_used
                 self.memory_bytes[host.id] = host.facts.memory_bytes - host.memory_used_bytes
-                self.put((d for d in host.devices if d.id not in held), {}, {})
+                self.put(d for d in host.devices if d.id not in held)
 
     def copy(self) -> Ledger:
         """Ledger with the same free resources, to be changed without changing this one."""
@@ -81,14 +73,14 @@ class Ledger:
     def only(self, hosts: Container[HostId]) -> Ledger:
         """Copy with the free resources of these hosts alone."""
         found = self.copy()
-        found.take([d for d in self.all_devices() if d.host not in hosts], {}, {})
+        found.take([d for d in self.all_devices() if d.host not in hosts])
         found.hosts = {name: host for name, host in self.hosts.items() if name in hosts}
         return found
 
     def without(self, attempt: Attempt) -> Ledger:
         """Copy in which this attempt is over; unusable hosts stay out."""
         found = self.copy()
-        found.put(of_ranks(self.hosts, attempt), attempt.cores, attempt.memory_bytes)
+        found.put(of_ranks(self.hosts, attempt), attempt.booked)
         return found
 
     def on_host(self, name: HostId) -> HostFree:
@@ -106,35 +98,33 @@ class Ledger:
         """Number of free devices of all types."""
         return sum(self.count.values())
 
-    def put(self, devices: Iterable[Device], cores: Mapping[HostId, int], memory_bytes: Mapping[HostId, int]) -> None:
+    def put(self, devices: Iterable[Device], booked: Booked = NOTHING) -> None:
         """Add freed devices, cores and memory; devices of unusable hosts stay out."""
         for device in devices:
             if device.host in self.devices and not device.foreign:
                 self.devices[device.host].setdefault(device.name, {})[device.id] = device
                 self.count[device.name] = self.count.get(device.name, 0) + 1
-        for name, count in cores.items():
+        for name, count in booked.cores.items():
             if name in self.cores:
                 self.cores[name] += count
-                self.memory_bytes[name] += memory_bytes.get(name, 0)
+        for name, count in booked.memory_bytes.items():
+            if name in self.memory_bytes:
+                self.memory_bytes[name] += count
 
-    def take(self, devices: Iterable[Device], cores: Mapping[HostId, int], memory_bytes: Mapping[HostId, int]) -> None:
+    def take(self, devices: Iterable[Device], booked: Booked = NOTHING) -> None:
         """Remove granted devices, cores and memory."""
         for device in devices:
             here = self.devices.get(device.host, {}).get(device.name, {})
             if here.pop(device.id, None) is not None:
                 self.count[device.name] -= 1
-        for name, count in cores.items():
+        for name, count in booked.cores.items():
             if name in self.cores:
                 self.cores[name] -= count
-                self.memory_bytes[name] -= memory_bytes.get(name, 0)
+        for name, count in booked.memory_bytes.items():
+            if name in self.memory_bytes:
+                self.memory_bytes[name] -= count
 
-    def take_places(
-        self,
-        places: Iterable[RankPlace],
-        cores: Mapping[HostId, int],
-        memory_bytes: Mapping[HostId, int],
-        share: int = 1,
-    ) -> None:
+    def take_places(self, places: Iterable[RankPlace], booked: Booked, share: int = 1) -> None:
         """Remove the granted devices of these ranks, cores and memory.
 
         Args:
@@ -148,7 +138,7 @@ class Ledger:
             now = SharedDevice(some.device, some.jobs + 1, min(some.limit, share))
             if now.jobs < now.limit and not now.device.exclusive:
                 self.shared[now.device.id] = now
-        self.take(free, cores, memory_bytes)
+        self.take(free, booked)
 
     def part(self, devices: Sequence[Device]) -> Ledger:
         """Ledger of these devices alone, with unlimited cores and memory: the whole ledger has booked those."""
@@ -156,7 +146,7 @@ class Ledger:
         hosts = per_host(devices)
         found.hosts, found.devices = self.hosts, {host: {} for host in hosts}
         found.cores, found.memory_bytes = dict.fromkeys(hosts, 1 << 60), dict.fromkeys(hosts, 1 << 60)
-        found.put(devices, {}, {})
+        found.put(devices)
         return found
 
     def find(
@@ -223,7 +213,7 @@ def bind(job: Job, estimate: Estimate, devices: Iterable[Device]) -> Placement:
         ranks.append(RankPlace(rank=number, host=device.host, device=device.id))
         cores[device.host] = cores.get(device.host, 0) + max(each_cores, len(device.cores))
         memory_bytes[device.host] = memory_bytes.get(device.host, 0) + each_bytes
-    return Placement(tuple(ranks), cores, memory_bytes)
+    return Placement(tuple(ranks), Booked(cores, memory_bytes))
 
 
 def per_host(devices: Iterable[Device]) -> dict[HostId, int]:

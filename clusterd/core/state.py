@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 from clusterd.core import transitions
+from clusterd.core.booked import NOTHING, Booked
 from clusterd.core.host import Host
 from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.queue_order import Order
@@ -167,8 +168,7 @@ class PlanChange:
     old_plan: Plan
     reason: str
     started_s: float
-    cores: dict[HostId, int] = field(default_factory=dict)  # of the target ranks, in all
-    memory_bytes: dict[HostId, int] = field(default_factory=dict)
+    booked: Booked = NOTHING  # for the target ranks, in all
     phases: list[tuple[str, float, str]] = field(default_factory=list)  # name, seconds, description
     step: int | None = None
     local_bytes: int = 0
@@ -215,8 +215,28 @@ class Retired:
 
     ranks: dict[int, Rank]
     pending: set[HostId]
-    cores: dict[HostId, int]
-    memory_bytes: dict[HostId, int]
+    booked: Booked
+
+
+@dataclass(frozen=True, slots=True)
+class Former:
+    """Plan and host of each rank of a generation that is over."""
+
+    plan: Plan | None
+    hosts: dict[int, HostId]
+
+
+@dataclass(slots=True)
+class Stop:
+    """How an attempt is being stopped, or ended."""
+
+    outcome: Outcome | None = None
+    why: str = ""
+    pending: set[HostId] = field(default_factory=set)  # hosts that have yet to report it gone
+    unconfirmed_hosts: set[HostId] = field(default_factory=set)  # lost before they reported it gone
+    skip_grace: bool = False  # its ranks get no time to save, whatever their job asked for
+    save: str | None = None  # directory of the checkpoint that its ranks write before they exit; see `StopAttempt`
+    saved_step: int | None = None  # of that checkpoint, once it is complete
 
 
 @dataclass(slots=True)
@@ -244,22 +264,14 @@ class Attempt:
     step: int = 0  # newest that was reported
     idle_since_s: float | None = None  # since when its devices do nothing, once that is long; None: they work
     ended_s: float | None = None
-    unconfirmed_hosts: set[HostId] = field(default_factory=set)  # lost before they reported the attempt gone
-    outcome: Outcome | None = None
-    why: str = ""  # it is being stopped, or ended
-    pending: set[HostId] = field(default_factory=set)  # hosts that have yet to report it gone
-    skip_grace: bool = False  # its ranks get no time to save, whatever their job asked for
-    save: str | None = None  # directory of the checkpoint that its ranks write before they exit; see `StopAttempt`
-    saved_step: int | None = None  # of that checkpoint, once it is complete
-    cores: dict[HostId, int] = field(default_factory=dict)
-    memory_bytes: dict[HostId, int] = field(default_factory=dict)
+    stop: Stop = field(default_factory=Stop)
+    booked: Booked = NOTHING
     last_generation: int = 1  # that was given out
     migration: Migration | None = None  # under way, before its switch
     pending_restart: Restart | None = None  # start of the next attempt, for which this one is being stopped
     retired: dict[int, Retired] = field(default_factory=dict)  # by generation
     survivors: Survivors = field(default_factory=Survivors)
-    hosts_by_generation: dict[int, dict[int, HostId]] = field(default_factory=dict)  # host by rank, of former ones
-    plans_by_generation: dict[int, Plan] = field(default_factory=dict)  # of former ones
+    former: dict[int, Former] = field(default_factory=dict)  # generations before this one
     versions: dict[HostId, dict[str, str]] = field(default_factory=dict)  # of Python, torch, CUDA, driver
     build_times_s: dict[HostId, float] = field(default_factory=dict)  # of hosts that built it for this attempt
     announced_cores: int | None = None  # per device, last sent to its ranks; None: nothing was sent
@@ -293,7 +305,7 @@ class Attempt:
     def held_on(self, host: HostId) -> set[DeviceId]:
         """Devices of a host that a rank of any generation may still use, and reserved ones."""
         places: list[RankPlace] = []
-        if self.state is not AttemptState.STOPPING or host in self.pending:
+        if self.state is not AttemptState.STOPPING or host in self.stop.pending:
             places += [rank.place for rank in self.ranks.values()]
         if self.migration is not None:
             places += self.migration.places

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from clusterd.core.booked import Booked
 from clusterd.core.claim_calendar import ClaimCalendar
 from clusterd.core.fair_share import Quotas
 from clusterd.core.host import Host
@@ -26,8 +27,7 @@ class Start:
     job: JobId
     plan: Plan | None
     ranks: tuple[RankPlace, ...]
-    cores: Mapping[HostId, int]
-    memory_bytes: Mapping[HostId, int]
+    booked: Booked
     reason: str
 
 
@@ -38,8 +38,7 @@ class Move:
     job: JobId
     plan: Plan
     ranks: tuple[RankPlace, ...]
-    cores: Mapping[HostId, int]
-    memory_bytes: Mapping[HostId, int]
+    booked: Booked
     reason: str
     may_restart: bool = False  # through host memory, if source and target ranks do not fit side by side
 

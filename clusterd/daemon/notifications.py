@@ -61,7 +61,7 @@ class Notifier:
                 )
             elif isinstance(decision, RequeueJob):
                 job = self._state.jobs[decision.job]
-                if job.attempts[decision.attempt - 1].outcome not in _BY_CHOICE:
+                if job.attempts[decision.attempt - 1].stop.outcome not in _BY_CHOICE:
                     # The reason ends with where it goes on.
                     self._queue(_of_job(job, "queued again", f": {decision.reason}"))
         for host in self._state.hosts.values():

@@ -149,7 +149,7 @@ class Simulation(World):
         job = self.scheduler.state.jobs[decision.job]
         attempt = job.attempt
         if attempt is not None and attempt.generation == decision.generation and run.end_s is None:
-            if attempt.outcome is not None and attempt.outcome.value != "preempted":
+            if attempt.stop.outcome is not None and attempt.stop.outcome.value != "preempted":
                 self._fall_back(run)
             run.go_to(self.now_s)
             run.rate, run.version = 0.0, run.version + 1
@@ -183,8 +183,9 @@ class Simulation(World):
         attempt = self.scheduler.state.jobs[decision.job].attempt
         assert attempt is not None and attempt.plan is not None
         places = [rank.place for _, rank in sorted(attempt.ranks.items())]
-        before = max(attempt.hosts_by_generation)
-        old = Side(attempt.plans_by_generation[before], list(attempt.hosts_by_generation[before].values()))
+        before = attempt.former[max(attempt.former)]
+        assert before.plan is not None
+        old = Side(before.plan, list(before.hosts.values()))
         new = Side(attempt.plan, [place.host for place in places])
         downtime_s = self.costs.downtime_s(run.model.parameters, old, new)
         run.devices = len(places)

@@ -201,7 +201,7 @@ class World:
         if attempt is not None and run.end_s is None:
             here = [n for n, rank in attempt.ranks.items() if rank.place.host == payload.host and rank.end is None]
             ends = tuple(RankReport(rank=n, end=_STOPPED) for n in here)
-            if attempt.outcome is not None and attempt.outcome.value == "preempted" and run.done > run.saved:
+            if attempt.stop.outcome is not None and attempt.stop.outcome.value == "preempted" and run.done > run.saved:
                 run.saved = run.done
                 events.append(
                     e.CheckpointTaken(

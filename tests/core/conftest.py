@@ -150,7 +150,7 @@ class Lab:
         """Every host says that nothing is left of the attempt."""
         attempt = self.attempt(job)
         decided: list[d.Decision] = []
-        for host in sorted(attempt.pending):
+        for host in sorted(attempt.stop.pending):
             decided += self.tell(
                 e.AttemptStopped(
                     **self.at(), job=job, attempt=attempt.number, generation=attempt.generation, host=host, ranks=ends

@@ -234,7 +234,8 @@ class DrawnQueue:
         """Resources of a running job."""
         assert job.attempt is not None
         attempt = job.attempt
-        return Held(Where(frozenset(attempt.devices), attempt.cores, attempt.memory_bytes), until_s)
+        booked = attempt.booked
+        return Held(Where(frozenset(attempt.devices), booked.cores, booked.memory_bytes), until_s)
 
     def _limit_left_s(self, job: Job) -> float:
         """Seconds until the time limit of a running job."""

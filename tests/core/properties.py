@@ -38,9 +38,9 @@ def broken(state: State) -> list[str]:
 
 def _of_attempt(state: State, job: Job, attempt: Attempt) -> list[str]:
     who, wrong = f"attempt {job.id}.{attempt.number}", []
-    if attempt.state is AttemptState.STOPPING and not attempt.pending and not attempt.retired:
+    if attempt.state is AttemptState.STOPPING and not attempt.stop.pending and not attempt.retired:
         wrong.append(f"{who} is being stopped, and nobody has to say any more that it is")
-    waited_for = set(attempt.pending).union(*(retired.pending for retired in attempt.retired.values()))
+    waited_for = set(attempt.stop.pending).union(*(retired.pending for retired in attempt.retired.values()))
     for name in sorted(waited_for):
         host = state.hosts.get(name)
         if host is None or host.state is HostState.LOST:

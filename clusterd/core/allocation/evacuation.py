@@ -81,7 +81,7 @@ def off_drained(view: View) -> list[Move]:
             continue
         reason = f"{leaving}: it saves, and starts again as {found.reason}"
         where = found.placement
-        move = Move(job.id, found.plan, where.ranks, where.cores, where.memory_bytes, reason, may_restart=True)
+        move = Move(job.id, found.plan, where.ranks, where.booked, reason, may_restart=True)
         view.quotas.take(job.spec, len(move.ranks) - len(attempt.devices))
         book(view.free, move, attempt)
         moves.append(move)

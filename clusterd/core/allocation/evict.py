@@ -14,8 +14,9 @@ from clusterd.core.allocation.rights import least_by_right, may_preempt, request
 from clusterd.core.allocation.shrink_to_share import shrink_to_share
 from clusterd.core.allocation.suspend import may_suspend_by_right, suspendable, suspension_s
 from clusterd.core.allocation.victim_search import EvictionPlan, SuspensionCost, VictimSearch
+from clusterd.core.booked import Booked, Placement
 from clusterd.core.estimates.job_forecast import JobForecast
-from clusterd.core.ledger import Ledger, Placement, held
+from clusterd.core.ledger import Ledger, held
 from clusterd.core.performance_table import Estimate
 from clusterd.core.reservations import Handover
 from clusterd.core.state import Job
@@ -71,14 +72,14 @@ def are_being_freed(ctx: PassContext, find: Callable[[Ledger], Placement | None]
         return False
     # Their cores and memory come with them; how many is known when they come.
     spare = dict.fromkeys({d.host for d in coming}, 1 << 30)
-    ctx.ledger.put(coming, spare, spare)
+    ctx.ledger.put(coming, Booked(spare, spare))
     found = find(ctx.ledger)
-    ctx.ledger.take(coming, spare, spare)
+    ctx.ledger.take(coming, Booked(spare, spare))
     if found is None:
         return False
     taken = held(ctx.view.hosts, ((place.host, place.device) for place in found.ranks))
     ctx.coming = [device for device in ctx.coming if device not in taken]
-    ctx.ledger.take(taken, found.cores, found.memory_bytes)
+    ctx.ledger.take(taken, found.booked)
     return True
 
 
@@ -137,11 +138,11 @@ def _apply(
             ctx.moved.add(victim.job.id)
             ctx.proposal.preempts.append(Preempt(victim.job.id, f"suspended for {reason}"))
             continue
-        ctx.ledger.take(change.devices, {}, {})
+        ctx.ledger.take(change.devices)
         given = len(victim.devices) - len(change.devices)
         gives = f"gives {counted(given, 'device')} to" if given else "moves for"
         ctx.migrate(victim, change.offer, change.devices, f"{gives} {reason}", may_restart)
-    ctx.ledger.take(eviction.now, {}, {})
+    ctx.ledger.take(eviction.now)
     if suspended := eviction.suspended:
         stopped = tuple(victim.job.id for victim in suspended)
         ctx.proposal.handovers[forecast.job.id] = Handover(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from clusterd.core.booked import Booked
 from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose, memory_conflict
 from clusterd.core.host import Host
 from clusterd.core.ledger import Ledger
@@ -56,7 +57,7 @@ def move_to(
         if conflict is not None:
             return Refusal(job.id, conflict)
     where = place_on(job, chosen)
-    return Move(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, f"{answer.plan}: {reason}")
+    return Move(job.id, answer.plan, where.ranks, where.booked, f"{answer.plan}: {reason}")
 
 
 def spread(devices: Iterable[Device], count: int, group: int, prefer: list[Device]) -> list[Device]:
@@ -89,9 +90,6 @@ def book(free: Ledger, move: Move, attempt: Attempt) -> None:
     """Take the resources of a migration beyond what the job has booked already."""
     mine = set(attempt.devices)
     new = [place for place in move.ranks if place.device not in mine]
-    cores = {place.host: max(move.cores.get(place.host, 0) - attempt.cores.get(place.host, 0), 0) for place in new}
-    memory = {
-        place.host: max(move.memory_bytes.get(place.host, 0) - attempt.memory_bytes.get(place.host, 0), 0)
-        for place in new
-    }
-    free.take_places(new, cores, memory)
+    more, hosts = move.booked.beyond(attempt.booked), {place.host for place in new}
+    cores = {host: count for host, count in more.cores.items() if host in hosts}
+    free.take_places(new, Booked(cores, more.memory_bytes))

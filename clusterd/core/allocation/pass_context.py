@@ -176,7 +176,7 @@ class PassContext:
         """Resources that a job would hold under an offer."""
         where = bind(forecast.job, offer, devices)
         ends = ends_of_modelled(forecast.job, forecast.left_s(offer), self.view.now_s)
-        return Hold(forecast.job, ends, devices, where.cores, where.memory_bytes)
+        return Hold(forecast.job, ends, devices, where.booked)
 
     def _held(self, forecast: JobForecast) -> Hold:
         """Resources that a running job holds."""
@@ -189,9 +189,7 @@ class PassContext:
         if promise is not None and promise.latest_s is not None and self.owes(job):
             ends = replace(ends, latest_s=min(ends.latest_s, max(promise.latest_s - now_s, 0.0)))
         attempt = job.attempt
-        return (
-            Hold(job, ends, forecast.devices, attempt.cores, attempt.memory_bytes) if attempt else Hold(job, ends, ())
-        )
+        return Hold(job, ends, forecast.devices, attempt.booked) if attempt else Hold(job, ends, ())
 
     def find_with_own(self, forecast: JobForecast, offers: Sequence[Estimate]) -> Found | None:
         """First of these offers that fits, the running job's own devices counting as free; None: none fits."""
@@ -213,7 +211,7 @@ class PassContext:
         self.moved.add(forecast.job.id)
         reason, crowded = f"{offer.plan}: {why}", may_restart or not fits_beside(forecast, offer)
         self.proposal.moves.append(
-            Move(forecast.job.id, offer.plan, where.ranks, where.cores, where.memory_bytes, reason, may_restart=crowded)
+            Move(forecast.job.id, offer.plan, where.ranks, where.booked, reason, may_restart=crowded)
         )
 
     def can_migrate(self, forecast: JobForecast) -> bool:

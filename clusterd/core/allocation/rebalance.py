@@ -56,11 +56,11 @@ def _rebalance_one(ctx: PassContext, forecast: JobForecast, offers: Sequence[Est
     eviction = shrink_to_share(ctx, best[1])
     for change in eviction.changes:
         assert change.offer is not None, "nobody is suspended for the growth of another"
-        ctx.ledger.take(change.devices, {}, {})
+        ctx.ledger.take(change.devices)
         ctx.migrate(
             change.victim, change.offer, change.devices, f"gives devices to {forecast.job.spec.name}, which is to grow"
         )
-    ctx.ledger.take(eviction.now, {}, {})
+    ctx.ledger.take(eviction.now)
     ctx.moved.add(forecast.job.id)
 
 

@@ -17,9 +17,10 @@ from clusterd.core.allocation.requirements import (
     never,
     shortage,
 )
+from clusterd.core.booked import Placement
 from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose, fewer
 from clusterd.core.estimates.request_forecast import requested_plans
-from clusterd.core.ledger import Ledger, Placement
+from clusterd.core.ledger import Ledger
 from clusterd.core.placement.place import fitting, kinds_for, place, place_beside
 from clusterd.core.state import InspectionState, Job
 from clusterd.core.view import Refusal, View

@@ -33,7 +33,7 @@ def evacuate(ctx: PassContext) -> None:
         if found is not None:
             offer, devices = found
             own = {d.id for d in forecast.devices}
-            ctx.ledger.take(devices, {}, {})
+            ctx.ledger.take(devices)
             ctx.occupy(forecast, offer, [d for d in devices if d.id not in own])
             ctx.migrate(forecast, offer, devices, why)
 
@@ -133,7 +133,7 @@ def _scale_up_one(ctx: PassContext, forecast: JobForecast, offers: Sequence[Esti
     offer, devices = found
     own = {d.id for d in forecast.devices}
     more = [d for d in devices if d.id not in own]
-    ctx.ledger.take(more, {}, {})
+    ctx.ledger.take(more)
     ctx.view.quotas.take(forecast.job.spec, len(more))
     ctx.occupy(forecast, offer, more)
     ctx.spare -= max(len(devices) - max(ctx.sizes.get(forecast.job.id, 0), len(forecast.devices)), 0)

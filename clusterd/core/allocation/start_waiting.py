@@ -17,11 +17,12 @@ from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.request_grant import Grant, allocate, place_again
 from clusterd.core.allocation.suspend import awaits_start_of_other, can_stop, fits_cores, suspendable, suspended_for
 from clusterd.core.allocation.victim_search import EvictionPlan
+from clusterd.core.booked import Placement
 from clusterd.core.estimates.availability import AvailabilityForecast, EarliestStart, Hold
 from clusterd.core.estimates.backfill import Backfill
 from clusterd.core.estimates.expected_time import Ends, ends_of_modelled, ends_of_request
 from clusterd.core.estimates.job_forecast import WORTHWHILE, JobForecast
-from clusterd.core.ledger import Ledger, Placement, bind, held
+from clusterd.core.ledger import Ledger, bind, held
 from clusterd.core.performance_table import Estimate
 from clusterd.core.placement.assign import PlannedStart, assign
 from clusterd.core.placement.heterogeneous_search import Found, shared_by
@@ -68,7 +69,7 @@ def _start_handed_over(ctx: PassContext, forecast: JobForecast, devices: list[De
     refusal = Refusal(job.id, suspended_for(ctx.view, handover), devices=handover.offer.devices)
     if len(devices) < handover.offer.devices:
         return refusal
-    ctx.ledger.put(devices, {}, {})
+    ctx.ledger.put(devices)
     # Without a model the handover may be of devices whose cores alone it needs.
     answer = allocate(job, ctx.view) if not forecast.has_model else None
     if isinstance(answer, Grant):
@@ -76,7 +77,7 @@ def _start_handed_over(ctx: PassContext, forecast: JobForecast, devices: list[De
     elif answer is None and fits_cores(ctx.ledger, job, handover, devices):
         _start(ctx, forecast, handover.offer, devices)
     else:
-        ctx.ledger.take(devices, {}, {})
+        ctx.ledger.take(devices)
         return refusal
     return None
 
@@ -126,7 +127,7 @@ def _hold_of(view: View, job: Job, grant: Grant, ends: Ends) -> Hold:
     """Resources that a job without a performance model would hold."""
     where = grant.placement
     devices = held(view.hosts, ((place.host, place.device) for place in where.ranks))
-    return Hold(job, ends, devices, where.cores, where.memory_bytes)
+    return Hold(job, ends, devices, where.booked)
 
 
 def _grant(ctx: PassContext, job: Job, grant: Grant, ends: Ends) -> None:
@@ -134,8 +135,8 @@ def _grant(ctx: PassContext, job: Job, grant: Grant, ends: Ends) -> None:
     where, hold = grant.placement, _hold_of(ctx.view, job, grant, ends)
     ctx.hold(hold)
     ctx.view.quotas.take(job.spec, len(hold.devices))
-    ctx.ledger.take_places(where.ranks, where.cores, where.memory_bytes, job.spec.resources.share)
-    start = Start(job.id, grant.plan, where.ranks, where.cores, where.memory_bytes, grant.reason)
+    ctx.ledger.take_places(where.ranks, where.booked, job.spec.resources.share)
+    start = Start(job.id, grant.plan, where.ranks, where.booked, grant.reason)
     ctx.proposal.starts.append(start)
 
 
@@ -356,7 +357,7 @@ def _grown_s(ctx: PassContext, forecast: JobForecast, offer: Estimate, earliest_
 def _start(ctx: PassContext, forecast: JobForecast, offer: Estimate, devices: list[Device]) -> None:
     where = bind(forecast.job, offer, devices)
     ctx.occupy(forecast, offer, devices)
-    ctx.ledger.take(devices, where.cores, where.memory_bytes)
+    ctx.ledger.take(devices, where.booked)
     ctx.view.quotas.take(forecast.job.spec, len(devices))
     ctx.spare -= max(len(devices) - ctx.sizes.get(forecast.job.id, 0), 0)
     if ctx.mixed_search is not None:
@@ -442,7 +443,7 @@ def _bound(
         promised_s: start that was promised before, in seconds from now: it is kept where hosts and claims allow it.
     """
     by_limits = availability.by_limits()
-    found = by_limits.first(lambda free: find(free.only(place.cores)))
+    found = by_limits.first(lambda free: find(free.only(place.booked.cores)))
     for at_s in sorted({promised_s, found[0] if found is not None else inf}):
         if 0.0 <= at_s < inf:
             bound = Backfill(at_s, 0.0, by_limits.ledger_at(at_s), find)
@@ -481,7 +482,7 @@ def started_as(forecast: JobForecast, offer: Estimate, devices: Sequence[Device]
     where = bind(forecast.job, offer, devices)
     left = duration(forecast.left_s(offer))
     reason = f"{offer.plan} on {_names(devices)}{shared_by(offer)}: {left} to go, by what is known of its speed"
-    return Start(forecast.job.id, offer.plan, where.ranks, where.cores, where.memory_bytes, reason)
+    return Start(forecast.job.id, offer.plan, where.ranks, where.booked, reason)
 
 
 def _names(devices: Sequence[Device]) -> str:

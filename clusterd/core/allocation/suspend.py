@@ -38,7 +38,7 @@ def suspendable(ctx: PassContext) -> dict[JobId, float]:
             restart_s = costs.restart_s(victim.job)
             if victim.job.spec.kind is JobKind.COMMAND and victim.job.attempt is not None:
                 restart_s += ctx.view.now_s - victim.job.attempt.started_s
-            preempted = sum(a.outcome is Outcome.PREEMPTED for a in victim.job.attempts)
+            preempted = sum(a.stop.outcome is Outcome.PREEMPTED for a in victim.job.attempts)
             life_s = executed_s(victim.job, ctx.view.now_s) + victim.now_s
             if (preempted + 1) * restart_s <= costs.thresholds.budget * life_s and can_stop(ctx, victim):
                 ctx.suspendable[victim.job.id] = restart_s
@@ -82,7 +82,7 @@ def may_suspend_by_right(ctx: PassContext, victim: JobForecast, forecast: JobFor
 def can_stop(ctx: PassContext, victim: JobForecast) -> bool:
     """True where a running job can save its state, or has none to save, and has run long enough since it started."""
     job, attempt = victim.job, victim.job.attempt
-    if attempt is None or not is_settled(job) or not (victim.devices or attempt.cores):
+    if attempt is None or not is_settled(job) or not (victim.devices or attempt.booked.cores):
         return False
     if job.spec.kind is JobKind.COMMAND and not job.spec.preemptible:
         return False
@@ -128,7 +128,7 @@ def take_handovers(ctx: PassContext) -> dict[JobId, list[Device]]:
             ctx.proposal.ends_handovers.append(job_id)
             continue
         found[job_id] = devices = _handed_over(ctx.ledger, handover)
-        ctx.ledger.take(devices, {}, {})
+        ctx.ledger.take(devices)
         if len(devices) == handover.offer.devices:
             continue
         ctx.availability.hold(Hold(ctx.view.jobs[job_id], UNKNOWN, devices))
@@ -179,6 +179,7 @@ def fits_cores(ledger: Ledger, job: Job, handover: Handover, devices: list[Devic
     """True where the cores and memory beside the devices are free, too."""
     where = bind(job, handover.offer, devices)
     return all(
-        ledger.cores.get(host, 0) >= cores and ledger.memory_bytes.get(host, 0) >= where.memory_bytes.get(host, 0)
-        for host, cores in where.cores.items()
+        ledger.cores.get(host, 0) >= cores
+        and ledger.memory_bytes.get(host, 0) >= where.booked.memory_bytes.get(host, 0)
+        for host, cores in where.booked.cores.items()
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from clusterd.core.booked import NOTHING
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.ledger import Ledger
 from clusterd.core.performance_table import Estimate
@@ -118,7 +119,7 @@ class VictimSearch:
         missing = {host: count - free[host] for host, count in chosen_hosts.items() if count > free[host]}
         changes: list[Change] = []
         taken: list[Device] = list(now)
-        ledger.take(now, {}, {})
+        ledger.take(now)
         try:
             for host in sorted(missing, key=lambda h: (missing[h], h)):
                 while missing[host] > 0:
@@ -132,14 +133,14 @@ class VictimSearch:
                     own = {d.id for d in change.victim.devices}
                     stays = {d.id for d in change.devices}
                     fresh = [d for d in change.devices if d.id not in own]
-                    ledger.take(fresh, {}, {})
+                    ledger.take(fresh)
                     taken += fresh
                     for device in change.victim.devices:
                         if device.id not in stays and device.host in missing and device.name == kind:
                             missing[device.host] -= 1
             return EvictionPlan(offer, tuple(changes), tuple(now), chosen_hosts)
         finally:
-            ledger.put(taken, {}, {})
+            ledger.put(taken)
 
     def _cheapest(
         self,
@@ -191,8 +192,8 @@ class VictimSearch:
             per_host[device.host] = per_host.get(device.host, 0) + 1
         own = {d.id for d in keeps}
         attempt = victim.job.attempt
-        cores, memory_bytes = (attempt.cores, attempt.memory_bytes) if attempt is not None else ({}, {})
-        self.ledger.put(keeps, cores, memory_bytes)
+        booked = attempt.booked if attempt is not None else NOTHING
+        self.ledger.put(keeps, booked)
         try:
             for offer in sizes:
                 devices = self.ledger.find(victim.job, offer, per_host, own)
@@ -200,4 +201,4 @@ class VictimSearch:
                     return offer, devices
             return None
         finally:
-            self.ledger.take(keeps, cores, memory_bytes)
+            self.ledger.take(keeps, booked)

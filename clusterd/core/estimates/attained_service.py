@@ -45,9 +45,9 @@ def time_left_s(job: Job) -> float | None:
     for attempt in reversed(job.attempts):
         if attempt.ended_s is None:
             continue  # the attempt that has just begun
-        if attempt.outcome not in (Outcome.PREEMPTED, Outcome.REFUSED):
+        if attempt.stop.outcome not in (Outcome.PREEMPTED, Outcome.REFUSED):
             break
-        used_s += attempt.ended_s - attempt.started_s if attempt.outcome is Outcome.PREEMPTED else 0.0
+        used_s += attempt.ended_s - attempt.started_s if attempt.stop.outcome is Outcome.PREEMPTED else 0.0
     return max(limit_s - used_s, 0.0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from typing import TypeVar
@@ -12,9 +12,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from clusterd.core.booked import NOTHING, Booked, Placement
 from clusterd.core.claim_calendar import ClaimCalendar
 from clusterd.core.estimates.expected_time import Ends
-from clusterd.core.ledger import Ledger, Placement, by_type, needs, per_host
+from clusterd.core.ledger import Ledger, by_type, needs, per_host
 from clusterd.core.performance_table import Estimate
 from clusterd.core.state import Job
 from clusterd.types import Device, DeviceId, HostId
@@ -43,8 +44,7 @@ class Hold:
     job: Job
     ends: Ends
     devices: Sequence[Device]
-    cores: Mapping[HostId, int] = field(default_factory=dict)
-    memory_bytes: Mapping[HostId, int] = field(default_factory=dict)
+    booked: Booked = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +142,9 @@ class AvailabilityForecast:
         """CPU cores and bytes of memory."""
         return _Returns.of(
             [
-                (self._end_s(hold), self._index[host], (hold.cores.get(host, 0), hold.memory_bytes.get(host, 0)))
+                (self._end_s(hold), self._index[host], hold.booked.on(host))
                 for hold in self._ending()
-                for host in dict.fromkeys([*hold.cores, *hold.memory_bytes])
+                for host in dict.fromkeys([*hold.booked.cores, *hold.booked.memory_bytes])
                 if host in self._index
             ],
             2,
@@ -184,7 +184,7 @@ class AvailabilityForecast:
         found = self._ledger.copy()
         found.shared.clear()  # who could join a job now has started
         for hold in self._ending(at_s):
-            found.put(self._freed(hold), hold.cores, hold.memory_bytes)
+            found.put(self._freed(hold), hold.booked)
         if self._calendar:
             self._apply_claims(found, at_s)
         return found
@@ -194,9 +194,9 @@ class AvailabilityForecast:
         given_back = {d.id for hold in self._ending(at_s) for d in self._freed(hold)}
         held = (self._calendar.held | self._granted) - given_back
         for device in self._calendar.devices:
-            ledger.take([device], {}, {})
+            ledger.take([device])
             if device.id not in held and self._calendar.is_free(device.id, at_s, self.run_s):
-                ledger.put([device], {}, {})
+                ledger.put([device])
 
     def first(self, look: Callable[[Ledger], Seen | None]) -> tuple[float, Seen] | None:
         """First end of a job, in seconds from now, after which `look` finds something; None: it never does.
@@ -223,14 +223,13 @@ class AvailabilityForecast:
     def awaited(self, at_s: float, place: Placement) -> list[Hold]:
         """Holds that end by then and have devices of the types of this place, or cores, on its hosts."""
         usable = {rank.device for rank in place.ranks}
-        names = {
-            device.name for host in place.cores for device in self._ledger.hosts[host].devices if device.id in usable
-        }
+        here = [device for host in place.booked.cores for device in self._ledger.hosts[host].devices]
+        names = {device.name for device in here if device.id in usable}
         return [
             hold
             for hold in self._ending(at_s)
-            if not place.cores.keys().isdisjoint(hold.cores)
-            and (not names or any(d.host in place.cores and d.name in names for d in hold.devices))
+            if not place.booked.cores.keys().isdisjoint(hold.booked.cores)
+            and (not names or any(d.host in place.booked.cores and d.name in names for d in hold.devices))
         ]
 
     def earliest_start(

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import zip_longest
 
+from clusterd.core.booked import Placement
 from clusterd.core.estimates.availability import Hold
 from clusterd.core.estimates.expected_time import Ends
-from clusterd.core.ledger import Ledger, Placement
+from clusterd.core.ledger import Ledger
 from clusterd.types import Device
 
 HOSTS_TRIED = 4
@@ -83,22 +84,22 @@ class Backfill:
         """The place of the reserved job, and others without one of its hosts."""
         if self.place is None:
             return []
-        hosts = list(self.place.cores)[:HOSTS_TRIED]
+        hosts = list(self.place.booked.cores)[:HOSTS_TRIED]
         others = (self._find(self._left.only(self._left.hosts.keys() - {host})) for host in hosts)
         return [self.place, *(other for other in others if other is not None)]
 
     def _take_needed(self, place: Placement, found: Ledger) -> None:
         """Take out what the reserved job needs at a place."""
         needed = {rank.device for rank in place.ranks}
-        for host in place.cores:
+        for host in place.booked.cores:
             for name, left in self._left.devices[host].items():
                 spare = len(left) - len(left.keys() & needed)
                 here = [d for d in found.devices[host].get(name, {}).values() if d.id in left]
-                found.take(here[max(spare, 0) :], {}, {})
+                found.take(here[max(spare, 0) :])
                 if spare <= 0:  # whoever joins the jobs on a device keeps it longer
                     found.shared = {key: x for key, x in found.shared.items() if key not in left}
-        for host, cores in place.cores.items():
-            memory_bytes = self._left.memory_bytes[host] - place.memory_bytes.get(host, 0)
+        for host, cores in place.booked.cores.items():
+            memory_bytes = self._left.memory_bytes[host] - place.booked.memory_bytes.get(host, 0)
             found.cores[host] = min(found.cores[host], self._left.cores[host] - cores)
             found.memory_bytes[host] = min(found.memory_bytes[host], memory_bytes)
 
@@ -107,10 +108,10 @@ class Backfill:
 
     def _touches(self, hold: Hold) -> bool:
         """True where a grant takes something on the hosts of the reserved job."""
-        hosts = self.place.cores if self.place is not None else {}
-        return any(device.host in hosts for device in hold.devices) or any(host in hosts for host in hold.cores)
+        hosts = self.place.booked.cores if self.place is not None else {}
+        return any(device.host in hosts for device in hold.devices) or any(host in hosts for host in hold.booked.cores)
 
     def _without(self, hold: Hold) -> Ledger:
         found = self._left.copy()
-        found.take(hold.devices, hold.cores, hold.memory_bytes)
+        found.take(hold.devices, hold.booked)
         return found

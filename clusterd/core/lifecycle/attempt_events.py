@@ -291,7 +291,7 @@ def on_attempt_stopped(ctx: HandlerContext, event: e.AttemptStopped) -> None:
         host.orphans.pop(key, None)
         host.unknown_attempts.pop(key, None)
         if (former := ctx.state.past_attempt(event.job, event.attempt)) is not None:
-            former.unconfirmed_hosts.discard(host.id)
+            former.stop.unconfirmed_hosts.discard(host.id)
     attempt = ctx.state.attempt(event.job, event.attempt)
     if attempt is not None and attempt.generation == event.generation:
         attempts.take_reports(attempt, event.ranks, ctx.state.hosts)
@@ -308,7 +308,7 @@ def on_checkpoint_taken(ctx: HandlerContext, event: e.CheckpointTaken) -> None:
     job = ctx.state.jobs.get(event.job)
     attempt = ctx.state.attempt(event.job, event.attempt)
     if attempt is not None and attempt.state is AttemptState.STOPPING:
-        attempt.saved_step = event.step
+        attempt.stop.saved_step = event.step
     if job is not None and event.step >= job.checkpoint.step:
         job.checkpoint = Checkpoint(event.path, event.step)
 

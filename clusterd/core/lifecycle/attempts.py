@@ -10,7 +10,7 @@ from clusterd.core.estimates.first_fit import ChosenPlan, below, choose, fewer
 from clusterd.core.fair_share import beyond_quota
 from clusterd.core.host import Fault, Host
 from clusterd.core.lifecycle import device_holders
-from clusterd.core.state import Attempt, Job, Outcome, Rank, Retired, State
+from clusterd.core.state import Attempt, Job, Outcome, Rank, State
 from clusterd.core.view import Start
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
@@ -105,15 +105,14 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
         ranks={place.rank: Rank(place) for place in start.ranks},
         started_s=now_s,
         account=job.spec.account,
-        cores=dict(start.cores),
-        memory_bytes=dict(start.memory_bytes),
+        booked=start.booked,
     )
     for place in start.ranks:
         if place.device is not None:
             device_holders.give_device(state, attempt, place.device, place.host, attempt.generation)
-    for host, cores in start.cores.items():
+    for host, cores in start.booked.cores.items():
         state.hosts[host].cores_used += cores
-        state.hosts[host].memory_used_bytes += start.memory_bytes.get(host, 0)
+        state.hosts[host].memory_used_bytes += start.booked.memory_bytes.get(host, 0)
     job.attempts.append(attempt)
     state.index(attempt)
     job.go(JobState.STARTING, now_s)
@@ -129,15 +128,13 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
 
 def booked_on(attempt: Attempt, host: HostId) -> tuple[int, int]:
     """CPU cores and bytes of memory that are booked on a host for the attempt's ranks of all generations."""
-    booked: list[Attempt | Retired] = [r for r in attempt.retired.values() if host in r.pending]
-    if host in attempt.hosts and (attempt.state is not AttemptState.STOPPING or host in attempt.pending):
-        booked.append(attempt)
-    cores = sum(b.cores.get(host, 0) for b in booked)
-    memory_bytes = sum(b.memory_bytes.get(host, 0) for b in booked)
-    if (migration := attempt.migration) is not None:  # its ranks share what the source ranks have
-        cores += max(migration.cores.get(host, 0) - attempt.cores.get(host, 0), 0)
-        memory_bytes += max(migration.memory_bytes.get(host, 0) - attempt.memory_bytes.get(host, 0), 0)
-    return cores, memory_bytes
+    booked = [retired.booked for retired in attempt.retired.values() if host in retired.pending]
+    if host in attempt.hosts and (attempt.state is not AttemptState.STOPPING or host in attempt.stop.pending):
+        booked.append(attempt.booked)
+    if attempt.migration is not None:  # its ranks share what the source ranks have
+        booked.append(attempt.migration.booked.beyond(attempt.booked))
+    here = [each.on(host) for each in booked]
+    return sum(cores for cores, _ in here), sum(memory_bytes for _, memory_bytes in here)
 
 
 def release(state: State, attempt: Attempt, host_id: HostId) -> None:
@@ -154,8 +151,8 @@ def release(state: State, attempt: Attempt, host_id: HostId) -> None:
             device_holders.stop_sharing(state, device, attempt.job)
     host = state.hosts.get(host_id)
     if host is not None:
-        host.cores_used -= attempt.cores.get(host_id, 0)
-        host.memory_used_bytes -= attempt.memory_bytes.get(host_id, 0)
+        host.cores_used -= attempt.booked.cores.get(host_id, 0)
+        host.memory_used_bytes -= attempt.booked.memory_bytes.get(host_id, 0)
 
 
 def take_reports(attempt: Attempt, reports: Iterable[RankReport], hosts: Mapping[HostId, Host]) -> None:
@@ -222,21 +219,22 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
     ends = {r: rank.end for r, rank in attempt.ranks.items()}
     if all(end is not None and end.is_success for end in ends.values()):
         return Verdict(JobState.FINISHED, "finished", exit_code=0)
-    if attempt.outcome is Outcome.TARGET_REACHED:
-        return Verdict(JobState.FINISHED, attempt.why, exit_code=0)
-    if attempt.outcome is Outcome.CANCELLED:
-        return Verdict(JobState.CANCELLED, attempt.why, exit_code=130)
-    if attempt.outcome is Outcome.TIME_LIMIT:
-        return Verdict(JobState.FAILED, attempt.why, exit_code=TIMED_OUT)
-    if attempt.outcome in (Outcome.LAUNCH_FAILED, Outcome.NOT_A_NUMBER):
-        return Verdict(JobState.FAILED, attempt.why, exit_code=1)
-    if attempt.outcome in (Outcome.PREEMPTED, Outcome.REFUSED):
-        return Verdict(JobState.QUEUED, attempt.why)
-    if attempt.outcome is Outcome.HOST_LOST:
-        return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost: {attempt.why}", is_infrastructure=True)
+    outcome, why = attempt.stop.outcome, attempt.stop.why
+    if outcome is Outcome.TARGET_REACHED:
+        return Verdict(JobState.FINISHED, why, exit_code=0)
+    if outcome is Outcome.CANCELLED:
+        return Verdict(JobState.CANCELLED, why, exit_code=130)
+    if outcome is Outcome.TIME_LIMIT:
+        return Verdict(JobState.FAILED, why, exit_code=TIMED_OUT)
+    if outcome in (Outcome.LAUNCH_FAILED, Outcome.NOT_A_NUMBER):
+        return Verdict(JobState.FAILED, why, exit_code=1)
+    if outcome in (Outcome.PREEMPTED, Outcome.REFUSED):
+        return Verdict(JobState.QUEUED, why)
+    if outcome is Outcome.HOST_LOST:
+        return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost: {why}", is_infrastructure=True)
     cause = root_cause(attempt)
     if cause is None:
-        return Verdict(JobState.QUEUED, f"attempt {attempt.number} was stopped: {attempt.why}", is_infrastructure=True)
+        return Verdict(JobState.QUEUED, f"attempt {attempt.number} was stopped: {why}", is_infrastructure=True)
     rank, end = cause
     cause_text = _cause_text(attempt, rank, end)
     # Its snapshot goes on: whatever sent the signal, neither the script nor clusterd did.
@@ -295,7 +293,7 @@ def root_cause(attempt: Attempt) -> tuple[int, RankEnd] | None:
 
 def faulty_environment(attempt: Attempt) -> tuple[HostId, str] | None:
     """Host whose Python environment made the attempt fail, with the message; another host's may work."""
-    cause = root_cause(attempt) if attempt.outcome is None else None
+    cause = root_cause(attempt) if attempt.stop.outcome is None else None
     if cause is None or cause[1].reason is not Reason.NO_TORCH:
         return None
     return attempt.ranks[cause[0]].place.host, str(cause[1])

@@ -38,14 +38,14 @@ def on_job_submitted(ctx: HandlerContext, event: e.JobSubmitted) -> None:
 def on_job_cancelled(ctx: HandlerContext, event: e.JobCancelled) -> None:
     job = ctx.state.jobs[event.job]
     reason = f"cancelled{f' by {event.by}' if event.by else ''}{', at once' if event.now else ''}"
-    if job.attempt is not None and (event.now or job.attempt.outcome in stopping.ENDS_EARLY):
+    if job.attempt is not None and (event.now or job.attempt.stop.outcome in stopping.ENDS_EARLY):
         stopping.skip_grace(ctx, job.attempt, reason)  # the second request does not wait for what the first one saves
     if job.state is JobState.QUEUED:
         jobs.end(ctx, job, JobState.CANCELLED, reason, exit_code=None)
     elif job.attempt is not None and job.attempt.state is not AttemptState.STOPPING:
         stopping.stop(ctx, job.attempt, Outcome.CANCELLED, reason)
-    elif job.attempt is not None and job.attempt.outcome is not Outcome.TIME_LIMIT:  # which ends it as surely
-        job.attempt.outcome, job.attempt.why = Outcome.CANCELLED, reason
+    elif job.attempt is not None and job.attempt.stop.outcome is not Outcome.TIME_LIMIT:  # which ends it as surely
+        job.attempt.stop.outcome, job.attempt.stop.why = Outcome.CANCELLED, reason
     ctx.pass_due = True
 
 
@@ -114,7 +114,7 @@ def archivable(state: State, jobs: Iterable[JobId]) -> list[JobId]:
     """
     awaited = {other for queued in state.queue for other, _ in map(split, state.jobs[queued].spec.after)}
     known = [job for job_id in jobs if (job := state.jobs.get(job_id)) is not None and job.state.is_final]
-    return [j.id for j in known if j.id not in awaited and not any(a.unconfirmed_hosts for a in j.attempts)]
+    return [j.id for j in known if j.id not in awaited and not any(a.stop.unconfirmed_hosts for a in j.attempts)]
 
 
 def on_jobs_archived(ctx: HandlerContext, event: e.JobsArchived) -> None:

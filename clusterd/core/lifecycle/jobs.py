@@ -84,14 +84,14 @@ def grant_cores(ctx: HandlerContext, grant: CoreGrant) -> None:
     """Book another number of CPU cores for a running attempt and send it to its ranks."""
     attempt = attempts.running(ctx.state, grant.job)
     for host, count in grant.cores.items():
-        ctx.state.hosts[host].cores_used += count - attempt.cores.get(host, 0)
-    attempt.cores, attempt.announced_cores = dict(grant.cores), grant.each
+        ctx.state.hosts[host].cores_used += count - attempt.booked.cores.get(host, 0)
+    attempt.booked, attempt.announced_cores = replace(attempt.booked, cores=dict(grant.cores)), grant.each
     ctx.to_ranks(d.UseCores, attempt, attempt.hosts, grant.reason, each=grant.each)
 
 
 def grace_s(ctx: HandlerContext, attempt: Attempt) -> float:
     """Seconds that the attempt's ranks get between SIGTERM and SIGKILL."""
-    return 0.0 if attempt.skip_grace else ctx.state.jobs[attempt.job].spec.grace_s
+    return 0.0 if attempt.stop.skip_grace else ctx.state.jobs[attempt.job].spec.grace_s
 
 
 def end(ctx: HandlerContext, job: Job, state: JobState, reason: str, exit_code: int | None) -> None:

@@ -7,11 +7,12 @@ report them gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
+from clusterd.core.booked import Booked
 from clusterd.core.fair_share import beyond_quota
-from clusterd.core.state import Attempt, Holder, Job, Migration, Rank, Restart, Retired, State, Survivors
+from clusterd.core.state import Attempt, Former, Holder, Job, Migration, Rank, Restart, Retired, State, Survivors
 from clusterd.core.transitions import MigrationState
 from clusterd.core.view import Move
 from clusterd.plans.model_shape import ModelShape
@@ -86,7 +87,7 @@ def begin(state: State, job: Job, move: Move, now_s: float, lost: Iterable[int] 
         old_pin=job.pinned,
     )
     _take_lacking(state, attempt, move, migration.generation)
-    _book(state, _more(migration.cores, attempt.cores), _more(migration.memory_bytes, attempt.memory_bytes))
+    _book(state, migration.booked.beyond(attempt.booked))
     attempt.migration = migration
     state.index(attempt)
     return migration
@@ -125,8 +126,7 @@ def _recorded(job: Job, old_plan: Plan, move: Move, now_s: float) -> dict[str, A
         "old_plan": old_plan,
         "reason": move.reason,
         "started_s": now_s,
-        "cores": dict(move.cores),
-        "memory_bytes": dict(move.memory_bytes),
+        "booked": move.booked,
     }
 
 
@@ -141,23 +141,15 @@ def switch(state: State, job: Job, attempt: Attempt, now_s: float) -> Retired:
     """Make the target ranks the attempt's; returns the retired source ranks."""
     migration = attempt.migration
     assert migration is not None, "nothing to switch to"
-    old = Retired(
-        ranks=attempt.ranks,
-        pending=set(attempt.hosts),
-        cores=_more(attempt.cores, migration.cores),
-        memory_bytes=_more(attempt.memory_bytes, migration.memory_bytes),
-    )
+    old = Retired(attempt.ranks, set(attempt.hosts), attempt.booked.beyond(migration.booked))
     attempt.retired[attempt.generation] = old
-    if attempt.plan is not None:
-        attempt.plans_by_generation[attempt.generation] = attempt.plan
-    attempt.hosts_by_generation[attempt.generation] = {
-        number: rank.place.host for number, rank in attempt.ranks.items()
-    }
+    hosts = {number: rank.place.host for number, rank in attempt.ranks.items()}
+    attempt.former[attempt.generation] = Former(attempt.plan, hosts)
     attempt.generation, attempt.plan = migration.generation, migration.plan
     attempt.ranks = {
         number: Rank(rank.place) for number, rank in migration.ranks.items()
     }  # without exits seen before the switch
-    attempt.cores, attempt.memory_bytes = migration.cores, migration.memory_bytes
+    attempt.booked = migration.booked
     attempt.announced_cores = None
     for rank in attempt.ranks.values():
         device = rank.place.device
@@ -174,12 +166,8 @@ def fail(state: State, job: Job, attempt: Attempt, why: str, now_s: float) -> Re
     """End the migration before its switch; returns the retired target ranks."""
     migration = attempt.migration
     assert migration is not None, "nothing to give up"
-    new = Retired(
-        ranks=migration.ranks,
-        pending={rank.place.host for rank in migration.ranks.values()},
-        cores=_more(migration.cores, attempt.cores),
-        memory_bytes=_more(migration.memory_bytes, attempt.memory_bytes),
-    )
+    pending = {rank.place.host for rank in migration.ranks.values()}
+    new = Retired(migration.ranks, pending, migration.booked.beyond(attempt.booked))
     attempt.retired[migration.generation] = new
     migration.go(MigrationState.FAILED, now_s)
     migration.failure, migration.ended_s = why, now_s
@@ -204,23 +192,18 @@ def gone(state: State, attempt: Attempt, generation: int, host: HostId) -> bool:
                 del state.holders[place.device]
     known = state.hosts.get(host)
     if known is not None:
-        known.cores_used -= retired.cores.get(host, 0)
-        known.memory_used_bytes -= retired.memory_bytes.get(host, 0)
+        known.cores_used -= retired.booked.cores.get(host, 0)
+        known.memory_used_bytes -= retired.booked.memory_bytes.get(host, 0)
     if not retired.pending:
         del attempt.retired[generation]
     state.index(attempt)
     return True
 
 
-def _more(these: Mapping[HostId, int], those: Mapping[HostId, int]) -> dict[HostId, int]:
-    """Difference of two bookings by host, where positive."""
-    return {host: more for host, count in these.items() if (more := max(count - those.get(host, 0), 0))}
-
-
-def _book(state: State, cores: Mapping[HostId, int], memory_bytes: Mapping[HostId, int]) -> None:
-    for host, count in cores.items():
+def _book(state: State, booked: Booked) -> None:
+    for host, count in booked.cores.items():
         state.hosts[host].cores_used += count
-    for host, count in memory_bytes.items():
+    for host, count in booked.memory_bytes.items():
         state.hosts[host].memory_used_bytes += count
 
 

@@ -26,7 +26,7 @@ class Differences:
 def _generations(attempt: Attempt, host: HostId) -> set[int]:
     """Generations of the attempt that may have ranks on the host."""
     # A host that was given up is no longer awaited: whatever it still runs is an orphan.
-    awaited = attempt.state is not AttemptState.STOPPING or host in attempt.pending
+    awaited = attempt.state is not AttemptState.STOPPING or host in attempt.stop.pending
     mine = {attempt.generation} if host in attempt.hosts and awaited else set()
     if attempt.migration is not None:
         mine.add(attempt.migration.generation)
@@ -39,9 +39,9 @@ def _is_history(state: State, host: HostId, report: AttemptReport) -> bool:
     An agent keeps them with the logs; there may be thousands.
     """
     attempt = state.past_attempt(report.job, report.attempt)
-    if attempt is None or host in attempt.unconfirmed_hosts or not all(rank.end is not None for rank in report.ranks):
+    if attempt is None or host in attempt.stop.unconfirmed_hosts or any(rank.end is None for rank in report.ranks):
         return False
-    return attempt.state is AttemptState.ENDED or report.generation in attempt.hosts_by_generation
+    return attempt.state is AttemptState.ENDED or report.generation in attempt.former
 
 
 def _is_ours(state: State, host: HostId, report: AttemptReport) -> bool:
@@ -100,7 +100,7 @@ def reconcile(state: State, host: Host, account: str, reports: Iterable[AttemptR
         if attempt.state is AttemptState.STOPPING:
             if known is not None:
                 attempts.take_reports(attempt, known.ranks, state.hosts)
-            if host.id in attempt.pending:
+            if host.id in attempt.stop.pending:
                 found.stopping.append(attempt)
         elif attempt.state is AttemptState.LAUNCHING:
             # Launching twice is harmless, the agent ignores the second; without a launch the job would wait for ever.

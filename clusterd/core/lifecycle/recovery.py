@@ -60,7 +60,7 @@ def undecided(attempt: Attempt, hosts: Mapping[HostId, Host]) -> set[int]:
 
 def migrate_back(job: Job, attempt: Attempt, view: View) -> Move | Refusal:
     """Migration back to the plan before one that ran out of memory; every rank holds its state and waits."""
-    before = attempt.plans_by_generation.get(max(attempt.plans_by_generation, default=0))
+    before = attempt.former[max(attempt.former)].plan if attempt.former else None
     if before is None:
         return Refusal(job.id, f"{attempt.plan} ran out of memory, and no other plan ran before it")
     steps = set(attempt.survivors.steps.values())

@@ -61,10 +61,10 @@ def stop(ctx: HandlerContext, attempt: Attempt, outcome: Outcome | None, why: st
     job.trials.current = None
     if job.trials.state is SeriesState.RUNNING:
         job.trials.go(SeriesState.IDLE, ctx.now_s)
-    attempt.outcome, attempt.why = outcome, why
+    attempt.stop.outcome, attempt.stop.why = outcome, why
     keep = leaves_state(ctx, attempt)
-    attempt.save = _save_directory(job, attempt)
-    attempt.pending = set(attempt.hosts)
+    attempt.stop.save = _save_directory(job, attempt)
+    attempt.stop.pending = set(attempt.hosts)
     attempt.go(AttemptState.STOPPING, ctx.now_s)
     job.go(JobState.STOPPING, ctx.now_s)
     job.building.clear()
@@ -77,11 +77,11 @@ def stop(ctx: HandlerContext, attempt: Attempt, outcome: Outcome | None, why: st
     grace_s = jobs.grace_s(ctx, attempt)
     if keep or done:
         grace_s = max(grace_s, _state_grace_s(job, STATE_BYTES_PER_S) if keep else RESULT_GRACE_S)
-    elif attempt.save is not None:
+    elif attempt.stop.save is not None:
         grace_s = max(grace_s, _state_grace_s(job, SAVE_BYTES_PER_S))
     for host_id in attempt.hosts:
         key = (attempt.job, attempt.number, attempt.generation)
-        ctx.stop_ranks(host_id, key, grace_s, why, keep, done, attempt.save)
+        ctx.stop_ranks(host_id, key, grace_s, why, keep, done, attempt.stop.save)
     for host_id in attempt.hosts:
         if ctx.state.hosts[host_id].has_lost(attempt.account):  # while ranks elsewhere were asked for their state
             gone_from(ctx, attempt, host_id)
@@ -89,10 +89,10 @@ def stop(ctx: HandlerContext, attempt: Attempt, outcome: Outcome | None, why: st
 
 def skip_grace(ctx: HandlerContext, attempt: Attempt, why: str) -> None:
     """Kill what is being stopped, and what will be, without a grace period."""
-    if attempt.skip_grace:
+    if attempt.stop.skip_grace:
         return
-    attempt.skip_grace = True
-    for host_id in sorted(attempt.pending):
+    attempt.stop.skip_grace = True
+    for host_id in sorted(attempt.stop.pending):
         ctx.stop_ranks(host_id, (attempt.job, attempt.number, attempt.generation), 0.0, why)
     for generation, retired in attempt.retired.items():
         for host_id in sorted(retired.pending):
@@ -101,7 +101,7 @@ def skip_grace(ctx: HandlerContext, attempt: Attempt, why: str) -> None:
 
 def leaves_state(ctx: HandlerContext, attempt: Attempt) -> bool:
     """True where stopped ranks can leave their state in host memory: the job goes on later, and all of them train."""
-    return attempt.outcome is Outcome.PREEMPTED and _has_state(ctx.state.jobs[attempt.job], attempt)
+    return attempt.stop.outcome is Outcome.PREEMPTED and _has_state(ctx.state.jobs[attempt.job], attempt)
 
 
 def _has_state(job: Job, attempt: Attempt) -> bool:
@@ -116,7 +116,8 @@ ENDS_EARLY = (Outcome.CANCELLED, Outcome.TIME_LIMIT)
 
 def _save_directory(job: Job, attempt: Attempt) -> str | None:
     """Directory of the checkpoint that a job writes before it ends early; None: it writes none. See `StopAttempt`."""
-    if attempt.outcome not in ENDS_EARLY or attempt.skip_grace or not attempt.step or not _has_state(job, attempt):
+    stop = attempt.stop
+    if stop.outcome not in ENDS_EARLY or stop.skip_grace or not attempt.step or not _has_state(job, attempt):
         return None
     if job.spec.checkpoint_directory is not None:
         return job.spec.checkpoint_path(job.id, "stopped")
@@ -125,35 +126,36 @@ def _save_directory(job: Job, attempt: Attempt) -> str | None:
 
 def _described_end(job: Job, attempt: Attempt) -> str:
     """Reason of an early end, with the step that was saved, or why none was."""
-    if attempt.saved_step is not None:
-        return f"{attempt.why}: saved step {attempt.saved_step:,}"
-    if attempt.save is not None and attempt.skip_grace:
-        return f"{attempt.why}: not saved"
-    if attempt.save is not None:
+    stop = attempt.stop
+    if stop.saved_step is not None:
+        return f"{stop.why}: saved step {stop.saved_step:,}"
+    if stop.save is not None and stop.skip_grace:
+        return f"{stop.why}: not saved"
+    if stop.save is not None:
         cause = attempts.root_cause(attempt)
-        return f"{attempt.why}: not saved{f', {cause[1]}' if cause is not None else ' in time'}"
+        return f"{stop.why}: not saved{f', {cause[1]}' if cause is not None else ' in time'}"
     several = job.spec.kind is JobKind.ELASTIC and len(attempt.hosts) > 1 and job.spec.checkpoint_directory is None
-    if several and attempt.step and not attempt.skip_grace:
-        return f"{attempt.why}: not saved, because it ran on several hosts without [checkpoints] directory"
-    return attempt.why
+    if several and attempt.step and not stop.skip_grace:
+        return f"{stop.why}: not saved, because it ran on several hosts without [checkpoints] directory"
+    return stop.why
 
 
 def gone_from(ctx: HandlerContext, attempt: Attempt, host_id: HostId) -> None:
     """Free what a stopping attempt held on a host that reported it gone, or that is lost."""
-    if attempt.state is not AttemptState.STOPPING or host_id not in attempt.pending:
+    if attempt.state is not AttemptState.STOPPING or host_id not in attempt.stop.pending:
         return
-    attempt.pending.discard(host_id)
+    attempt.stop.pending.discard(host_id)
     if ctx.state.hosts[host_id].has_lost(attempt.account):
-        attempt.unconfirmed_hosts.add(host_id)
+        attempt.stop.unconfirmed_hosts.add(host_id)
     attempts.release(ctx.state, attempt, host_id)
-    if not attempt.pending and not attempt.retired:
+    if not attempt.stop.pending and not attempt.retired:
         _conclude(ctx, attempt)
 
 
 def retired_gone(ctx: HandlerContext, attempt: Attempt, generation: int, host_id: HostId) -> None:
     """Free what retired ranks held on a host that reported them gone, or that is lost."""
     gone = migrations.gone(ctx.state, attempt, generation, host_id)
-    if gone and attempt.state is AttemptState.STOPPING and not attempt.pending and not attempt.retired:
+    if gone and attempt.state is AttemptState.STOPPING and not attempt.stop.pending and not attempt.retired:
         _conclude(ctx, attempt)
 
 
@@ -177,9 +179,9 @@ def _conclude(ctx: HandlerContext, attempt: Attempt) -> None:
     devices = of_ranks(ctx.state.hosts, attempt)
     faulty = attempts.faulty_environment(attempt)
     if faulty is not None and jobs.exclude_host(ctx, job, *faulty, devices):
-        attempt.outcome, attempt.why = Outcome.REFUSED, f"{faulty[0]} cannot run it: {faulty[1]}"
-    if attempt.outcome in ENDS_EARLY:
-        attempt.why = _described_end(job, attempt)
+        attempt.stop.outcome, attempt.stop.why = Outcome.REFUSED, f"{faulty[0]} cannot run it: {faulty[1]}"
+    if attempt.stop.outcome in ENDS_EARLY:
+        attempt.stop.why = _described_end(job, attempt)
     verdict = attempts.judge(job, attempt, devices[0].kind if devices else "cuda")
     if verdict.state is not JobState.QUEUED:
         jobs.end(ctx, job, verdict.state, verdict.reason, verdict.exit_code)
@@ -188,7 +190,7 @@ def _conclude(ctx: HandlerContext, attempt: Attempt) -> None:
     ctx.state.queue[job.id] = None
     job.go(JobState.QUEUED, ctx.now_s)
     job.queued_s = ctx.now_s
-    if attempt.outcome in (Outcome.PREEMPTED, Outcome.REFUSED):
+    if attempt.stop.outcome in (Outcome.PREEMPTED, Outcome.REFUSED):
         job.reason = verdict.reason
     elif verdict.is_infrastructure:
         jobs.requeue_after_loss(ctx, job, verdict.reason)
@@ -217,7 +219,7 @@ def _restart(ctx: HandlerContext, job: Job, restart: Restart) -> None:
     saved = "it has saved" if job.spec.kind is JobKind.CHECKPOINTABLE else "its state waits in host memory"
     restart.phases.append(("stop", ctx.now_s - restart.started_s, saved))
     job.restarts.append(restart)
-    start = Start(job.id, restart.plan, restart.places, restart.cores, restart.memory_bytes, restart.reason)
+    start = Start(job.id, restart.plan, restart.places, restart.booked, restart.reason)
     if (objection := jobs.start(ctx, start)) is None:
         restart.go(RestartState.STARTING, ctx.now_s)
         return

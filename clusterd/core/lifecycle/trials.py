@@ -60,7 +60,7 @@ def move_for(job: Job, attempt: Attempt, plan: Plan, hosts: Mapping[HostId, Host
     if not isinstance(answer, ChosenPlan):
         return answer.reason
     where = place_on(job, chosen)
-    return Move(job.id, plan, where.ranks, where.cores, where.memory_bytes, reason)
+    return Move(job.id, plan, where.ranks, where.booked, reason)
 
 
 def best_plan(job: Job, attempt: Attempt, state: State) -> Plan | None:

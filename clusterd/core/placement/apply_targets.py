@@ -91,7 +91,7 @@ class _Pass:
             found = by_job.get(job.id)
             if found is None:
                 self.proposal.preempts.append(Preempt(job.id, self.others))
-                self.ledger.put(devices, attempt.cores, attempt.memory_bytes)
+                self.ledger.put(devices, attempt.booked)
                 continue
             rank, target = found
             leaving = self.view.leaving(attempt)
@@ -136,7 +136,7 @@ class _Pass:
             devices = self.ledger.find(target.job, option, old.per_host if old is not None else None, own)
             if devices is not None:
                 where = bind(target.job, option, devices)
-                self.ledger.take(devices, where.cores, where.memory_bytes)
+                self.ledger.take(devices, where.booked)
                 return option, devices
         return None
 
@@ -145,27 +145,23 @@ class _Pass:
         own = {d.id for d in old.devices} if old is not None else set()
         now = all(d.id in own or d.id in self.now_free for d in devices)
         if old is None and now:
-            reason = f"{option.plan} on {', '.join(where.cores)}: {why}"
-            self.proposal.starts.append(
-                Start(job.id, option.plan, where.ranks, where.cores, where.memory_bytes, reason)
-            )
+            reason = f"{option.plan} on {', '.join(where.booked.cores)}: {why}"
+            self.proposal.starts.append(Start(job.id, option.plan, where.ranks, where.booked, reason))
         elif old is None:
             self.proposal.refusals.append(Refusal(job.id, f"its {option.devices} devices are being freed"))
         elif (option.plan, {d.id for d in devices}) != (old.attempt.plan, own):
             if now:
                 reason = f"{option.plan}: {why}"
-                self.proposal.moves.append(
-                    Move(job.id, option.plan, where.ranks, where.cores, where.memory_bytes, reason)
-                )
+                self.proposal.moves.append(Move(job.id, option.plan, where.ranks, where.booked, reason))
             elif old in self.displaced:
                 # Others wait for what it has, and it for what others have: it stops, and starts there.
                 self.proposal.preempts.append(Preempt(job.id, why))
 
     def _leave(self, held: _Running) -> None:
-        self.ledger.put(held.devices, held.attempt.cores, held.attempt.memory_bytes)
+        self.ledger.put(held.devices, held.attempt.booked)
 
     def _stay(self, held: _Running) -> None:
-        self.ledger.take(held.devices, held.attempt.cores, held.attempt.memory_bytes)
+        self.ledger.take(held.devices, held.attempt.booked)
 
     def _make_place(self, rank: int, target: Target, old: _Running | None) -> bool:
         """There are devices enough, but scattered: narrower jobs that come later make way, and sit elsewhere.
@@ -200,7 +196,7 @@ class _Pass:
                 self._untake(held, option, devices)
             if found is not None:
                 where = bind(target.job, *found)
-                self.ledger.put(found[1], where.cores, where.memory_bytes)
+                self.ledger.put(found[1], where.booked)
             for held in [*gone, *([old] if old is not None else [])]:
                 self._stay(held)
             return False
@@ -217,7 +213,7 @@ class _Pass:
             self._leave(held)
         else:
             where = bind(held.target.job, option, devices)
-            self.ledger.put(devices, where.cores, where.memory_bytes)
+            self.ledger.put(devices, where.booked)
 
 
 def _is_current(target: Target, attempt: Attempt, devices: Sequence[Device]) -> bool:

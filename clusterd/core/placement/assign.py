@@ -76,7 +76,7 @@ def assign(
         bind = _within(one.forecast, limits, part, mixed)
         if bind is None:
             return None
-        part.take(bind[1], {}, {})
+        part.take(bind[1])
         found.append(bind)
         after_s += one.forecast.left_s(bind[0])
     return found if after_s < (1.0 - WORTHWHILE) * before_s else None

@@ -54,7 +54,7 @@ class Cores:
             attempt = forecast.job.attempt
             if attempt is None or forecast.job.trials.is_running:
                 continue
-            holder = _holder(forecast.job, forecast.now, forecast.devices, attempt.cores)
+            holder = _holder(forecast.job, forecast.now, forecast.devices, attempt.booked.cores)
             if holder is not None and all(host in view.free.hosts for host in attempt.hosts):
                 self._holders.append(holder)
                 for host, count in holder.counts.items():
@@ -66,10 +66,10 @@ class Cores:
         moved = {move.job for move in proposal.moves}
         lent = {h.job.id: h.cores(h.least) for h in self._holders}
         for move in proposal.moves:
-            for host, count in move.cores.items():
+            for host, count in move.booked.cores.items():
                 if host in spare:
                     attempt = self._view.jobs[move.job].attempt
-                    mine = lent.get(move.job) or (attempt.cores if attempt is not None else {})
+                    mine = lent.get(move.job) or (attempt.booked.cores if attempt is not None else {})
                     spare[host] -= max(count - mine.get(host, 0), 0)
         starting = self._starting(proposal)
         _climb([*(h for h in self._holders if h.job.id not in moved), *starting.values()], spare)
@@ -77,7 +77,9 @@ class Cores:
             if holder.granted != holder.now:
                 proposal.grants.append(_grant(holder))
         for number, holder in starting.items():
-            proposal.starts[number] = replace(proposal.starts[number], cores=holder.cores(holder.granted))
+            start = proposal.starts[number]
+            booked = replace(start.booked, cores=holder.cores(holder.granted))
+            proposal.starts[number] = replace(start, booked=booked)
 
     def _starting(self, proposal: Proposal) -> dict[int, _Holder]:
         found: dict[int, _Holder] = {}
@@ -88,7 +90,7 @@ class Cores:
                 continue
             devices = held(self._view.hosts, ((place.host, place.device) for place in start.ranks))
             estimate = believed(table, start.plan, devices)
-            holder = _holder(job, estimate, devices, start.cores)
+            holder = _holder(job, estimate, devices, start.booked.cores)
             if holder is not None:
                 found[number] = holder
         return found
@@ -96,7 +98,7 @@ class Cores:
 
 def cores_each(attempt: Attempt, devices: Sequence[Device]) -> int:
     """Cores that an attempt has beside each of its devices."""
-    return _each(attempt.cores, per_host(devices))
+    return _each(attempt.booked.cores, per_host(devices))
 
 
 def _each(cores: Mapping[HostId, int], counts: Mapping[HostId, int]) -> int:

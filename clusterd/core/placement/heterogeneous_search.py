@@ -280,9 +280,9 @@ def as_if_free(ledger: Ledger, forecast: JobForecast, look: Callable[[], Seen]) 
     """Result of `look` while a running job's own devices are in the ledger."""
     attempt = forecast.job.attempt
     assert attempt is not None
-    ledger.put(forecast.devices, attempt.cores, attempt.memory_bytes)
+    ledger.put(forecast.devices, attempt.booked)
     found = look()
-    ledger.take(forecast.devices, attempt.cores, attempt.memory_bytes)
+    ledger.take(forecast.devices, attempt.booked)
     return found
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from clusterd.core.ledger import HostFree, Ledger, Placement
+from clusterd.core.booked import Booked, Placement
+from clusterd.core.ledger import HostFree, Ledger
 from clusterd.core.state import Job
 from clusterd.types import Device, HostId, JobKind, RankPlace
 
@@ -69,7 +70,7 @@ def place_on(job: Job, devices: Iterable[Device]) -> Placement:
         ranks.append(RankPlace(rank=number, host=device.host, device=device.id))
         cores[device.host] = cores.get(device.host, 0) + _cores(device, cores_each)
         memory[device.host] = memory.get(device.host, 0) + memory_each
-    return Placement(tuple(ranks), cores, memory)
+    return Placement(tuple(ranks), Booked(cores, memory))
 
 
 def place_beside(job: Job, free: Ledger) -> Placement | None:
@@ -83,7 +84,8 @@ def place_beside(job: Job, free: Ledger) -> Placement | None:
         if not wanted.admits(device.kind, device.name, device.memory_bytes, device.compute_capability):
             continue
         if free.cores[host] >= cores_each and free.memory_bytes[host] >= memory_each:
-            return Placement((RankPlace(rank=0, host=host, device=device.id),), {host: cores_each}, {host: memory_each})
+            booked = Booked({host: cores_each}, {host: memory_each})
+            return Placement((RankPlace(rank=0, host=host, device=device.id),), booked)
     return None
 
 
@@ -126,7 +128,8 @@ def _cores_only(job: Job, free: Ledger) -> Placement | None:
     if not fits:
         return None
     host = min(fits, key=lambda h: (len(h.host.devices), h.cores, h.host.id)).host.id
-    return Placement((RankPlace(rank=0, host=host, device=None),), {host: cores}, {host: resources.memory_bytes})
+    booked = Booked({host: cores}, {host: resources.memory_bytes})
+    return Placement((RankPlace(rank=0, host=host, device=None),), booked)
 
 
 def per_device(job: Job) -> tuple[int, int]:

@@ -170,9 +170,9 @@ def start_unmodelled(
 ) -> list[Job]:
     """Start jobs without a performance model on the devices that the proposal leaves free; returns them in order."""
     for start in proposal.starts:
-        view.free.take_places(start.ranks, start.cores, start.memory_bytes)
+        view.free.take_places(start.ranks, start.booked)
     for move in proposal.moves:
-        view.free.take_places(move.ranks, move.cores, move.memory_bytes)
+        view.free.take_places(move.ranks, move.booked)
     known = view.performance_tables
     unmodelled = [job for job in view.queued if candidates_cache.of(job, known, choice) is None]
     unmodelled.sort(key=_by_arrival)
@@ -181,10 +181,8 @@ def start_unmodelled(
         if isinstance(answer, Grant):
             where = answer.placement
             view.quotas.take(job.spec, sum(place.device is not None for place in where.ranks))
-            view.free.take_places(where.ranks, where.cores, where.memory_bytes, job.spec.resources.share)
-            proposal.starts.append(
-                Start(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, answer.reason)
-            )
+            view.free.take_places(where.ranks, where.booked, job.spec.resources.share)
+            proposal.starts.append(Start(job.id, answer.plan, where.ranks, where.booked, answer.reason))
         else:
             proposal.refusals.append(answer)
     return unmodelled

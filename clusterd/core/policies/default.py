@@ -54,10 +54,10 @@ def _start_before_claims(
     if forecast.has_model:
         run_s = min(max(forecast.left_s(offer) for offer in forecast.curve.offers), limit_left_s(job, ctx.view.now_s))
     withheld = ctx.view.calendar.to_withhold([*ctx.ledger.all_devices()], run_s)
-    ctx.ledger.take(withheld, {}, {})
+    ctx.ledger.take(withheld)
     ctx.availability.run_s = run_s
     start_waiting(ctx, job, forecasts, handovers)
-    ctx.ledger.put(withheld, {}, {})
+    ctx.ledger.put(withheld)
 
 
 class Default:
@@ -126,7 +126,7 @@ class Default:
         if ctx.backfill is None and view.reservation is not None and not ctx.is_served:
             proposal.ends_reservation = True
         if view.calendar:  # nobody else's end is known: what is to be claimed goes to nobody
-            ledger.take(view.calendar.to_withhold([*ledger.all_devices()], inf), {}, {})
+            ledger.take(view.calendar.to_withhold([*ledger.all_devices()], inf))
             ctx.availability.run_s = inf
         else:
             exchange_devices(ctx)

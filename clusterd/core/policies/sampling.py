@@ -71,7 +71,7 @@ class Sampling(Rounds):
         ledger = view.free.copy()
         for job in jobs:
             if job.attempt is not None:
-                ledger.put(of_ranks(view.hosts, job.attempt), job.attempt.cores, job.attempt.memory_bytes)
+                ledger.put(of_ranks(view.hosts, job.attempt), job.attempt.booked)
         return HeterogeneousSearch(self._estimates, view, ledger, take_inventory(view))
 
     def _matched(

@@ -133,7 +133,7 @@ class JobLogs:
         """
         done = after.generation - 1 if after is not None else 0
         while True:
-            generation = next((g for g in (*sorted(attempt.hosts_by_generation), attempt.generation) if g > done), None)
+            generation = next((g for g in (*sorted(attempt.former), attempt.generation) if g > done), None)
             if generation is None:
                 return
             offsets = after.offsets if after is not None and after.generation == generation else {}
@@ -146,7 +146,7 @@ class JobLogs:
     ) -> AsyncIterator[dict[str, Any]]:
         hosts, rank = _hosts_of(attempt, generation), wanted.rank
         if rank is not None and rank not in hosts:
-            every = [len(_hosts_of(attempt, each)) for each in {*attempt.hosts_by_generation, attempt.generation}]
+            every = [len(_hosts_of(attempt, each)) for each in {*attempt.former, attempt.generation}]
             if rank in range(max(every)):
                 return  # that plan had fewer ranks than another one
             raise UsageError(f"attempt {attempt.number} of job {job.id} has ranks 0 to {max(every) - 1}, not {rank}")
@@ -268,9 +268,7 @@ class JobLogs:
         current = self._attempt(job, attempt)
         if last_bytes is not None:
             return await self._last_steps(job, current, last_bytes)
-        parts = [
-            await self._steps_of(job, current, g) for g in (*sorted(current.hosts_by_generation), current.generation)
-        ]
+        parts = [await self._steps_of(job, current, g) for g in (*sorted(current.former), current.generation)]
         return b"".join(parts)
 
     async def _last_steps(self, job: Job, attempt: Attempt, last_bytes: int) -> bytes:
@@ -316,8 +314,8 @@ def _is_over(job: Job) -> bool:
 
 def _hosts_of(attempt: Attempt, generation: int) -> dict[int, HostId]:
     """Host by rank."""
-    if generation in attempt.hosts_by_generation:
-        return attempt.hosts_by_generation[generation]
+    if generation in attempt.former:
+        return attempt.former[generation].hosts
     return {number: rank.place.host for number, rank in attempt.ranks.items()}
 
 

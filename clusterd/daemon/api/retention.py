@@ -107,5 +107,5 @@ def _places(job: Job, state: State) -> list[tuple[int, HostId]]:
 
 def hosts_of(job: Job, attempt: Attempt) -> list[HostId]:
     """Hosts of every generation of an attempt."""
-    hosts = {*attempt.hosts, *(host for ranks in attempt.hosts_by_generation.values() for host in ranks.values())}
+    hosts = {*attempt.hosts, *(host for former in attempt.former.values() for host in former.hosts.values())}
     return sorted(hosts | {place.host for move in job.plan_changes for place in move.places})

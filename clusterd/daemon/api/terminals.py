@@ -193,7 +193,7 @@ class Terminals:
             return  # the agent hangs up by itself on whoever is silent
 
     async def _cancel(self, job: Job, peer: Peer) -> None:
-        ends = job.attempt is not None and job.attempt.outcome in (Outcome.CANCELLED, Outcome.TIME_LIMIT)
+        ends = job.attempt is not None and job.attempt.stop.outcome in (Outcome.CANCELLED, Outcome.TIME_LIMIT)
         if not job.state.is_final and not ends:
             await self._engine.post(e.JobCancelled(at_s=time.time(), job=job.id, by=peer.user))
 
@@ -215,5 +215,5 @@ def _running(job: Job, rank: int, where: str) -> Attempt:
 def _ended(attempt: Attempt, exit_code: int) -> dict[str, Any]:
     if attempt.state is AttemptState.RUNNING:
         return {"exit_code": exit_code}
-    timed_out = attempt.outcome is Outcome.TIME_LIMIT
-    return {"exit_code": TIMED_OUT if timed_out else exit_code, "why": attempt.why}
+    timed_out = attempt.stop.outcome is Outcome.TIME_LIMIT
+    return {"exit_code": TIMED_OUT if timed_out else exit_code, "why": attempt.stop.why}

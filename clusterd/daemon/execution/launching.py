@@ -14,6 +14,7 @@ import anyio
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.booked import NOTHING, Booked
 from clusterd.core.data_locality import CHECKPOINT, split_step
 from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.hosts.registry import HostRegistry
@@ -91,7 +92,7 @@ class LaunchRequests:
         probe = spec.kind is JobKind.ELASTIC and self._models.wants_probe(names, len(decision.hosts))
         snapshot_every = self._snapshot_every(decision.job, spec, decision.plan)
         datasets = await self._datasets.where(decision.job, spec, decision.hosts)
-        booked, booked_memory = self._booked(decision)
+        booked = self._booked(decision)
         base = self.request_base(decision.job, decision.attempt, decision.generation, spec, secrets)
         base = replace(base, record=await self._hosts.records.make(decision.job))
         for node, host in enumerate(decision.hosts):
@@ -109,7 +110,7 @@ class LaunchRequests:
                     master_port=port,
                     interface=near,
                     plan=decision.plan.to_dict() if decision.plan else None,
-                    device=_device(place, devices, booked.get(host, 0) // len(here)),
+                    device=_device(place, devices, booked.cores.get(host, 0) // len(here)),
                     hosts=len(decision.hosts),
                 )
                 for index, place in enumerate(here)
@@ -127,8 +128,8 @@ class LaunchRequests:
                 proven=self._models.proven(decision.job, spec) if spec.kind is JobKind.ELASTIC else (),
                 note=decision.reason if decision.plan and len(decision.ranks) < spec.resources.devices else "",
                 datasets=datasets[host],
-                cores=booked.get(host, 0),
-                memory_bytes=booked_memory.get(host, 0) if spec.resources.memory_bytes else 0,
+                cores=booked.cores.get(host, 0),
+                memory_bytes=booked.memory_bytes.get(host, 0) if spec.resources.memory_bytes else 0,
             )
         return requests
 
@@ -153,14 +154,14 @@ class LaunchRequests:
         step_s = known.progress.step_time_s or min(predicted, default=SNAPSHOT_EVERY_S / SNAPSHOT_EVERY)
         return max(SNAPSHOT_EVERY, round(SNAPSHOT_EVERY_S / max(step_s, 1e-4)))
 
-    def _booked(self, decision: d.LaunchAttempt) -> tuple[Mapping[HostId, int], Mapping[HostId, int]]:
+    def _booked(self, decision: d.LaunchAttempt) -> Booked:
         """CPU cores and host memory booked for these ranks on each host."""
         attempt = self._engine.scheduler.state.jobs[decision.job].attempt
         if attempt is None:
-            return {}, {}
+            return NOTHING
         coming = attempt.migration
         of = coming if coming is not None and coming.generation == decision.generation else attempt
-        return of.cores, of.memory_bytes
+        return of.booked
 
     def request_base(
         self, job: str, attempt: int, generation: int, spec: JobSpec, secrets: dict[str, str]

@@ -96,7 +96,7 @@ class Stops:
         attempt = self._engine.scheduler.state.attempt(decision.job, decision.attempt)
         pending: set[HostId] = set()
         if attempt is not None and attempt.generation == decision.generation:
-            pending = attempt.pending
+            pending = attempt.stop.pending
         elif attempt is not None and decision.generation in attempt.retired:
             pending = attempt.retired[decision.generation].pending
         return decision.host in pending or (decision.job, decision.attempt, decision.generation) in host.orphans

@@ -180,7 +180,7 @@ class Profiler:
             return
         await self._forecast(job, report)
         run = self._runs.get(job.id)
-        now = (attempt.number, attempt.generation, sum(attempt.cores.values()))
+        now = (attempt.number, attempt.generation, sum(attempt.booked.cores.values()))
         if run is None or run.of != now:
             run = self._runs[job.id] = _Run(now)
         for _, seconds in report.steps:

@@ -205,4 +205,6 @@ def _plan_of(job: Job, of: Generation) -> Plan | None:
     if job.id != of[0] or not 1 <= of[1] <= len(job.attempts):
         return None
     attempt = job.attempts[of[1] - 1]
-    return attempt.plan if attempt.generation == of[2] else attempt.plans_by_generation.get(of[2])
+    if attempt.generation == of[2]:
+        return attempt.plan
+    return attempt.former[of[2]].plan if of[2] in attempt.former else None

@@ -176,7 +176,7 @@ class UsageStore:
             return 0.0
         used = [use.cores for use in usage.attempts if use.job == job]  # one for each generation
         attempt = self._state.jobs[job].attempt if job in self._state.jobs else None  # type: ignore[index]
-        cores = attempt.cores.get(device.host, 0) if attempt is not None else 0
+        cores = attempt.booked.cores.get(device.host, 0) if attempt is not None else 0
         return min(sum(used) / cores, 1.0) if used and cores else None
 
     async def flush(self) -> None:

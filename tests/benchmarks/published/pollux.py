@@ -47,8 +47,8 @@ class _MostFreeFirst:
             estimate, devices = self._places[job.id]
             if ids(devices) <= {d.id for d in view.free.all_devices()}:
                 where = bind(job, estimate, devices)
-                view.free.take_places(where.ranks, where.cores, where.memory_bytes)
-                start = (job.id, estimate.plan, where.ranks, where.cores, where.memory_bytes, self.name)
+                view.free.take_places(where.ranks, where.booked)
+                start = (job.id, estimate.plan, where.ranks, where.booked, self.name)
                 proposal.starts.append(Start(*start))
         return proposal
 

@@ -166,7 +166,7 @@ def test_a_guaranteed_job_takes_nothing_from_a_higher_priority(lab: Lab) -> None
         assert d.StartMigration.match(decided) is None
     pass_time(lab, 7200.0)
     attempt = lab.attempt(dear)
-    assert attempt.migration is None and attempt.outcome is None
+    assert attempt.migration is None and attempt.stop.outcome is None
 
 
 def suspended_for_urgent(lab: Lab) -> tuple[list[JobId], JobId]:

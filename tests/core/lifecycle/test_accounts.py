@@ -92,7 +92,7 @@ def test_ranks_of_a_lost_agent_are_given_up_and_their_devices_left_out(lab_with_
     state = lab.scheduler.state
     lost = state.jobs[job].attempts[0]
     assert lost.state.value == "ended"
-    assert "its quota is full" in lost.why
+    assert "its quota is full" in lost.stop.why
     assert all(device.foreign for device in state.hosts[HostId(host)].devices), "its ranks may still run there"
     later = state.jobs[job].not_before_s
     lab.fire(Timer(TimerKind.RETRY, job))
@@ -121,7 +121,7 @@ def test_a_lost_host_takes_the_jobs_of_all_accounts(lab: Lab) -> None:
     lab.fire(Timer(TimerKind.HOST_LOST, "a"))
     attempt = lab.scheduler.state.jobs[job].attempts[0]
     assert attempt.state.value == "ended"
-    assert "a is lost" in attempt.why
+    assert "a is lost" in attempt.stop.why
 
 
 def test_devices_of_a_lost_host_wait_for_the_accounts_whose_ranks_were_there(lab: Lab) -> None:

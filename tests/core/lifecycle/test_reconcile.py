@@ -11,7 +11,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.core.lifecycle.reconcile import reconcile
-from clusterd.core.state import Attempt, Rank
+from clusterd.core.state import Attempt, Former, Rank
 from clusterd.types import AttemptReport, AttemptState, DeviceId, HostId, RankPlace, RankReport
 from tests.core.conftest import OK, Lab
 
@@ -33,7 +33,7 @@ def test_records_of_old_generations_are_no_orphans(generation: int, ended: bool,
     host = state.hosts[HostId("a")]
     place = RankPlace(rank=0, host=HostId("a"), device=DeviceId("a:gpu0"))
     attempt = Attempt(job, 1, 2, None, {0: Rank(place)}, 0.0, state=AttemptState.RUNNING, last_generation=3)
-    attempt.hosts_by_generation[1] = {0: host.id}
+    attempt.former[1] = Former(None, {0: host.id})
     state.jobs[job].attempts = [attempt]
     reports = [
         AttemptReport(job=job, attempt=1, generation=2, ranks=(RankReport(rank=0, end=None),)),

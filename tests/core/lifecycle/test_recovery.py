@@ -112,7 +112,7 @@ def test_parameters_of_no_step_are_not_gone_on_from(lab_with_two_hosts: Lab, tor
         decided = orphan(lab, job, rank, -1 if rank in torn else 12, out_of_memory=rank == 0)
     assert d.StartMigration.match(decided, job=job) is None
     assert d.StopAttempt.match(decided, job=job) is not None
-    assert "while other ranks changed their parameters" in lab.attempt(job).why
+    assert "while other ranks changed their parameters" in lab.attempt(job).stop.why
 
 
 @pytest.mark.parametrize("torn", [1, 2])
@@ -129,7 +129,7 @@ def test_who_holds_parameters_of_no_step_counts_as_dead(lab: Lab, torn: int) -> 
         assert (start.lost, start.step) == ((1, 2), 12)
     else:
         assert start is None
-        assert "no rank is left of 3" in lab.attempt(job).why
+        assert "no rank is left of 3" in lab.attempt(job).stop.why
 
 
 def test_where_the_way_back_fails_too_the_job_starts_again(lab_with_two_hosts: Lab) -> None:
@@ -145,7 +145,7 @@ def test_where_the_way_back_fails_too_the_job_starts_again(lab_with_two_hosts: L
     decided = lab.tell(e.MigrationFailed(**lab.at(), **who, phase="prepare", why="no room"))
     stop = d.StopAttempt.match(decided, job=job)
     assert stop is not None
-    assert "dp=2 ran out of memory" in attempt.why
+    assert "dp=2 ran out of memory" in attempt.stop.why
 
 
 def test_a_trial_that_was_interrupted_may_be_made_again(lab_with_two_hosts: Lab) -> None:
@@ -198,7 +198,7 @@ def test_ranks_that_stay_silent_are_given_up(spread: tuple[Lab, JobId]) -> None:
     fire(lab, Timer(TimerKind.RECOVER, job))
     decided = fire(lab, Timer(TimerKind.RECOVER, job))
     assert d.StopAttempt.match(decided, job=job)
-    assert "ranks [1, 2, 3] did not report their state" in lab.attempt(job).why
+    assert "ranks [1, 2, 3] did not report their state" in lab.attempt(job).stop.why
 
 
 @pytest.mark.parametrize("noticed", [True, False])
@@ -244,7 +244,7 @@ def test_a_lost_host_is_not_waited_for_when_nothing_came_of_its_survivors(
         lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann"))
     else:
         fire(lab, Timer(TimerKind.RECOVER, job))
-    assert lab.attempt(job).pending == {"a"}
+    assert lab.attempt(job).stop.pending == {"a"}
     lab.stopped(job)
     assert lab.state(job) == ("cancelled" if is_cancelled else "starting")
     assert lab.scheduler.state.hosts[HostId("b")].cores_used == 0

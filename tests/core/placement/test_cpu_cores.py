@@ -74,7 +74,7 @@ def command(lab: Lab, cpus: int) -> JobId:
 def each(lab: Lab, job: JobId) -> float:
     """Cores beside each device."""
     attempt = lab.attempt(job)
-    return attempt.cores[HostId("a")] / len(attempt.ranks)
+    return attempt.booked.cores[HostId("a")] / len(attempt.ranks)
 
 
 def test_cores_that_nobody_needs_go_where_they_save_time() -> None:

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from clusterd.core.host import Host
-from clusterd.core.state import Attempt, Job, Rank, State
+from clusterd.core.state import Attempt, Former, Job, Rank, State
 from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.errors import HostError
@@ -132,7 +132,7 @@ def test_older_generations_are_dropped_and_all_when_the_job_is_over(
     report_snapshot(replicas, 1, 20)
     attempt = state.jobs[JOB].attempts[0]
     assert attempt.plan is not None
-    attempt.plans_by_generation[1] = attempt.plan
+    attempt.former[1] = Former(attempt.plan, {})
     attempt.generation = 2
     report_snapshot(replicas, 0, 40, generation=2)
     assert not any(verb == "drop" for _, verb, _ in agents.asked)

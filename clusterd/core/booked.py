@@ -1,0 +1,39 @@
+"""CPU cores and host memory that are booked beside devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from clusterd.types import HostId, RankPlace
+
+
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """CPU cores and bytes of host memory, by host."""
+
+    cores: Mapping[HostId, int] = field(default_factory=dict)
+    memory_bytes: Mapping[HostId, int] = field(default_factory=dict)
+
+    def on(self, host: HostId) -> tuple[int, int]:
+        """Cores and bytes on one host."""
+        return self.cores.get(host, 0), self.memory_bytes.get(host, 0)
+
+    def beyond(self, other: Booked) -> Booked:
+        """What is more than another has, host by host."""
+        return Booked(_more(self.cores, other.cores), _more(self.memory_bytes, other.memory_bytes))
+
+
+NOTHING = Booked()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Place of each rank, and what is booked beside them."""
+
+    ranks: tuple[RankPlace, ...]
+    booked: Booked
+
+
+def _more(these: Mapping[HostId, int], those: Mapping[HostId, int]) -> dict[HostId, int]:
+    return {host: more for host, count in these.items() if (more := max(count - those.get(host, 0), 0))}
