@@ -20,7 +20,7 @@ class Booked:
         return self.cores.get(host, 0), self.memory_bytes.get(host, 0)
 
     def beyond(self, other: Booked) -> Booked:
-        """What is more than another has, host by host."""
+        """Part that another does not have, host by host."""
         return Booked(_more(self.cores, other.cores), _more(self.memory_bytes, other.memory_bytes))
 
 

@@ -89,7 +89,7 @@ NO_BOUNDS = Bounds()
 
 @dataclass(slots=True)
 class Inspection:
-    """What an elastic job's model is, known before its first launch."""
+    """Model of an elastic job, as its inspection before the first launch found it."""
 
     state: InspectionState = InspectionState.NOT_NEEDED
     host: HostId | None = None  # where it is made
@@ -107,7 +107,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Progress:
-    """What a job's ranks reported, and what it says about the end."""
+    """Newest reports of a job's ranks, and the end that they foretell."""
 
     step: int = 0
     first_loss: float | None = None
@@ -122,7 +122,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Failures:
-    """What went wrong with a job, and what is not tried again because of it."""
+    """Failures of a job, and the hosts and plans that they rule out."""
 
     of_job: int = 0  # ends of attempts that were its own fault
     of_hosts: int = 0  # ends of attempts in a row that were not
@@ -228,7 +228,7 @@ class Former:
 
 @dataclass(slots=True)
 class Stop:
-    """How an attempt is being stopped, or ended."""
+    """End of an attempt: its cause, and who has yet to confirm it."""
 
     outcome: Outcome | None = None
     why: str = ""

@@ -168,7 +168,7 @@ def _cheapest(
         fastest: dict[object, Estimate] = {}
         for x in victim.curve.offers:
             if fewest <= x.devices < len(victim.devices) and (
-                has_right or ctx.keeps_guarantee(victim, ctx.costs.then_s(victim, x))
+                has_right or ctx.worth.keeps_guarantee(victim, ctx.costs.then_s(victim, x))
             ):
                 fastest.setdefault((x.types, x.shape), x)
         return tuple(fastest.values())
@@ -206,7 +206,7 @@ def evict_by_value(
     movable = [victim for victim in ctx.migratable() if victim.job.priority <= forecast.job.priority]
     search = VictimSearch(ctx.ledger, forecast, ctx.unclaimed(movable))
     for offer in offers[:3]:
-        run_s = ctx.burden_s(forecast, offer)
+        run_s = ctx.worth.burden_s(forecast, offer)
         if run_s >= ends_s and not preemptible:
             break
         eviction = search.make(
@@ -215,7 +215,7 @@ def evict_by_value(
         if eviction is None:
             continue
         lost_s = sum(change.lost_s for change in eviction.changes if change.victim.job.id not in preemptible)
-        saved_s = ends_s - run_s - ctx.thresholds.shrink * lost_s
+        saved_s = ends_s - run_s - ctx.costs.thresholds.shrink * lost_s
         by_right = bool(preemptible) and all(change.victim.job.id in preemptible for change in eviction.changes)
         if not eviction.changes or not (saved_s > 0 or (by_right and ends_s > run_s)):
             continue
@@ -255,7 +255,7 @@ def suspend_by_value(
 
     for offer in offers[:3]:
         run_s = forecast.left_s(offer)
-        if ends_s - run_s <= ctx.thresholds.shrink * (run_s + restart_s):
+        if ends_s - run_s <= ctx.costs.thresholds.shrink * (run_s + restart_s):
             continue  # not even one victim would pay
         lost_s = {victim.job.id: suspension_s(ctx, victim, forecast, run_s) for victim in holders}
         if all(one is None for one in lost_s.values()):
@@ -266,7 +266,7 @@ def suspend_by_value(
         )
         if eviction is None or not eviction.suspended:
             continue
-        saved_s = ends_s - run_s - ctx.thresholds.shrink * eviction.lost_s
+        saved_s = ends_s - run_s - ctx.costs.thresholds.shrink * eviction.lost_s
         if saved_s > 0 and (best is None or saved_s > best[0]):
             best = saved_s, eviction
     if best is None:
@@ -278,12 +278,10 @@ def suspend_by_value(
 def victim_sizes(ctx: PassContext, victim: JobForecast, by_right: bool) -> tuple[Estimate, ...]:
     """Offers to which a running job may shrink for others, largest first."""
     least = (
-        victim.curve.least
-        if by_right
-        else max(min(ctx.sizes.get(victim.job.id, 0), len(victim.devices)), victim.curve.least)
+        victim.curve.least if by_right else max(min(ctx.targets.of(victim), len(victim.devices)), victim.curve.least)
     )
     return tuple(
         x
         for x in victim.curve.upto(len(victim.devices))
-        if x.devices >= least and (by_right or ctx.may_move_for_others(victim, x))
+        if x.devices >= least and (by_right or ctx.worth.may_move_for_others(victim, x))
     )

@@ -24,9 +24,9 @@ def rebalance(ctx: PassContext) -> None:
     """Shrink jobs for those below their target size, first for the job that gains most per device."""
     candidates: list[tuple[float, JobForecast, list[Estimate]]] = []
     for forecast in ctx.running:
-        if ctx.sizes.get(forecast.job.id, 0) <= len(forecast.devices) or not ctx.can_migrate(forecast):
+        if ctx.targets.of(forecast) <= len(forecast.devices) or not ctx.can_migrate(forecast):
             continue
-        wider = [x for x in forecast.curve.upto(ctx.max_devices(forecast)) if x.devices > len(forecast.devices)]
+        wider = [x for x in forecast.curve.upto(ctx.targets.most(forecast)) if x.devices > len(forecast.devices)]
         gains = sorted(((_surplus_s(ctx, forecast, x), x) for x in wider), key=lambda item: -item[0])
         good = [(s, x) for s, x in gains if s > 0 and ctx.costs.within_budget(forecast, x)]
         if good:
@@ -40,7 +40,7 @@ def rebalance(ctx: PassContext) -> None:
 
 def _surplus_s(ctx: PassContext, forecast: JobForecast, offer: Estimate) -> float:
     """Seconds gained by an offer beyond the threshold of any growth."""
-    return ctx.gain_s(forecast, offer) - ctx.thresholds.grow * ctx.costs.cost_s(forecast, offer)
+    return ctx.worth.gain_s(forecast, offer) - ctx.costs.thresholds.grow * ctx.costs.cost_s(forecast, offer)
 
 
 def _rebalance_one(ctx: PassContext, forecast: JobForecast, offers: Sequence[Estimate]) -> None:
@@ -48,7 +48,7 @@ def _rebalance_one(ctx: PassContext, forecast: JobForecast, offers: Sequence[Est
     for offer in offers:
         eviction = _search(ctx, forecast, offer)
         if eviction is not None:
-            saved_s = _surplus_s(ctx, forecast, offer) - ctx.thresholds.shrink * eviction.lost_s
+            saved_s = _surplus_s(ctx, forecast, offer) - ctx.costs.thresholds.shrink * eviction.lost_s
             if saved_s > 0 and (best is None or saved_s > best[0]):
                 best = (saved_s, eviction)
     if best is None:
@@ -80,4 +80,5 @@ def _search(ctx: PassContext, forecast: JobForecast, offer: Estimate) -> Evictio
         return None
     if any(d.id in own for change in eviction.changes for d in change.devices):
         return None
-    return eviction if ctx.may_backfill(forecast, offer, [d for d in eviction.now if d.id not in own]) else None
+    more = [d for d in eviction.now if d.id not in own]
+    return eviction if ctx.reserved.may_backfill(forecast, offer, more) else None

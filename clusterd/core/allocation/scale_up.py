@@ -34,7 +34,7 @@ def evacuate(ctx: PassContext) -> None:
             offer, devices = found
             own = {d.id for d in forecast.devices}
             ctx.ledger.take(devices)
-            ctx.occupy(forecast, offer, [d for d in devices if d.id not in own])
+            ctx.reserved.occupy(forecast, offer, [d for d in devices if d.id not in own])
             ctx.migrate(forecast, offer, devices, why)
 
 
@@ -69,18 +69,19 @@ def scale_up(ctx: PassContext) -> None:
         if forecast.job.id in ctx.moved or not ctx.can_migrate(forecast):
             continue
         offers = sorted(
-            ((ctx.gain_s(forecast, x), x) for x in forecast.curve.upto(ctx.max_devices(forecast))),
+            ((ctx.worth.gain_s(forecast, x), x) for x in forecast.curve.upto(ctx.targets.most(forecast))),
             key=lambda item: -item[0],
         )
         good: list[Estimate] = []
         for gain_s, x in offers:
             if _is_now(forecast, x):
                 break  # what follows gains less than staying does: only where steps are slower than is believed
-            if gain_s > ctx.thresholds.grow * ctx.costs.cost_s(forecast, x) and ctx.costs.within_budget(forecast, x):
+            least_s = ctx.costs.thresholds.grow * ctx.costs.cost_s(forecast, x)
+            if gain_s > least_s and ctx.costs.within_budget(forecast, x):
                 good.append(x)
         gain_s, best = (offers[0][0], good[0]) if good else (0.0, None)
         if not good and forecast.job.id in mixed and (found := _find_mixed(ctx, forecast, 0.0)) is not None:
-            gain_s, best = ctx.gain_s(forecast, found[0]), found[0]
+            gain_s, best = ctx.worth.gain_s(forecast, found[0]), found[0]
         if best is not None:
             more = max(best.devices - len(forecast.devices), 1)
             candidates.append((gain_s / more, forecast.job.id, forecast, good))
@@ -104,14 +105,14 @@ def _find_mixed(ctx: PassContext, forecast: JobForecast, gain_s: float) -> Found
     """Mixed devices for a running job, where these gain more than the offer found; None: there are none."""
     mixed_search, cost_s = ctx.mixed_search, ctx.costs.move_s(forecast.job)
     assert mixed_search is not None
-    price = ctx.price(forecast, ctx.thresholds.thrift)
+    price = ctx.worth.price(forecast, ctx.costs.thresholds.thrift)
     now_s = forecast.now_s * (1.0 + price * len(forecast.devices))
-    least_s = max(gain_s + WORTHWHILE * forecast.now_s, ctx.thresholds.grow * cost_s)
+    least_s = max(gain_s + WORTHWHILE * forecast.now_s, ctx.costs.thresholds.grow * cost_s)
 
     def look() -> Found | None:
         return mixed_search.best(
             forecast,
-            ctx.max_mixed_devices(forecast, ctx.max_devices(forecast)),
+            ctx.targets.most_mixed(forecast, ctx.targets.most(forecast)),
             lambda step_s, devices: (forecast.left.seconds(step_s) + cost_s) * (1.0 + price * devices),
             now_s - least_s,
             lambda x: _is_faster(forecast, x) and fits_beside(forecast, x) and ctx.costs.within_budget(forecast, x),
@@ -119,7 +120,7 @@ def _find_mixed(ctx: PassContext, forecast: JobForecast, gain_s: float) -> Found
 
     found = as_if_free(ctx.ledger, forecast, look)
     own = {d.id for d in forecast.devices}
-    if found is None or not ctx.may_backfill(forecast, found[0], [d for d in found[1] if d.id not in own]):
+    if found is None or not ctx.reserved.may_backfill(forecast, found[0], [d for d in found[1] if d.id not in own]):
         return None
     return found
 
@@ -127,7 +128,7 @@ def _find_mixed(ctx: PassContext, forecast: JobForecast, gain_s: float) -> Found
 def _scale_up_one(ctx: PassContext, forecast: JobForecast, offers: Sequence[Estimate], may_mix: bool) -> None:
     found = ctx.find_with_own(forecast, offers)
     if may_mix:
-        found = _find_mixed(ctx, forecast, ctx.gain_s(forecast, found[0]) if found is not None else 0.0) or found
+        found = _find_mixed(ctx, forecast, ctx.worth.gain_s(forecast, found[0]) if found is not None else 0.0) or found
     if found is None:
         return
     offer, devices = found
@@ -135,8 +136,8 @@ def _scale_up_one(ctx: PassContext, forecast: JobForecast, offers: Sequence[Esti
     more = [d for d in devices if d.id not in own]
     ctx.ledger.take(more)
     ctx.view.quotas.take(forecast.job.spec, len(more))
-    ctx.occupy(forecast, offer, more)
-    ctx.spare -= max(len(devices) - max(ctx.sizes.get(forecast.job.id, 0), len(forecast.devices)), 0)
+    ctx.reserved.occupy(forecast, offer, more)
+    ctx.targets.grant(forecast, len(devices))
     saved_s, cost_s = forecast.now_s - forecast.left_s(offer), ctx.costs.cost_s(forecast, offer)
     saved = f"saves {duration(saved_s)} of {duration(forecast.now_s)}, for {duration(cost_s)}{shared_by(offer)}"
     ctx.migrate(forecast, offer, devices, saved)

@@ -23,9 +23,7 @@ def shrink_to_share(ctx: PassContext, eviction: EvictionPlan, preemptible: Conta
         preemptible: victims by right of priority or guarantee: these shrink no further than they must.
     """
     changes = [
-        c
-        if c.victim.job.id in preemptible
-        else _to_share(ctx, c, max(ctx.sizes.get(c.victim.job.id, 0), c.victim.curve.least))
+        c if c.victim.job.id in preemptible else _to_share(ctx, c, max(ctx.targets.of(c.victim), c.victim.curve.least))
         for c in eviction.changes
     ]
     return replace(eviction, changes=tuple(changes))
@@ -45,7 +43,7 @@ def _to_share(ctx: PassContext, change: Change, share: int) -> Change:
         is_dear = ctx.costs.cost_s(victim, x) > ctx.costs.cost_s(victim, offer_now)
         return len(x.shape) == 1 and x.devices == share <= here[host] and not is_dear
 
-    offer = next((x for x in victim.curve.upto(share) if is_fit(x) and ctx.may_move_for_others(victim, x)), None)
+    offer = next((x for x in victim.curve.upto(share) if is_fit(x) and ctx.worth.may_move_for_others(victim, x)), None)
     if offer is None:
         return change
     devices = [d for d in change.devices if d.host == host and d.name == offer.device_type][: offer.devices]

@@ -15,6 +15,7 @@ from math import inf
 from clusterd.core.allocation.evict import are_being_freed, evict_by_right, evict_by_value, suspend_by_value
 from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.request_grant import Grant, allocate, place_again
+from clusterd.core.allocation.reserved_start import owes
 from clusterd.core.allocation.suspend import awaits_start_of_other, can_stop, fits_cores, suspendable, suspended_for
 from clusterd.core.allocation.victim_search import EvictionPlan
 from clusterd.core.booked import Placement
@@ -102,7 +103,7 @@ def _start_request(ctx: PassContext, forecast: JobForecast, ends: Ends) -> Refus
     """Start the job on what it requests, or refuse."""
     job = forecast.job
     answer = allocate(job, ctx.view)
-    if isinstance(answer, Grant) and not ctx.admits(hold := _hold_of(ctx.view, job, answer, ends)):
+    if isinstance(answer, Grant) and not ctx.reserved.admits(hold := _hold_of(ctx.view, job, answer, ends)):
         answer = _grant_within_limits(ctx, job, answer, ends) or _may_not_pass(ctx, job, len(hold.devices))
     if isinstance(answer, Refusal):
         return _free_for_request(ctx, forecast, answer, ends) if answer.is_shortage else answer
@@ -115,7 +116,7 @@ def _grant_within_limits(ctx: PassContext, job: Job, grant: Grant, ends: Ends) -
     may_differ = (
         job.spec.resources.share > 1 or job.spec.kind is JobKind.CHECKPOINTABLE
     )  # a joined device, another size
-    for free in ctx.limited(job, ends):
+    for free in ctx.reserved.limited(job, ends, ctx.ledger):
         if may_differ or place_again(job, grant, free) is not None:
             answer = allocate(job, ctx.view, free)
             if isinstance(answer, Grant):
@@ -133,7 +134,7 @@ def _hold_of(view: View, job: Job, grant: Grant, ends: Ends) -> Hold:
 def _grant(ctx: PassContext, job: Job, grant: Grant, ends: Ends) -> None:
     """Start a job without a performance model on what it was granted."""
     where, hold = grant.placement, _hold_of(ctx.view, job, grant, ends)
-    ctx.hold(hold)
+    ctx.reserved.hold(hold)
     ctx.view.quotas.take(job.spec, len(hold.devices))
     ctx.ledger.take_places(where.ranks, where.booked, job.spec.resources.share)
     start = Start(job.id, grant.plan, where.ranks, where.booked, grant.reason)
@@ -151,7 +152,7 @@ def _free_for_request(ctx: PassContext, forecast: JobForecast, shortage: Refusal
         answer = look(free)
         return (
             answer.placement
-            if answer is not None and ctx.admits(_hold_of(ctx.view, forecast.job, answer, ends))
+            if answer is not None and ctx.reserved.admits(_hold_of(ctx.view, forecast.job, answer, ends))
             else None
         )
 
@@ -160,12 +161,12 @@ def _free_for_request(ctx: PassContext, forecast: JobForecast, shortage: Refusal
     if (eviction := evict_by_right(ctx, forecast)) is not None:
         return _served(ctx, _given_up(forecast, eviction))
     may_suspend = ends.foreseen_s < inf and bool(suspendable(ctx))
-    found = ctx.availability.first(look) if ctx.backfill is None or may_suspend else None
+    found = ctx.availability.first(look) if ctx.reserved.limits is None or may_suspend else None
     if found is not None and may_suspend:
         eviction = suspend_by_value(ctx, forecast, forecast.curve.offers, found[0] + forecast.now_s)
         if eviction is not None:
             return _served(ctx, _given_up(forecast, eviction))
-    if ctx.backfill is None and found is not None:
+    if ctx.reserved.limits is None and found is not None:
         at_s, grant = found
         reserve(ctx, forecast, at_s, lambda free: place_again(forecast.job, grant, free))
     return shortage
@@ -181,7 +182,7 @@ def _given_up(forecast: JobForecast, eviction: EvictionPlan) -> Refusal:
 def _served(ctx: PassContext, refusal: Refusal) -> Refusal:
     """The refusal of a job for which devices are being freed: its reservation stands until it starts."""
     reservation = ctx.view.reservation
-    ctx.is_served = ctx.is_served or (reservation is not None and reservation.job == refusal.job)
+    ctx.reserved.is_served = ctx.reserved.is_served or (reservation is not None and reservation.job == refusal.job)
     return refusal
 
 
@@ -197,8 +198,8 @@ def _alike(job: Job, view: View, ends: Ends) -> object:
 
 def _may_not_pass(ctx: PassContext, job: Job, devices: int) -> Refusal:
     """Refusal of a job that would fit but would delay the first one."""
-    assert ctx.reserved_for is not None
-    first = ctx.view.jobs[ctx.reserved_for].spec.name
+    assert ctx.reserved.job is not None
+    first = ctx.view.jobs[ctx.reserved.job].spec.name
     reason = f"the free devices are reserved for {first}, which comes first"
     return Refusal(job.id, reason, devices=devices, is_shortage=True)
 
@@ -213,10 +214,10 @@ def _start_modelled(ctx: PassContext, forecast: JobForecast) -> Refusal | None:
         return _shortage(forecast, curve.points[curve.least])
     if (beyond := ctx.view.quotas.why_not(job.spec, curve.least)) is not None:
         return Refusal(job.id, beyond)
-    want = min(max(ctx.sizes.get(job.id, 0), curve.least), ctx.view.quotas.left(job.spec))
-    offers = sorted(curve.upto(want), key=lambda x: ctx.burden_s(forecast, x))
+    want = min(max(ctx.targets.of(forecast), curve.least), ctx.view.quotas.left(job.spec))
+    offers = sorted(curve.upto(want), key=lambda x: ctx.worth.burden_s(forecast, x))
     found = _or_mixed(ctx, forecast, want, _find(ctx.ledger, job, offers))
-    if found is not None and not ctx.may_backfill(forecast, *found):
+    if found is not None and not ctx.reserved.may_backfill(forecast, *found):
         found = _find_within_limits(ctx, forecast, offers)
     if found is not None and (is_late or _is_best(ctx, forecast, found[0], offers[0])):
         _start(ctx, forecast, *found)
@@ -231,13 +232,13 @@ def _start_now_or_later(
     ctx: PassContext, forecast: JobForecast, offers: Sequence[Estimate], found: Found | None
 ) -> Refusal | None:
     """Start the job on what was found unless a later start, or freeing devices of others, is better."""
-    earliest_start = ctx.availability.earliest_start(forecast.job, offers, lambda x: ctx.burden_s(forecast, x))
+    earliest_start = ctx.availability.earliest_start(forecast.job, offers, lambda x: ctx.worth.burden_s(forecast, x))
     if found is not None and not _better_later(ctx, forecast, found[0], earliest_start):
         ends_s = _grown_s(ctx, forecast, found[0], earliest_start)
     else:
         found, ends_s = None, inf
         if earliest_start is not None:
-            ends_s = earliest_start.at_s + ctx.burden_s(forecast, earliest_start.offer)
+            ends_s = earliest_start.at_s + ctx.worth.burden_s(forecast, earliest_start.offer)
     refusal = _free_for_modelled(ctx, forecast, offers, ends_s, earliest_start if found is None else None)
     if refusal is not None:
         return _served(ctx, refusal)
@@ -265,7 +266,7 @@ def _free_for_modelled(
         devices = free.find(forecast.job, least)
         return (
             bind(forecast.job, least, devices)
-            if devices is not None and ctx.may_backfill(forecast, least, devices)
+            if devices is not None and ctx.reserved.may_backfill(forecast, least, devices)
             else None
         )
 
@@ -286,7 +287,7 @@ def _free_for_modelled(
 def _is_best(ctx: PassContext, forecast: JobForecast, offer: Estimate, single: Estimate) -> bool:
     """True where an offer is as good as the best one on a single device type."""
     return offer == single or (
-        bool(offer.device_types) and ctx.burden_s(forecast, offer) <= ctx.burden_s(forecast, single)
+        bool(offer.device_types) and ctx.worth.burden_s(forecast, offer) <= ctx.worth.burden_s(forecast, single)
     )
 
 
@@ -295,17 +296,17 @@ def _or_mixed(ctx: PassContext, forecast: JobForecast, want: int, found: Found |
     if ctx.mixed_search is None or ctx.mixed_search.left <= 0:
         return found
     # Every device is somebody's share: a mix that is a little faster takes what others are to have.
-    if found is not None and ctx.spare <= 0:
+    if found is not None and ctx.targets.spare <= 0:
         return found
     ctx.mixed_search.left -= 1
-    price = ctx.price(forecast, ctx.thresholds.price)
+    price = ctx.worth.price(forecast, ctx.costs.thresholds.price)
     mixed = ctx.mixed_search.best(
         forecast,
-        ctx.max_mixed_devices(forecast, want),
+        ctx.targets.most_mixed(forecast, want),
         lambda step_s, devices: forecast.left.seconds(step_s) * (1.0 + price * devices),
-        (1.0 - WORTHWHILE) * ctx.burden_s(forecast, found[0]) if found is not None else float("inf"),
+        (1.0 - WORTHWHILE) * ctx.worth.burden_s(forecast, found[0]) if found is not None else float("inf"),
     )
-    if mixed is None or not ctx.may_backfill(forecast, *mixed):
+    if mixed is None or not ctx.reserved.may_backfill(forecast, *mixed):
         return found
     return mixed
 
@@ -324,7 +325,7 @@ def _find_within_limits(ctx: PassContext, forecast: JobForecast, offers: Sequenc
     """First of these offers that fits beside the place of the job with the reservation."""
     for offer in offers:
         ends = ends_of_modelled(forecast.job, forecast.left_s(offer), ctx.view.now_s)
-        for free in ctx.limited(forecast.job, ends):
+        for free in ctx.reserved.limited(forecast.job, ends, ctx.ledger):
             if (found := _find(free, forecast.job, [offer])) is not None:
                 return found
     return None
@@ -336,17 +337,17 @@ def _better_later(
     """True where waiting for a better offer ends sooner than starting now, later growth included."""
     if earliest_start is None:
         return False
-    return earliest_start.at_s + ctx.burden_s(forecast, earliest_start.offer) < _grown_s(
+    return earliest_start.at_s + ctx.worth.burden_s(forecast, earliest_start.offer) < _grown_s(
         ctx, forecast, offer, earliest_start
     )
 
 
 def _grown_s(ctx: PassContext, forecast: JobForecast, offer: Estimate, earliest_start: EarliestStart | None) -> float:
     """Burden of starting now: staying, or migrating to the better offer once it is free, whichever is less."""
-    now_s = ctx.burden_s(forecast, offer)
+    now_s = ctx.worth.burden_s(forecast, offer)
     if earliest_start is None:
         return now_s
-    best_s = ctx.burden_s(forecast, earliest_start.offer)
+    best_s = ctx.worth.burden_s(forecast, earliest_start.offer)
     meanwhile_s = earliest_start.at_s * now_s / max(forecast.left_s(offer), 1e-9)  # its devices paid for
     grown_s = (
         meanwhile_s + ctx.costs.move_s(forecast.job) + best_s * max(1.0 - earliest_start.at_s / max(now_s, 1e-9), 0.0)
@@ -356,10 +357,10 @@ def _grown_s(ctx: PassContext, forecast: JobForecast, offer: Estimate, earliest_
 
 def _start(ctx: PassContext, forecast: JobForecast, offer: Estimate, devices: list[Device]) -> None:
     where = bind(forecast.job, offer, devices)
-    ctx.occupy(forecast, offer, devices)
+    ctx.reserved.occupy(forecast, offer, devices)
     ctx.ledger.take(devices, where.booked)
     ctx.view.quotas.take(forecast.job.spec, len(devices))
-    ctx.spare -= max(len(devices) - ctx.sizes.get(forecast.job.id, 0), 0)
+    ctx.targets.grant(forecast, len(devices))
     if ctx.mixed_search is not None:
         ctx.started.append(PlannedStart(forecast, offer, devices, len(ctx.proposal.starts)))
     ctx.proposal.starts.append(started_as(forecast, offer, devices))
@@ -370,7 +371,7 @@ def exchange_devices(ctx: PassContext) -> None:
 
     Not where a place is kept for somebody: how long each device is held was weighed for that.
     """
-    if ctx.mixed_search is None or ctx.backfill is not None:
+    if ctx.mixed_search is None or ctx.reserved.limits is not None:
         return
     found = assign(ctx.started, ctx.view, ctx.mixed_search, ctx.ledger)
     for one, (offer, devices) in zip(ctx.started, found or [], strict=False):
@@ -382,7 +383,7 @@ def _wait(ctx: PassContext, forecast: JobForecast, earliest_start: EarliestStart
     if earliest_start is None:
         return _shortage(forecast, forecast.curve.points[forecast.curve.least])
     offer = earliest_start.offer
-    if ctx.backfill is None:
+    if ctx.reserved.limits is None:
         reserve(ctx, forecast, earliest_start.at_s, lambda free: _place_of(forecast, offer, free))
     ctx.availability.take(offer.device_type, earliest_start.hosts)
     return _shortage(forecast, offer)
@@ -427,10 +428,10 @@ def reserve(ctx: PassContext, forecast: JobForecast, at_s: float, find: Callable
     )
     # Once the expected start has passed, devices are idle for the promised one only.
     is_past = backfill.bound is not None and soonest_s <= 0.0
-    ctx.backfill, ctx.reserved_for = backfill.bound if is_past else backfill, forecast.job.id
+    ctx.reserved.limits, ctx.reserved.job = backfill.bound if is_past else backfill, forecast.job.id
     if backfill.bound is not None:
         _stop_who_owes(ctx, forecast, backfill.bound)
-    if not ctx.is_served and (before is None or _differs(promise, before)):
+    if not ctx.reserved.is_served and (before is None or _differs(promise, before)):
         ctx.proposal.reservation = promise
 
 
@@ -455,10 +456,10 @@ def _bound(
 def _stop_who_owes(ctx: PassContext, forecast: JobForecast, bound: Backfill) -> None:
     """Stop the jobs at the place of a promised one that were to end before, in time for its start."""
     for victim in ctx.holding:
-        is_near = bound.at_s <= ctx.thresholds.pause_s(ctx.costs.restart_s(victim.job))
+        is_near = bound.at_s <= ctx.costs.thresholds.pause_s(ctx.costs.restart_s(victim.job))
         if (
             is_near
-            and ctx.owes(victim.job)
+            and owes(victim.job, ctx.view)
             and victim.job.id not in ctx.moved
             and bound.needs(victim.devices)
             and can_stop(ctx, victim)

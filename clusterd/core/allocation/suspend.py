@@ -66,7 +66,7 @@ def suspension_s(ctx: PassContext, victim: JobForecast, forecast: JobForecast, f
     if victim.job.spec.guaranteed and victim.curve.promised is None:
         return None
     lost_s = for_s + restart_s
-    return lost_s if ctx.keeps_guarantee(victim, lost_s + victim.now_s) else None
+    return lost_s if ctx.worth.keeps_guarantee(victim, lost_s + victim.now_s) else None
 
 
 def may_suspend_by_right(ctx: PassContext, victim: JobForecast, forecast: JobForecast) -> bool:
@@ -98,7 +98,7 @@ def _settles_in_s(ctx: PassContext, victim: JobForecast, attempt: Attempt) -> fl
     job = victim.job
     restart_s = ctx.costs.restart_s(job) if job.spec.kind is not JobKind.COMMAND else 0.0  # it has no state to load
     last = max(attempt.started_s, *(m.ended_s or m.started_s for m in job.plan_changes[-1:]), 0.0)
-    return last + ctx.thresholds.pause_s(restart_s) - ctx.view.now_s
+    return last + ctx.costs.thresholds.pause_s(restart_s) - ctx.view.now_s
 
 
 def next_settled_s(ctx: PassContext) -> float:

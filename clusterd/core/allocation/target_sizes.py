@@ -10,10 +10,42 @@ alone, which predictions get right more often than sizes.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from clusterd.core.estimates.job_forecast import Curve, JobForecast
+from clusterd.core.fair_share import Quotas
 from clusterd.types import JobId
+
+
+@dataclass(slots=True)
+class TargetSizes:
+    """Target size of each job, and the devices beyond all of them."""
+
+    by_job: Mapping[JobId, int]
+    spare: int
+    quotas: Quotas
+
+    def of(self, forecast: JobForecast) -> int:
+        """Target size of a job; 0: it should wait."""
+        return self.by_job.get(forecast.job.id, 0)
+
+    def most(self, forecast: JobForecast) -> int:
+        """Most devices of a job: its target size, within its quota."""
+        return min(max(self.of(forecast), 1), self._allowed(forecast))
+
+    def most_mixed(self, forecast: JobForecast, most: int) -> int:
+        """Most devices of several types: beyond one type's, only those outside every job's target size."""
+        size = self.of(forecast)
+        more = max(self.spare, 0) if size >= max(forecast.curve.points) else 0
+        return min(max(most, size + more), self._allowed(forecast))
+
+    def grant(self, forecast: JobForecast, devices: int) -> None:
+        """Count the devices that a job gets beyond its target size and those that it has."""
+        self.spare -= max(devices - max(self.of(forecast), len(forecast.devices)), 0)
+
+    def _allowed(self, forecast: JobForecast) -> int:
+        return len(forecast.devices) + self.quotas.left(forecast.job.spec)
 
 
 def by_work(forecasts: Sequence[JobForecast]) -> list[JobForecast]:

@@ -7,13 +7,14 @@ from math import inf
 
 from clusterd.core.allocation.evacuation import evacuations
 from clusterd.core.allocation.evict import devices_being_freed
-from clusterd.core.allocation.migration_cost import DEFAULT_THRESHOLDS, MigrationThresholds
+from clusterd.core.allocation.migration_cost import DEFAULT_THRESHOLDS, MigrationCosts, MigrationThresholds
 from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.rebalance import rebalance
 from clusterd.core.allocation.scale_up import evacuate, restore_requested_sizes, scale_up
 from clusterd.core.allocation.start_waiting import exchange_devices, start_waiting
 from clusterd.core.allocation.suspend import next_settled_s, take_handovers
-from clusterd.core.allocation.target_sizes import by_work, shares
+from clusterd.core.allocation.target_sizes import TargetSizes, by_work, shares
+from clusterd.core.allocation.worth import Worth
 from clusterd.core.estimates.can_migrate import is_settled
 from clusterd.core.estimates.expected_time import limit_left_s, longest_left_s
 from clusterd.core.estimates.job_forecast import Curves, JobForecast, forecast_job, take_inventory
@@ -103,19 +104,17 @@ class Default:
         ordered = by_work([*running, *waiting])
         sizes = shares(ordered, total)
         mixed_search = HeterogeneousSearch(self._estimates, view, ledger, there)
+        behind = {forecast.job.id: rank for rank, forecast in enumerate(ordered)}
         ctx = PassContext(
-            view=view,
-            ledger=ledger,
-            sizes=sizes,
-            running=running,
-            proposal=proposal,
-            thresholds=self.thresholds,
-            total=max(total, 1),
-            behind={forecast.job.id: rank for rank, forecast in enumerate(ordered)},
+            view,
+            ledger,
+            proposal,
+            running,
             holding=[forecasts[job.id] for job in view.running],
+            targets=TargetSizes(sizes, total - sum(sizes.values()), view.quotas),
+            worth=Worth(MigrationCosts(view, self.thresholds), behind, max(total, 1)),
             coming=devices_being_freed(view),
             mixed_search=mixed_search if mixed_search.groups else None,
-            spare=total - sum(sizes.values()),
         )
         evacuate(ctx)
         handovers = take_handovers(ctx)
@@ -123,7 +122,7 @@ class Default:
         proposal.order = difference(view.order, places(keys))
         for job_id in keys:
             _start_before_claims(ctx, view.jobs[job_id], forecasts, handovers)
-        if ctx.backfill is None and view.reservation is not None and not ctx.is_served:
+        if ctx.reserved.limits is None and view.reservation is not None and not ctx.reserved.is_served:
             proposal.ends_reservation = True
         if view.calendar:  # nobody else's end is known: what is to be claimed goes to nobody
             ledger.take(view.calendar.to_withhold([*ledger.all_devices()], inf))
