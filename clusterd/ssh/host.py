@@ -94,6 +94,46 @@ class History(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """The daemon as an agent knows it.
+
+    Attributes:
+        daemon_id, epoch: who leads; agents refuse an older epoch of the same daemon.
+        key: by which the agent knows its daemons.
+        cluster: whose agent it is on its host; "": that of the agent's directory.
+        history: agents get its newest event with each request; None: they compare nothing.
+    """
+
+    daemon_id: str
+    epoch: int
+    key: str
+    cluster: str = ""
+    history: History | None = None
+
+    def newest(self) -> tuple[int, str] | None:
+        """Id and checksum of the newest event that was handled, to be compared."""
+        return self.history.newest() if self.history is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCallbacks:
+    """Callbacks of a link.
+
+    Attributes:
+        on_state: at every change; must not block.
+        on_up: with the agent's reply to hello, before any event that is newer than the reply. May send requests; a
+            ClusterError ends the link, to be tried again.
+        on_event: with each unasked frame, one after the other.
+        home_source: asked before every dial for the directory of agents on the host; "": their default.
+    """
+
+    on_state: Callable[[LinkState], None]
+    on_up: Callback
+    on_event: Callback
+    home_source: Callable[[], str] = str
+
+
 class HostLink:
     """One connection to one host, for as long as `run` runs.
 
@@ -108,15 +148,6 @@ class HostLink:
         name: of the host, for messages.
         dialer: makes the connections, or waits for those of a host that dials in.
         route_source: asked before every dial, so that an edited SSH configuration counts.
-        on_state: at every change; must not block.
-        on_up: with the agent's reply to hello, before any event that is newer than the reply. May send requests; a
-            ClusterError ends the link, to be tried again.
-        on_event: with each unasked frame, one after the other.
-        daemon_id, epoch: who leads; agents refuse an older epoch of the same daemon.
-        key: of the cluster, by which agents know its daemons.
-        home_source: asked before every dial for the directory of agents on the host; "": their default.
-        cluster: whose agent it is there; "": that of the directory itself.
-        history: agents get its newest event with each request; None: they compare nothing.
         lost_after_s: an agent that answers no heartbeat for this long has lost its link.
         become: account whose agent it is, reached with sudo; "": that of the login.
     """
@@ -126,16 +157,9 @@ class HostLink:
         name: str,
         route_source: RouteSource,
         dialer: Dialer | JoinedDialer,
+        leader: Leader,
+        callbacks: LinkCallbacks,
         *,
-        daemon_id: str,
-        epoch: int,
-        key: str,
-        on_state: Callable[[LinkState], None],
-        on_up: Callback,
-        on_event: Callback,
-        home_source: Callable[[], str] = str,
-        cluster: str = "",
-        history: History | None = None,
         lost_after_s: float = LOST_AFTER_S,
         become: str = "",
         code: Bundle | None = None,
@@ -145,15 +169,8 @@ class HostLink:
         self.state = LinkState("idle", time.time())
         self._route_source = route_source
         self._dialer = dialer
-        self._daemon_id = daemon_id
-        self._epoch = epoch
-        self._key = key
-        self._on_state = on_state
-        self._on_up = on_up
-        self._on_event = on_event
-        self._home_source = home_source
-        self._cluster = cluster
-        self._history = history
+        self._leader = leader
+        self._callbacks = callbacks
         self._lost_after_s = lost_after_s
         self._become_account = become
         self.agent_home = ""
@@ -176,8 +193,8 @@ class HostLink:
             while True:
                 self._become("dialing", failures=failures)
                 up_since = None
-                self.agent_home = self._home_source()
-                place = (self.agent_home or None, self._cluster)
+                self.agent_home = self._callbacks.home_source()
+                place = (self.agent_home or None, self._leader.cluster)
                 try:
                     self.route = await self._route_source()
                     async with self._dialer.connect(self.route) as connection:
@@ -189,7 +206,7 @@ class HostLink:
                                 self.name,
                                 self._bundle(),
                                 *place,
-                                key=self._key,
+                                key=self._leader.key,
                                 become=self._become_account,
                             ) as stream:
                                 hello = await self._greet(stream)
@@ -220,9 +237,9 @@ class HostLink:
         """
         if self._connection is None:
             raise AgentLost(f"{self.name} is not connected: {self.state}")
-        place = (self.agent_home or None, self._cluster, home)
+        place = (self.agent_home or None, self._leader.cluster, home)
         async with attach(
-            self._connection, self.name, self._bundle(), *place, key=self._key, become=self._become_account
+            self._connection, self.name, self._bundle(), *place, key=self._leader.key, become=self._become_account
         ) as stream:
             if await self._greet(stream) is not None:
                 await self._exchange(stream, Shutdown())
@@ -258,7 +275,8 @@ class HostLink:
             self._calls.close(number)
 
     def _newest(self) -> Message:
-        return {"newest": list(self._history.newest())} if self._history is not None else {}
+        newest = self._leader.newest()
+        return {"newest": list(newest)} if newest is not None else {}
 
     def _bundle(self) -> Bundle:
         return self._code or bundle()
@@ -266,10 +284,9 @@ class HostLink:
     async def _greet(self, stream: AgentStream) -> Message | None:
         """Return the agent's reply to hello; None if an agent of another version exited to be replaced."""
         nonce = await self._challenge(stream)
-        shown = proof(self._key, "hello", nonce, self._daemon_id, self._epoch) if nonce else None
-        newest = self._history.newest() if self._history is not None else None
+        shown = proof(self._leader.key, "hello", nonce, self._leader.daemon_id, self._leader.epoch) if nonce else None
         try:
-            request = Hello(protocol.VERSION, self._daemon_id, self._epoch, shown, newest)
+            request = Hello(protocol.VERSION, self._leader.daemon_id, self._leader.epoch, shown, self._leader.newest())
             hello = await self._exchange(stream, request)
             reply = hello_reply(hello)
             hello["clock_skew_s"] = reply.now_s - time.time()  # before anything that takes time
@@ -295,14 +312,16 @@ class HostLink:
             ClusterError: the agent has seen events that this daemon's journal does not hold.
         """
         try:
-            answer = from_map(ChallengeReply, await self._exchange(stream, Challenge(self._daemon_id)), "challenge")
+            answer = from_map(
+                ChallengeReply, await self._exchange(stream, Challenge(self._leader.daemon_id)), "challenge"
+            )
         except AgentRefused as refused:
             if refused.kind != "verb":
                 raise
             return ""
-        if self._history is not None and answer.seen:
+        if self._leader.history is not None and answer.seen:
             seen = from_map(SeenByAgent, answer.seen, "challenge")
-            await self._history.check(seen.epoch, seen.event, seen.checksum)
+            await self._leader.history.check(seen.epoch, seen.event, seen.checksum)
         return answer.nonce
 
     async def _exchange(self, stream: AgentStream, request: Request[Any]) -> Message:
@@ -342,13 +361,13 @@ class HostLink:
 
                 async def deliver() -> None:
                     try:
-                        await _call(self._on_up, {**hello, "agent_home": stream.agent_home})
+                        await _call(self._callbacks.on_up, {**hello, "agent_home": stream.agent_home})
                     except ClusterError as error:
                         return self._break(stream, error)
                     nonlocal waiting_bytes
                     while True:
                         event, length = await events.get()
-                        await _call(self._on_event, event)
+                        await _call(self._callbacks.on_event, event)
                         waiting_bytes -= length
                         self._read_on.set()
 
@@ -380,7 +399,7 @@ class HostLink:
                         message, length = await stream.receive_sized()
                         if message.get("event") == "superseded":
                             by = from_map(Superseded, message).by
-                            why = f"a newer daemon (epoch {by}) leads this host; epoch {self._epoch} is over"
+                            why = f"a newer daemon (epoch {by}) leads this host; epoch {self._leader.epoch} is over"
                             self._break(stream, HostError(f"{self.name}: {why}"))
                         elif "event" in message:
                             waiting_bytes += length
@@ -410,7 +429,7 @@ class HostLink:
 
     def _become(self, name: StateName, **more: Any) -> None:
         self.state = LinkState(name, time.time(), **more)
-        self._on_state(self.state)
+        self._callbacks.on_state(self.state)
 
 
 def _result(name: str, reply: calls.Reply) -> Message:

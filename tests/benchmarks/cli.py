@@ -22,7 +22,7 @@ from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.launch import LaunchRequest, RankSpec
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
-from clusterd.ssh.host import HostLink
+from clusterd.ssh.host import HostLink, Leader, LinkCallbacks
 from clusterd.ssh.hostkeys import HostKeys
 from tests.benchmarks.report import Report, options, spread
 from tests.conftest import RunningCluster, kill_everything_of, until
@@ -84,8 +84,8 @@ async def _rank_starts(directory: Path, repeats: int) -> list[float]:
         return host.route
 
     link = HostLink(
-        "bench", route, Dialer(HostKeys(directory / "known_hosts")), daemon_id="bench", epoch=1, key="bench",
-        on_state=lambda _: None, on_up=lambda _: up.set(), on_event=lambda _: None,
+        "bench", route, Dialer(HostKeys(directory / "known_hosts")), Leader("bench", 1, "bench"),
+        LinkCallbacks(on_state=lambda _: None, on_up=lambda _: up.set(), on_event=lambda _: None),
     )  # fmt: skip
     running = asyncio.create_task(link.run())
     try:

@@ -21,7 +21,7 @@ from clusterd.agent.host.home import Home, read_json
 from clusterd.errors import AgentLost
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
-from clusterd.ssh.host import AgentRefused, HostLink, LinkState
+from clusterd.ssh.host import AgentRefused, HostLink, Leader, LinkCallbacks, LinkState
 from tests.agent.client import KEY, launch
 from tests.hang import HANG_S
 
@@ -39,7 +39,7 @@ async def until(condition: Callable[[], Any], what: str) -> None:
 class Watched:
     """A link, and everything it said."""
 
-    def __init__(self, host: EmbeddedHost, dialer: Dialer, **more: Any) -> None:
+    def __init__(self, host: EmbeddedHost, dialer: Dialer, epoch: int = 1, **more: Any) -> None:
         self.states: list[LinkState] = []
         self.hellos: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
@@ -53,11 +53,14 @@ class Watched:
             host.name,
             route,
             dialer,
-            **{"daemon_id": "test", "epoch": 1, "key": KEY, **more},
-            on_state=self._on_state,
-            on_up=lambda hello: self._keep(self.hellos, hello),
-            on_event=lambda event: self._keep(self.events, event),
+            Leader("test", epoch, KEY),
+            LinkCallbacks(
+                on_state=self._on_state,
+                on_up=lambda hello: self._keep(self.hellos, hello),
+                on_event=lambda event: self._keep(self.events, event),
+            ),
             jitter=random.Random(0),
+            **more,
         )
 
     def _on_state(self, state: LinkState) -> None:

@@ -12,7 +12,7 @@ import pytest
 from clusterd.errors import HostKeyChanged, HostKeyUnknown
 from clusterd.ssh.address import parse
 from clusterd.ssh.connection import Dialer, load_credentials
-from clusterd.ssh.host import HostLink
+from clusterd.ssh.host import HostLink, Leader, LinkCallbacks
 from clusterd.ssh.hostkeys import HostKeys, Known, Unknown
 from clusterd.ssh.resolve import Route, resolve
 from tests.agent.client import KEY, end_all, launch
@@ -160,12 +160,8 @@ async def test_a_job_runs_on_both_hosts_and_through_a_restart_of_sshd(lab: Lab, 
             name,
             lambda: lab.route(name),
             dialer,
-            daemon_id="test",
-            epoch=1,
-            key=KEY,
-            on_state=lambda _state: None,
-            on_up=up,
-            on_event=event,
+            Leader("test", 1, KEY),
+            LinkCallbacks(lambda _state: None, up, event),
         )
 
     links = {name: link(name) for name in ups}

@@ -26,7 +26,7 @@ from clusterd.daemon.unexpected import guarded
 from clusterd.errors import HostError, without_host
 from clusterd.protocol import ProtocolError, agent
 from clusterd.protocol.codec import from_map
-from clusterd.ssh.host import HostLink, LinkState
+from clusterd.ssh.host import HostLink, LinkCallbacks, LinkState
 from clusterd.types import AttemptReport, HostId
 
 log = logging.getLogger(__name__)
@@ -35,16 +35,6 @@ DIAL_S = 20.0
 """Wait for the agents of accounts on a host that is removed, which nobody has dialed since the daemon's start."""
 
 Message = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class LinkCallbacks:
-    """Callbacks of a link; see `HostLink`."""
-
-    on_state: Callable[[LinkState], None]
-    on_up: Callable[[Message], Awaitable[None]]
-    on_event: Callable[[Message], Awaitable[None]]
-    home_source: Callable[[], str] = str  # of the daemon's own agent
 
 
 MakeLink = Callable[[HostId, str, str, LinkCallbacks], HostLink]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
 
 from clusterd.config import Config, HostOptions
-from clusterd.daemon.hosts.account_links import LinkCallbacks
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.registry import JOINED, LOCAL
 from clusterd.daemon.journal.engine import Engine
@@ -15,7 +14,7 @@ from clusterd.daemon.journal.leadership import Leadership
 from clusterd.protocol.proof import proof
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
-from clusterd.ssh.host import HostLink, LinkState
+from clusterd.ssh.host import HostLink, Leader, LinkCallbacks, LinkState
 from clusterd.ssh.joined import JoinedDialer
 from clusterd.ssh.login_key import LoginKey
 from clusterd.ssh.resolve import Route
@@ -47,15 +46,10 @@ class LinkFactory:
         self.joined_dialers: defaultdict[HostId, JoinedDialer] = defaultdict(JoinedDialer)
         self._config, self._engine = config, engine
         self._dialer, self._enrolment, self._login_key, self._embedded = dialer, enrolment, login_key, embedded
-        self._agent_key = leadership.agent_key
-        self._new_link = partial(
-            HostLink,
-            daemon_id=leadership.cluster,
-            cluster=leadership.agents_of,
-            epoch=leadership.epoch,
-            history=leadership.history,
-            lost_after_s=max(config.host_lost_after_s, HEARTBEAT_MIN_S),
+        self._leader = Leader(
+            leadership.cluster, leadership.epoch, leadership.agent_key, leadership.agents_of, leadership.history
         )
+        self._lost_after_s = max(config.host_lost_after_s, HEARTBEAT_MIN_S)
 
     def make(self, host: HostId, address: str, account: str, callbacks: LinkCallbacks) -> HostLink:
         """Make the link to an account's agent on a host ("": the daemon's own); it dials once it runs."""
@@ -69,16 +63,7 @@ class LinkFactory:
                 return self._embedded[int(address.removeprefix(LOCAL))].route
             return await self._enrolment.route(address)
 
-        return self._new_link(
-            host,
-            route,
-            self._dialer,
-            key=self._agent_key,
-            on_state=callbacks.on_state,
-            on_up=callbacks.on_up,
-            on_event=callbacks.on_event,
-            home_source=callbacks.home_source,
-        )
+        return HostLink(host, route, self._dialer, self._leader, callbacks, lost_after_s=self._lost_after_s)
 
     def _of_account(self, host: HostId, address: str, account: str, callbacks: LinkCallbacks) -> HostLink:
         becomes = self._config.become == "sudo"
@@ -91,15 +76,13 @@ class LinkFactory:
             given = self._config.hosts.get(host, HostOptions()).agent_home or ""
             return given if not given or given.startswith("~") else f"{given}/{account}"
 
-        return self._new_link(
+        return HostLink(
             host,
             route,
             self._dialer,
-            key=proof(self._agent_key, "account", account),
-            on_state=callbacks.on_state,
-            on_up=callbacks.on_up,
-            on_event=callbacks.on_event,
-            home_source=home,
+            replace(self._leader, key=proof(self._leader.key, "account", account)),
+            replace(callbacks, home_source=home),
+            lost_after_s=self._lost_after_s,
             become=account if becomes else "",
         )
 
@@ -107,21 +90,16 @@ class LinkFactory:
         async def route() -> Route:
             return Route(name=host, host="", port=0, user="")  # never dialed
 
+        told = callbacks.on_state
+
         def on_state(state: LinkState) -> None:
-            callbacks.on_state(state)
+            told(state)
             if state.name == "closed" and host not in self._engine.scheduler.state.hosts:
                 self._end_removed(host)
 
-        return self._new_link(
-            host,
-            route,
-            self.joined_dialers[host],
-            key=proof(self._agent_key, "joined", address),  # who runs the host's command gets its key alone
-            on_state=on_state,
-            on_up=callbacks.on_up,
-            on_event=callbacks.on_event,
-            home_source=callbacks.home_source,
-        )
+        key = proof(self._leader.key, "joined", address)  # who runs the host's command gets its key alone
+        leader, callbacks = replace(self._leader, key=key), replace(callbacks, on_state=on_state)
+        return HostLink(host, route, self.joined_dialers[host], leader, callbacks, lost_after_s=self._lost_after_s)
 
     def _end_removed(self, host: HostId) -> None:
         """Tell a host that dialed in that it was removed, and end its connection."""

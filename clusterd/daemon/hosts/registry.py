@@ -17,7 +17,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.lifecycle.reconcile import needs_action
 from clusterd.daemon.hosts import facts
-from clusterd.daemon.hosts.account_links import AccountLinks, LinkCallbacks, MakeLink
+from clusterd.daemon.hosts.account_links import AccountLinks, MakeLink
 from clusterd.daemon.hosts.launch_records import LaunchRecord, LaunchRecords, secret_rows
 from clusterd.daemon.hosts.links import (
     AgentOwners,
@@ -41,7 +41,7 @@ from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.messages import Request
 from clusterd.protocol.migration import Address
 from clusterd.protocol.requests import AdmitReaders, ServeDataset, ServeSegments
-from clusterd.ssh.host import HostLink, LinkState
+from clusterd.ssh.host import HostLink, LinkCallbacks, LinkState
 from clusterd.types import AttemptReport, HostFacts, HostId, JobId
 
 R = TypeVar("R")
