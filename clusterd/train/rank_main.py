@@ -27,7 +27,8 @@ from clusterd.train.data.stream import Stream, is_stream, keep_first_samples
 from clusterd.train.inspect import describe
 from clusterd.train.loop.rank_training import Training
 from clusterd.train.loop.session import Session, SkippedSession, Stopped
-from clusterd.train.loop.training_loop import StepLog, TrainingLoop
+from clusterd.train.loop.step_record import StepLog
+from clusterd.train.loop.training_loop import TrainingLoop
 from clusterd.train.migration.target import MigrationTarget
 from clusterd.train.parallel import precision
 from clusterd.train.parallel.alternating import check_parts

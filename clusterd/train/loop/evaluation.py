@@ -60,7 +60,7 @@ class Evaluator:
     """Forward passes of one rank over a data set.
 
     Args:
-        training: see `clusterd.train.loop.training_loop.SteppedTraining`.
+        training: the job under its plan on this rank.
         flags: states of `SIGNALS` on this rank.
         on_round: called before each round.
     """

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.train.process.exits import Refused
+from clusterd.train.process.seeding import all_generator_states
 from clusterd.train.state.next_steps import TOLERANCES, relative_difference
 from clusterd.train.state.training import Training
 
@@ -33,20 +34,38 @@ class Resumption:
         self._losses: dict[int, tuple[float, bool]] = {}  # by step; and whether random numbers were drawn in it
         self._waiting: dict[int, str] = {}  # directory by step
         self._expected: dict[str, Any] = {}
+        self._fresh: tuple[Any, ...] | None = None  # generators at the start of a step whose draws matter
+        self._drew = True
         if directory and training.context.rank == 0:
             with suppress(OSError, ValueError, TypeError, KeyError):
                 found = json.loads((Path(directory) / FILE).read_text(encoding="utf-8"))
                 self._expected = {"loss": float(found["loss"]), **{k: found[k] for k in ("step", "plan", "drew")}}
 
-    def record(self, step: int, loss: float, *, drew: bool) -> None:
+    def checkpointed(self) -> None:
+        """Observe whether the next step draws random numbers: a checkpoint was taken before it."""
+        self._fresh = ()
+
+    def before_step(self) -> None:
+        """Note the generators, if it matters whether the step draws."""
+        if self._fresh is not None:
+            self._fresh = all_generator_states()
+
+    def after_backward(self) -> None:
+        """Compare the generators with those before the step."""
+        if self._fresh is not None:
+            self._drew, self._fresh = all_generator_states() != self._fresh, None
+
+    def record(self, step: int, loss: float, *, drew: bool | None = None) -> None:
         """Record a finished step.
 
+        Args:
+            drew: it drew random numbers; None: as observed.
         Raises:
             Refused: it is the first after a checkpoint, and the job that wrote that has got another loss.
         """
         if self._training.context.rank:
             return
-        self._losses[step] = loss, drew
+        self._losses[step] = loss, self._drew if drew is None else drew
         self._losses.pop(step - KEPT, None)
         if self._waiting:
             self._write()

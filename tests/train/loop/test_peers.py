@@ -13,7 +13,8 @@ from stand_in import StandIn
 from clusterd.protocol.rank import Orphaned
 from clusterd.train.loop import peers
 from clusterd.train.loop.rank_training import Training
-from clusterd.train.loop.training_loop import INCONSISTENT_STEP, TrainingLoop
+from clusterd.train.loop.survivor import INCONSISTENT_STEP
+from clusterd.train.loop.training_loop import TrainingLoop
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
 
@@ -58,7 +59,7 @@ def test_parameters_that_a_gpu_was_about_to_change_are_of_no_step(
     Others queue it behind an all-reduce that may never complete.
     """
     monkeypatch.setattr("clusterd.train.loop.peers.shut_down_connections", lambda: None)
-    monkeypatch.setattr("clusterd.train.loop.training_loop.UPDATE_WAIT_S", 0.0)
+    monkeypatch.setattr("clusterd.train.loop.survivor.UPDATE_WAIT_S", 0.0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     training = Training(job(Recorded(32), depth=1), Context(), torch.device("cpu"), None)
     training.step = 7
@@ -67,9 +68,9 @@ def test_parameters_that_a_gpu_was_about_to_change_are_of_no_step(
     monkeypatch.setattr(control, "report", reported.append)
     control.request("stop", "enough")
     loop = TrainingLoop(training, control, Steps())
-    loop._replicated = replicated
-    monkeypatch.setattr(loop, "_gradients_complete", lambda: False)
-    loop._gpu = StandIn()
-    loop._update_done = SimpleNamespace(query=lambda: is_done)
-    loop._wait_as_orphan(ConnectionError("gone"), out_of_memory=False)
+    loop._survivor._replicated = replicated
+    monkeypatch.setattr(loop._survivor, "_gradients_complete", lambda: False)
+    loop._survivor.last_step.gpu = StandIn()
+    loop._survivor.last_step._update_done = SimpleNamespace(query=lambda: is_done)
+    loop._survivor._keep_state(ConnectionError("gone"), False, loop._record)
     assert [report.step for report in reported] == [step]

@@ -46,7 +46,7 @@ def test_a_rank_that_ran_out_of_memory_lets_go_of_the_step(monkeypatch: pytest.M
         stage()
     assert activations[0]() is not None
     control.request("stop", "enough")
-    loop._wait_as_orphan(cast(Exception, raised.value), out_of_memory=True)
+    loop._survivor._keep_state(cast(Exception, raised.value), True, loop._record)
     assert activations[0]() is None
 
 
@@ -62,9 +62,8 @@ def test_whoever_waits_for_successors_gives_its_gpu_memory_back(monkeypatch: pyt
     training.parallel.device = torch.device("cuda")
     control = Control(context)
     control.request("stop", "enough")
-    TrainingLoop(training, control, Steps())._wait_as_orphan(
-        RuntimeError("Connection reset by peer"), out_of_memory=False
-    )
+    loop = TrainingLoop(training, control, Steps())
+    loop._survivor._keep_state(RuntimeError("Connection reset by peer"), False, loop._record)
     assert given_back
     assert parameter.grad is None
 
@@ -75,7 +74,7 @@ def test_no_parameter_follows_gradients_that_came_while_peers_were_lost() -> Non
     training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
     loop = TrainingLoop(training, Control(context), Steps())
     before = build.fingerprint(training.parallel.module)
-    loop._disconnected = True
+    loop._survivor._disconnected = True
     inputs, targets = next(loop.batches())
     with pytest.raises(ConnectionError, match="peers are gone"):
         loop.step(inputs, targets)
@@ -112,10 +111,10 @@ def test_the_last_step_before_peers_were_lost_is_logged_with_the_loss_that_is_kn
     log = Steps()
     training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
     loop = TrainingLoop(training, control, log)
-    loop._replicated = replicated
-    loop._pending = 7, 0.1, StepConsensus(torch.tensor(2.5), control.flags())
+    loop._survivor._replicated = replicated
+    loop._record.add(7, 0.1, StepConsensus(torch.tensor(2.5), control.flags()))
     control.request("stop", "enough")
-    loop._wait_as_orphan(ConnectionError("gone"), out_of_memory=False)
+    loop._survivor._keep_state(ConnectionError("gone"), False, loop._record)
     assert log.steps == [(7, pytest.approx(2.5) if replicated else None)]
 
 
