@@ -621,7 +621,7 @@ def callbacks(task: Job, called: list[Any], pause_s: float = 0.0) -> dict[str, A
 
 def projections(parameter: Any) -> list[float]:
     """A few numbers that depend on every element of a parameter, whole or sharded."""
-    flat = whole(parameter).double().reshape(-1)
+    flat = whole(parameter).cpu().double().reshape(-1)
     directions = torch.randn(3, flat.numel(), dtype=torch.float64, generator=torch.Generator().manual_seed(11))
     return (directions @ flat).tolist()
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from one_device import DEVICE, OneDevice
 
 from clusterd.train import rank_main
 from clusterd.train.process import accelerator
@@ -147,12 +148,13 @@ def use_stand_in(pin_bytes: int = 1 << 12) -> StandIn:
         copy(pairs)
 
     copying._copy = checked
-    _forbid_forks()
+    _select_device()
+    OneDevice().__enter__()  # to the end of the process
     return gpu
 
 
-def _forbid_forks() -> None:
-    """Fail at a fork of this process once it has selected its device: a CUDA context does not survive it."""
+def _select_device() -> None:
+    """Select a device that is not the host, and fail at a fork from then on: a CUDA context does not survive it."""
     select = rank_main.device_of
 
     def fork() -> int:
@@ -160,7 +162,8 @@ def _forbid_forks() -> None:
 
     def device_of(context: Any) -> torch.device:
         os.fork = fork
-        return select(context)
+        selected = select(context)
+        return DEVICE if selected.type == "cpu" else selected
 
     rank_main.device_of = device_of
 
