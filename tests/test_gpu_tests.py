@@ -8,13 +8,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
-import own_process  # by the path above
+import aims  # by the path above
+import own_process
 from figures import Figures
 
 
@@ -51,8 +53,17 @@ def test_figures_of_cards_lie_in_one_file_and_the_newest_of_each_name_counts(tmp
     for card, value in (("H100", 1.0), ("A10", 2.0), ("H100", 3.00001)):
         Figures(file, card, "2.13").record("copy", value, "GB/s")
     Figures(None, "", "2.13").record("copy", 4.0, "GB/s")
-    common = {"name": "copy", "unit": "GB/s", "torch": "2.13"}
+    common = {"name": "copy", "unit": "GB/s", "torch": "2.13", "date": str(datetime.now(UTC).date())}
     assert json.loads(file.read_text()) == [
         {**common, "card": "A10", "value": 2.0},
         {**common, "card": "H100", "value": 3.0},
     ]
+
+
+def test_every_aim_is_printed_with_what_was_measured() -> None:
+    met, missed, *others = aims.AIMS
+    assert met.most is not None and missed.most is not None
+    lines = aims.table({met.figure: met.most, missed.figure: 2 * missed.most})
+    assert len(lines) == len(aims.AIMS)
+    assert lines[0].endswith(" met") and lines[1].endswith(" missed")
+    assert all(line.endswith("not measured") and aim.limit in line for line, aim in zip(lines[2:], others, strict=True))

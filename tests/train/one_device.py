@@ -7,15 +7,16 @@ of no known place, and is not judged.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 DEVICE = torch.device("cpu", 0)
 """The device; the host is `torch.device("cpu")`. For torch both are the same memory, but they are not equal."""
@@ -30,9 +31,6 @@ _ACROSS = {
     torch._has_compatible_shallow_copy_type,
 }  # fmt: skip
 """Operations between places by their meaning; indices may be on the host."""
-
-_SHARDING = re.compile(r"/torch/distributed/")
-"""Code that makes tensors where its mesh of devices is: for it, that is the CPU."""
 
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.nn.Module.to}
 
@@ -61,7 +59,7 @@ class OneDevice(TorchFunctionMode):
     def put(self, tensor: torch.Tensor, place: torch.device) -> None:
         """Record where a tensor lives."""
         key = _key(tensor)
-        if key is not None and place in (DEVICE, _HOST) and tensor.is_cpu:
+        if key is not None and place in (DEVICE, _HOST):
             self._places[key] = place
             if len(self._places) % 4096 == 0:
                 self._places = {ref: where for ref, where in self._places.items() if not ref.expired()}
@@ -72,14 +70,16 @@ class OneDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
             device = func(*args)
-            return (self.place_of(args[0]) or _UNKNOWN) if device.type == "cpu" else device
+            if device.type != "cpu" or _is_sharding():
+                return device
+            return self.place_of(args[0]) or _UNKNOWN
         if func in _MOVES:
             return self._moved(func, args, kwargs)
         asked = kwargs.get("device")
         asked = torch.device(asked) if asked is not None else None
         if func in _FACTORIES:
             made = func(*args, **kwargs)
-            if not _SHARDING.search(sys._getframe(1).f_code.co_filename):
+            if not _is_sharding():
                 self._put_all(made, asked or _HOST)
             return made
         places = {self.place_of(tensor) for tensor in _tensors((args, kwargs)) if tensor.dim() > 0} - {None}
@@ -96,6 +96,10 @@ class OneDevice(TorchFunctionMode):
         made = func(*args, **kwargs)
         place = _HOST if func is torch.Tensor.cpu else _asked(args[1:], kwargs)
         before = self.place_of(args[0])
+        if _key(args[0]) is None:
+            return made
+        if _is_sharding():
+            return made.clone() if before == _HOST else made
         if place is None or place == before:
             place = before
         elif made.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr():
@@ -108,6 +112,14 @@ class OneDevice(TorchFunctionMode):
         for tensor in _tensors(made):
             if not only_new or self.place_of(tensor) is None:
                 self.put(tensor, place)
+
+
+def _is_sharding() -> bool:
+    """True for calls by torch's own sharding, whose mesh is on the CPU: it moves nothing, and names no other place."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return "/torch/distributed/" in frame.f_code.co_filename
 
 
 def _asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
@@ -124,8 +136,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _key(tensor: torch.Tensor) -> StorageWeakRef | None:
     """Storage of a tensor; None for one without, as a sharded one."""
+    if is_traceable_wrapper_subclass(tensor) or isinstance(tensor, FakeTensor):
+        return None
     with torch._C.DisableTorchFunction():
-        try:
-            return StorageWeakRef(tensor.untyped_storage())
-        except (NotImplementedError, RuntimeError):
-            return None
+        return StorageWeakRef(tensor.untyped_storage()) if tensor.is_cpu else None

@@ -10,6 +10,7 @@ A rank that is stopped so that its job can go on elsewhere leaves one more state
 from __future__ import annotations
 
 import threading
+import time
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -141,6 +142,7 @@ class StateSnapshots:
 
     def _allocate_segments(self, size_bytes: int, count: int) -> None:
         size = max(size_bytes, 8)  # a rank with nothing to write publishes too, so that the step is complete
+        began_s, first_step = time.monotonic(), self._training.step
         for slot in range(count):
             made = self._ask_agent(MakeSegment(self._name(slot), size))
             if made is None:
@@ -150,6 +152,14 @@ class StateSnapshots:
             if (gpu := accelerator.of(self._training.device)) is not None:
                 segment.pin(gpu)
             self._segments.append(segment)
+        step = self._training.step
+        if self._every and step // self._every > first_step // self._every:
+            took_s = time.monotonic() - began_s
+            print(
+                f"clusterd: state snapshots begin after step {step}: preparing {count * size / 1e9:.1f} GB of host "
+                f"memory for them took {took_s:.1f} s; until now a lost host would have cost these steps",
+                flush=True,
+            )
 
     def _ask_agent(self, request: Request[R]) -> R | None:
         """Ask the agent; training goes on without a state snapshot if it is absent or refuses."""
