@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from one_device import DEVICE, MixedDevices, OneDevice
+from rank_pool import RankPool
 
 
 def on_device(*shape: int) -> torch.Tensor:
@@ -45,3 +47,11 @@ def test_tensors_of_two_places_are_refused(mixes: Callable[[], object]) -> None:
 def test_what_a_gpu_computes_is_computed(stays: Callable[[], object]) -> None:
     with OneDevice():
         stays()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2"])
+def test_ranks_train_as_on_a_cpu_and_mix_nothing(plan: str, ranks: RankPool, tmp_path: Path) -> None:
+    """The same losses, from steps in which CUDA would have found all tensors of an operation in one place."""
+    options = {"depth": 1, "steps": 4}
+    run = ranks.run_each(tmp_path, plan, [options, {**options, "stand_in": True}])
+    assert run[1].checked().losses == pytest.approx(run[0].checked().losses, rel=1e-5)
