@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -215,7 +214,8 @@ class MigrationVerbs:
             waiting.close()
         if isinstance(outcome, CheckpointFailed):
             raise ClusterError(f"{known.spec.name} could not write its checkpoint: {outcome.why}")
-        return rows.CheckpointWritten(name=known.spec.name, **dataclasses.asdict(outcome))
+        shown = {name: getattr(outcome, name) for name in ("step", "path", "blocked_s", "write_s")}
+        return rows.CheckpointWritten(name=known.spec.name, **shown)
 
     async def _resolve_at_end(self, job: Job, attempt: Attempt, waiting: PendingReply[Any]) -> None:
         """Give up waiting once the ranks that were asked are gone: the attempt ended, or migrated."""
