@@ -16,7 +16,8 @@ from clusterd.units import duration
 
 if TYPE_CHECKING:
     from clusterd.simulate.cluster import Cluster
-    from clusterd.simulate.run import Outcome, Setting
+    from clusterd.simulate.run import Outcome
+    from clusterd.simulate.setting import Setting
     from clusterd.simulate.truth import Truth
     from clusterd.simulate.workload import Workload
 
@@ -267,13 +268,14 @@ def _changed_workload(options: _Options, inputs: _Inputs) -> Workload:
 
 def _setting(options: _Options, inputs: _Inputs) -> Setting:
     from clusterd.simulate import run
+    from clusterd.simulate.setting import Setting
 
     arrivals = inputs.workload.arrivals
     span_s = arrivals[-1].at_s * 3 + 86400.0
     faults = (
         run.faults(inputs.cluster, options.faults, options.repair, span_s, options.seed) if options.faults > 0 else []
     )
-    return run.Setting(
+    return Setting(
         cluster=inputs.cluster,
         workload=inputs.workload,
         truth=inputs.truth,

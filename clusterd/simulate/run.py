@@ -14,44 +14,12 @@ from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.policies import POLICIES
 from clusterd.errors import UsageError
 from clusterd.simulate.cluster import Cluster
-from clusterd.simulate.costs import Costs
 from clusterd.simulate.loop import Simulation
 from clusterd.simulate.metrics import figures
 from clusterd.simulate.runs import Disturbance, Result
+from clusterd.simulate.setting import Setting
 from clusterd.simulate.truth import Truth, by_count, learned, oracle
-from clusterd.simulate.workload import Workload
 from clusterd.simulate.world import OnBatch
-
-RESTART_S = 78.0
-"""Cost of a restart from a checkpoint: Rubick's average reconfiguration."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A simulation without its policy."""
-
-    cluster: Cluster
-    workload: Workload
-    truth: Truth
-    performance_tables: dict[str, PerformanceTable]
-    move_s: float | None = RESTART_S  # of every policy; None: measured for ours, a restart for those that restart
-    start_s: float = 0.0
-    disturbances: tuple[Disturbance, ...] = ()
-    checkpoint_s: float = 600.0
-    horizon_s: float = float("inf")
-    round_s: float = 0.0  # between the instants at which anything is heard of and decided; 0: at once
-    whole_steps: bool = False  # steps that a round begins and does not end are not made
-
-    def costs(self, policy: str) -> Costs:
-        """Migration and restart costs of a policy; preempted jobs restart from a checkpoint under every policy."""
-        move_s = self.move_s if self.move_s is not None else (None if migrates(policy) else RESTART_S)
-        restart_s = self.move_s if self.move_s is not None else RESTART_S
-        return Costs(move_s=move_s, start_s=self.start_s, restart_s=restart_s)
-
-
-def migrates(policy: str) -> bool:
-    """True if this policy migrates live; the published ones restart from a checkpoint."""
-    return policy.partition("+")[0] == "default"
 
 
 def check_policies(names: Sequence[str]) -> None:
@@ -67,20 +35,7 @@ def check_policies(names: Sequence[str]) -> None:
 
 def simulate(setting: Setting, policy: str, on_batch: OnBatch | None = None) -> Result:
     """Run one workload under one policy."""
-    return Simulation(
-        setting.cluster,
-        setting.workload,
-        setting.truth,
-        setting.performance_tables,
-        POLICIES[policy](),
-        setting.costs(policy),
-        disturbances=setting.disturbances,
-        checkpoint_s=setting.checkpoint_s,
-        horizon_s=setting.horizon_s,
-        round_s=setting.round_s,
-        whole_steps=setting.whole_steps,
-        on_batch=on_batch,
-    ).run()
+    return Simulation(setting, policy, on_batch).run()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,30 +9,32 @@ to the end of the round.
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.performance_table import PerformanceTable
+from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.view import Policy, Proposal, View
 from clusterd.plans.plan import Plan
-from clusterd.simulate.cluster import Cluster
-from clusterd.simulate.costs import Costs
+from clusterd.simulate.event_queue import EventQueue
 from clusterd.simulate.runs import Disturbance, Run
-from clusterd.simulate.truth import ModelTruth, Truth, mixed_step_time_s
-from clusterd.simulate.workload import Arrival, Workload
+from clusterd.simulate.setting import Setting
+from clusterd.simulate.truth import ModelTruth, mixed_step_time_s
+from clusterd.simulate.usage import Usage
+from clusterd.simulate.workload import Arrival
 from clusterd.types import HostFacts, HostId, JobId, JobKind, JobSpec, RankEnd, RankPlace, RankReport, Reason, Resources
 
 OnBatch = Callable[[Scheduler, Sequence[e.Event], Sequence[d.Decision]], None]
 
 _OK = RankEnd(reason=Reason.EXIT, exit_code=0)
 _STOPPED = RankEnd(reason=Reason.STOPPED)
+_LOST = RankEnd(reason=Reason.LOST)
+
+_OfAttempt = d.LaunchAttempt | d.StopAttempt | d.StartMigration | d.ResumeAttempt | d.AbortCollectives
 
 
 class _Timed:
@@ -52,69 +54,35 @@ class _Timed:
 class World:
     """The cluster and its jobs at one instant of virtual time, and all pending events."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        workload: Workload,
-        truth: Truth,
-        performance_tables: dict[str, PerformanceTable],
-        policy: Policy,
-        costs: Costs,
-        *,
-        disturbances: Sequence[Disturbance] = (),
-        checkpoint_s: float = 600.0,
-        horizon_s: float = float("inf"),
-        round_s: float = 0.0,
-        whole_steps: bool = False,
-        on_batch: OnBatch | None = None,
-    ) -> None:
-        self.cluster, self.workload, self.truth, self.costs = cluster, workload, truth, costs
-        self.performance_tables = performance_tables
-        self.policy = _Timed(policy)
+    def __init__(self, setting: Setting, policy: str, on_batch: OnBatch | None) -> None:
+        self.setting, self.costs = setting, setting.costs(policy)
+        self.policy = _Timed(POLICIES[policy]())
         self.scheduler = Scheduler(self.policy)
-        self.checkpoint_s, self.horizon_s = checkpoint_s, horizon_s
-        self.round_s, self.whole_steps = round_s, whole_steps
-        self.facts: dict[HostId, HostFacts] = cluster.facts()
+        self.facts: dict[HostId, HostFacts] = setting.cluster.facts()
         self.types = {device.id: device.name for facts in self.facts.values() for device in facts.devices}
-        self.down: set[HostId] = set()
+        self.down: dict[HostId, list[d.StopAttempt]] = {}  # stops that wait for the host
         self.runs: dict[JobId, Run] = {}
-        self.now_s = 0.0
+        self._queue = EventQueue(setting.round_s)
+        self._usage = Usage()
         self._on_batch = on_batch
-        self._heap: list[tuple[float, int, str, Any]] = []
-        self._number = count()
-        self._ids = count(1)
-        self._going: dict[JobId, None] = {}  # with devices
-        self._waiting: dict[JobId, None] = {}
         self._named: dict[str, JobId] = {}
-        self._unfinished = len(workload.arrivals)
-        self._device_s = 0.0
-        self._idle_s = 0.0
-        self._disturbances = disturbances
+        self._unfinished = len(setting.workload.arrivals)
         self._shapes: dict[str, dict[str, Any]] = {}
         self._ticks = False  # the end of this round is awaited
-        self._deferred: dict[HostId, list[d.StopAttempt]] = {}
 
-    def _at(self, at_s: float, kind: str, payload: Any) -> None:
-        at_s = max(at_s, self.now_s)
-        if at_s > self.now_s and kind != "done":
-            at_s = self._observed_s(at_s)
-        heapq.heappush(self._heap, (at_s, next(self._number), kind, payload))
-
-    def _observed_s(self, at_s: float) -> float:
-        """Time at which the scheduler observes an event: the next round, if rounds are set."""
-        return math.ceil(at_s / self.round_s - 1e-9) * self.round_s if self.round_s else at_s
-
-    def _stamp(self) -> dict[str, Any]:
-        return {"at_s": self.now_s, "id": e.EventId(next(self._ids))}
+    def _about(self, decision: _OfAttempt) -> dict[str, Any]:
+        """Fields of an event that follows from a decision about an attempt."""
+        which = {"job": decision.job, "attempt": decision.attempt, "generation": decision.generation}
+        return {**self._queue.stamp(), **which}
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
     def _when_arrival(self, payload: tuple[JobId, Arrival]) -> list[e.Event]:
         job, arrival = payload
-        model = self.truth.models[arrival.model]
+        model = self.setting.truth.models[arrival.model]
         self._named[arrival.name] = job
-        self.runs[job] = Run(arrival, job, model, waited_s=self.now_s - arrival.at_s)
-        self._waiting[job] = None
+        self.runs[job] = Run(arrival, job, model, waited_s=self._queue.now_s - arrival.at_s)
+        self._usage.waiting[job] = self.runs[job]
         spec = JobSpec(
             name=arrival.name,
             kind=JobKind.ELASTIC,
@@ -130,11 +98,11 @@ class World:
         steps = declared if arrival.predictable else 0
         shape = {**self._shape(model), "samples": model.samples or model.global_batch, "steps": steps}
         events: list[e.Event] = [
-            e.JobSubmitted(**self._stamp(), job=job, spec=spec),
-            e.ModelDescribed(**self._stamp(), job=job, shape=shape, model=arrival.model),
+            e.JobSubmitted(**self._queue.stamp(), job=job, spec=spec),
+            e.ModelDescribed(**self._queue.stamp(), job=job, shape=shape, model=arrival.model),
         ]
         if arrival.forecast is not None:
-            events.append(e.CompletionPredicted(**self._stamp(), job=job, predictable=arrival.forecast))
+            events.append(e.CompletionPredicted(**self._queue.stamp(), job=job, predictable=arrival.forecast))
         return events
 
     def _shape(self, model: ModelTruth) -> dict[str, Any]:
@@ -151,20 +119,18 @@ class World:
     def _when_launched(self, payload: d.LaunchAttempt) -> list[e.Event]:
         if any(host in self.down for host in payload.hosts):
             return []
-        return [
-            e.AttemptLaunched(**self._stamp(), job=payload.job, attempt=payload.attempt, generation=payload.generation)
-        ]
+        return [e.AttemptLaunched(**self._about(payload))]
 
     def _when_done(self, payload: tuple[JobId, int]) -> list[e.Event]:
         job, version = payload
         run = self.runs[job]
         if run.version != version or self.scheduler.state.jobs[job].attempt is None:
             return []
-        run.go_to(self.now_s)
-        run.done, run.end_s, run.rate = float(run.arrival.steps), self.now_s, 0.0
+        run.go_to(self._queue.now_s)
+        run.done, run.end_s, run.rate = float(run.arrival.steps), self._queue.now_s, 0.0
         run.version += 1
-        if self._observed_s(self.now_s) > self.now_s:
-            self._at(self._observed_s(self.now_s), "ended", job)
+        if self._queue.observed_s(self._queue.now_s) > self._queue.now_s:
+            self._queue.add(self._queue.observed_s(self._queue.now_s), "ended", job)
             return []
         return self._when_ended(job)
 
@@ -173,12 +139,12 @@ class World:
         assert attempt is not None, "between rounds nothing is decided"
         about: dict[str, Any] = {"job": job, "attempt": attempt.number, "generation": attempt.generation}
         events: list[e.Event] = [
-            e.RankExited(**self._stamp(), **about, host=rank.place.host, rank=number, end=_OK)
+            e.RankExited(**self._queue.stamp(), **about, host=rank.place.host, rank=number, end=_OK)
             for number, rank in attempt.ranks.items()
         ]
-        if self.round_s:
+        if self.setting.round_s:
             # Its devices are free at the next round, so the round's policy may assign them.
-            events += [e.AttemptStopped(**self._stamp(), **about, host=host, ranks=()) for host in attempt.hosts]
+            events += [e.AttemptStopped(**self._queue.stamp(), **about, host=host, ranks=()) for host in attempt.hosts]
         return events
 
     def _when_cut_off(self, payload: d.AbortCollectives) -> list[e.Event]:
@@ -186,9 +152,8 @@ class World:
         attempt = self.scheduler.state.attempt(payload.job, payload.attempt, payload.generation)
         if attempt is None:
             return []
-        which: dict[str, Any] = {"job": payload.job, "attempt": payload.attempt, "generation": payload.generation}
         return [
-            e.RankExited(**self._stamp(), **which, host=rank.place.host, rank=number, end=RankEnd(reason=Reason.LOST))
+            e.RankExited(**self._about(payload), host=rank.place.host, rank=number, end=_LOST)
             for number, rank in attempt.ranks.items()
             if rank.place.host in payload.hosts
         ]
@@ -203,22 +168,9 @@ class World:
             ends = tuple(RankReport(rank=n, end=_STOPPED) for n in here)
             if attempt.stop.outcome is not None and attempt.stop.outcome.value == "preempted" and run.done > run.saved:
                 run.saved = run.done
-                events.append(
-                    e.CheckpointTaken(
-                        **self._stamp(), job=payload.job, attempt=payload.attempt, step=int(run.done), path="simulated"
-                    )
-                )
-        events.append(
-            e.AttemptStopped(
-                **self._stamp(),
-                job=payload.job,
-                attempt=payload.attempt,
-                generation=payload.generation,
-                host=payload.host,
-                ranks=ends,
-            )
-        )
-        return events
+                which: dict[str, Any] = {"job": payload.job, "attempt": payload.attempt, "step": int(run.done)}
+                events.append(e.CheckpointTaken(**self._queue.stamp(), **which, path="simulated"))
+        return [*events, e.AttemptStopped(**self._about(payload), host=payload.host, ranks=ends)]
 
     def _when_verified(self, payload: d.StartMigration) -> list[e.Event]:
         attempt = self.scheduler.state.attempt(payload.job, payload.attempt, payload.generation)
@@ -226,82 +178,63 @@ class World:
         if moving is None or moving.generation != payload.new_generation:
             return []
         run = self.runs[payload.job]
-        run.go_to(self.now_s)
+        run.go_to(self._queue.now_s)
         run.rate, run.version = 0.0, run.version + 1
-        return [
-            e.MigrationVerified(
-                **self._stamp(),
-                job=payload.job,
-                attempt=payload.attempt,
-                generation=payload.new_generation,
-                step=int(run.done),
-                network_bytes=0,
-                local_bytes=0,
-            )
-        ]
+        about = {**self._about(payload), "generation": payload.new_generation}
+        return [e.MigrationVerified(**about, step=int(run.done), network_bytes=0, local_bytes=0)]
 
     def _when_moved(self, payload: tuple[d.ResumeAttempt, float]) -> list[e.Event]:
         start, downtime_s = payload
         attempt = self.scheduler.state.attempt(start.job, start.attempt, start.generation)
         if attempt is None or self.scheduler.state.jobs[start.job].resuming is None:
             return []
-        return [
-            e.MigrationFinished(
-                **self._stamp(),
-                job=start.job,
-                attempt=start.attempt,
-                generation=start.generation,
-                downtime_s=downtime_s,
-            )
-        ]
+        return [e.MigrationFinished(**self._about(start), downtime_s=downtime_s)]
 
     def _when_round(self, payload: None) -> list[e.Event]:
         """End of a round: steps begun in it and not completed are lost."""
-        for job in self._going:
-            run = self.runs[job]
-            run.go_to(self.now_s)
+        for run in self._usage.running.values():
+            run.go_to(self._queue.now_s)
             if run.rate > 0 and run.done < run.arrival.steps:
                 run.done = math.floor(run.done + 1e-6)
                 self._foresee(run)
         self._ticks = False
-        if self._going:
+        if self._usage.running:
             self._tick()
         return []
 
     def _tick(self) -> None:
-        if self.round_s and self.whole_steps and not self._ticks:
+        if self.setting.round_s and self.setting.whole_steps and not self._ticks:
             self._ticks = True
-            self._at(self.now_s + self.round_s, "round", None)
+            self._queue.add(self._queue.now_s + self.setting.round_s, "round", None)
 
     def _when_timer(self, payload: tuple[e.Timer, float]) -> list[e.Event]:
         timer, at_s = payload
         if self.scheduler.state.timers.get(timer) != at_s:
             return []
-        return [e.TimerFired(**self._stamp(), timer=timer)]
+        return [e.TimerFired(**self._queue.stamp(), timer=timer)]
 
     def _when_disturbance(self, payload: Disturbance) -> list[e.Event]:
         host = list(self.facts)[payload.host]
         if payload.kind == "drain":
-            return [e.HostDrained(**self._stamp(), host=host, by="simulation")]
+            return [e.HostDrained(**self._queue.stamp(), host=host, by="simulation")]
         if payload.kind == "undrain":
-            return [e.HostUndrained(**self._stamp(), host=host)]
+            return [e.HostUndrained(**self._queue.stamp(), host=host)]
         if payload.kind == "down":
-            self.down.add(host)
+            self.down.setdefault(host, [])
             for attempt in self.scheduler.state.attempts_on(host):
                 self._fall_back(self.runs[attempt.job])
-            return [e.HostDisconnected(**self._stamp(), host=host, why="fault")]
-        self.down.discard(host)
+            return [e.HostDisconnected(**self._queue.stamp(), host=host, why="fault")]
         # It rebooted: no rank survives.
-        events: list[e.Event] = [e.HostConnected(**self._stamp(), host=host, facts=self.facts[host])]
-        for stop in self._deferred.pop(host, []):
+        events: list[e.Event] = [e.HostConnected(**self._queue.stamp(), host=host, facts=self.facts[host])]
+        for stop in self.down.pop(host, []):
             events += self._when_stopped(stop)
         return events
 
     def _fall_back(self, run: Run) -> None:
         """Handle a fault: the steps since the last snapshot are lost, and the job stops until its next attempt."""
-        run.go_to(self.now_s)
+        run.go_to(self._queue.now_s)
         if run.rate > 0:
-            every = max(self.checkpoint_s * run.rate, 1e-9)
+            every = max(self.setting.checkpoint_s * run.rate, 1e-9)
             run.done = max(run.saved, run.done - (run.done - run.saved) % every)
             run.saved = run.done
         run.rate, run.version = 0.0, run.version + 1
@@ -326,4 +259,4 @@ class World:
         """Schedule the completion of a job at its current rate."""
         run.version += 1
         left_s = (run.arrival.steps - run.done) / run.rate
-        self._at(max(run.since_s, self.now_s) + left_s, "done", (run.job, run.version))
+        self._queue.add(max(run.since_s, self._queue.now_s) + left_s, "done", (run.job, run.version))

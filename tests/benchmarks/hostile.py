@@ -32,6 +32,7 @@ from clusterd.simulate import run
 from clusterd.simulate.bounds import bounds
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.generate import generate, parse_spec
+from clusterd.simulate.setting import Setting
 from tests.benchmarks.report import Report, arguments
 
 SETTINGS = {
@@ -107,7 +108,7 @@ def one(cell: tuple[str, float, str, int]) -> dict[str, Any]:
     if policy == BOUND:
         return asdict(bounds(cluster, jobs, truth))
     tables = run.believe(truth, True, 0, [a.model for a in jobs.arrivals])
-    setting = run.Setting(cluster, jobs, truth, tables, move_s=MOVE_S)
+    setting = Setting(cluster, jobs, truth, tables, move_s=MOVE_S)
     return run.outcome(setting, policy).figures
 
 

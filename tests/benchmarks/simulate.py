@@ -32,6 +32,7 @@ from clusterd.core.policies import POLICIES
 from clusterd.simulate import run, workload
 from clusterd.simulate.bounds import bounds
 from clusterd.simulate.cluster import parse_cluster
+from clusterd.simulate.setting import Setting
 from clusterd.simulate.trace import read
 from tests.benchmarks.report import Report, arguments
 
@@ -60,7 +61,7 @@ def one(job: tuple[int, float, str, float | None, str, float | None, bool]) -> d
     if policy == BOUND:
         return asdict(bounds(cluster, jobs, truth))
     performance_tables = run.believe(truth, oracle, number, [a.model for a in jobs.arrivals])
-    setting = run.Setting(cluster, jobs, truth, performance_tables, move_s=move_s)
+    setting = Setting(cluster, jobs, truth, performance_tables, move_s=move_s)
     return run.outcome(setting, policy).figures
 
 

@@ -17,6 +17,7 @@ from clusterd.simulate import run
 from clusterd.simulate.bounds import bounds
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.metrics import figures
+from clusterd.simulate.setting import Setting
 from clusterd.simulate.truth import ModelTruth, Truth
 from clusterd.simulate.workload import Arrival, Workload
 
@@ -76,7 +77,7 @@ def test_no_policy_beats_it(jobs: list[tuple[float, str, int]], policy: str) -> 
     truth = truth_of(wide=LINEAR, narrow={1: 3.0, 2: 2.0, 4: 1.7})
     cluster, given_ = parse_cluster("1x8:g"), workload_of(*jobs)
     performance_tables = run.believe(truth, True, 0, list(truth.models))
-    found = figures(run.simulate(run.Setting(cluster, given_, truth, performance_tables, move_s=0.0), policy))
+    found = figures(run.simulate(Setting(cluster, given_, truth, performance_tables, move_s=0.0), policy))
     least = bounds(cluster, given_, truth)
     assert found["average_completion_s"] >= least.average_completion_s * (1.0 - 1e-6)
     assert found["makespan_s"] >= least.makespan_s * (1.0 - 1e-6)

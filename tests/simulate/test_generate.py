@@ -10,6 +10,7 @@ from clusterd.errors import UsageError
 from clusterd.simulate import run
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.generate import ARRIVALS, WORK, Spec, generate, parse_spec
+from clusterd.simulate.setting import Setting
 from clusterd.simulate.workload import asked_step_s, load_of
 
 SHARE = st.sampled_from([0.0, 0.3, 1.0])
@@ -70,7 +71,7 @@ def test_a_job_that_ends_early_finishes_after_its_own_steps() -> None:
     (job,) = jobs.arrivals
     assert job.declared_steps is not None and job.forecast is False
     tables = run.believe(truth, True, 0, [job.model])
-    outcome = run.outcome(run.Setting(cluster, jobs, truth, tables), "default")
+    outcome = run.outcome(Setting(cluster, jobs, truth, tables), "default")
     assert outcome.completion_s[0] == pytest.approx(job.steps * asked_step_s(truth.models[job.model], job), rel=1e-3)
 
 
@@ -78,7 +79,7 @@ def test_a_generated_workload_runs_to_its_end() -> None:
     cluster = parse_cluster("4x8:a")
     truth, jobs = generate(parse_spec("jobs=30,wide=0.5,seed=4"), cluster)
     tables = run.believe(truth, True, 0, [a.model for a in jobs.arrivals])
-    outcome = run.outcome(run.Setting(cluster, jobs, truth, tables), "default")
+    outcome = run.outcome(Setting(cluster, jobs, truth, tables), "default")
     assert outcome.figures["finished"] == 30 and outcome.undone == {}
 
 

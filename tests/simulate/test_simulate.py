@@ -20,6 +20,7 @@ from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.errors import InputError
 from clusterd.simulate.metrics import figures
 from clusterd.simulate.runs import Disturbance
+from clusterd.simulate.setting import Setting
 from clusterd.simulate.trace import read, read_jobs
 from clusterd.simulate.truth import Truth, read_truth
 
@@ -49,11 +50,11 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return truth, jobs
 
 
-def setting(files: tuple[Path, Path], **changes: object) -> run.Setting:
+def setting(files: tuple[Path, Path], **changes: object) -> Setting:
     cluster = parse_cluster("1x8:g")
     truth, jobs = read(files[1], files[0], cluster)
     performance_tables = run.believe(truth, True, 0, [a.model for a in jobs.arrivals])
-    return replace(run.Setting(cluster, jobs, truth, performance_tables), **changes)
+    return replace(Setting(cluster, jobs, truth, performance_tables), **changes)
 
 
 def test_a_job_alone_takes_as_long_as_its_steps(files: tuple[Path, Path]) -> None:
@@ -287,7 +288,7 @@ def test_on_the_published_trace_ours_is_ahead_of_those_that_restart() -> None:
     cluster = parse_cluster("8x8:a800")
     truth, jobs = read(DATA / "a800" / "workload_mt.csv", DATA / "a800" / "step_times.csv", cluster)
     jobs = workload.at_load(jobs, truth, cluster, 1.0)
-    given = run.Setting(cluster, jobs, truth, run.believe(truth, False, 0, [a.model for a in jobs.arrivals]))
+    given = Setting(cluster, jobs, truth, run.believe(truth, False, 0, [a.model for a in jobs.arrivals]))
     found = {name: figures(run.simulate(given, name)) for name in ("default", "tiresias", "gavel", "rubick")}
     ours = found.pop("default")
     assert ours["finished"] == ours["jobs"] == 245
@@ -304,7 +305,7 @@ def test_other_traces_of_a_kind_differ_by_their_seed(files: tuple[Path, Path]) -
     assert one.arrivals != other.arrivals
 
 
-def two_types(folder: Path, jobs: str) -> run.Setting:
+def two_types(folder: Path, jobs: str) -> Setting:
     """Four fast devices, and four on another host that take twice as long."""
     truth, trace = folder / "truth.csv", folder / "jobs.csv"
     rows = [
@@ -317,7 +318,7 @@ def two_types(folder: Path, jobs: str) -> run.Setting:
     trace.write_text(header + jobs)
     cluster = parse_cluster("1x4:fast+1x4:slow")
     world, some = read(trace, truth, cluster)
-    return run.Setting(cluster, some, world, run.believe(world, True, 0, ["net"]))
+    return Setting(cluster, some, world, run.believe(world, True, 0, ["net"]))
 
 
 def test_a_long_job_alone_uses_both_types_of_a_cluster_and_ends_earlier(tmp_path: Path) -> None:
