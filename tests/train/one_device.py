@@ -8,6 +8,7 @@ of no known place, and is not judged.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,12 @@ _ACROSS = {
 
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.nn.Module.to}
 
+_WAITS = {
+    torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__int__,
+    torch.Tensor.__index__, torch.Tensor.numpy, torch.Tensor.nonzero, torch.nonzero, torch.equal,
+}  # fmt: skip
+"""Calls for which the host waits until the device has done all that is queued; copies to the host are others."""
+
 _FACTORIES = {
     torch.empty, torch.zeros, torch.ones, torch.full, torch.tensor, torch.as_tensor, torch.arange, torch.linspace,
     torch.rand, torch.randn, torch.randint, torch.randperm, torch.eye, torch.empty_strided, torch.scalar_tensor,
@@ -45,10 +52,15 @@ class MixedDevices(RuntimeError):
 
 
 class OneDevice(TorchFunctionMode):
-    """Follows where tensors live, and fails where CUDA would; entered once per thread."""
+    """Follows where tensors live, and fails where CUDA would; entered once per thread.
+
+    Attributes:
+        waits: calls for which the host waited for the device, by name.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.waits: Counter[str] = Counter()
         self._places: dict[StorageWeakRef, torch.device] = {}
 
     def place_of(self, tensor: torch.Tensor) -> torch.device | None:
@@ -82,6 +94,8 @@ class OneDevice(TorchFunctionMode):
             if not _is_sharding():
                 self._put_all(made, asked or _HOST)
             return made
+        if func in _WAITS and self.place_of(args[0]) == DEVICE:
+            self.waits[func.__name__] += 1
         places = {self.place_of(tensor) for tensor in _tensors((args, kwargs)) if tensor.dim() > 0} - {None}
         name = getattr(func, "__name__", str(func))
         if len(places) > 1 and func not in _ACROSS and name not in ("__get__", "__set__"):
@@ -100,6 +114,8 @@ class OneDevice(TorchFunctionMode):
             return made
         if _is_sharding():
             return made.clone() if before == _HOST else made
+        if before == DEVICE and place == _HOST and not kwargs.get("non_blocking"):
+            self.waits["copy to the host"] += 1
         if place is None or place == before:
             place = before
         elif made.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr():

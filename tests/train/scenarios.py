@@ -565,7 +565,12 @@ def rank(
             left["outcome"] = run.outcome.step if run.outcome is not None else None
     finally:
         if gpu is not None:
-            left["gpu"] = {"calls": gpu.calls, "limits": gpu.limits, "registered": len(gpu.registered)}
+            left["gpu"] = {
+                "calls": gpu.calls,
+                "limits": gpu.limits,
+                "registered": len(gpu.registered),
+                "waits": gpu.places.waits,
+            }
         result.write_text(json.dumps({**left, "asked": getattr(data, "asked", [])}))
 
 

@@ -64,6 +64,7 @@ class StandIn:
         self.limits: list[int | None] = []
         self.registered: dict[int, int] = {}  # bytes by address
         self.overhead_bytes = 1 << 30
+        self.places = OneDevice()
         self._pins = pins  # registrations that the driver grants; None: any number
         self._main, self._streams = Stream(), dict[str, Stream]()
 
@@ -149,7 +150,7 @@ def use_stand_in(pin_bytes: int = 1 << 12) -> StandIn:
 
     copying._copy = checked
     _select_device()
-    OneDevice().__enter__()  # to the end of the process
+    gpu.places.__enter__()  # to the end of the process
     return gpu
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,3 +56,20 @@ def test_ranks_train_as_on_a_cpu_and_mix_nothing(plan: str, ranks: RankPool, tmp
     options = {"depth": 1, "steps": 4}
     run = ranks.run_each(tmp_path, plan, [options, {**options, "stand_in": True}])
     assert run[1].checked().losses == pytest.approx(run[0].checked().losses, rel=1e-5)
+
+
+def test_a_step_of_one_replica_does_not_wait_for_the_device(ranks: RankPool, tmp_path: Path) -> None:
+    """Twelve steps wait as often as six: before the first step, and after the last."""
+    options: dict[str, Any] = {"depth": 1, "clip_norm": 1.0, "stand_in": True}
+    runs = [ranks.run(tmp_path / str(steps), "dp=1", steps=steps, **options) for steps in (6, 12)]
+    few, many = (run.checked().ranks[0].result["gpu"]["waits"] for run in runs)
+    assert few == many
+
+
+def test_waits_for_the_device_are_counted() -> None:
+    with OneDevice() as places:
+        on_device(3).sum().item()
+        on_device(3).cpu()
+        assert bool(on_device(1) < 9.0)
+        torch.randn(3).tolist()
+    assert places.waits == {"item": 1, "copy to the host": 1, "__bool__": 1}

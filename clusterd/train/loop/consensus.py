@@ -44,11 +44,11 @@ class StepConsensus:
         # Integers whose sum almost surely changes when the missing set of any rank does.
         checksum = float(sum(zlib.crc32(name.encode()) for name in self.missing) % (1 << 32))
         gpu = accelerator.of(device)
-        if gpu is None:
-            known = [torch.tensor([checksum, *flags], dtype=torch.float64)]
-        else:  # filled on the device: a copy from the host would wait for it
-            known = [torch.full((1,), f, dtype=torch.float64, device=device) for f in (checksum, *flags)]
-        self._vector = torch.cat([loss.double().reshape(1), *known, *(value.double().reshape(1) for value in values)])
+        known = torch.zeros(1 + len(flags), dtype=torch.float64, device=device)
+        for place, value in enumerate((checksum, *flags)):
+            if value:  # filled on the device, as a copy from the host would wait for it; a launch for each that is set
+                known[place].fill_(value)
+        self._vector = torch.cat([loss.double().reshape(1), known, *(value.double().reshape(1) for value in values)])
         self._work: Any = dist.all_reduce(self._vector, async_op=True) if dist.is_initialized() else None
         self._event: Any = None
         if gpu is not None:
