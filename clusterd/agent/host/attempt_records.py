@@ -87,7 +87,6 @@ class Attempt:
     grace_s: float = 0.0  # of the stop that is under way
     stop_asked: asyncio.Event = field(default_factory=asyncio.Event)  # aborts a launch that is under way
     unmarked_stop_s: float | None = None  # wall time of a stop whose marker could not be written
-    step: dict[str, Any] | None = None  # newest line of steps.jsonl
     is_shortened: bool = False  # its logs were trimmed after it ended
 
     @property
@@ -241,7 +240,6 @@ def load(directory: Path) -> Attempt | None:
             rank.message = failed.get("message")
         if place := read_json(attempt.rank_file(number)):
             rank.token = str(place.get("token", rank.token))
-    attempt.step = last_step(attempt.steps)
     return attempt
 
 
@@ -268,23 +266,3 @@ def steps_after(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
         if isinstance(step, dict) and "step" in step and "time_s" in step:
             steps.append(step)
     return steps, start + len(whole) + len(newline)
-
-
-def last_step(path: Path) -> dict[str, Any] | None:
-    """Newest complete step in a steps.jsonl; None if there is none."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(0, 2)
-            size = file.tell()
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]  # the text after the last newline is still being written
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            step = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(step, dict) and "step" in step:
-            return step
-    return None

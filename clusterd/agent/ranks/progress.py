@@ -17,9 +17,13 @@ _DETAILS = ("phases", "device_bytes", "host_bytes", "overhead_bytes")
 
 
 class Progress:
-    """Follows the step files by polling, because inotify misses changes on network file systems."""
+    """Follows the step files by polling, because inotify misses changes on network file systems.
 
-    def __init__(self, emit: Callable[[Event], object]) -> None:
+    Args:
+        emit: sends an event to the daemon; false: none took it, and its step counts as not sent.
+    """
+
+    def __init__(self, emit: Callable[[Event], bool]) -> None:
         self._emit = emit
         self._sizes: dict[str, int] = {}
 
@@ -40,27 +44,27 @@ class Progress:
         if size == self._sizes.get(attempt.name):
             return
         steps, end = steps_after(attempt.steps, self._sizes.get(attempt.name, 0))
-        self._sizes[attempt.name] = end
-        if not steps or steps[-1] == attempt.step:
+        if not steps:
+            self._sizes[attempt.name] = end
             return
-        attempt.step = step = steps[-1]
+        step = steps[-1]
         details: dict[str, Any] = next((s for s in reversed(steps) if "phases" in s), {})
-        self._emit(
-            agent.Progress(
-                attempt.job,
-                attempt.attempt,
-                attempt.generation,
-                step=step["step"],
-                loss=step.get("loss"),
-                is_nan="loss" in step and step["loss"] is None,
-                step_time_s=step["time_s"],
-                steps=tuple((s["step"], s["time_s"]) for s in steps if s.get("plan") == step.get("plan")),
-                plan=step.get("plan") or "",
-                samples=step.get("samples"),
-                at_s=step.get("at_s"),
-                **{k: details[k] for k in _DETAILS if k in details},
-            )
+        report = agent.Progress(
+            attempt.job,
+            attempt.attempt,
+            attempt.generation,
+            step=step["step"],
+            loss=step.get("loss"),
+            is_nan="loss" in step and step["loss"] is None,
+            step_time_s=step["time_s"],
+            steps=tuple((s["step"], s["time_s"]) for s in steps if s.get("plan") == step.get("plan")),
+            plan=step.get("plan") or "",
+            samples=step.get("samples"),
+            at_s=step.get("at_s"),
+            **{k: details[k] for k in _DETAILS if k in details},
         )
+        if self._emit(report):
+            self._sizes[attempt.name] = end
 
     def forget(self, name: str) -> None:
         """Drop the read position of an attempt that was removed."""

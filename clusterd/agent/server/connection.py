@@ -48,6 +48,7 @@ class Connection:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, budget: ByteBudget) -> None:
         self.daemon: tuple[str, int] | None = None  # its name and epoch, after hello
+        self.facts: object = None  # what was last sent of the facts whose change is reported
         self.nonce = ""  # of the challenge that the next hello answers
         self.proven = False  # the daemon knows the cluster's key
         self.rank: tuple[Attempt, int] | None = None  # after rank_hello
@@ -69,18 +70,20 @@ class Connection:
 
     # ---- out -----------------------------------------------------------------------------------------------------
 
-    def send(self, message: Message) -> None:
-        """Queue an event. Progress and facts are dropped if the peer does not read; other messages are few."""
+    def send(self, message: Message) -> bool:
+        """Queue an event; false if it was not. Progress and facts are dropped if the peer does not read."""
         if message.get("event") in ("progress", "facts") and self._queued_bytes > QUEUE_BYTES_MAX:
-            return
+            return False
         if self._queued_bytes > QUEUE_BYTES_LIMIT:
             log_line(f"agent: a peer that left {self._queued_bytes} bytes unread was cut off")
             self.cut()
-            return
+            return False
         try:
             self._queue(protocol.encode(message))
         except protocol.ProtocolError as error:
             log_line(f"agent: {message.get('event')} was not sent: {error}")
+            return False
+        return True
 
     async def reply(self, number: object, outcome: Ok | Failure) -> None:
         """Queue the reply to a request once the peer took most of the earlier frames."""

@@ -63,8 +63,7 @@ class Hardware:
         return GpuState(gpu.get("fault", ""), foreign + gpu["unlisted_bytes"])
 
     async def watch(self, sessions: Sessions) -> None:
-        """Send samples of use, and facts when devices, or their use by foreign processes, change."""
-        reported: object = None
+        """Send samples of use, and facts to daemons whose last ones differ in devices, or in the processes on them."""
         cpu_use = CpuUse(self._attempts.tag)
         loop = asyncio.get_running_loop()
         while True:
@@ -76,14 +75,14 @@ class Hardware:
             used_bytes = found["memory_bytes"] - found["memory_available_bytes"]
             devices = device_uses(found["gpus"])
             sessions.send_to_daemons(Usage(found["cpu_cores"], found["memory_bytes"], used_bytes, devices, attempts))
-            seen = _reportable(found)
-            if reported is not None and seen != reported:
-                sessions.send_to_daemons(FactsChanged(found))
-            reported = seen
+            sessions.send_facts(FactsChanged(found), reportable(found))
 
 
-def _reportable(found: Message) -> object:
-    """Facts whose change is reported: devices and foreign use, not the ever-changing memory of our own ranks."""
+def reportable(found: Message) -> object:
+    """Facts whose change is reported: devices and their processes, not the ever-changing memory of our own ranks.
+
+    The pids of those count: the host's other agents take them for foreign, and the daemon tells them by this report.
+    """
     devices = [
         (
             gpu["uuid"],
@@ -91,7 +90,8 @@ def _reportable(found: Message) -> object:
             gpu.get("fault"),
             gpu.get("xids"),
             gpu.get("ecc_corrected"),
-            sorted((p["pid"], (p["memory_bytes"] or 0) >> 28) for p in gpu["processes"] if not p["ours"]),
+            gpu.get("exclusive"),
+            sorted((p["pid"], p["ours"], 0 if p["ours"] else (p["memory_bytes"] or 0) >> 28) for p in gpu["processes"]),
         )
         for gpu in found["gpus"]
     ]

@@ -24,7 +24,7 @@ from clusterd.agent.ranks.environments import Environments
 from clusterd.agent.ranks.progress import Progress
 from clusterd.agent.ranks.terminals import Terminals
 from clusterd.agent.server.connection import Connection, Message, outcome
-from clusterd.agent.server.hardware_reports import Hardware
+from clusterd.agent.server.hardware_reports import Hardware, reportable
 from clusterd.agent.server.housekeeping import Housekeeping
 from clusterd.agent.server.rank_requests import RankRequests
 from clusterd.agent.server.sessions import Sessions
@@ -233,6 +233,7 @@ class Agent:
         found = await self._hardware.facts()
         # No await from here on: changes after this report reach this connection as events.
         self._sessions.lead(connection, hello.daemon, hello.epoch)
+        connection.facts = reportable(found)
         self._sessions.see(hello.daemon, list(hello.newest) if hello.newest is not None else None)
         self._sessions.save()
         return HelloReply(

@@ -15,7 +15,7 @@ from clusterd.agent.log import log_line
 from clusterd.agent.ranks.attempts import StopFlags
 from clusterd.agent.server.connection import Connection, Message
 from clusterd.protocol import ProtocolError
-from clusterd.protocol.agent import Superseded
+from clusterd.protocol.agent import FactsChanged, Superseded
 from clusterd.protocol.control import Stop
 from clusterd.protocol.messages import Event
 
@@ -171,11 +171,15 @@ class Sessions:
             self.save()
 
     def send_to_daemons(self, event: Event) -> bool:
-        """Send to every daemon that leads this host; false if none is connected."""
-        leading = self._leading()
-        for connection in leading:
-            connection.send(event.to_message())
-        return bool(leading)
+        """Send to every daemon that leads this host; false if none is connected, or none reads."""
+        took = [connection.send(event.to_message()) for connection in self._leading()]
+        return any(took)
+
+    def send_facts(self, event: FactsChanged, reportable: object) -> None:
+        """Send facts to every daemon that leads this host and was last sent others, at its hello or since."""
+        for connection in self._leading():
+            if connection.facts != reportable and connection.send(event.to_message()):
+                connection.facts = reportable
 
     async def wait_daemons_writable(self) -> None:
         """Wait until every leading daemon took most of the events for it."""

@@ -1,14 +1,18 @@
-"""A rank asks its agent about its GPU after an error that may be the GPU's or the job's."""
+"""What an agent tells of its GPUs: to daemons when it changes, and to a rank after an error that may be the GPU's."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clusterd.agent.host.home import Home
+from clusterd.agent.server.hardware_reports import reportable
+from clusterd.agent.server.sessions import Sessions
+from clusterd.protocol.agent import FactsChanged
 from clusterd.train.process import context as contexts
 from clusterd.train.process import device_faults, exits
 from clusterd.train.process.context import Context
@@ -60,3 +64,47 @@ def test_memory_that_others_hold_does_not_count_against_the_plan(judge: Judge, t
     assert isinstance(found, exits.DeviceFault)
     assert "processes outside the queue hold 1.0 GiB of the GPU's memory" in str(found)
     assert judge(LAUNCH) is None  # which explains no launch failure
+
+
+def test_a_process_that_takes_a_gpu_before_the_first_sample_is_reported(
+    connect: Callable[..., AgentClient], tmp_path: Path
+) -> None:
+    fake_driver(tmp_path, "libnvidia-ml.so.1", used_gib=1)
+    set_state(tmp_path, used0=0)
+    agent = connect(hello=False, env={"LD_LIBRARY_PATH": str(tmp_path)})
+    assert agent.hello()["facts"]["gpus"][0]["processes"] == []
+    set_state(tmp_path)  # at once: the sample comes seconds later
+    assert [process["pid"] for process in agent.event("facts")["facts"]["gpus"][0]["processes"]] == [1, 7]
+
+
+class Daemon:
+    """A leading daemon's connection."""
+
+    def __init__(self, *, reads: bool = True) -> None:
+        self.daemon, self.facts, self.reads = ("test", 1), None, reads
+        self.received: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> bool:
+        if self.reads:
+            self.received.append(message)
+        return self.reads
+
+
+def test_facts_go_to_each_daemon_that_was_last_sent_others(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path / "epochs.json", tmp_path / "events.json")
+    daemons = Daemon(), Daemon(reads=False)
+    sessions._connections = dict.fromkeys(daemons)  # type: ignore[arg-type]
+    for use in ("idle", "used", "used"):
+        sessions.send_facts(FactsChanged({"gpus": use}), use)
+    daemons[1].reads = True
+    sessions.send_facts(FactsChanged({"gpus": "used"}), "used")
+    assert [[sent["facts"]["gpus"] for sent in daemon.received] for daemon in daemons] == [["idle", "used"], ["used"]]
+
+
+def test_a_rank_that_begins_to_use_a_gpu_is_a_change_and_its_growing_memory_is_none() -> None:
+    def seen(*processes: dict[str, Any]) -> object:
+        gpu = {"uuid": "GPU-1", "unlisted_bytes": 0, "processes": list(processes)}
+        return reportable({"gpus": [gpu], "gpu_error": None, "cpu_ids": [0]})
+
+    own = {"pid": 7, "memory_bytes": 1 << 30, "ours": True}
+    assert seen() != seen(own) == seen({**own, "memory_bytes": 8 << 30}) != seen({**own, "ours": False})
