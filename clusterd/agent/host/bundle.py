@@ -19,6 +19,7 @@ _SINGLE = (
     "datasets.py",
     "errors.py",
     "exit_reasons.py",
+    "page_tables.py",
     "process_attributes.py",
     "script_seed.py",
     "socket_files.py",

@@ -9,7 +9,6 @@ migration. A segment that is still being written, as at an abort, is not pooled:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import itertools
 import mmap
@@ -24,6 +23,7 @@ from typing import Any
 
 from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.host.home import read_json
+from clusterd.page_tables import POPULATE_WRITE, populate, threads
 from clusterd.trusted_paths import UnsafePath, private_directory
 
 SPARE_SHARE = 0.1
@@ -42,7 +42,6 @@ OWNER = "owner"
 POOL_BYTES_MAX = 4 << 30
 """Limit of the pool of dropped segments."""
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
@@ -230,7 +229,7 @@ class Store:
                 continue
             path = place / name
             try:
-                mapped = _make_present(path, size)
+                mapped = _make_present(path, size, in_memory=place == self._places[0])
             except OSError as error:
                 path.unlink(missing_ok=True)
                 last = error
@@ -270,7 +269,7 @@ def _total_bytes(place: Path) -> int:
     return found.f_blocks * found.f_frsize
 
 
-def _make_present(path: Path, size: int) -> mmap.mmap:
+def _make_present(path: Path, size: int, *, in_memory: bool) -> mmap.mmap:
     """Make a file in which every page exists, and map it.
 
     Raises:
@@ -278,22 +277,20 @@ def _make_present(path: Path, size: int) -> mmap.mmap:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        by_threads = in_memory and threads() > 1  # the kernel allocates a file by one thread at a time
+        if by_threads:
+            os.ftruncate(descriptor, size)
+        else:
+            os.posix_fallocate(descriptor, 0, size)
         # Never closed, as threads may be sending from it; the last view frees it.
         mapped = mmap.mmap(descriptor, size)
-        _populate(mapped, size)
+        if not populate(mapped, [(0, size)], POPULATE_WRITE):  # no space, or an older kernel: touch each page
+            os.posix_fallocate(descriptor, 0, size)
+            for offset in range(0, size, mmap.PAGESIZE):
+                mapped[offset] = 0
         return mapped
     finally:
         os.close(descriptor)
-
-
-def _populate(mapped: mmap.mmap, size: int) -> None:
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0:
-        return
-    for offset in range(0, size, mmap.PAGESIZE):  # an older kernel: touch each page
-        mapped[offset] = 0
 
 
 def _own(place: Path) -> int:

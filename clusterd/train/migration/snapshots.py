@@ -148,7 +148,7 @@ class StateSnapshots:
             if made is None:
                 return
             segment = Segment(made.path, size_bytes=size)
-            segment.touch()
+            segment.populate_for_writing()
             if (gpu := accelerator.of(self._training.device)) is not None:
                 segment.pin(gpu)
             self._segments.append(segment)

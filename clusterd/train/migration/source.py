@@ -257,10 +257,10 @@ class MigrationSource:
                 made = self._control.ask(MakeSegment(migration.outbox_name(rank), outbox.size_bytes))
                 segment = Segment(made.path, size_bytes=outbox.size_bytes)
                 if (gpu := accelerator.of(self._training.device)) is not None:
-                    segment.touch()
+                    segment.populate_for_writing()
                     segment.pin(gpu)
                 else:
-                    segment.touch(POPULATED_AHEAD_BYTES)
+                    segment.populate_for_writing(POPULATED_AHEAD_BYTES)
         except Exception as error:  # any failure ends the migration, never the training
             self._fail(migration, "prepare", error)
             return

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
+from clusterd.page_tables import POPULATE_READ, POPULATE_WRITE, populate
+
 TOUCH_BYTES = 64 << 20
 PIN_BYTES = 256 << 20
 """Size of one registration: the driver holds a lock for as long as it takes, in which no kernel starts."""
 
 PAGE_BYTES = mmap.PAGESIZE
-
-
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 
 
 class Segment:
@@ -41,33 +40,25 @@ class Segment:
         flat: torch.Tensor = torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
         return flat.view(tuple(shape))
 
-    def touch(self, most_bytes: int | None = None) -> None:
+    def populate_for_writing(self, most_bytes: int | None = None) -> None:
         """Populate this process's page table for writing, for the first `most_bytes` or all; the pages exist already.
 
-        Works in chunks without the GIL. Touched pages count as this process's memory.
+        Populated pages count as this process's memory.
         """
+        start = self._populated // PAGE_BYTES * PAGE_BYTES
         stop = self.size_bytes if most_bytes is None else min(most_bytes, self.size_bytes)
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        for start in range(self._populated, stop, TOUCH_BYTES):
-            whole[start : min(start + TOUCH_BYTES, stop) : PAGE_BYTES].zero_()
+        if not populate(self._map, [(start, stop)], POPULATE_WRITE):  # an older kernel: touch each page
+            whole = torch.frombuffer(self._map, dtype=torch.uint8)
+            for low in range(start, stop, TOUCH_BYTES):
+                whole[low : min(low + TOUCH_BYTES, stop) : PAGE_BYTES].zero_()
         self._populated = max(self._populated, stop)
-
-    def populate_for_writing(self) -> None:
-        """Populate the rest of the page table before writing; faster than `touch`, but holds the GIL."""
-        for low in range(self._populated // PAGE_BYTES * PAGE_BYTES, self.size_bytes, TOUCH_BYTES):
-            with contextlib.suppress(OSError):  # older kernels populate on write
-                self._map.madvise(_MADV_POPULATE_WRITE, low, min(TOUCH_BYTES, self.size_bytes - low))
-        self._populated = self.size_bytes
 
     def populate_for_reading(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Populate this process's page table for reading these (offset, length); older kernels do so on access.
 
         Through a new mapping the first read of a byte costs three times the copy (measured, 4 KiB pages).
         """
-        for start, stop in _pages(ranges, self.size_bytes):
-            for low in range(start, stop, TOUCH_BYTES):  # in chunks: each call holds the GIL
-                with contextlib.suppress(OSError):
-                    self._map.madvise(_MADV_POPULATE_READ, low, min(TOUCH_BYTES, stop - low))
+        populate(self._map, _pages(ranges, self.size_bytes), POPULATE_READ)
 
     def is_at(self, path: str) -> bool:
         """True if the file at `path` is still the mapped one."""

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from clusterd import protocol
+from clusterd import page_tables, protocol
 from clusterd.agent.host.attempt_records import Refused
+from clusterd.agent.tensors import segments
 from clusterd.agent.tensors.fabric import FetchFailed, fetch, receive_frame, server_proof
 from clusterd.agent.tensors.segments import Segment, Store
 from clusterd.agent.tensors.slice_server import SliceServer
@@ -29,13 +30,37 @@ def store(tmp_path: Path) -> Iterator[Store]:
     made.close()
 
 
-def test_a_segment_is_there_to_its_last_page_and_mapped_by_others(store: Store) -> None:
+@pytest.mark.parametrize("cores", [2, 16])
+@pytest.mark.parametrize("kernel", ["new", "old"])
+def test_a_segment_is_there_to_its_last_page_and_mapped_by_others(
+    store: Store, cores: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No page is missing when its writer comes: that would be a SIGBUS in the middle of a move."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(page_tables, "CHUNK_BYTES", mmap.PAGESIZE)
+    if kernel == "old":
+        monkeypatch.setattr(segments, "POPULATE_WRITE", -1)
     segment = store.make("m.1.2.out0", 3 * mmap.PAGESIZE + 5, "m.1.2")
     stat = segment.path.stat()
     assert stat.st_size == segment.size
     assert stat.st_blocks * 512 >= segment.size
     assert store.make("m.1.2.out0", 3 * mmap.PAGESIZE + 5, "m.1.2") is segment
+
+
+def test_several_threads_populate_a_mapping_and_leave_the_interpreter_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    mapped, seen = mmap.mmap(-1, 128 << 20), list[int]()
+    before_bytes, pages = resident_bytes(), [(1 << 20, 127 << 20)]
+    pool = page_tables.ThreadPoolExecutor
+    monkeypatch.setattr(page_tables, "ThreadPoolExecutor", lambda count: (seen.append(count), pool(count))[1])
+    assert page_tables.populate(mapped, pages, page_tables.POPULATE_WRITE)
+    assert seen == [page_tables.THREADS_MAX]
+    assert 126 << 20 <= resident_bytes() - before_bytes < 160 << 20
+    assert not page_tables.populate(mapped, pages, -1)  # as an older kernel
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_stores_of_agents_that_were_killed_are_removed(tmp_path: Path) -> None:
