@@ -43,7 +43,7 @@ CPU_OVERHEAD_BYTES = 300 << 20
 class Overhead:
     """Device memory of a rank that no tensor uses: CUDA context and kernels, and so much for each communicator."""
 
-    context_bytes: int = 840 << 20
+    context_bytes: int = 600 << 20
     communicator_bytes: int = 150 << 20
 
     def of(self, plan: Plan) -> int:
@@ -52,8 +52,7 @@ class Overhead:
 
 
 OVERHEAD = Overhead()
-"""Prior of the overhead: a rank on an H100 under torch 2.11 takes 0.86 GB at its peak in fp32 and 0.88 GB in bf16, of
-which a context with one kernel is 0.65 GB (`docs/measured/gpu.json`). A communicator's share is a rule of thumb."""
+"""Prior of the overhead, by rule of thumb: 900 MB with two communicators."""
 
 PRIOR_WEIGHT = 0.1
 """Weight of the prior's share for a communicator, in measurements."""
