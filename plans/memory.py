@@ -7,7 +7,9 @@ among them, B the largest block's, m the samples of the largest micro-batch:
 parameters         P; ZeRO-2 and 3: P/dp; offload=parameters: 0
 gathered           whole parameters that sharding materialises temporarily. ZeRO-2: P (from forward to backward
                    pass); ZeRO-3: 2B (the block in use, and the prefetched one)
-gradients          T; ZeRO-2 and 3: T/dp + 2B, but T/dp + T in a pipeline, where they are reduced once at the end;
+gradients          T (beside activations less, as these go while gradients come, where a step is one pass and no
+                   buckets stay); ZeRO-2 and 3: T/dp + 2B, but T/dp + T in a pipeline, where they are reduced once at
+                   the end;
                    and T again for buckets under dp with tp or pp (`clusterd.train.parallel.gradient_sync`)
 optimizer          ratio * T; ZeRO-1, 2, 3: ratio * T/dp; none on the device when offloaded
 temporaries        of an update, on CUDA only, where torch updates all tensors at once: another ratio * T, or T/dp;
@@ -18,7 +20,7 @@ activations        per micro-batch in flight m * (whole + cut/tp), or with check
                    In flight: all under gpipe, min(accumulation, pp - stage) under 1f1b, 1 without pipeline
 buffers            received by the pipeline: m * boundary bytes, forward and backward, for every micro-batch
 overhead           of the process: on CUDA the context and the buffers of each communicator (`Overhead`), learned from
-                   measurements; elsewhere the interpreter with torch
+                   measurements, and the workspaces of cuBLAS; elsewhere the interpreter with torch
 host               offloaded: parameters, gradients and optimizer state. Pinned on CUDA
 =================  ==================================================================================
 
@@ -39,11 +41,16 @@ CPU_OVERHEAD_BYTES = 300 << 20
 """Of an empty rank: measured 220 MB resident after importing torch."""
 
 
+WORKSPACES_BYTES = 64 << 20
+"""Of cuBLAS, in torch's own memory, so that measurements of the overhead miss them: 32 MiB on a Hopper GPU for each of
+the two threads that run forward and backward passes; smaller on older GPUs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Overhead:
     """Device memory of a rank that no tensor uses: CUDA context and kernels, and so much for each communicator."""
 
-    context_bytes: int = 600 << 20
+    context_bytes: int = 840 << 20
     communicator_bytes: int = 150 << 20
 
     def of(self, plan: Plan) -> int:
@@ -52,7 +59,8 @@ class Overhead:
 
 
 OVERHEAD = Overhead()
-"""Prior of the overhead, by rule of thumb: 900 MB with two communicators."""
+"""Prior of the overhead: 0.88 GB without communicators, as measured on an H100 (0.65 GB once a kernel has run, the rest
+once a step has); for communicators by rule of thumb."""
 
 PRIOR_WEIGHT = 0.1
 """Weight of the prior's share for a communicator, in measurements."""
@@ -98,6 +106,7 @@ class MemoryEstimate:
     host_bytes: int  # offloaded, in host memory
     build_bytes: int  # in host memory while the model is built, before the plan cuts it
     temporaries_bytes: int = 0  # of an update
+    later_gradients_bytes: int = 0  # of the gradients, those that are not there yet while most activations are
 
     @property
     def device_bytes(self) -> int:
@@ -106,7 +115,7 @@ class MemoryEstimate:
             self.parameters_bytes
             + self.gradients_bytes
             + self.optimizer_bytes
-            + max(self.gathered_bytes + self.activations_bytes, self.temporaries_bytes)
+            + max(self.gathered_bytes + self.activations_bytes - self.later_gradients_bytes, self.temporaries_bytes)
             + self.buffers_bytes
             + self.overhead_bytes
         )
@@ -190,15 +199,36 @@ def _estimate_stage(
         activations_bytes=samples * _activations(plan, shape, stage, layers, in_flight)
         + _casts(plan, shape, own, layers, in_flight),
         buffers_bytes=samples * _boundaries(plan, shape, stage, layers),
-        overhead_bytes=overhead.of(plan) if kind == "cuda" else CPU_OVERHEAD_BYTES,
+        overhead_bytes=overhead.of(plan) + WORKSPACES_BYTES if kind == "cuda" else CPU_OVERHEAD_BYTES,
         host_bytes=host,
         build_bytes=shape.parameter_bytes,
         temporaries_bytes=temporaries,
+        later_gradients_bytes=_later_gradients(plan, shape, own, samples),
     )
 
 
 def _bytes(parameters: list[ParameterShape], plan: Plan) -> int:
     return sum(p.local_bytes(plan.tp) for p in parameters)
+
+
+def _later_gradients(plan: Plan, shape: ModelShape, own: list[ParameterShape], samples: int) -> int:
+    """Gradients that are not there yet at the worst moment of a backward pass, as it frees activations meanwhile.
+
+    None where gradients stay from pass to pass, or buckets for them do. The bytes of the largest layer's gradients are
+    left in, for what its backward pass needs itself (measured: half).
+    """
+    if plan.ranks > plan.tp or plan.accumulation > 1 or plan.zero >= 2:
+        return 0
+    trained = [p for p in own if p.trainable]
+    there = _bytes([p for p in trained if p.layer < 0], plan)  # of no layer: when they appear is not known
+    freed = largest = 0
+    most = there
+    for index in reversed(range(len(shape.layers))):
+        gradients = _bytes([p for p in trained if p.layer == index], plan)
+        there, largest = there + gradients, max(largest, gradients)
+        most = max(most, there - freed)
+        freed += samples * _saved(plan, shape, index)
+    return max(there - most - largest, 0)
 
 
 def _activations(plan: Plan, shape: ModelShape, stage: int, layers: range, in_flight: int) -> int:
@@ -207,16 +237,24 @@ def _activations(plan: Plan, shape: ModelShape, stage: int, layers: range, in_fl
     for index in layers:
         if index < 0:
             continue
-        layer = shape.layers[index]
-        full = layer.activation_bytes + -(-layer.activation_tp_bytes // plan.tp)
-        if plan.checkpointing and layer.block:
-            saved += shape.layers[index - 1].output_bytes if index else 0
-            recomputed = max(recomputed, full)
-        else:
-            saved += full
+        saved += _saved(plan, shape, index)
+        if plan.checkpointing and shape.layers[index].block:
+            recomputed = max(recomputed, _whole(plan, shape, index))
     # The last stage frees its loss before the next micro-batch begins, except under gpipe.
     loss = shape.loss_bytes if stage == plan.pp - 1 else 0
     return in_flight * (saved + loss) + recomputed
+
+
+def _saved(plan: Plan, shape: ModelShape, index: int) -> int:
+    """Activation bytes per sample that a layer keeps for the backward pass."""
+    if plan.checkpointing and shape.layers[index].block:
+        return shape.layers[index - 1].output_bytes if index else 0
+    return _whole(plan, shape, index)
+
+
+def _whole(plan: Plan, shape: ModelShape, index: int) -> int:
+    layer = shape.layers[index]
+    return layer.activation_bytes + -(-layer.activation_tp_bytes // plan.tp)
 
 
 def _casts(plan: Plan, shape: ModelShape, own: list[ParameterShape], layers: range, in_flight: int) -> int:

@@ -393,7 +393,7 @@ def test_shares_stay_within_each_types_memory() -> None:
     spec = JobSpec(name="net", kind=JobKind.ELASTIC, command=("x",), resources=Resources())
     job = Job(JobId("1"), spec, priority=0, submitted_s=0.0, queued_s=0.0)
     job.inspection.shape = model.to_dict()
-    for fast_bytes, shares in ((80 * GIB, (12, 4)), (12 * GIB, (10, 6)), (4 * GIB, None)):
+    for fast_bytes, shares in ((80 * GIB, (12, 4)), (12 * GIB + GIB // 2, (10, 6)), (4 * GIB, None)):
         there = Inventory(
             {"fast": 1, "slow": 1}, {"fast": "cuda", "slow": "cuda"}, {"fast": fast_bytes, "slow": 10 * GIB}
         )

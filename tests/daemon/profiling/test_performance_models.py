@@ -16,7 +16,7 @@ from clusterd.core.host import Host
 from clusterd.core.state import State
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.profiling.performance_models import PerformanceModels, _enough_cores
-from clusterd.plans.memory import OVERHEAD, MemoryEstimate
+from clusterd.plans.memory import OVERHEAD, WORKSPACES_BYTES, MemoryEstimate
 from clusterd.plans.plan import Plan
 from clusterd.profiling.coefficients import INDEX
 from clusterd.profiling.fleet import DeviceType
@@ -79,8 +79,8 @@ def test_a_measured_overhead_outlives_the_daemon_and_changes_which_plans_fit(tmp
         return [*found, (await models()._on("net", gpt(), DEVICES)).memory(Plan(dp=2)).overhead_bytes]
 
     before, after, restarted = anyio.run(overheads)
-    assert before == OVERHEAD.of(Plan(dp=2))
-    assert after == restarted == pytest.approx(3 << 30, rel=0.01)
+    assert before == OVERHEAD.of(Plan(dp=2)) + WORKSPACES_BYTES
+    assert after == restarted == pytest.approx((3 << 30) + WORKSPACES_BYTES, rel=0.01)
 
 
 def test_a_promise_is_kept_with_a_fair_share_of_the_cores_at_most() -> None:
