@@ -356,6 +356,7 @@ class Status(Struct, frozen=True, kw_only=True):
     started_s: Annotated[Seconds | None, about("Start of the daemon.")] = None
     epoch: Annotated[int, about("Raised at each start; agents refuse older ones.")] = 0
     state_dir: Annotated[str, about("Directory of the journal.")] = ""
+    workdir_bytes_max: Annotated[int, about("Largest working directory of a job.")] = 0
     socket: Annotated[str, about("Path of the socket.")] = ""
     config: Annotated[str | None, about("File of the settings.")] = None
     policy: Annotated[str, about("Scheduling policy.")] = ""

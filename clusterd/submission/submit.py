@@ -80,9 +80,9 @@ def pack_workdir(cluster: Client, spec: JobSpec) -> Snapshot:
     Raises:
         ClusterError: it cannot be packed, or is too large.
     """
-    limit = cluster.call("snapshot_has", digest="0" * 64)["bytes_max"]
+    status = cluster.call("status")
     # The state directory may lie in the workdir: each packed workdir would contain the earlier ones.
-    state = Path(cluster.call("status")["state_dir"])
+    state = Path(status["state_dir"])
     assert spec.workdir is not None
     imports_ours = spec.kind is not JobKind.COMMAND
-    return pack(Path(spec.workdir), limit, leave_out=(state,), imports_ours=imports_ours)
+    return pack(Path(spec.workdir), status["workdir_bytes_max"], leave_out=(state,), imports_ours=imports_ours)

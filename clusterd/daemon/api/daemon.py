@@ -77,6 +77,7 @@ class DaemonVerbs:
         return rows.Status(
             version=__version__, json_version=projection.JSON_VERSION, pid=os.getpid(), started_s=self._started_s,
             epoch=state.epoch, state_dir=str(config.state_dir), socket=str(config.socket),
+            workdir_bytes_max=config.workdir_bytes_max,
             config=str(self._settings.file) if self._settings.file else None, policy=self._engine.scheduler.policy.name,
             accounts=config.accounts, account=daemon_account(), jobs=dict(self._archived.counts + others + queued),
             hosts={h.id: h.state.value for h in state.hosts.values()},

@@ -55,8 +55,8 @@ class WorkdirVerbs:
         return {"snapshot_has": self.snapshot_has, "snapshot_put": self.snapshot_put}
 
     async def snapshot_has(self, peer: Peer, digest: str) -> dict[str, Any]:
-        """Report whether a job of this user may name a working directory without sending it, and the size limit."""
-        return {"have": self.may_name(peer, digest), "bytes_max": self._bytes_max}
+        """Report whether a job of this user may name a working directory without sending it."""
+        return {"have": self.may_name(peer, digest)}
 
     async def snapshot_put(self, peer: Peer, digest: str, offset: int, data: bytes, last: bool) -> None:
         """Store one chunk of a working directory."""
