@@ -46,15 +46,8 @@ class Executor:
         inspector: ModelInspector,
         replicas: SnapshotReplicas,
     ) -> None:
-        self._engine = engine
-        self._hosts = hosts
-        self._archive = archive
-        self._launches = launches
-        self._migrations = migrations
-        self._inspector = inspector
-        self._replicas = replicas
-        self._timers = timers
-        self._tasks = tasks
+        self._engine, self._hosts, self._archive, self._timers, self._tasks = engine, hosts, archive, timers, tasks
+        self._launches, self._migrations, self._inspector, self._replicas = launches, migrations, inspector, replicas
         self._launching: dict[tuple[str, int], tuple[anyio.CancelScope, anyio.Event]] = {}
         self._asked_again: dict[tuple[str, int], d.LaunchAttempt] = {}
         self._stops = Stops(engine, hosts, archive)
@@ -150,25 +143,12 @@ class Executor:
         except ClusterError as error:
             return _launch_failed(decision, decision.hosts[0], f"the snapshot in memory could not be used: {error}")
         if restored is not None:
-            return e.AttemptLaunched(
-                at_s=time.time(),
-                job=decision.job,
-                attempt=decision.attempt,
-                generation=decision.generation,
-                restored_step=restored,
-                versions=self._launches.versions_on(decision),
-            )
+            return self._attempt_launched(decision, restored)
 
         def failed(host: HostId, error: ClusterError, is_infrastructure: bool = True) -> None:
-            failures.append(
-                _launch_failed(
-                    decision,
-                    host,
-                    without_host(host, error),
-                    is_infrastructure and not error.is_of_job,
-                    error.is_permanent,
-                )
-            )
+            is_infrastructure = is_infrastructure and not error.is_of_job
+            why = without_host(host, error)
+            failures.append(_launch_failed(decision, host, why, is_infrastructure, error.is_permanent))
 
         async def on(host: HostId, request: LaunchRequest) -> None:
             attempt = self._engine.scheduler.state.attempt(decision.job, decision.attempt, decision.generation)
@@ -213,13 +193,15 @@ class Executor:
                         group.start_soon(on, host, request)
         except* AgentLost as lost:
             raise lost.exceptions[0] from None
-        if failures:
-            return failures[0]
+        return failures[0] if failures else self._attempt_launched(decision)
+
+    def _attempt_launched(self, decision: d.LaunchAttempt, restored_step: int | None = None) -> e.AttemptLaunched:
         return e.AttemptLaunched(
             at_s=time.time(),
             job=decision.job,
             attempt=decision.attempt,
             generation=decision.generation,
+            restored_step=restored_step,
             versions=self._launches.versions_on(decision),
         )
 
