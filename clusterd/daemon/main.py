@@ -99,11 +99,8 @@ class Daemon:
     ) -> None:
         """`restored`: hosts may have been led by daemons that are newer than the state; `load`: reads the settings."""
         self._load = load or (lambda: config)
-        self._config = config
-        self._config_file = config_file
-        self._local = local
-        self._devices = devices
-        self._restored = restored
+        self._config, self._config_file, self._local = config, config_file, local
+        self._devices, self._restored = devices, restored
 
     async def run(self, ready: anyio.Event | None = None) -> None:
         """Serve until a stop is requested; ranks on hosts go on.

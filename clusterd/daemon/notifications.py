@@ -46,7 +46,7 @@ class Notifier:
         self._notify, self._state = notify, state
         self._lost: set[HostId] = set()
         self._waiting: deque[Notification] = deque()
-        self._bell = anyio.Event()
+        self._wake = anyio.Event()
 
     def handled(self, events: Iterable[Event], decisions: Iterable[Decision]) -> None:
         """Queue the notifications of a handled batch."""
@@ -76,8 +76,8 @@ class Notifier:
         """Send notifications until cancelled."""
         while True:
             await self.deliver()
-            self._bell = anyio.Event()
-            await self._bell.wait()
+            self._wake = anyio.Event()
+            await self._wake.wait()
 
     async def deliver(self) -> None:
         """Pass on each waiting notification."""
@@ -95,7 +95,7 @@ class Notifier:
             dropped = self._waiting.popleft()
             log.warning("notify: too many wait; nobody is told that %s", dropped["text"])
         self._waiting.append({**notification, "at_s": time.time()})
-        self._bell.set()
+        self._wake.set()
 
     async def _run_command(self, notification: Notification) -> None:
         command = self._notify.command

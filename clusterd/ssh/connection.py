@@ -66,7 +66,7 @@ class Dialer:
             HostKeyUnknown, HostKeyChanged: of a hop before.
             HostError: the host cannot be reached.
         """
-        async with self._through(route) as tunnel, self._turn(route):
+        async with self._through(route) as tunnel, self._dial_slot(route):
             return await inspect(route, tunnel, self.keys)
 
     @asynccontextmanager
@@ -92,11 +92,11 @@ class Dialer:
                 await jump.stack.aclose()
 
     async def _dial(self, route: Route, tunnel: Tunnel | None) -> Tunnel:
-        async with self._turn(route):
+        async with self._dial_slot(route):
             return await dial(route, tunnel, self.keys)
 
     @asynccontextmanager
-    async def _turn(self, route: Route) -> AsyncIterator[None]:
+    async def _dial_slot(self, route: Route) -> AsyncIterator[None]:
         hop = route.via or route
         place = (hop.user, hop.host, hop.port)
         async with self._jump_slots.setdefault(place, asyncio.Semaphore(self._per_jump)), self._slots:
@@ -166,7 +166,7 @@ async def _judge_shown_key(route: Route, tunnel: Tunnel | None, keys: HostKeys) 
     try:
         key = await asyncio.wait_for(
             asyncssh.get_server_host_key(
-                route.host, route.port, **_way(route, tunnel), config=None, server_host_key_algs="default"
+                route.host, route.port, **_tunnel_options(route, tunnel), config=None, server_host_key_algs="default"
             ),
             route.connect_timeout_s,  # only the key is requested
         )
@@ -179,7 +179,7 @@ async def _judge_shown_key(route: Route, tunnel: Tunnel | None, keys: HostKeys) 
 
 def _options(route: Route, tunnel: Tunnel | None, watcher: _Watcher) -> dict[str, Any]:
     return {
-        **_way(route, tunnel),
+        **_tunnel_options(route, tunnel),
         "config": None,  # the route holds the user's settings already
         "client_factory": lambda: watcher,
         "host_key_alias": route.host_key_alias,
@@ -195,7 +195,7 @@ def _options(route: Route, tunnel: Tunnel | None, watcher: _Watcher) -> dict[str
     }
 
 
-def _way(route: Route, tunnel: Tunnel | None) -> dict[str, Any]:
+def _tunnel_options(route: Route, tunnel: Tunnel | None) -> dict[str, Any]:
     if tunnel is not None:
         return {"tunnel": tunnel}
     return {"proxy_command": proxy_argv(route)} if route.proxy_command else {}

@@ -174,14 +174,14 @@ class HostKeys:
                 f"Remove it there (ssh-keygen -R '{route.lookup_name}'), then: clusterd host trust {route.name}"
             )
         with self._locked():
-            others = [line for line in self._lines() if not _speaks_of(line, route.lookup_name)]
+            others = [line for line in self._lines() if not _is_for_host(line, route.lookup_name)]
             self._write([*others, _line(route, key)])
 
     def forget(self, route: Route) -> None:
         """Remove this host's keys from our own file."""
         with self._locked():
             lines = self._lines()
-            others = [line for line in lines if not _speaks_of(line, route.lookup_name)]
+            others = [line for line in lines if not _is_for_host(line, route.lookup_name)]
             if others != lines:
                 self._write(others)
 
@@ -219,7 +219,7 @@ def _read(path: Path, name: str, ours: bool) -> list[Entry]:
         return []  # as ssh does: a missing or unreadable file holds no keys
     found = []
     for number, line in enumerate(lines, 1):
-        if not _speaks_of(line, name):
+        if not _is_for_host(line, name):
             continue
         marker, _, rest = _fields(line)
         try:
@@ -248,7 +248,7 @@ def _fields(line: str) -> tuple[str, str, str]:
     return marker, patterns, rest
 
 
-def _speaks_of(line: str, name: str) -> bool:
+def _is_for_host(line: str, name: str) -> bool:
     _, patterns, _ = _fields(line.replace("\t", " "))
     if not patterns:
         return False

@@ -60,13 +60,13 @@ class HostChecks:
         up = [host for host in state.hosts.values() if host.state is HostState.UP]
         places: dict[HostId, Address] = {}
 
-        async def served(host: Host) -> Row:
+        async def serve_segments(host: Host) -> Row:
             places[host.id] = await self._hosts.slice_server(host.id, ServeSegments())
             return {}
 
-        await self._each([host for host in up if host.facts is not None], served)
+        await self._each([host for host in up if host.facts is not None], serve_segments)
 
-        async def tried(host: Host) -> Row:
+        async def check(host: Host) -> Row:
             # Both ways, for firewalls are of one host each; who was not asked about tries only who was.
             towards = set(places) if host.id in names else names
             peers: dict[str, Address] = {
@@ -79,7 +79,7 @@ class HostChecks:
             of = account if mine is not None else ""
             return to_map(await self._hosts.request(host.id, request, timeout_s=None, account=of))
 
-        answers = await self._each(up, tried)
+        answers = await self._each(up, check)
         return [
             row
             for host in asked

@@ -31,10 +31,8 @@ from clusterd.types import DeviceClaim, DeviceId
 class HostVerbs:
     """Answers questions about hosts and turns requests into events."""
 
-    def __init__(self, engine: Engine, hosts: HostRegistry, invite: HostKeyEnrolment) -> None:
-        self._engine = engine
-        self._hosts = hosts
-        self._invite = invite
+    def __init__(self, engine: Engine, hosts: HostRegistry, enrolment: HostKeyEnrolment) -> None:
+        self._engine, self._hosts, self._enrolment = engine, hosts, enrolment
 
     @property
     def verbs(self) -> dict[str, Verb]:
@@ -70,17 +68,17 @@ class HostVerbs:
             ClusterError: the host is to be `new`, and is in the cluster already.
         """
         if new:
-            self._invite.name(address, self._state)
+            self._enrolment.name(address, self._state)
         elif address.startswith((LOCAL, JOINED)):
             return {"unknown": [], "changed": []}  # a server of our own, whose key is made at each start, or none
-        return await self._invite.inspect(address, accept)
+        return await self._enrolment.inspect(address, accept)
 
     async def host_add(
         self, peer: Peer, address: str, accept: list[str], options: dict[str, Any] | None = None
     ) -> dict[str, str]:
         """Add a host to the cluster; `accept`: fingerprints that its user saw and accepted."""
         known = host_options(options or {}, "the host's options")
-        name = await self._invite.admit(address, accept, self._state)
+        name = await self._enrolment.admit(address, accept, self._state)
         await self._hosts.add(name, address, known)
         return {"name": name}
 
@@ -90,7 +88,7 @@ class HostVerbs:
         address = str(self._hosts.link_row(known.id)["address"])
         if address.startswith(JOINED):
             raise UsageError(f"{known.id} dials in itself: it has no host key")
-        answer = await self._invite.trust(address, accept)
+        answer = await self._enrolment.trust(address, accept)
         self._hosts.retry_now(known.id)
         return answer
 

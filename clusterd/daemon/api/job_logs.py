@@ -60,10 +60,7 @@ class JobLogs:
     """Pulls by offset: what a broken connection swallowed is asked for again."""
 
     def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive, feed: Feed) -> None:
-        self._engine = engine
-        self._hosts = hosts
-        self._archive = archive
-        self._feed = feed
+        self._engine, self._hosts, self._archive, self._feed = engine, hosts, archive, feed
 
     async def follow(
         self,

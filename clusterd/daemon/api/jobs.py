@@ -66,25 +66,21 @@ class JobVerbs:
         workdirs: WorkdirVerbs,
         archived: ArchivedJobs,
         feed: Feed,
-        invite: HostKeyEnrolment,
+        enrolment: HostKeyEnrolment,
         accounts: Accounts,
         rights: Rights,
         status: Callable[[], rows.Status],
     ) -> None:
         """`status`: of the daemon, for watchers."""
         self._datasets, self._rights, self._status = config.datasets, rights, status
-        self._engine = engine
-        self._hosts = hosts
-        self._archive = archive
-        self._workdirs = workdirs
-        self._archived = archived
-        self._feed = feed
-        self._membership = HostVerbs(engine, hosts, invite)
+        self._engine, self._hosts, self._feed = engine, hosts, feed
+        self._archive, self._workdirs, self._archived = archive, workdirs, archived
+        self._host_verbs = HostVerbs(engine, hosts, enrolment)
         self._queue = QueueVerbs(engine, archived, self.submit, rights)
         self._claims = ClaimVerbs(engine)
-        self._by_hand = MigrationVerbs(engine, hosts, feed)
-        self._forgetting = RetentionVerbs(engine, hosts, archive, workdirs)
-        self._fetching = FileVerbs(engine, hosts)
+        self._migration_verbs = MigrationVerbs(engine, hosts, feed)
+        self._retention_verbs = RetentionVerbs(engine, hosts, archive, workdirs)
+        self._file_verbs = FileVerbs(engine, hosts)
         self._logs = JobLogs(engine, hosts, archive, feed)
         self._accounts = accounts
         self._baselines = Baselines(feed, lambda: self._listed(all=True), self._baseline_item)
@@ -109,17 +105,17 @@ class JobVerbs:
             **self._workdirs.verbs,
             **self._queue.verbs,
             **self._claims.verbs,
-            **self._membership.verbs,
-            **self._by_hand.verbs,
-            **self._forgetting.verbs,
-            **self._fetching.verbs,
+            **self._host_verbs.verbs,
+            **self._migration_verbs.verbs,
+            **self._retention_verbs.verbs,
+            **self._file_verbs.verbs,
             "steps": self.steps,
         }
 
     @property
     def streams(self) -> dict[str, Streaming]:
         """Streaming methods by verb."""
-        return {"logs": self._logs.follow, "wait": self.wait, "watch": self.watch, **self._fetching.streams}
+        return {"logs": self._logs.follow, "wait": self.wait, "watch": self.watch, **self._file_verbs.streams}
 
     @property
     def _state(self) -> State:
@@ -325,7 +321,7 @@ class JobVerbs:
         found = tuple(projection.job_row(job, self._state) for job in jobs)
         if not is_first:
             return replace_fields(projection.change_row(self._state, number, (), ()), jobs=found)
-        hosts, order = tuple(await self._membership.hosts(peer)), projection.order_row(self._state.order)
+        hosts, order = tuple(await self._host_verbs.hosts(peer)), projection.order_row(self._state.order)
         return {
             "snapshot": rows.Baseline(status=self._status(), jobs=found, hosts=hosts, order=order),
             "number": number,

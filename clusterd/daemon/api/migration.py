@@ -59,7 +59,7 @@ class MigrationVerbs:
 
     def __init__(self, engine: Engine, hosts: HostRegistry, feed: Feed) -> None:
         self._engine, self._hosts, self._feed = engine, hosts, feed
-        self._asking: WeakValueDictionary[JobId, anyio.Lock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[JobId, anyio.Lock] = WeakValueDictionary()
 
     @property
     def verbs(self) -> dict[str, Verb]:
@@ -92,11 +92,11 @@ class MigrationVerbs:
                     f"{known.spec.name} is a checkpointable job: it starts where there is room, not on --devices"
                 )
             return await self._restart(peer, known, requested, dry_run)
-        lock = self._asking.setdefault(known.id, anyio.Lock())
+        lock = self._locks.setdefault(known.id, anyio.Lock())
         async with lock:  # of two at once the second finds the job being moved
-            return await self._asked(peer, known, requested, chosen, pin, dry_run)
+            return await self._request(peer, known, requested, chosen, pin, dry_run)
 
-    async def _asked(
+    async def _request(
         self, peer: Peer, known: Job, requested: Plan | None, chosen: tuple[DeviceId, ...], pin: bool, dry_run: bool
     ) -> rows.MigrationPreview:
         with anyio.move_on_after(LAST_MOVE_S):
@@ -105,7 +105,7 @@ class MigrationVerbs:
         if isinstance(answer, Refusal):
             raise ClusterError(answer.reason)
         stays = pin and migrations.is_there(known, answer)
-        objection = None if stays else self._unlike(answer) or migrations.objection(self._state, known, answer)
+        objection = None if stays else self._mixed_devices(answer) or migrations.objection(self._state, known, answer)
         if objection:
             raise ClusterError(objection)
         preview = await self._preview(known, answer)
@@ -116,12 +116,13 @@ class MigrationVerbs:
             await self._engine.post(event)
         return replace_fields(preview, migrations=len(known.plan_changes), stays=stays)
 
-    def _unlike(self, move: Move) -> str | None:
+    def _mixed_devices(self, move: Move) -> str | None:
         """Reason against tensor parallelism over mixed GPU types: their random numbers differ; None: there is none."""
         names = {d.id: d.name for host in self._state.hosts.values() for d in host.devices if d.kind == "cuda"}
         places = sorted(move.ranks, key=lambda place: place.rank)
         for first in range(0, len(places), move.plan.tp):
-            types = sorted({names[p.device] for p in places[first : first + move.plan.tp] if p.device in names})
+            group = [place.device for place in places[first : first + move.plan.tp]]
+            types = sorted({names[device] for device in group if device in names})
             if len(types) > 1:
                 return f"{move.plan} cuts tensors across {' and '.join(types)}, whose dropout differs: use one type"
         return None
@@ -292,4 +293,4 @@ def _downtime_s(job: Job, local: int, network: int, places: Sequence[RankPlace])
 def _expected_s(local: int, network: int, places: Sequence[RankPlace]) -> float:
     """Downtime by assumed rates: ranks copy in parallel, twice each byte; hosts fetch in parallel."""
     copied = 2.0 * (local + network) / len(places)
-    return FIXED_S + copied / COPY_BYTES_PER_S + network / len({p.host for p in places}) / NETWORK_BYTES_PER_S
+    return FIXED_S + copied / COPY_BYTES_PER_S + network / len({place.host for place in places}) / NETWORK_BYTES_PER_S

@@ -33,6 +33,7 @@ from clusterd.profiling.table import TableError
 from clusterd.types import JobSpec
 from clusterd.units import counted
 
+COEFFICIENT = ("name", "value", "learned", "meaning")
 IMPORT_CHARACTERS_MAX = 64 << 20
 
 Describe = Callable[[JobSpec, str], Awaitable[dict[str, Any]]]
@@ -45,19 +46,15 @@ class PerformanceVerbs:
     def __init__(
         self,
         engine: Engine,
-        learned: PerformanceModels,
+        models: PerformanceModels,
         imported: Callable[[], None],
         store: Path,
         admit: Callable[[Peer, dict[str, Any]], JobSpec],
         describe: Describe,
     ) -> None:
         """`imported`: called after measurements were imported."""
-        self._engine = engine
-        self._learned = learned
-        self._imported = imported
-        self._store = store
-        self._admit = admit
-        self._describe = describe
+        self._engine, self._models, self._imported = engine, models, imported
+        self._store, self._admit, self._describe = store, admit, describe
         self._tries = itertools.count(1)
         self._partial_imports: dict[int, str] = {}  # by connection
 
@@ -96,7 +93,7 @@ class PerformanceVerbs:
         if over not in (*RESOURCES, "types"):
             raise UsageError(f"over is {over!r}; it must be types, or one of {', '.join(RESOURCES)}")
         on_each, row = await self._of(job, peer.user)
-        phases = await self._learned.phases(row.inspection.model, on_each[0].devices.name)
+        phases = await self._models.phases(row.inspection.model, on_each[0].devices.name)
         return await anyio.to_thread.run_sync(partial(self._profile, on_each, row, html, over, phases))
 
     def _profile(
@@ -134,18 +131,18 @@ class PerformanceVerbs:
                  "spent": line.spent}
                 for line in lines
             ],
-            coefficients=[
-                {"name": n, "value": v, "learned": w, "meaning": m} for n, v, w, m in report.coefficient_rows(fit)
-            ],
+            coefficients=[dict(zip(COEFFICIENT, row, strict=True)) for row in report.coefficient_rows(fit)],
             over=over,
             curve=tuple(
                 rows.CurvePoint(
-                    devices=int(p.amount) if over == "devices" else count, amount=p.amount, plan=str(p.plan),
-                    shape=p.allocation.spread, samples_per_s=p.throughput,
-                    device_type=p.allocation.hosts[0].device_type, gain=0.0 if by_type else curve.gain(p.amount),
-                    lower=p.throughput * p.step_time_s / p.upper_s, upper=p.throughput * p.step_time_s / p.lower_s,
+                    devices=int(point.amount) if over == "devices" else count,
+                    amount=point.amount, plan=str(point.plan), shape=point.allocation.spread,
+                    samples_per_s=point.throughput, device_type=point.allocation.hosts[0].device_type,
+                    gain=0.0 if by_type else curve.gain(point.amount),
+                    lower=point.throughput * point.step_time_s / point.upper_s,
+                    upper=point.throughput * point.step_time_s / point.lower_s,
                 )
-                for p in curve.points
+                for point in curve.points
             ),
             html=report.to_html(title, fit, lines, page) if html else UNSET,
         )  # fmt: skip
@@ -155,7 +152,7 @@ class PerformanceVerbs:
         wanted = self._admit(peer, spec)
         shape_map = await self._describe(wanted, f"estimate-{next(self._tries)}")
         shape = ModelShape.from_dict(shape_map)
-        found = await self._learned.on_each(shape.signature, shape)
+        found = await self._models.on_each(shape.signature, shape)
         if not found:
             raise ClusterError("no host with devices is connected: nothing to estimate for (clusterd host ls)")
         known = found[0]
@@ -166,7 +163,7 @@ class PerformanceVerbs:
         return {
             "name": wanted.name,
             "model": shape.signature,
-            "parameters": sum(p.size_bytes // max(p.dtype_bytes, 1) for p in shape.parameters),
+            "parameters": sum(each.size_bytes // max(each.dtype_bytes, 1) for each in shape.parameters),
             "steps": shape.steps,
             "devices": count,
             "device_type": known.devices.name,
@@ -175,9 +172,12 @@ class PerformanceVerbs:
             "duration_s": best.step_time_s * shape.steps if best and best.step_time_s and shape.steps else None,
             "curve": [
                 rows.CurvePoint(
-                    devices=int(p.amount), plan=str(p.plan), shape=p.allocation.spread, samples_per_s=p.throughput
+                    devices=int(point.amount),
+                    plan=str(point.plan),
+                    shape=point.allocation.spread,
+                    samples_per_s=point.throughput,
                 )
-                for p in curve.points
+                for point in curve.points
             ],
         }
 
@@ -229,7 +229,7 @@ class PerformanceVerbs:
                 f"nothing is known of the speed of {job.spec.name}: "
                 + ("its model is being learned" if job.spec.kind == "elastic" else f"it is a {job.spec.kind.value} job")
             )
-        found = await self._learned.on_each(job.inspection.model, ModelShape.from_dict(job.inspection.shape))
+        found = await self._models.on_each(job.inspection.model, ModelShape.from_dict(job.inspection.shape))
         if not found:
             raise ClusterError("no host with devices is connected (clusterd host ls)")
         if job.attempt is not None:

@@ -82,13 +82,8 @@ class Server:
         before: Before | None = None,
     ) -> None:
         """`on_gone`: called after each connection ended; `before`: with the arguments of each request."""
-        self._path = path
-        self._group = group
-        self._access = access
-        self._verbs = verbs
-        self._streams = streams
-        self._on_gone = on_gone
-        self._before = before
+        self._path, self._group, self._access, self._verbs = path, group, access, verbs
+        self._streams, self._on_gone, self._before = streams, on_gone, before
         self._connections = itertools.count(1)
         self._memory = SharedMemory()
         self._made: int | None = None  # inode of the socket that is ours

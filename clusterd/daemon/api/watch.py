@@ -69,7 +69,7 @@ class Feed:
 
     def __init__(self) -> None:
         self._window: deque[Change] = deque(maxlen=WINDOW)
-        self._bell = anyio.Event()
+        self._published = anyio.Event()
         self.number = 0
         """Number of the newest event."""
 
@@ -81,8 +81,8 @@ class Feed:
         self._window.append(Change(self.number, tuple(events), tuple(decisions), side_effects))
         if len(self._window) > ROWS_MAX:
             self._window[-1 - ROWS_MAX].row = None
-        self._bell.set()
-        self._bell = anyio.Event()
+        self._published.set()
+        self._published = anyio.Event()
 
     def after(self, number: int) -> list[Change] | None:
         """Changes newer than `number`; None when some are out of the window, or `number` is of another journal."""
@@ -99,7 +99,7 @@ class Feed:
     async def wait(self, number: int) -> None:
         """Wait for a change newer than `number`."""
         while self.number <= number:
-            await self._bell.wait()
+            await self._published.wait()
 
 
 class _Baseline:

@@ -56,11 +56,8 @@ class LaunchRequests:
         datasets: DataSets,
         models: PerformanceModels,
     ) -> None:
-        self._engine = engine
-        self._hosts = hosts
-        self._archive = archive
-        self._datasets = datasets
-        self._models = models
+        self._engine, self._hosts, self._archive = engine, hosts, archive
+        self._datasets, self._models = datasets, models
         self._versions: dict[str, dict[HostId, dict[str, str]]] = {}  # of the newest launches of a job on each host
         self._sending: WeakValueDictionary[tuple[str, str, str], anyio.Lock] = WeakValueDictionary()
 

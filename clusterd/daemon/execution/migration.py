@@ -72,9 +72,7 @@ class MigrationSaga:
         self.verified = False
         self.quiesced_at_s = 0.0
         self.resume_asked_s = 0.0
-        self._engine = engine
-        self._hosts = hosts
-        self._launches = launches
+        self._engine, self._hosts, self._launches = engine, hosts, launches
         self._reports: dict[type[RankMessage], dict[tuple[int, int], Any]] = {}
         self._changed = anyio.Event()
         self._failure: str | None = None
@@ -163,30 +161,30 @@ class MigrationSaga:
     async def _prepare(self, move: MigrationRequest) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(self._launches.start_standby, self.decision, move)
-            group.start_soon(self._tell_old, move)
+            group.start_soon(self._send_to_source, move)
         await self._stand_by()
 
     async def _free_source(self, move: MigrationRequest) -> None:
         """Have waiting source ranks hand over and free their device memory before target ranks start."""
-        await self._tell_old(move)
-        await self._wait(Prepared, self._old(), PREPARE_TIMEOUT_S + self._steps_s)
+        await self._send_to_source(move)
+        await self._wait(Prepared, self._source_ranks(), PREPARE_TIMEOUT_S + self._steps_s)
         await self._quiesce()
         self._phase = "prepare"
         await self._launches.start_standby(self.decision, move)
         await self._stand_by()
 
-    async def _tell_old(self, move: MigrationRequest) -> None:
+    async def _send_to_source(self, move: MigrationRequest) -> None:
         async with anyio.create_task_group() as group:
             for host in self.old_hosts:
                 group.start_soon(self._hosts.request, host, MoveRanks(*self._source, replace(move, host=host)))
 
-    def _old(self) -> set[tuple[int, int]]:
-        return {(self.decision.generation, p.rank) for p in self.old_ranks}
+    def _source_ranks(self) -> set[tuple[int, int]]:
+        return {(self.decision.generation, place.rank) for place in self.old_ranks}
 
     async def _stand_by(self) -> None:
         """Wait until both sides are ready and have computed the same copy plan."""
-        new = {(self.decision.new_generation, p.rank) for p in self.decision.new_ranks}
-        prepared = await self._wait(Prepared, self._old() | new, PREPARE_TIMEOUT_S + self._steps_s)
+        new = {(self.decision.new_generation, place.rank) for place in self.decision.new_ranks}
+        prepared = await self._wait(Prepared, self._source_ranks() | new, PREPARE_TIMEOUT_S + self._steps_s)
         digests = {report.digest for report in prepared.values()}
         if len(digests) != 1:
             raise MoveFailed(f"ranks computed {len(digests)} different moves: old and new do not run the same clusterd")
@@ -221,7 +219,7 @@ class MigrationSaga:
         async with anyio.create_task_group() as group:
             for host in self.old_hosts:
                 group.start_soon(self._hosts.request, host, QuiesceRanks(*self._source, self.id))
-        quiesced = await self._wait(Quiesced, self._old(), QUIESCE_TIMEOUT_S + self._steps_s)
+        quiesced = await self._wait(Quiesced, self._source_ranks(), QUIESCE_TIMEOUT_S + self._steps_s)
         steps = {report.step for report in quiesced.values()}
         if len(steps) != 1:
             raise MoveFailed(f"old ranks stopped at different steps: {sorted(steps)}")

@@ -28,9 +28,7 @@ class Migrations:
     """Migrations under way, by the generation of their target ranks."""
 
     def __init__(self, engine: Engine, hosts: HostRegistry, launches: LaunchRequests) -> None:
-        self._engine = engine
-        self._hosts = hosts
-        self._launches = launches
+        self._engine, self._hosts, self._launches = engine, hosts, launches
         self._under_way: dict[tuple[str, int, int], MigrationSaga] = {}
         self._finishing: dict[tuple[str, int, int], MigrationSaga] = {}
         hosts.reports.subscribe(FromRank, self._on_rank_message)

@@ -41,19 +41,16 @@ class ModelInspector:
     def __init__(
         self, engine: Engine, hosts: HostRegistry, archive: Archive, datasets: DataSets, launches: LaunchRequests
     ) -> None:
-        self._engine = engine
-        self._hosts = hosts
-        self._archive = archive
-        self._datasets = datasets
-        self._launches = launches
-        self._asked: dict[JobId, anyio.CancelScope] = {}
+        self._engine, self._hosts, self._archive = engine, hosts, archive
+        self._datasets, self._launches = datasets, launches
+        self._inspections: dict[JobId, anyio.CancelScope] = {}
         self._locks: WeakValueDictionary[tuple[HostId, str], anyio.Lock] = WeakValueDictionary()
 
     async def describe(self, decision: d.DescribeModel) -> None:
         """Inspect the model of a queued job; the outcome becomes an event."""
         event: e.Event | None = None
         with anyio.CancelScope() as scope:
-            self._asked[decision.job] = scope
+            self._inspections[decision.job] = scope
             try:
                 event = await self._described(decision)
             except AgentLost:
@@ -72,15 +69,15 @@ class ModelInspector:
                 why = in_a_line(error)
                 event = e.ModelNotDescribed(at_s=time.time(), job=decision.job, why=why, is_infrastructure=True)
             finally:
-                if self._asked.get(decision.job) is scope:  # it may have been put to another host already
-                    del self._asked[decision.job]
+                if self._inspections.get(decision.job) is scope:  # it may have been put to another host already
+                    del self._inspections[decision.job]
         if event is not None:
             await self._engine.report(event)
 
     def job_is_over(self, job: JobId) -> None:
         """Cancel the inspection of a job that is over."""
-        if job in self._asked:
-            self._asked[job].cancel()
+        if job in self._inspections:
+            self._inspections[job].cancel()
 
     async def end_abandoned(self, host: HostId, report: HostUp) -> None:
         """End inspections on a host whose result nobody awaits: the daemon restarted, or lost the host meanwhile."""

@@ -35,7 +35,7 @@ class Stops:
 
     async def stop(self, decision: d.StopAttempt) -> None:
         """Stop an attempt on one host; returns once nothing is left there, or the host is away."""
-        answer = await self._gone(decision)
+        answer = await self._stopped(decision)
         if answer is None:
             return
         if answer.swept:
@@ -56,11 +56,11 @@ class Stops:
             )
         )
 
-    async def _gone(self, decision: d.StopAttempt) -> Stopped | None:
+    async def _stopped(self, decision: d.StopAttempt) -> Stopped | None:
         """Reply of the host that nothing is left; None: it is no longer awaited here."""
         pause_s = AGAIN_S
         while True:
-            late_timer = asyncio.get_running_loop().call_later(decision.grace_s + LATE_S, _say_late, decision)
+            late_timer = asyncio.get_running_loop().call_later(decision.grace_s + LATE_S, _log_late_stop, decision)
             try:
                 request = StopRanks(
                     decision.job,
@@ -85,10 +85,10 @@ class Stops:
                 late_timer.cancel()
             await anyio.sleep(pause_s)
             pause_s = min(2 * pause_s, AGAIN_MOST_S)
-            if not self._is_waited_for(decision):
+            if not self._is_pending(decision):
                 return None
 
-    def _is_waited_for(self, decision: d.StopAttempt) -> bool:
+    def _is_pending(self, decision: d.StopAttempt) -> bool:
         """True while the host is up and its reply is still awaited."""
         host = self._engine.scheduler.state.hosts.get(decision.host)
         if host is None or not host.reaches(self._engine.scheduler.state.account_of(decision.job)):
@@ -121,6 +121,6 @@ class Stops:
             )
 
 
-def _say_late(decision: d.StopAttempt) -> None:
+def _log_late_stop(decision: d.StopAttempt) -> None:
     which = f"attempt {decision.job}.{decision.attempt}"
     log.warning("%s has not ended %s yet: until it does, its devices are not free", decision.host, which)

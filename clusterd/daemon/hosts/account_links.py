@@ -67,12 +67,8 @@ class AccountLinks:
         on_gpu_use: Callable[[HostId], Awaitable[None]],
         adoptable: Callable[[HostId, str, Iterable[AttemptReport]], Awaitable[list[LaunchRecord]]],
     ) -> None:
-        self._engine = engine
-        self._reports = reports
-        self._tasks = tasks
-        self._make_link = make_link
-        self._on_gpu_use = on_gpu_use
-        self._adoptable = adoptable
+        self._engine, self._reports, self._tasks = engine, reports, tasks
+        self._make_link, self._on_gpu_use, self._adoptable = make_link, on_gpu_use, adoptable
         self._logins: dict[tuple[HostId, str], _Login] = {}
         self._dropped = DroppedMessages()
 

@@ -105,9 +105,11 @@ def _excluded(device: Device) -> Device:
 
 def _gpu(host: HostId, gpu: agent.GpuRow, ours: Container[int], offered_by: str) -> Device:
     foreign = [
-        p for p in gpu.processes if not p.ours and p.pid not in ours and (p.memory_bytes or 0) >= FOREIGN_BYTES_MIN
+        process
+        for process in gpu.processes
+        if not process.ours and process.pid not in ours and (process.memory_bytes or 0) >= FOREIGN_BYTES_MIN
     ]
-    users = ", ".join(f"{p.user or 'someone'} (pid {p.pid})" for p in foreign)
+    users = ", ".join(f"{process.user or 'someone'} (pid {process.pid})" for process in foreign)
     use = f"in use by {users}" if users else ""
     if not use and (gpu.unlisted_bytes or 0) >= max(UNLISTED_BYTES_MIN, UNLISTED_SHARE_MIN * gpu.memory_bytes):
         use = "in use, the driver does not say by whom"

@@ -34,9 +34,7 @@ class LaunchRecords:
     """Makes the records that go with launches, and reads those of jobs that this state does not know."""
 
     def __init__(self, engine: Engine, journal: Journal, key: SecretsKey) -> None:
-        self._engine = engine
-        self._journal = journal
-        self._key = key
+        self._engine, self._journal, self._key = engine, journal, key
 
     async def make(self, job: JobId) -> bytes:
         """Record of a job as it is now."""

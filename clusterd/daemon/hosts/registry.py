@@ -91,11 +91,8 @@ class HostRegistry:
         tasks: anyio.abc.TaskGroup,
         make_link: MakeLink,
     ) -> None:
-        self._engine = engine
-        self._journal = journal
-        self._config = config
-        self._tasks = tasks
-        self._make_link = make_link
+        self._engine, self._journal, self._config = engine, journal, config
+        self._tasks, self._make_link = tasks, make_link
         self._managed: dict[HostId, _Managed] = {}
         self._agents = AgentOwners(engine.scheduler.state.hosts.values())
         self._dropped = DroppedMessages()

@@ -209,7 +209,7 @@ class Engine:
             self._posted.insert(0, _Posted(ClockSet(at_s=time.time(), by_s=by_s), (), anyio.Event(), has_happened=True))
             self._wake.set()
 
-    def _put_off(self, batch: list[_Posted], error: ClusterError) -> None:
+    def _refuse_waiting(self, batch: list[_Posted], error: ClusterError) -> None:
         """Refuse the waiting requests; facts wait, ahead of later events."""
         waiting = [*batch, *self._posted]
         self._posted = [posted for posted in waiting if posted.has_happened]
@@ -221,12 +221,13 @@ class Engine:
 
     async def _handle(self, batch: list[_Posted]) -> bool:
         """Append a batch to the journal and handle it; false if it cannot be written; then nothing is handled."""
-        events = [replace(p.event, id=EventId(self._last_id + 1 + i)) for i, p in enumerate(batch)]
+        events = [replace(posted.event, id=EventId(self._last_id + 1 + i)) for i, posted in enumerate(batch)]
         try:
-            await self.journal.append(events, [*(s for p in batch for s in p.extra), *self._pending_rows])
+            extra = [statement for posted in batch for statement in posted.extra]
+            await self.journal.append(events, [*extra, *self._pending_rows])
         except ClusterError as error:
             log.error("%s", error)
-            self._put_off(batch, error)
+            self._refuse_waiting(batch, error)
             return False
         self.trouble = ""
         self._last_id = events[-1].id

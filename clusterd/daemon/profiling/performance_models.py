@@ -155,11 +155,11 @@ class PerformanceModels:
             return
         self._overheads[device_type] = {**before, count: measured_bytes}
         await self._engine.journal.keep_fact("overheads", json.dumps(self._overheads))
-        learned = self._overhead(device_type)
-        log.info("a rank on %s takes %s beside its tensors", device_type, learned)
+        overhead = self._overhead(device_type)
+        log.info("a rank on %s takes %s beside its tensors", device_type, overhead)
         for (model, name, _), known in list(self._known.items()):
             if name == device_type:
-                known.set_overhead(learned)
+                known.set_overhead(overhead)
                 await self.publish(model, f"the memory that ranks on {name} take beside their tensors was measured")
 
     def _overhead(self, device_type: str) -> Overhead:

@@ -67,9 +67,7 @@ class Profiler:
         self, engine: Engine, models: PerformanceModels, classifier: SubmissionClassifier, *, trials: bool = True
     ) -> None:
         """`trials`: allow trials of other plans; running plans are measured in any case."""
-        self._engine = engine
-        self._classifier = classifier
-        self._models = models
+        self._engine, self._classifier, self._models = engine, classifier, models
         self._trial_selection = TrialSelection(engine, models.of, trials=trials)
         self._runs: dict[str, _Run] = {}
         self._forecasts: dict[str, LossForecast] = {}

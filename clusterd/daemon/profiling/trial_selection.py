@@ -40,9 +40,7 @@ class TrialSelection:
 
     def __init__(self, engine: Engine, known_of: Callable[[Job, Attempt], Knowledge | None], *, trials: bool) -> None:
         """`trials`: allow jobs to run under other plans."""
-        self._engine = engine
-        self._known_of = known_of
-        self._trials = trials
+        self._engine, self._known_of, self._trials = engine, known_of, trials
         self._spent_s: dict[str, float] = {}
         self._nothing_to_try: dict[str, tuple[int, int, int]] = {}
 

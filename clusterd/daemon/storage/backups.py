@@ -67,12 +67,8 @@ class Backups:
         dialer: Dialer,
         routes: HostKeyEnrolment,
     ) -> None:
-        self._directory = directory
-        self._config_file = config_file
-        self._engine = engine
-        self._journal = journal
-        self._dialer = dialer
-        self._routes = routes
+        self._directory, self._config_file, self._engine = directory, config_file, engine
+        self._journal, self._dialer, self._routes = journal, dialer, routes
         self._writing = anyio.Lock()
         self._changed = anyio.Event()
         self._failing: set[str] = set()

@@ -62,7 +62,7 @@ class IdleJobs:
         return [event for attempt in attempts if (event := self._of_attempt(attempt)) is not None]
 
     def _of_attempt(self, attempt: Attempt) -> e.IdlenessObserved | None:
-        works, now_s = self._works(attempt), self._monotonic()
+        works, now_s = self._is_working(attempt), self._monotonic()
         worked_s = self._worked_s.setdefault((attempt.job, attempt.number), now_s)
         is_idle = attempt.idle_since_s is not None
         if works is not False or is_idle:
@@ -78,7 +78,7 @@ class IdleJobs:
             at_s=at_s, job=attempt.job, attempt=attempt.number, since_s=since_s, reclaim_at_s=reclaim_at_s
         )
 
-    def _works(self, attempt: Attempt) -> bool | None:
+    def _is_working(self, attempt: Attempt) -> bool | None:
         """True if one of its devices works, False if all are known to do nothing."""
         hosts = self._engine.scheduler.state.hosts
         devices = [d for host in attempt.hosts for d in hosts[host].devices if d.id in set(attempt.devices)]

@@ -47,7 +47,7 @@ class LogTails:
         self._ends = {which: end for which, end in self._ends.items() if which in known}
         async with anyio.create_task_group() as group:
             for host, ranks in by_host.items():
-                group.start_soon(self._look_at, host, ranks)
+                group.start_soon(self._copy_tails, host, ranks)
 
     def _running(self) -> dict[HostId, list[Which]]:
         state = self._engine.scheduler.state
@@ -62,7 +62,7 @@ class LogTails:
                     found.setdefault(rank.place.host, []).append(which)
         return found
 
-    async def _look_at(self, host: HostId, ranks: list[Which]) -> None:
+    async def _copy_tails(self, host: HostId, ranks: list[Which]) -> None:
         for which in ranks:
             try:
                 await self._copy(host, which)
