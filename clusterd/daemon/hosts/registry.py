@@ -252,6 +252,7 @@ class HostRegistry:
             secret_rows(records),
         )
         managed.failures = LinkFailures()
+        await self._on_gpu_use(host)  # an account's agent may have told of its ranks since `known` was made
 
     async def adoptable(self, host: HostId, account: str, reports: Iterable[AttemptReport]) -> list[LaunchRecord]:
         """Records of jobs of an account's agent that are newer than the state; see `LaunchRecords`."""
