@@ -100,14 +100,21 @@ def gpu(before_context: Callable[[], None]) -> Callable[[], Any]:
     return select
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the files in the order of their value."""
-    order = list(SHARES_S)
-    items.sort(key=lambda item: order.index(item.path.stem))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run the files in the order of their value, where these tests are run and not merely collected."""
+    if _is_run(config):
+        order = list(SHARES_S)
+        items.sort(key=lambda item: order.index(item.path.stem))
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def _is_run(config: pytest.Config) -> bool:
+    return config.rootpath == Path(__file__).parent
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print the aims beside what was measured."""
+    if not _is_run(config):
+        return
     terminalreporter.section("aims on an H100" + ("; not measured on a stand-in" if STAND_IN else ""))
     measured = {} if STAND_IN or not _made else _made[0].measured
     for line in aims.table(measured):
