@@ -68,10 +68,10 @@ class Chaos(RuleBasedStateMachine):
 
     @rule(spec=strategies.specs(), after=st.sampled_from([0, 0, 1, 2]))
     def submit(self, spec: JobSpec, after: int = 0) -> None:
-        """`after`: so many jobs, the newest there are."""
+        """`after`: so many jobs, the newest there are; an archived one is recalled first where somebody names it."""
         self.jobs += 1
-        awaited = range(max(self.jobs - after, 1), self.jobs)
-        spec = replace(spec, after=tuple(JobId(str(number)) for number in awaited))
+        awaited = [JobId(str(number)) for number in range(max(self.jobs - after, 1), self.jobs)]
+        spec = replace(spec, after=tuple(job for job in awaited if job in self.world.scheduler.state.jobs))
         if self.policy != "default":  # the others look at devices alone: at no quota, and at nothing beside them
             plain = replace(spec.resources, hosts=(), cpus=0, memory_bytes=0)
             spec = replace(spec, resources=plain, tenant="default")

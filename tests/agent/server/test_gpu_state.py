@@ -1,4 +1,4 @@
-"""What an agent tells of its GPUs: to daemons when it changes, and to a rank after an error that may be the GPU's."""
+"""Reports of an agent on its GPUs: to daemons when they change, and to a rank after an error that may be the GPU's."""
 
 from __future__ import annotations
 
