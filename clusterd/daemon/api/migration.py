@@ -215,8 +215,7 @@ class MigrationVerbs:
             waiting.close()
         if isinstance(outcome, CheckpointFailed):
             raise ClusterError(f"{known.spec.name} could not write its checkpoint: {outcome.why}")
-        shown = {name: getattr(outcome, name) for name in ("step", "path", "blocked_s", "write_s")}
-        return rows.CheckpointWritten(name=known.spec.name, **shown)
+        return rows.row_of(rows.CheckpointWritten, outcome, name=known.spec.name)
 
     async def _resolve_at_end(self, job: Job, attempt: Attempt, waiting: PendingReply[Any]) -> None:
         """Give up waiting once the ranks that were asked are gone: the attempt ended, or migrated."""
