@@ -49,8 +49,11 @@ class Progress:
         self._held_back: dict[tuple[str, int], agent.Progress] = {}
 
     async def on_progress(self, host: HostId, report: agent.Progress) -> None:
-        """Post the newest step of an attempt now, or when its interval is over."""
+        """Post the newest step of an attempt now, or when its interval is over; not one that is known already."""
         key = (report.job, report.attempt)
+        attempt = self._engine.scheduler.state.attempt(JobId(report.job), report.attempt)
+        if attempt is not None and attempt.step == report.step > 0:
+            return  # an agent that restarts reports its last step again
         first_loss = None if key in self._posted_at else await self._first_loss(host, *key)
         now_s = time.monotonic()
         wait_s = self._posted_at.get(key, float("-inf")) + self._every_s(*key) - now_s

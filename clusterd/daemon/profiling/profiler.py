@@ -53,6 +53,7 @@ class _Run:
     """Step times of one generation of an attempt, since the last measurement."""
 
     of: tuple[int, int, int]  # attempt, generation, and total CPU cores
+    step: int  # newest that was counted: an agent that restarts reports its last steps again
     seen: int = 0
     times_s: list[float] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
@@ -180,9 +181,11 @@ class Profiler:
         run = self._runs.get(job.id)
         now = (attempt.number, attempt.generation, sum(attempt.booked.cores.values()))
         if run is None or run.of != now:
-            run = self._runs[job.id] = _Run(now)
-        for _, seconds in report.steps:
-            run.seen += 1
+            run = self._runs[job.id] = _Run(now, run.step if run is not None and run.of[0] == now[0] else 0)
+        for step, seconds in report.steps:
+            if step <= run.step:
+                continue
+            run.step, run.seen = step, run.seen + 1
             if run.seen > WARM_UP_STEPS and seconds > 0:
                 run.times_s.append(seconds)
         run.phases = report.phases or run.phases

@@ -15,6 +15,7 @@ from clusterd.daemon.profiling.profiler import Profiler
 from clusterd.protocol.agent import Progress
 from clusterd.types import HostId
 from tests.core.conftest import Lab, facts
+from tests.core.lifecycle.test_trials import running
 
 
 class Models:
@@ -50,3 +51,19 @@ def test_a_thousand_hosts_that_connect_are_one_change_of_devices(monkeypatch: py
 
     anyio.run(run)
     assert models.changes == 1
+
+
+def test_steps_that_are_reported_again_count_once() -> None:
+    """A restarted agent does not know which of its reports the daemon has."""
+    lab = Lab()
+    lab.host("a", gpus=4)
+    job = running(lab)
+
+    async def no_forecast(*_rest: object) -> None: ...
+
+    profiler = Profiler(SimpleNamespace(scheduler=lab.scheduler), Models(), SimpleNamespace())  # type: ignore[arg-type]
+    profiler._forecast = no_forecast  # type: ignore[assignment]
+    report = Progress(job, 1, 1, 8, 1.0, 0.1, steps=tuple((step, 0.1) for step in range(1, 9)))
+    for _ in range(2):
+        anyio.run(profiler._on_steps, report)
+    assert profiler._runs[job].seen == 8
