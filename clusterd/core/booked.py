@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from clusterd.core.host import Host
 from clusterd.types import HostId, RankPlace
 
 
@@ -33,6 +34,23 @@ class Placement:
 
     ranks: tuple[RankPlace, ...]
     booked: Booked
+
+
+def book(hosts: Mapping[HostId, Host], booked: Booked) -> None:
+    """Count what is booked on its hosts."""
+    for host in {*booked.cores, *booked.memory_bytes}:
+        _add(hosts[host], booked, 1)
+
+
+def free(host: Host, booked: Booked) -> None:
+    """Count what was booked on one host as free."""
+    _add(host, booked, -1)
+
+
+def _add(host: Host, booked: Booked, sign: int) -> None:
+    cores, memory_bytes = booked.on(host.id)
+    host.cores_used += sign * cores
+    host.memory_used_bytes += sign * memory_bytes
 
 
 def _more(these: Mapping[HostId, int], those: Mapping[HostId, int]) -> dict[HostId, int]:

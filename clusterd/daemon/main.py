@@ -123,7 +123,7 @@ class Daemon:
             engine = Engine(journal, scheduler)
             _replay(engine)
             state = scheduler.state
-            leadership = await take_the_lead(engine, self._restored)
+            leader = await take_the_lead(engine, self._restored)
             data_key = journal.fact("data_key", secrets.token_hex(16))
             timers = Timers(engine)
             feed = Feed()
@@ -136,7 +136,7 @@ class Daemon:
             enrolment = HostKeyEnrolment(dialer, Path(config.ssh_config).expanduser() if config.ssh_config else None)
             login_key = LoginKey(config.state_dir / "login_key")
             embedded: dict[int, EmbeddedHost] = {}
-            links = LinkFactory(config, engine, leadership, dialer, enrolment, login_key, embedded)
+            links = LinkFactory(config, engine, leader, dialer, enrolment, login_key, embedded)
             hosts = HostRegistry(engine, journal, config, tasks, links.make)
             joined = JoinedHosts(engine, hosts, links.joined_dialers, tasks, config.host_lost_after_s)
 
@@ -196,7 +196,7 @@ class Daemon:
             )
             terminals = Terminals(engine, hosts, archive, feed)
             checks = HostChecks(engine, hosts, accounts)
-            joins = JoinVerbs(config, joined, leadership.cluster)
+            joins = JoinVerbs(config, joined, leader.daemon_id)
             reports = UsageVerbs(usage, state, archived_jobs)
             groups = (daemon, jobs, accounts, performance, terminals, checks, BackupVerbs(backups), reports, joins)
             verbs = {verb: method for group in groups for verb, method in group.verbs.items()}
@@ -222,7 +222,7 @@ class Daemon:
             stack.callback(server.withdraw)
             tasks.start_soon(engine.run)
             tenants, limits = dict(config.tenants), configuration.device_limits(config)
-            started = e.DaemonStarted(at_s=time.time(), epoch=leadership.epoch, tenants=tenants, device_limits=limits)
+            started = e.DaemonStarted(at_s=time.time(), epoch=leader.epoch, tenants=tenants, device_limits=limits)
             await engine.post(started)
             for run in (timers.run, profiler.run, terminals.run):
                 tasks.start_soon(run)

@@ -101,7 +101,7 @@ class Leader:
     Attributes:
         daemon_id, epoch: who leads; agents refuse an older epoch of the same daemon.
         key: by which the agent knows its daemons.
-        cluster: whose agent it is on its host; "": that of the agent's directory.
+        cluster: whose agents are led; "": they were made for all clusters of a user.
         history: agents get its newest event with each request; None: they compare nothing.
     """
 

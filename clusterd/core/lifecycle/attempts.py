@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from clusterd.core.booked import book, free
 from clusterd.core.estimates.first_fit import ChosenPlan, below, choose, fewer
 from clusterd.core.fair_share import beyond_quota
 from clusterd.core.host import Fault, Host
@@ -110,9 +111,7 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
     for place in start.ranks:
         if place.device is not None:
             device_holders.give_device(state, attempt, place.device, place.host, attempt.generation)
-    for host, cores in start.booked.cores.items():
-        state.hosts[host].cores_used += cores
-        state.hosts[host].memory_used_bytes += start.booked.memory_bytes.get(host, 0)
+    book(state.hosts, start.booked)
     job.attempts.append(attempt)
     state.index(attempt)
     job.go(JobState.STARTING, now_s)
@@ -151,8 +150,7 @@ def release(state: State, attempt: Attempt, host_id: HostId) -> None:
             device_holders.stop_sharing(state, device, attempt.job)
     host = state.hosts.get(host_id)
     if host is not None:
-        host.cores_used -= attempt.booked.cores.get(host_id, 0)
-        host.memory_used_bytes -= attempt.booked.memory_bytes.get(host_id, 0)
+        free(host, attempt.booked)
 
 
 def take_reports(attempt: Attempt, reports: Iterable[RankReport], hosts: Mapping[HostId, Host]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from clusterd.core.booked import Booked
+from clusterd.core.booked import book, free
 from clusterd.core.fair_share import beyond_quota
 from clusterd.core.state import Attempt, Former, Holder, Job, Migration, Rank, Restart, Retired, State, Survivors
 from clusterd.core.transitions import MigrationState
@@ -87,7 +87,7 @@ def begin(state: State, job: Job, move: Move, now_s: float, lost: Iterable[int] 
         old_pin=job.pinned,
     )
     _take_lacking(state, attempt, move, migration.generation)
-    _book(state, migration.booked.beyond(attempt.booked))
+    book(state.hosts, migration.booked.beyond(attempt.booked))
     attempt.migration = migration
     state.index(attempt)
     return migration
@@ -192,19 +192,11 @@ def gone(state: State, attempt: Attempt, generation: int, host: HostId) -> bool:
                 del state.holders[place.device]
     known = state.hosts.get(host)
     if known is not None:
-        known.cores_used -= retired.booked.cores.get(host, 0)
-        known.memory_used_bytes -= retired.booked.memory_bytes.get(host, 0)
+        free(known, retired.booked)
     if not retired.pending:
         del attempt.retired[generation]
     state.index(attempt)
     return True
-
-
-def _book(state: State, booked: Booked) -> None:
-    for host, count in booked.cores.items():
-        state.hosts[host].cores_used += count
-    for host, count in booked.memory_bytes.items():
-        state.hosts[host].memory_used_bytes += count
 
 
 def _pending(attempt: Attempt) -> list[str]:

@@ -10,7 +10,6 @@ from clusterd.config import Config, HostOptions
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.registry import JOINED, LOCAL
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.journal.leadership import Leadership
 from clusterd.protocol.proof import proof
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
@@ -37,7 +36,7 @@ class LinkFactory:
         self,
         config: Config,
         engine: Engine,
-        leadership: Leadership,
+        leader: Leader,
         dialer: Dialer,
         enrolment: HostKeyEnrolment,
         login_key: LoginKey,
@@ -46,9 +45,7 @@ class LinkFactory:
         self.joined_dialers: defaultdict[HostId, JoinedDialer] = defaultdict(JoinedDialer)
         self._config, self._engine = config, engine
         self._dialer, self._enrolment, self._login_key, self._embedded = dialer, enrolment, login_key, embedded
-        self._leader = Leader(
-            leadership.cluster, leadership.epoch, leadership.agent_key, leadership.agents_of, leadership.history
-        )
+        self._leader = leader
         self._lost_after_s = max(config.host_lost_after_s, HEARTBEAT_MIN_S)
 
     def make(self, host: HostId, address: str, account: str, callbacks: LinkCallbacks) -> HostLink:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from dataclasses import dataclass
 
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import HostError
+from clusterd.ssh.host import Leader
 
 
 class JournalHistory:
@@ -48,18 +48,7 @@ class JournalHistory:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Leadership:
-    """Facts by which agents recognise the daemon that leads them."""
-
-    cluster: str
-    agents_of: str  # cluster whose agents are led; "": they were made for all clusters of a user
-    epoch: int
-    agent_key: str  # secret of the cluster, by which agents know its daemons
-    history: JournalHistory
-
-
-async def take_the_lead(engine: Engine, is_restored: bool) -> Leadership:
+async def take_the_lead(engine: Engine, is_restored: bool) -> Leader:
     """Read the cluster's identity from the journal, or make it, and open the next epoch.
 
     Args:
@@ -74,4 +63,4 @@ async def take_the_lead(engine: Engine, is_restored: bool) -> Leadership:
     if is_restored:
         await journal.keep_fact("restored", str(epoch))
     history = JournalHistory(engine, epoch, restored=int(journal.fact("restored", "0")))
-    return Leadership(cluster, agents_of, epoch, agent_key, history)
+    return Leader(cluster, epoch, agent_key, agents_of, history)

@@ -76,7 +76,7 @@ class StepRecord:
             self.report_checkpoints()
         return signals
 
-    def log_unsettled(self, *, is_summed: bool) -> None:
+    def log_unsettled(self, is_summed: bool) -> None:
         """Log the pending step after the loss of peers: it is done, though its loss may never have been summed."""
         if self._pending is not None:
             step, time_s, consensus = self._pending

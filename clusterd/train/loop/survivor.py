@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,6 @@ UPDATE_WAIT_S = 2.0
 
 INCONSISTENT_STEP = -1
 """Step reported by a rank whose parameters belong to no step."""
-
-
-class Unsettled(Protocol):
-    """Record whose last step may be without its loss."""
-
-    def log_unsettled(self, *, is_summed: bool) -> None:
-        """Log the last step, with its loss where that was summed."""
 
 
 class LastStep:
@@ -118,9 +111,11 @@ class Survivor:
         if self._disconnected:
             raise ConnectionError("peers are gone")
 
-    def handle(self, error: Exception, record: Unsettled) -> NoReturn:
+    def handle(self, error: Exception, log_last: Callable[[bool], None]) -> NoReturn:
         """Keep the state for other ranks if `error` is the loss of peers, or a plan that does not fit.
 
+        Args:
+            log_last: logs the last step, with its loss where that was summed.
         Raises:
             SystemExit: code 0: this rank's state was handed over or is not needed.
             Exception: `error`, if it is another one.
@@ -128,7 +123,7 @@ class Survivor:
         out_of_memory = self._ran_out_of_memory(error)
         if not (out_of_memory or self._is_orphaned(error)):
             raise error
-        self._keep_state(error, out_of_memory, record)
+        self._keep_state(error, out_of_memory, log_last)
         raise SystemExit(0) from error
 
     def _is_orphaned(self, error: Exception) -> bool:
@@ -148,7 +143,7 @@ class Survivor:
             return False
         return isinstance(exits.classify_error(error, where=""), exits.DeviceOutOfMemory)
 
-    def _keep_state(self, error: Exception, out_of_memory: bool, record: Unsettled) -> None:
+    def _keep_state(self, error: Exception, out_of_memory: bool, log_last: Callable[[bool], None]) -> None:
         """Keep the state of the last full step until a migration takes it over or a stop arrives.
 
         Raises:
@@ -160,7 +155,7 @@ class Survivor:
         may_finish = training.stepper.complete and self._replicated and self._gradients_complete()
         self._disconnect()
         is_whole = self.last_step.gpu is None or self._replicated or self._last_whole_step == training.step
-        record.log_unsettled(is_summed=self._replicated)
+        log_last(self._replicated)
         # The traceback's frames hold the step's activations; the next ranks need that memory.
         cause: BaseException | None = error
         while cause is not None:  # a pipeline stage wraps the error

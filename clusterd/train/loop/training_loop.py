@@ -193,7 +193,7 @@ class TrainingLoop:
         """
         self._migration.end()
         try:
-            self._survivor.handle(error, self._record)
+            self._survivor.handle(error, self._record.log_unsettled)
         finally:
             self._survivor.close()
 

@@ -72,5 +72,5 @@ def test_parameters_that_a_gpu_was_about_to_change_are_of_no_step(
     monkeypatch.setattr(loop._survivor, "_gradients_complete", lambda: False)
     loop._survivor.last_step.gpu = StandIn()
     loop._survivor.last_step._update_done = SimpleNamespace(query=lambda: is_done)
-    loop._survivor._keep_state(ConnectionError("gone"), False, loop._record)
+    loop._survivor._keep_state(ConnectionError("gone"), False, loop._record.log_unsettled)
     assert [report.step for report in reported] == [step]

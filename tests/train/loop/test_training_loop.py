@@ -46,7 +46,7 @@ def test_a_rank_that_ran_out_of_memory_lets_go_of_the_step(monkeypatch: pytest.M
         stage()
     assert activations[0]() is not None
     control.request("stop", "enough")
-    loop._survivor._keep_state(cast(Exception, raised.value), True, loop._record)
+    loop._survivor._keep_state(cast(Exception, raised.value), True, loop._record.log_unsettled)
     assert activations[0]() is None
 
 
@@ -63,7 +63,7 @@ def test_whoever_waits_for_successors_gives_its_gpu_memory_back(monkeypatch: pyt
     control = Control(context)
     control.request("stop", "enough")
     loop = TrainingLoop(training, control, Steps())
-    loop._survivor._keep_state(RuntimeError("Connection reset by peer"), False, loop._record)
+    loop._survivor._keep_state(RuntimeError("Connection reset by peer"), False, loop._record.log_unsettled)
     assert given_back
     assert parameter.grad is None
 
@@ -114,7 +114,7 @@ def test_the_last_step_before_peers_were_lost_is_logged_with_the_loss_that_is_kn
     loop._survivor._replicated = replicated
     loop._record.add(7, 0.1, StepConsensus(torch.tensor(2.5), control.flags()))
     control.request("stop", "enough")
-    loop._survivor._keep_state(ConnectionError("gone"), False, loop._record)
+    loop._survivor._keep_state(ConnectionError("gone"), False, loop._record.log_unsettled)
     assert log.steps == [(7, pytest.approx(2.5) if replicated else None)]
 
 
