@@ -2,7 +2,8 @@
 
 A source rank puts every box that a target reads from it into one segment, its outbox, each box once. Boxes that the
 same hosts fetch are adjacent, so that a host fetches few long ranges; fetched ranges form one segment on the target
-host, its inbox. Ranks read from the outboxes of their own host and from its inbox.
+host, its inbox. Ranks read from the outboxes of their own host and from its inbox. Boxes that only ranks on the source
+rank's own device read come last, as these can read them from its memory: then the segment ends before them.
 """
 
 from __future__ import annotations
@@ -32,12 +33,20 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Outbox:
-    """Segment of one source rank."""
+    """Segment of one source rank.
+
+    Attributes:
+        host_parts, host_bytes: number and size of the first parts, which ranks on other devices or hosts read too.
+        device_readers: target ranks that read the other parts, all on the source rank's device.
+    """
 
     rank: int
     size_bytes: int
     parts: tuple[Part, ...]
     ranges: dict[str, tuple[Range, ...]]  # by fetching host
+    host_parts: int
+    host_bytes: int
+    device_readers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +80,16 @@ class Read:
 
 @dataclass(eq=False)
 class Packing:
-    """Segments of one migration."""
+    """Segments of one migration.
+
+    Attributes:
+        on_one_device: pairs of source and target rank that share a device, whose memory both can read.
+        in_host_memory: kinds of tensors that one of the plans keeps there.
+    """
 
     transfers: Transfers
+    on_one_device: frozenset[tuple[int, int]] = frozenset()
+    in_host_memory: frozenset[str] = frozenset()
     _outboxes: dict[int, Outbox] = field(default_factory=dict)
 
     def outbox(self, rank: int) -> Outbox:
@@ -98,6 +114,10 @@ class Packing:
         """Size of a host's inbox."""
         fetches = self.fetches(host)
         return fetches[-1].offset + fetches[-1].bytes if fetches else 0
+
+    def on_device(self, read: Read) -> bool:
+        """True if the box need not go through host memory."""
+        return read.local and read.offset >= self.outbox(read.source).host_bytes
 
     def reads(self, rank: int) -> list[Read]:
         """Reads of a target rank, source by source."""
@@ -124,28 +144,48 @@ class Packing:
     def _outbox(self, rank: int) -> Outbox:
         transfers = self.transfers
         fetching_hosts: dict[tuple[int, Box], set[str]] = defaultdict(set)
+        through_host: set[tuple[int, Box]] = set()
+        readers: dict[tuple[int, Box], set[int]] = defaultdict(set)
         sizes: dict[tuple[int, Box], int] = {}
         for row in np.flatnonzero(transfers.source == rank):
             key = (int(transfers.tensor[row]), self._box(row))
             sizes[key] = int(transfers.bytes[row])
-            host = transfers.new_hosts[transfers.target[row]]
+            target = int(transfers.target[row])
+            readers[key].add(target)
+            host = transfers.new_hosts[target]
             if host != transfers.old_hosts[rank]:
                 fetching_hosts[key].add(host)
+            if (rank, target) not in self.on_one_device or self._kind(key[0]) in self.in_host_memory:
+                through_host.add(key)
         # Within a group the widest elements come first, so that each box is aligned without gaps.
-        order = sorted(sizes, key=lambda key: (sorted(fetching_hosts[key]), -self._alignment(key[0]), key))
+        order = sorted(
+            sizes,
+            key=lambda key: (key not in through_host, sorted(fetching_hosts[key]), -self._alignment(key[0]), key),
+        )
         parts: list[Part] = []
         ranges: dict[str, list[Range]] = defaultdict(list)
         offset, group = 0, None
+        host_bytes = 0
         for key in order:
             hosts = sorted(fetching_hosts[key])
-            if hosts != group:
-                offset, group = -(-offset // 8) * 8, hosts
+            if (key in through_host, hosts) != group:
+                offset, group = -(-offset // 8) * 8, (key in through_host, hosts)
             tensor, (low, high) = key
             parts.append(Part(tensor, low, high, offset, sizes[key]))
             for host in hosts:
                 _extend(ranges[host], offset, sizes[key])
             offset += sizes[key]
-        return Outbox(rank, offset, tuple(parts), {host: tuple(r) for host, r in ranges.items()})
+            if key in through_host:
+                host_bytes = offset
+        return Outbox(
+            rank,
+            offset,
+            tuple(parts),
+            {host: tuple(r) for host, r in ranges.items()},
+            host_parts=len(through_host),
+            host_bytes=host_bytes,
+            device_readers=frozenset(target for key in sizes.keys() - through_host for target in readers[key]),
+        )
 
     def _parts(self, rank: int) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], Part]:
         index = self._by_box.get(rank)
@@ -162,6 +202,9 @@ class Packing:
         dims = len(self.transfers.new.tensors[self.transfers.tensor[row]].shape)
         low, high = self.transfers.low[row, :dims].tolist(), self.transfers.high[row, :dims].tolist()
         return tuple(low), tuple(high)
+
+    def _kind(self, tensor: int) -> str:
+        return self.transfers.new.tensors[tensor].kind.partition(".")[0]
 
     def _alignment(self, tensor: int) -> int:
         size = self.transfers.new.tensors[tensor].element_bytes

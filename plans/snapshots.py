@@ -8,6 +8,7 @@ matters more than the last byte.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -33,7 +34,7 @@ def state_snapshot_outbox(shared: Layout, rank: int) -> Outbox:
         low, high = tuple(shared.low[row, :dims].tolist()), tuple(shared.high[row, :dims].tolist())
         parts.append(Part(number, low, high, offset, int(sizes[row])))
         offset += parts[-1].bytes
-    return Outbox(rank, offset, tuple(parts), {})
+    return Outbox(rank, offset, tuple(parts), {}, host_parts=len(parts), host_bytes=offset)
 
 
 class StateSnapshotPacking(Packing):
@@ -69,7 +70,7 @@ class StateSnapshotPacking(Packing):
             host: tuple((part.offset, part.bytes) for part in whole.parts if part.tensor in tensors)
             for host, tensors in needed.items()
         }
-        return Outbox(rank, whole.size_bytes, whole.parts, ranges)
+        return replace(whole, ranges=ranges)
 
     def _fetched_parts(self, fetch: Fetch) -> dict[int, tuple[Part, int]]:
         """A source's fetched parts, by tensor: the part, and its offset in the inbox."""

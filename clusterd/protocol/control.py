@@ -93,8 +93,18 @@ class SegmentPublished(Event, event="segment"):
     name: str  # of the source rank's segment
     path: str  # where it can be read on this host
     meta: dict[str, Any]
-    where: str  # "outbox": of a source rank on this host; "inbox": fetched
+    where: str  # "outbox": of a source rank on this host; "inbox": fetched; "device": a description of its memory
     source: int | None = None  # the source rank
+
+
+@dataclass(frozen=True)
+class DeviceOpened(Event, event="device_opened"):
+    """A target rank has opened the device memory of a source rank, or says why not."""
+
+    move: str
+    source: int
+    target: int
+    why_not: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,7 @@ class Connected(Event, event="connected"):
 
 TO_RANKS = by_event(
     Stop, BeginMigration, Quiesce, Abort, Resume, TakeCheckpoint, UseCores, PeersLost, SegmentMade, SegmentPublished,
-    FetchFailed,
+    FetchFailed, DeviceOpened,
 )  # fmt: skip
 
 # ---- events of a rank --------------------------------------------------------------------------------------------
@@ -229,6 +239,16 @@ class ListSegments(Request[SegmentsReply], verb="segments"):
 
 
 @dataclass(frozen=True)
+class ReportDeviceOpened(Request[Done], verb="device_opened"):
+    """Tell a source rank on this host that its device memory was opened, or why not."""
+
+    move: str
+    source: int
+    target: int
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
 class ReportFailure(Request[Done], verb="failed"):
     """The rank is about to exit; the agent records why."""
 
@@ -293,6 +313,7 @@ REQUESTS = by_verb(
     PublishSegment,
     FetchSegments,
     ListSegments,
+    ReportDeviceOpened,
     ReportFailure,
     InspectGpu,
     Flush,

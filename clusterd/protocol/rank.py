@@ -78,6 +78,7 @@ class Prepared(RankMessage, what="prepared"):
     id: str
     digest: str
     bytes: int = 0
+    not_shared: str = ""  # why target ranks on its device cannot read the state from there
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class Loaded(RankMessage, what="loaded"):
     verified: bool
     bytes_local: int = 0
     bytes_network: int = 0
+    bytes_device: int = 0  # of the local ones: copied on the device that source and target rank share
     copied: tuple[float, ...] = ()  # begin and end of the copying, wall clock
 
 

@@ -43,7 +43,7 @@ def mover(pools: tuple[RankPool, RankPool], tmp_path: Path, stand_in: dict[str, 
 def on_a_cpu(
     pools: tuple[RankPool, RankPool], tmp_path_factory: pytest.TempPathFactory, up_to_cuda: Callable[[str], None]
 ) -> list[float]:
-    options = {"depth": 2, "steps": 400}
+    options = {"depth": 2, "steps": 2000}
     run = pools[0].run_each(
         tmp_path_factory.mktemp("cpu"), "dp=1", [options], more=lambda _: {"device": {"kind": "cpu"}}
     )
@@ -107,7 +107,8 @@ def test_a_job_moves_between_kinds_of_devices(
         mover.train(3)
     steps = mover.stop()
     assert [s["step"] for s in steps] == list(range(1, len(steps) + 1))
-    assert [s["loss"] for s in steps] == pytest.approx(on_a_cpu[: len(steps)], rel=TOLERANCE)
+    both = min(len(steps), len(on_a_cpu))
+    assert [s["loss"] for s in steps[:both]] == pytest.approx(on_a_cpu[:both], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +127,11 @@ def test_survivors_on_gpus_hand_over_what_they_hold(
     mover.rank_file = {"device": {"kind": kind}}
     mover.start(plan)
     mover.train(3)
-    mover.kill(dead, told=True)
-    assert mover.move(after, lost=[dead]) is not None
+    left = mover.kill(dead, told=True)
+    step = max(said["step"] for said in left.values())
+    behind = {r for r, said in left.items() if said["step"] < step - (1 if said["may_finish"] else 0)}
+    # As the scheduler does: ranks that cannot follow to the newest step are lost too.
+    assert mover.move(after, lost=[dead, *behind], step=step) is not None
     mover.train(3)
     steps = mover.stop()
     assert [s["step"] for s in steps] == list(range(1, len(steps) + 1))

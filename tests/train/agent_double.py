@@ -152,6 +152,7 @@ class HostAgent:
         path = self._segments / message["name"]
         with path.open("wb") as file:
             file.truncate(message["bytes"])
+        self._tell_all({"event": "room", "name": path.name, "path": str(path), "move": path.stem})
         return {"path": str(path), "kind": "file"}
 
     def _publish(self, who: tuple[int, int], message: Message) -> Message:
@@ -159,10 +160,15 @@ class HostAgent:
         with self.network.news:
             self.network.published[name] = (path, message["meta"], self.host)
             self.network.news.notify_all()
-        if ".out" in name:
-            self._announce(
-                name.rpartition(".")[0], name, path, message["meta"], "outbox", int(name.rpartition(".out")[2])
-            )
+        move, _, suffix = name.rpartition(".")
+        for start, where in (("out", "outbox"), ("device", "device")):
+            if suffix.startswith(start):
+                self._announce(move, name, path, message["meta"], where, int(suffix.removeprefix(start)))
+        return {}
+
+    def _device_opened(self, who: tuple[int, int], message: Message) -> Message:
+        told = {name: message[name] for name in ("move", "source", "target", "why_not")}
+        self._tell_all({"event": "device_opened", **told})
         return {}
 
     def _fetch(self, who: tuple[int, int], message: Message) -> Message:
@@ -206,9 +212,14 @@ class HostAgent:
         news = {"move": move, "name": name, "path": str(path), "meta": meta, "where": where, "source": source}
         with self.network.news:
             self._complete.append(news)
+        self._tell_all({"event": "segment", **news})
+
+    def _tell_all(self, message: Message) -> None:
+        """Send a message to the ranks of all generations on this host."""
+        with self.network.news:
             generations = {g for g, _ in self._connections}
         for generation in generations:
-            self.send(generation, {"event": "segment", **news})
+            self.send(generation, message)
 
 
 def _received(connection: socket.socket) -> bytes:

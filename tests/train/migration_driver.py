@@ -158,7 +158,7 @@ class Mover:
             self._launch(new, move)
         self.all_say(new, "prepared", move["id"])
         self._move = MigrationSpec.of(from_map(MigrationRequest, move))
-        digest = {said["digest"] for g in (old, new) for said in self._said(g, "prepared", move["id"]).values()}
+        digest = {said["digest"] for g in (old, new) for said in self.said(g, "prepared", move["id"]).values()}
         assert digest == {self._move.transfers.digest}
         if abort_after != "prepared":
             self._tell(old, {"event": "quiesce", "move": move["id"]})
@@ -180,7 +180,7 @@ class Mover:
         with pytest.raises(AssertionError, match=r"PlanRefused|refused"):
             self.move(plan)
         move = f"test.1.{len(self._launched)}"
-        refusals = [said["refused"] for said in self._said(self._launched[-1], "failed", move).values()]
+        refusals = [said["refused"] for said in self.said(self._launched[-1], "failed", move).values()]
         assert refusals and all(refusals), refusals
         self.undo()
         self.all_say(self.now, "resumed", move)
@@ -254,7 +254,7 @@ class Mover:
         before = self.checkpoints()
         self.ask_for_checkpoint(directory, host)
         self.wait(lambda: self.checkpoints() == before + self.now.plan.ranks, "checkpointed")
-        return self._said(self.now, "checkpointed", "")[0]
+        return self.said(self.now, "checkpointed", "")[0]
 
     def ask_for_checkpoint(self, directory: Path, host: str = "") -> None:
         """Request a checkpoint without waiting."""
@@ -274,7 +274,7 @@ class Mover:
         self.ask_for_checkpoint(path)
 
         def why() -> list[str]:
-            said = self._said(self.now, "checkpoint_failed", "").values()
+            said = self.said(self.now, "checkpoint_failed", "").values()
             return [str(s["why"]) for s in said if s["path"] == str(path)]
 
         self.wait(lambda: len(why()) == self.now.plan.ranks, "all to fail")
@@ -311,13 +311,13 @@ class Mover:
         """Wait for this report of every rank; fail at once if one reports a failure."""
 
         def done() -> bool:
-            assert not (failed := self._said(generation, "failed", move)), failed
+            assert not (failed := self.said(generation, "failed", move)), failed
             if generation.run.done():
                 generation.run.result()[0].checked()
-            return len(self._said(generation, what, move)) == generation.living
+            return len(self.said(generation, what, move)) == generation.living
 
         self.wait(done, what)
-        return self._said(generation, what, move)
+        return self.said(generation, what, move)
 
     def wait(self, what: Callable[[], bool], name: str = "") -> None:
         """Poll for a condition in other processes."""
@@ -326,23 +326,24 @@ class Mover:
             assert time.monotonic() < deadline, (name, [a.heard[-5:] for a in self.agents.values()])
             self.network.wait_for(lambda: False, 0.02)
 
-    def kill(self, *ranks: int, told: bool = False) -> set[int]:
+    def kill(self, *ranks: int, told: bool = False) -> dict[int, Message]:
         """Kill current ranks, and wait until all others have noticed.
 
         Args:
             told: the agent also notifies the others, as it does after some seconds.
         Returns:
-            The steps that these have done.
+            What these report: the step that each has done, and whether it can finish one more.
         """
         for rank in ranks:
             os.kill(self.agents[self.now.hosts[rank]].pid(self.now.number, rank), signal.SIGKILL)
         if told:
             self._tell(self.now, {"event": "peers_lost", "reason": "the test killed some"})
         left = self.now.plan.ranks - len(ranks)
-        self.wait(lambda: len(self._said(self.now, "orphaned", "")) == left, "orphaned")
-        return {said["step"] for said in self._said(self.now, "orphaned", "").values()}
+        self.wait(lambda: len(self.said(self.now, "orphaned", "")) == left, "orphaned")
+        return self.said(self.now, "orphaned", "")
 
-    def _said(self, generation: Generation, what: str, move: str) -> dict[int, Message]:
+    def said(self, generation: Generation, what: str, move: str) -> dict[int, Message]:
+        """Newest report of that kind of each rank of a generation."""
         return {r: s for agent in self.agents.values() for r, s in agent.said(generation.number, what, move).items()}
 
     def _tell(self, generation: Generation, message: Message, only: str = "") -> None:

@@ -198,7 +198,7 @@ class Tables(GPT):
 
     @staticmethod
     def _add(embed: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        embed.seen += inputs[0].shape[0]
+        embed.seen = embed.seen + inputs[0].shape[0]  # a new tensor
         return output + embed.table
 
 
@@ -512,7 +512,7 @@ def rank(
     unlike: str = "",
     stream: str | None = None,
     own_loop: dict[str, Any] | None = None,
-    stand_in: bool = False,
+    stand_in: bool | str = False,
     **options: Any,
 ) -> None:
     """Train on one rank, and save the requested samples and the final parameters.
@@ -522,7 +522,7 @@ def rank(
         record: folder for the complete state at both ends of every migration.
         filed: read samples from a data set that is opened by name.
         own_loop: train in a loop of the script's own; see `loop_of_its_own`.
-        stand_in: train as if on a GPU, and save what its stand-in recorded.
+        stand_in: train as if on a GPU, and save what its stand-in recorded; "alone": no other process reads its memory.
         unlike: entry of the rank file; processes in which it differs have other data.
         stream: read the samples as a stream of this kind; see `Streamed`.
     """
@@ -531,6 +531,8 @@ def rank(
         torch_limits.attempt(way, rank_file["rank"], rank_file["master_port"])
         return
     gpu = use_stand_in() if stand_in else None
+    if gpu is not None:
+        gpu.refuses_handles = stand_in == "alone"
     if record:
         recorded_state.record(Path(record))
     data = (Filed if filed else Recorded)(samples, pace_s)
@@ -569,6 +571,7 @@ def rank(
                 "calls": gpu.calls,
                 "limits": gpu.limits,
                 "registered": len(gpu.registered),
+                "opened": len(gpu.opened),
                 "waits": gpu.places.waits,
             }
         result.write_text(json.dumps({**left, "asked": getattr(data, "asked", [])}))

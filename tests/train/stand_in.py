@@ -5,7 +5,9 @@ It does at once what a GPU would queue, records what it is asked for, and checks
 
 from __future__ import annotations
 
+import ctypes
 import os
+import struct
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,9 +19,14 @@ from one_device import DEVICE, OneDevice
 
 from clusterd.train import rank_main
 from clusterd.train.process import accelerator
+from clusterd.train.process.cuda_ipc import DriverRefused
 from clusterd.train.state import copying, segments
 
 TOTAL_BYTES = 16 << 30
+GROWTH_BYTES = 256 << 20
+
+HANDLE = "qQQ40s"
+PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 
 
 class Stream:
@@ -65,6 +72,8 @@ class StandIn:
         self.registered: dict[int, int] = {}  # bytes by address
         self.overhead_bytes = 1 << 30
         self.places = OneDevice()
+        self.opened: dict[int, tuple[bytes, torch.Tensor]] = {}  # handle and memory of others, by address here
+        self.refuses_handles = False
         self._pins = pins  # registrations that the driver grants; None: any number
         self._main, self._streams = Stream(), dict[str, Stream]()
 
@@ -122,6 +131,43 @@ class StandIn:
     def limit_memory(self, size_bytes: int | None) -> None:
         self.limits.append(size_bytes)
 
+    def allocation_of(self, address: int) -> tuple[int, int]:
+        """Take a mapping of this process for an allocation, with room to grow, as a heap does."""
+        with open("/proc/self/maps") as file:
+            for line in file:
+                low, high = (int(edge, 16) for edge in line.split(" ", 1)[0].split("-"))
+                if low <= address < high:
+                    return low, high - low + GROWTH_BYTES
+        raise AssertionError(f"nothing is mapped at {address:x}")
+
+    def handle_of(self, base: int) -> bytes:
+        self.calls["handle_of"] += 1
+        if self.refuses_handles:
+            raise DriverRefused("the stand-in gives no handles")
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)  # where only parents may read memory
+        _, size_bytes = self.allocation_of(base)
+        return struct.pack(HANDLE, os.getpid(), base, size_bytes, b"")
+
+    def open_handle(self, handle: bytes, size_bytes: int) -> tuple[int, torch.Tensor]:
+        self.calls["open_handle"] += 1
+        assert handle not in [opened for opened, _ in self.opened.values()], "CUDA refuses to open a handle twice"
+        memory = torch.empty(size_bytes, dtype=torch.uint8, device=DEVICE)
+        self.opened[memory.data_ptr()] = handle, memory
+        return memory.data_ptr(), memory
+
+    def close_handle(self, address: int) -> None:
+        del self.opened[address]
+
+    def fetch(self, tensor: torch.Tensor) -> None:
+        """Bring what another process has in its memory now, if the tensor lies in opened memory."""
+        start = tensor.data_ptr()
+        for address, (handle, memory) in self.opened.items():
+            if address <= start < address + memory.nbytes:
+                pid, base, _, _ = struct.unpack(HANDLE, handle)
+                steps = ((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+                length = (1 + sum(steps)) * tensor.element_size()
+                _read_memory(pid, base + start - address, start, length)
+
     def check_copy(self, tensor: torch.Tensor) -> None:
         """Fail where CUDA would refuse to copy from or to this host memory: in two registrations, or half in one.
 
@@ -146,6 +192,7 @@ def use_stand_in(pin_bytes: int = 1 << 12) -> StandIn:
         for pair in pairs:
             for tensor in pair:
                 gpu.check_copy(tensor)
+            gpu.fetch(pair[1])
         copy(pairs)
 
     copying._copy = checked
@@ -167,6 +214,18 @@ def _select_device() -> None:
         return DEVICE if selected.type == "cpu" else selected
 
     rank_main.device_of = device_of
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _read_memory(pid: int, there: int, here: int, length: int) -> None:
+    own, other = _Range(here, length), _Range(there, length)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    read = libc.process_vm_readv(pid, ctypes.byref(own), 1, ctypes.byref(other), 1, 0)
+    assert read == length, os.strerror(ctypes.get_errno())
 
 
 class _Kind:

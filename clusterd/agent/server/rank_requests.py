@@ -136,6 +136,9 @@ class RankRequests:
             case control.ListSegments():
                 _check_own(attempt, request.move)
                 return self._moves.segments(request.move)
+            case control.ReportDeviceOpened():
+                _check_own(attempt, request.move)
+                return self._moves.device_opened(attempt, request)
             case control.ReportFailure():
                 self._attempts.failed(attempt, rank, request.reason, request.message)
                 return Done()

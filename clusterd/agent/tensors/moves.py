@@ -31,8 +31,8 @@ Message = dict[str, Any]
 SendToRanks = Callable[[Attempt, Event], int]
 SendToAttempt = Callable[[str, int, Event], None]
 
-_OUTBOX = re.compile(r"\.out(\d+)$")
-"""Suffix of segments that a source rank fills, with the rank."""
+_OF_SOURCE = re.compile(r"\.(out|device)(\d+)$")
+"""Suffix of segments that a source rank fills with its state, or with the places of it on a device; with the rank."""
 
 _REMEMBERED = (control.BeginMigration, control.Quiesce, control.Abort, control.Resume)
 """Events that a rank gets on connecting if it missed them."""
@@ -164,12 +164,18 @@ class Moves:
         if snapshot:
             await self.replicas.published(attempt, made, wait=request.wait)
             return Done()
-        source = _OUTBOX.search(made.name)
+        source = _OF_SOURCE.search(made.name)
         if source is not None:
-            path = str(made.path)
+            path, where = str(made.path), "outbox" if source[1] == "out" else "device"
             self._announce(
-                attempt, control.SegmentPublished(made.move, made.name, path, made.meta, "outbox", int(source[1]))
+                attempt, control.SegmentPublished(made.move, made.name, path, made.meta, where, int(source[2]))
             )
+        return Done()
+
+    def device_opened(self, attempt: Attempt, request: control.ReportDeviceOpened) -> Done:
+        """Tell a source rank whether a target rank has opened its device memory."""
+        opened = control.DeviceOpened(request.move, request.source, request.target, request.why_not)
+        self._send_to_attempt(attempt.job, attempt.attempt, opened)
         return Done()
 
     async def fetch(self, attempt: Attempt, request: control.FetchSegments) -> control.SegmentReply:

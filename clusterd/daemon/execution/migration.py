@@ -188,9 +188,10 @@ class MigrationSaga:
         digests = {report.digest for report in prepared.values()}
         if len(digests) != 1:
             raise MoveFailed(f"ranks computed {len(digests)} different moves: old and new do not run the same clusterd")
-        await self._advance(
-            f"{counted(len(self.decision.new_ranks), 'rank')} ready", post=not self.decision.source_releases_memory
-        )
+        description = f"{counted(len(self.decision.new_ranks), 'rank')} ready"
+        if why := next((report.not_shared for report in prepared.values() if report.not_shared), ""):
+            description += f"; through host memory: {why}"
+        await self._advance(description, post=not self.decision.source_releases_memory)
 
     async def _describe(self) -> MigrationRequest:
         """Description from which every rank computes the same copy plan."""
@@ -237,7 +238,9 @@ class MigrationSaga:
         network = _once_per_host(loaded, self.decision.new_ranks)
         local = sum(report.bytes_local for report in loaded.values())
         copied_s = _copied_s([*self._reports[Quiesced].values(), *loaded.values()], self.quiesced_at_s)
-        description = f"{size(local)} within hosts, {size(network)} over the network; copied within {copied_s:.4f} s"
+        on_device = sum(report.bytes_device for report in loaded.values())
+        within = f"{size(local)} within hosts" + (f" ({size(on_device)} on their devices)" if on_device else "")
+        description = f"{within}, {size(network)} over the network; copied within {copied_s:.4f} s"
         await self._advance(description, post=False)
         self._phase = "verify"
         wrong = [rank for (_, rank), report in loaded.items() if report.step != self._step or not report.verified]

@@ -12,9 +12,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Collection
+from typing import Any
 
-from clusterd.protocol.control import Abort, BeginMigration, MakeSegment, PublishSegment, Quiesce
+from clusterd.protocol.control import Abort, BeginMigration, DeviceOpened, MakeSegment, PublishSegment, Quiesce
 from clusterd.protocol.rank import Failed, Prepared, Quiesced, Resumed
+from clusterd.train.migration import device_memory
 from clusterd.train.migration.carry_proof import CarryProof
 from clusterd.train.migration.spec import MigrationSpec, sums_to_bytes
 from clusterd.train.process import accelerator
@@ -28,7 +31,7 @@ from clusterd.train.state.copy_plan import (
     memory_addresses,
     segment_part,
 )
-from clusterd.train.state.copying import CopyBatch, copies_to_segment
+from clusterd.train.state.copying import CopyBatch, SegmentPart, copies_to_segment, sums_on_device
 from clusterd.train.state.local_shards import check_shards, local_shards
 from clusterd.train.state.segments import Segment, trim_heap
 from clusterd.train.state.training import Training
@@ -53,12 +56,16 @@ class MigrationSource:
         self._failed = ""
         self._begun = False
         self._segment: Segment | None = None
+        self._opened: dict[int, str] = {}  # by target rank: why it could not open this rank's device memory, or ""
+        self._shares = False  # they all could, and read from there what need not go through host memory
+        self._ended = False
         self._addresses: tuple[MemoryAddresses, int] = {}, 0  # at preparation, and the last step done then
         self._prepared: PreparedCopy | None = None
         self._proof = CarryProof(training, control)
         control.on(BeginMigration, self._on_move)
         control.on(Quiesce, self._on_quiesce)
         control.on(Abort, self._on_abort)
+        control.on(DeviceOpened, self._on_device_opened)
 
     def hand_over(self, at_s: float) -> str:
         """Publish the state between two steps, on every rank, and wait for the outcome.
@@ -86,8 +93,11 @@ class MigrationSource:
         return self._wait(migration)
 
     def end(self) -> None:
-        """End a proof under way: no step follows."""
+        """End what waits beside training: no step follows."""
         self._proof.end()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
     def before_step(self) -> None:
         """Have the next step measure what a proof compares."""
@@ -144,6 +154,7 @@ class MigrationSource:
         outbox = migration.packing.outbox(training.context.rank)
         began_s = time.time()
         sums: list[int] = []
+        meta: dict[str, Any] = {}
         if segment is not None:
             if outbox.size_bytes > POPULATED_AHEAD_BYTES and accelerator.of(training.device) is None:
                 # The next step begins without gradients anyway; the segment needs their memory now.
@@ -151,10 +162,13 @@ class MigrationSource:
                 trim_heap()
                 segment.populate_for_writing()
             copies = prepared.copies if prepared is not None else self._copies(migration, segment, live)
-            sums = copies.run(copy_threads(migration.old.hosts, training.context.rank))
+            if self._shares and prepared is None and memory_addresses(live) != self._addresses[0]:
+                meta["device"] = self._describe(migration, live)
+            threads = copy_threads(migration.old.hosts, training.context.rank)
+            sums = [value for batch in copies for value in batch.run(threads)]
         copied = (began_s, time.time()) if sums else ()
         if segment is not None:
-            meta = {
+            meta |= {
                 "step": training.step,
                 "sums": sums_to_bytes(sums),
                 "scalars": scalars.collect(training, migration.shape),
@@ -164,11 +178,22 @@ class MigrationSource:
             free_state(training, live)
         self._control.report(Quiesced(migration.id, training.step, at_s, copied))
 
-    def _copies(self, migration: MigrationSpec, segment: Segment, live: LocalShards) -> CopyBatch:
+    def _copies(self, migration: MigrationSpec, segment: Segment, live: LocalShards) -> tuple[CopyBatch, ...]:
+        """Copies into the segment, and sums of what target ranks copy from this rank's device memory."""
+        outbox = migration.packing.outbox(self._training.context.rank)
+        parts = self._parts(migration, live)
+        if not self._shares:
+            return (copies_to_segment(segment, parts),)
+        return copies_to_segment(segment, parts[: outbox.host_parts]), sums_on_device(parts[outbox.host_parts :])
+
+    def _describe(self, migration: MigrationSpec, live: LocalShards) -> bytes:
+        outbox = migration.packing.outbox(self._training.context.rank)
+        parts = self._parts(migration, live)[outbox.host_parts :]
+        return device_memory.describe(accelerator.of(self._training.device), parts)
+
+    def _parts(self, migration: MigrationSpec, live: LocalShards) -> list[SegmentPart]:
         tensors, parts = migration.transfers.old.tensors, migration.packing.outbox(self._training.context.rank).parts
-        return copies_to_segment(
-            segment, [segment_part(part, tensors[part.tensor], live, part.offset) for part in parts]
-        )
+        return [segment_part(part, tensors[part.tensor], live, part.offset) for part in parts]
 
     def _wait(self, migration: MigrationSpec) -> str:
         """Wait for the abort of `migration`, or for a stop."""
@@ -213,6 +238,13 @@ class MigrationSource:
             self._changed.notify_all()
         self._control.request("quiesce", f"migration {event.move}")
 
+    def _on_device_opened(self, event: DeviceOpened) -> None:
+        with self._changed:
+            own = self._migration is not None and event.move == self._migration.id
+            if own and event.source == self._training.context.rank:
+                self._opened[event.target] = event.why_not
+                self._changed.notify_all()
+
     def _on_abort(self, event: Abort) -> None:
         self._control.withdraw("quiesce")
         with self._changed:
@@ -248,14 +280,17 @@ class MigrationSource:
             outbox = migration.packing.outbox(rank)
             if migration.proof_s:
                 self._proof.run(migration, lambda: self._migration is not migration)
-            addresses = (
-                memory_addresses(check_shards(self._training, migration.shape, migration.old_layout, rank)),
-                self._training.step,
-            )
+            live = check_shards(self._training, migration.shape, migration.old_layout, rank)
+            addresses = memory_addresses(live), self._training.step
             segment = None
-            if outbox.size_bytes:
-                made = self._control.ask(MakeSegment(migration.outbox_name(rank), outbox.size_bytes))
-                segment = Segment(made.path, size_bytes=outbox.size_bytes)
+            readers = outbox.device_readers if accelerator.of(self._training.device) is not None else ()
+            not_shared = self._share(migration, live, readers) if readers else ""
+            shares = bool(readers) and not not_shared
+            if size_bytes := outbox.size_bytes:
+                if shares:
+                    size_bytes = max(outbox.host_bytes, 1)
+                made = self._control.ask(MakeSegment(migration.outbox_name(rank), size_bytes))
+                segment = Segment(made.path, size_bytes=size_bytes)
                 if (gpu := accelerator.of(self._training.device)) is not None:
                     segment.populate_for_writing()
                     segment.pin(gpu)
@@ -271,9 +306,36 @@ class MigrationSource:
                 if segment is not None:
                     segment.close()
                 return
-            self._segment, self._addresses, self._ready = segment, addresses, True
+            self._segment, self._shares, self._addresses, self._ready = segment, shares, addresses, True
             self._changed.notify_all()
-        self._control.report(Prepared(migration.id, digest, outbox.size_bytes))
+        self._control.report(Prepared(migration.id, digest, outbox.size_bytes, not_shared))
+
+    def _share(self, migration: MigrationSpec, live: LocalShards, readers: Collection[int]) -> str:
+        """Describe the device memory of this rank to target ranks on its device, and wait until they have opened it.
+
+        Returns:
+            Why they cannot read it; empty if all can.
+        """
+        rank = self._training.context.rank
+        name, description, not_shared = migration.description_name(rank), b"", ""
+        try:
+            description = self._describe(migration, live)
+        except device_memory.NotShared as error:
+            not_shared = str(error)
+        path = self._control.ask(MakeSegment(name, max(len(description), 1))).path
+        with open(path, "r+b") as file:
+            file.write(description)
+        self._control.ask(PublishSegment(name, {"bytes": len(description), "not_shared": not_shared}))
+        with self._changed:
+            while not self._opened.keys() >= set(readers):
+                if self._migration is not migration or self._ended or self._control.requested("stop"):
+                    return "the migration is over"
+                self._changed.wait(POLL_S)
+            not_shared = next(filter(None, self._opened.values()), "")
+        if not not_shared:
+            parts = self._parts(migration, live)[migration.packing.outbox(rank).host_parts :]
+            sums_on_device(parts).run()  # the first kernels of a kind take long
+        return not_shared
 
     def _fail(self, migration: MigrationSpec, phase: str, error: Exception) -> None:
         with self._changed:
@@ -288,7 +350,7 @@ class MigrationSource:
         if self._segment is not None:
             self._segment.close()
         self._migration, self._segment, self._ready, self._failed = None, None, False, ""
-        self._addresses = {}, 0
+        self._addresses, self._opened, self._shares = ({}, 0), {}, False
 
 
 def free_state(training: Training, live: LocalShards) -> None:

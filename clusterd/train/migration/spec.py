@@ -103,11 +103,33 @@ class MigrationSpec:
     @cached_property
     def packing(self) -> Packing:
         """Positions of the transferred boxes in the segments."""
-        return Packing(self.transfers) if self.snapshot is None else StateSnapshotPacking(self.transfers)
+        if self.snapshot is not None:
+            return StateSnapshotPacking(self.transfers)
+        offloads = {self.old.plan.offload, self.new.plan.offload}
+        in_host_memory = (
+            {"parameter", "optimizer"} if "parameters" in offloads else {"optimizer"} if "optimizer" in offloads else ()
+        )
+        return Packing(self.transfers, self._on_one_device, frozenset(in_host_memory))
+
+    @property
+    def _on_one_device(self) -> frozenset[tuple[int, int]]:
+        """Pairs of source and target rank on one device, both of which live while the state moves."""
+        if self.frees_source_memory:
+            return frozenset()
+        return frozenset(
+            (source, target)
+            for source, device in enumerate(self.old.devices)
+            for target, other in enumerate(self.new.devices)
+            if device and (device, self.old.hosts[source]) == (other, self.new.hosts[target])
+        )
 
     def outbox_name(self, old_rank: int) -> str:
         """Name of the segment that a source rank fills."""
         return f"{self.id}.out{old_rank}" if self.snapshot is None else self.snapshot.names[old_rank]
+
+    def description_name(self, old_rank: int) -> str:
+        """Name of the segment in which a source rank describes its device memory."""
+        return f"{self.id}.device{old_rank}"
 
     @property
     def inbox_name(self) -> str:

@@ -25,6 +25,7 @@ from clusterd.protocol import control as events
 from clusterd.protocol.messages import Event
 from clusterd.protocol.migration import PROOF
 from clusterd.protocol.rank import Failed, Loaded, Prepared
+from clusterd.train.migration import device_memory
 from clusterd.train.migration.spec import MigrationSpec, sums_from_bytes
 from clusterd.train.parallel.mesh import same_on_all_ranks
 from clusterd.train.process import accelerator, device_faults, exits
@@ -34,7 +35,7 @@ from clusterd.train.process.exits import PlanRefused
 from clusterd.train.process.script_variables import differences, script_variables
 from clusterd.train.state import scalars
 from clusterd.train.state.copy_plan import LocalShards, copy_threads, segment_part
-from clusterd.train.state.copying import CopyBatch, copies_from_segment
+from clusterd.train.state.copying import CopyBatch, copies_from_device, copies_from_segment
 from clusterd.train.state.local_shards import check_shards
 from clusterd.train.state.next_steps import NOISE_TIMES, STEPS, Difference, NextSteps, difference
 from clusterd.train.state.segments import Segment, memory_headroom_bytes, trim_heap
@@ -76,6 +77,8 @@ class MigrationTarget:
         self._mapped: dict[str, Segment] = {}  # by path
         self._copies: dict[tuple[str, int], CopyBatch] = {}  # out of mapped segments, by path and source
         self._map_budget_bytes = MAPPED_AHEAD_BYTES
+        self._memory: device_memory.OpenedMemory | None = None
+        self._device_copies: dict[int, CopyBatch] = {}  # by source whose device memory is open
         self._device = torch.device("cpu")
         self._gpu: Any = None
         for kind in (events.SegmentPublished, events.SegmentMade, events.FetchFailed, events.Resume, events.Connected):
@@ -125,6 +128,7 @@ class MigrationTarget:
             self._prove(migration, training, reads)
             live = check_shards(training, migration.shape, migration.new_layout, rank)  # steps may replace buffers
         self._fetch(migration)
+        self._open_device_memory(migration, live, reads)
         for segment in self._control.ask(events.ListSegments(migration.id)).rooms:
             self._map(migration, live, reads, segment)
         self._control.report(Prepared(migration.id, migration.transfers.digest))
@@ -146,6 +150,7 @@ class MigrationTarget:
                 verified=True,
                 bytes_local=sum(read.bytes for read in reads if read.local),
                 bytes_network=sum(fetch.bytes for fetch in migration.packing.fetches(host)),
+                bytes_device=sum(read.bytes for read in reads if self._is_on_device(migration, read)),
                 copied=copied,
             )
         )
@@ -158,7 +163,7 @@ class MigrationTarget:
         if self._gpu is not None:
             self._gpu.limit_memory(None)
             # Unpinning takes the driver long: beside the first steps, not within the downtime.
-            threading.Thread(target=self._unmap, name="clusterd-unpin").start()
+            threading.Thread(target=self._release, name="clusterd-unpin").start()
         return training
 
     def _prove(self, migration: MigrationSpec, training: Training, reads: list[Read]) -> None:
@@ -305,7 +310,7 @@ class MigrationTarget:
             if not isinstance(event, events.SegmentPublished) or event.move != migration.id or event.source is None:
                 continue
             own_reads = pending.get(event.source, [])
-            if not own_reads or own_reads[0].local != (event.where == "outbox"):
+            if not own_reads or event.where != ("outbox" if own_reads[0].local else "inbox"):
                 continue
             began_s = began_s or time.time()
             if "sums" in event.meta:
@@ -327,10 +332,13 @@ class MigrationTarget:
         if path in self._mapped or not (name == migration.inbox_name or name in local):
             return
         own_reads = [
-            r for r in reads if (migration.outbox_name(r.source) == name if r.local else name == migration.inbox_name)
+            r
+            for r in reads
+            if (migration.outbox_name(r.source) == name if r.local else name == migration.inbox_name)
+            and not self._is_on_device(migration, r)
         ]
         size_bytes = sum(read.bytes for read in own_reads)
-        if size_bytes > self._map_budget_bytes:
+        if not own_reads or size_bytes > self._map_budget_bytes:
             return
         try:
             segment = Segment(path)
@@ -345,6 +353,71 @@ class MigrationTarget:
         self._map_budget_bytes -= size_bytes
         for source in {read.source for read in own_reads}:
             self._copies[path, source] = _copies(migration, live, segment, [r for r in own_reads if r.source == source])
+
+    def _open_device_memory(self, migration: MigrationSpec, live: LocalShards, reads: list[Read]) -> None:
+        """Open the memory of source ranks on this device, tell them, and wait for the segments of the rest.
+
+        Copies once, while they train: the first kernels of a kind take long. The state that this makes is replaced.
+        """
+        pending: dict[int, list[Read]] = {}
+        for read in reads:
+            if self._gpu is not None and migration.packing.on_device(read):
+                pending.setdefault(read.source, []).append(read)
+        rooms = {migration.outbox_name(source) for source in pending}
+        if pending:
+            self._memory = device_memory.OpenedMemory(self._gpu)
+            self._request_published(migration)
+        while pending:
+            event = self._next()
+            if isinstance(event, events.Connected):
+                self._request_published(migration)
+            if not isinstance(event, events.SegmentPublished) or (event.move, event.where) != (migration.id, "device"):
+                continue
+            if event.source not in pending:
+                continue
+            source, own_reads, why_not = event.source, pending.pop(event.source), event.meta["not_shared"]
+            if not why_not:
+                with open(event.path, "rb") as file:
+                    description = file.read(event.meta["bytes"])
+                try:
+                    copies = self._copies_from_device(migration, live, own_reads, description)
+                    copies.run()
+                    self._device_copies[source] = copies
+                except device_memory.NotShared as error:
+                    why_not = str(error)
+            self._control.ask(events.ReportDeviceOpened(migration.id, source, self._context.rank, why_not))
+        while not rooms <= {room.name for room in self._control.ask(events.ListSegments(migration.id)).rooms}:
+            self._next()
+
+    def _copies_from_device(
+        self, migration: MigrationSpec, live: LocalShards, reads: list[Read], description: bytes
+    ) -> CopyBatch:
+        """Copies of these reads, all of one source.
+
+        Raises:
+            NotShared: the memory cannot be opened, or a tensor of this rank is not on the device.
+        """
+        assert self._memory is not None
+        tensors = migration.transfers.new.tensors
+        outbox = migration.packing.outbox(reads[0].source)
+        place = {(p.tensor, p.low, p.high): i for i, p in enumerate(outbox.parts[outbox.host_parts :])}
+        described = self._memory.tensors(description)
+        parts = [segment_part(read, tensors[read.tensor], live, read.offset) for read in reads]
+        if any(t is None or accelerator.of(t.device) is not self._gpu for part in parts for t in part.tensors):
+            raise device_memory.NotShared("some of the state is not on the device")
+        return copies_from_device(parts, [described[place[read.tensor, read.low, read.high]] for read in reads])
+
+    def _is_on_device(self, migration: MigrationSpec, read: Read) -> bool:
+        """True for a read from opened device memory; a proof reads a state that was copied to host memory."""
+        opened = migration.id == self.migration_id and read.source in self._device_copies
+        return opened and migration.packing.on_device(read)
+
+    def _release(self) -> None:
+        """Unmap and close what was read from, while this rank trains."""
+        self._unmap()
+        self._device_copies.clear()
+        if self._memory is not None:
+            self._memory.close()
 
     def _unmap(self) -> None:
         self._copies.clear()
@@ -368,14 +441,25 @@ class MigrationTarget:
         """
         tensors = migration.transfers.new.tensors
         path = published.path
+        on_device = [read for read in reads if self._is_on_device(migration, read)]
+        sums: list[int] = []
+        if on_device:
+            copies = self._device_copies[source]
+            if "device" in published.meta:  # tensors of the source rank have moved since it described them
+                copies = self._copies_from_device(migration, live, on_device, published.meta["device"])
+            sums = copies.run()
+        through_host = [read for read in reads if read not in on_device] if on_device else reads
         segment = self._mapped.get(path)
-        if segment is not None and segment.is_at(path):
-            sums = self._copies[path, source].run(threads)
+        if not through_host:
+            pass
+        elif segment is not None and segment.is_at(path):
+            sums += self._copies[path, source].run(threads)
         else:
             segment = Segment(path)
-            segment.populate_for_reading((read.offset, read.bytes) for read in reads)
-            sums = _copies(migration, live, segment, reads).run(threads)
+            segment.populate_for_reading((read.offset, read.bytes) for read in through_host)
+            sums += _copies(migration, live, segment, through_host).run(threads)
             segment.close()
+        reads = on_device + through_host
         sent = sums_from_bytes(published.meta["sums"])
         place = {(p.tensor, p.low, p.high): i for i, p in enumerate(migration.packing.outbox(source).parts)}
         for read, found in zip(reads, sums, strict=True):

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from clusterd.train.process import cuda_ipc
+
 
 class Cuda:
     """One CUDA device."""
@@ -96,11 +98,54 @@ class Cuda:
         """Return the memory that torch caches to the device, for other processes."""
         torch.cuda.empty_cache()
 
+    def allocation_of(self, address: int) -> tuple[int, int]:
+        """Address and size of the allocation that an address of this process lies in."""
+        self._bind()
+        return cuda_ipc.allocation_of(address)
+
+    def handle_of(self, base: int) -> bytes:
+        """Handle by which another process on this device opens an allocation.
+
+        Raises:
+            cuda_ipc.DriverRefused: memory of this kind has none.
+        """
+        self._bind()
+        return cuda_ipc.handle_of(base)
+
+    def open_handle(self, handle: bytes, size_bytes: int) -> tuple[int, torch.Tensor]:
+        """Address and bytes of an allocation of another process; for as long as it is not closed.
+
+        Raises:
+            cuda_ipc.DriverRefused: it cannot be opened.
+        """
+        self._bind()
+        address = cuda_ipc.open_handle(handle)
+        return address, torch.as_tensor(_Memory(address, size_bytes), device=self.device)
+
+    def close_handle(self, address: int) -> None:
+        """Unmap what was opened; using its tensor afterwards fails the context."""
+        self._bind()
+        cuda_ipc.close_handle(address)
+
+    def _bind(self) -> None:
+        """Make torch's context the current one of this thread, as the driver's own calls need it."""
+        torch.cuda.set_device(self.device)
+        torch.cuda.mem_get_info(self.device)
+
     def limit_memory(self, size_bytes: int | None) -> None:
         """Let torch's allocator hold so much and no more; None: all of the device."""
         _, total = self.memory_bytes()
         share = 1.0 if size_bytes is None else min(size_bytes / total, 1.0)
         torch.cuda.set_per_process_memory_fraction(share, self.device)
+
+
+class _Memory:
+    """Bytes on a device, in the form in which torch takes them."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 3
+        }  # fmt: skip
 
 
 KINDS: dict[str, Callable[[torch.device], Any]] = {"cuda": Cuda}

@@ -24,7 +24,7 @@ MemoryAddresses = dict[tuple[str, str], tuple[Any, ...]]
 class PreparedCopy:
     """Copies that are valid while the tensors stay at the same memory addresses."""
 
-    copies: CopyBatch
+    copies: tuple[CopyBatch, ...]
     memory_addresses: MemoryAddresses
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ import torch
 
 from clusterd.train.process import accelerator
 from clusterd.train.state.segments import Segment
+
+SMALL_BYTES = 256 << 10
+"""A tensor up to this size is summed with others in one kernel: to launch one takes longer."""
 
 BATCH_BYTES = 1 << 20
 """Batch size: checksums are computed while the cache still holds the copied data."""
@@ -51,16 +55,28 @@ class _Copy(NamedTuple):
     width: int
 
 
+_Sums = tuple[Sequence[int], torch.Tensor]
+"""Numbers of copies, and their word sums."""
+
+
 class CopyBatch:
-    """Copies between live tensors and a segment."""
+    """Copies between live tensors and a segment, or device memory.
+
+    Args:
+        queued: target and source of the copies that a device is given, where one takes part.
+    """
 
     def __init__(
-        self, parts: int, copies: Sequence[_Copy], segment: Segment, zeroed: Sequence[torch.Tensor] = ()
+        self,
+        parts: int,
+        copies: Sequence[_Copy],
+        queued: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        zeroed: Sequence[torch.Tensor] = (),
     ) -> None:
         self._count, self._copies, self._zeroed = parts, copies, zeroed
         devices = (t.device for copy in copies for t in (copy.target, copy.source))
         self._gpu = next((gpu for device in devices if (gpu := accelerator.of(device)) is not None), None)
-        self._cuts = list(_cut_at_borders(copies, segment)) if self._gpu is not None else []
+        self._queued = list(queued) if self._gpu is not None else []
 
     def run(self, threads: int = 1, after: Any = None) -> list[int]:
         """Run the copies and return the checksum of each part.
@@ -73,24 +89,22 @@ class CopyBatch:
         copies = self._copies
         if self._gpu is not None:
             with _on_stream(self._gpu, after):
-                _copy(self._cuts)
-                return self._totals(list(map(_word_sum, copies)))
+                if self._queued:
+                    _copy(self._queued)
+                return self._totals(_sums_on_device(copies))
         if threads == 1:
-            return self._totals(_copy_and_sum(copies))
+            return self._totals(_stacked(copies, range(len(copies)), _copy_and_sum(copies)))
         share = -(-sum(copy.target.nbytes for copy in copies) // threads)
         with ThreadPoolExecutor(threads) as pool:
-            return self._totals([value for some in pool.map(_copy_and_sum, _batches(copies, share)) for value in some])
+            sums = [value for some in pool.map(_copy_and_sum, _batches(copies, share)) for value in some]
+        return self._totals(_stacked(copies, range(len(copies)), sums))
 
-    def _totals(self, sums: Sequence[torch.Tensor]) -> list[int]:
+    def _totals(self, sums: Iterable[_Sums]) -> list[int]:
         """Sum over chunks modulo the word width, and over slots modulo 2**64."""
-        # Under offload some of a rank's tensors are in host memory and some on its device.
-        groups: dict[tuple[int, torch.device], list[int]] = defaultdict(list)
-        for i, (copy, value) in enumerate(zip(self._copies, sums, strict=True)):
-            groups[copy.width, value.device].append(i)
         chunks: dict[tuple[int, int], int] = defaultdict(int)  # by part and width
-        for (width, _), indices in groups.items():
-            for i, value in zip(indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True):
-                chunks[self._copies[i].part, width] += value
+        for numbers, values in sums:
+            for i, value in zip(numbers, values.tolist(), strict=True):
+                chunks[self._copies[i].part, self._copies[i].width] += value
         totals = [0] * self._count
         for (part, width), chunk in chunks.items():
             totals[part] = (totals[part] + chunk % (1 << 8 * width)) % (1 << 64)
@@ -115,7 +129,7 @@ def copies_to_segment(segment: Segment, parts: Sequence[SegmentPart]) -> CopyBat
             for live, stored in _chunks(tensor, segment.view(tensor.dtype, tensor.shape, offset)):
                 copies.append(_Copy(number, stored, live, live, width))
             offset += tensor.nbytes
-    return CopyBatch(len(parts), copies, segment, zeroed)
+    return CopyBatch(len(parts), copies, _cut_at_borders(copies, segment), zeroed)
 
 
 def copies_from_segment(segment: Segment, parts: Sequence[SegmentPart]) -> CopyBatch:
@@ -137,7 +151,33 @@ def copies_from_segment(segment: Segment, parts: Sequence[SegmentPart]) -> CopyB
             for live, stored in _chunks(tensor, segment.view(tensor.dtype, tensor.shape, offset)):
                 copies.append(_Copy(number, live, stored, live, width))
             offset += tensor.nbytes
-    return CopyBatch(len(parts), copies, segment)
+    return CopyBatch(len(parts), copies, _cut_at_borders(copies, segment))
+
+
+def copies_from_device(parts: Sequence[SegmentPart], sources: Sequence[Sequence[torch.Tensor]]) -> CopyBatch:
+    """Copies into live tensors on a device from others on it, with checksums of the result.
+
+    Args:
+        sources: tensors of each part, slot by slot.
+    """
+    copies = [
+        _Copy(number, live, source, live, _word_bytes(live))
+        for number, (part, slots) in enumerate(zip(parts, sources, strict=True))
+        for live, source in zip(part.tensors, slots, strict=True)
+        if live is not None
+    ]
+    return CopyBatch(len(parts), copies, [(copy.target, copy.source) for copy in copies])
+
+
+def sums_on_device(parts: Sequence[SegmentPart]) -> CopyBatch:
+    """Checksums of live tensors on a device, which others copy."""
+    copies = [
+        _Copy(number, live, live, live, _word_bytes(live))
+        for number, part in enumerate(parts)
+        for live in part.tensors
+        if live is not None
+    ]
+    return CopyBatch(len(parts), copies, ())
 
 
 def narrow_to_box(tensor: torch.Tensor, low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> torch.Tensor:
@@ -244,11 +284,43 @@ def _width(row_bytes: int) -> int:
     return next(width for width in _WORD_DTYPES if row_bytes % width == 0)
 
 
+def _sums_on_device(copies: Sequence[_Copy]) -> Iterator[_Sums]:
+    """Word sums; those of small tensors as differences of one running sum, which wraps around as they do."""
+    small: dict[tuple[int, torch.device], list[int]] = defaultdict(list)
+    large: list[int] = []
+    for i, copy in enumerate(copies):
+        if copy.summed.nbytes <= SMALL_BYTES and accelerator.of(copy.summed.device) is not None:
+            small[copy.width, copy.summed.device].append(i)
+        else:
+            large.append(i)
+    sums = [_word_sum(copies[i]) for i in large]
+    for (width, device), numbers in small.items():
+        words = [_words(copies[i].summed, _WORD_DTYPES[width]).flatten() for i in numbers]
+        ends = torch.tensor(list(itertools.accumulate(map(len, words)))).sub_(1).to(device)
+        running = torch.cat(words).cumsum(0, dtype=torch.int64)[ends]
+        yield numbers, running.diff(prepend=running.new_zeros(1))
+    yield from _stacked(copies, large, sums)
+
+
+def _stacked(copies: Sequence[_Copy], numbers: Sequence[int], sums: Sequence[torch.Tensor]) -> Iterator[_Sums]:
+    """Sums of these copies, those of one width and device together."""
+    # Under offload some of a rank's tensors are in host memory and some on its device.
+    groups: dict[tuple[int, torch.device], list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for i, value in zip(numbers, sums, strict=True):
+        groups[copies[i].width, value.device].append((i, value))
+    for group in groups.values():
+        yield [i for i, _ in group], torch.stack([value for _, value in group])
+
+
 def _word_sum(copy: _Copy) -> torch.Tensor:
     """Sum over the words of a tensor, as a scalar on its device; wraps around at the word width."""
-    tensor, dtype = copy.summed, _WORD_DTYPES[copy.width]
+    dtype = _WORD_DTYPES[copy.width]
+    return _words(copy.summed, dtype).sum(dtype=dtype)
+
+
+def _words(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     try:
-        return tensor.view(dtype).sum(dtype=dtype)
+        return tensor.view(dtype)
     except RuntimeError:  # misaligned for wide words; the sum must not depend on alignment
-        return tensor.clone(memory_format=torch.contiguous_format).view(dtype).sum(dtype=dtype)
+        return tensor.clone(memory_format=torch.contiguous_format).view(dtype)
