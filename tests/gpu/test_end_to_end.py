@@ -133,6 +133,7 @@ def test_a_gpt_is_profiled_moves_to_offload_and_back_and_survives_a_killed_rank(
     job = running.submit(ELASTIC.format(sizes=sizes, trials="false", kind=devices), "gpt2")
     running.wait_for(job, lambda row: (row["step"] or 0) >= 3)
     figures.record("submit to the third step of a GPT of 300M parameters", time.monotonic() - asked_s, "s")
+    print(running.run("history", "--verbose", "--job", job).stdout)
     for plan in ("offload=optimizer", "dp=1"):
         running.run("migrate", job, "--plan", plan)
         row = running.wait_for(job, lambda row, plan=plan: row["plan"] == plan)  # type: ignore[misc]
@@ -246,8 +247,9 @@ def _record_move(figures: Figures, model: str, move: dict[str, Any]) -> None:
     """Record the downtime of a live move, and the phases that it consists of."""
     took_s = {phase["phase"]: phase["seconds"] for phase in move["phases"]}
     if move["downtime_s"] is not None:
-        figures.record(f"downtime of {model}, to {move['new']}", move["downtime_s"], "s")
+        figures.record(f"downtime of {model}, to {move['to']}", move["downtime_s"], "s")
         figures.record(f"downtime of {model}", move["downtime_s"], "s")
+    print(move["to"], *(f"{phase['phase']}: {phase['seconds']:.3f} s, {phase['what']};" for phase in move["phases"]))
     figures.record(f"preparing a move of {model}", took_s["prepare"], "s")
     if took_s.get("transfer"):
         figures.record(f"copy of a move of {model}", move["local_bytes"] / took_s["transfer"] / 1e9, "GB/s")

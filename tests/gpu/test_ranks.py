@@ -43,7 +43,7 @@ def mover(pools: tuple[RankPool, RankPool], tmp_path: Path, stand_in: dict[str, 
 def on_a_cpu(
     pools: tuple[RankPool, RankPool], tmp_path_factory: pytest.TempPathFactory, up_to_cuda: Callable[[str], None]
 ) -> list[float]:
-    options = {"depth": 2, "steps": 2000}
+    options = {"depth": 2, "steps": 400}
     run = pools[0].run_each(
         tmp_path_factory.mktemp("cpu"), "dp=1", [options], more=lambda _: {"device": {"kind": "cpu"}}
     )

@@ -37,6 +37,7 @@ class Generation:
     run: Future[list[Run]]
     directory: Path
     pool: RankPool
+    kind: str = ""  # of its devices
     lost: tuple[int, ...] = ()
     proves: bool = False
 
@@ -52,7 +53,7 @@ class Generation:
 
     @property
     def side(self) -> Message:
-        devices = [f"{host}:{r}" for r, host in enumerate(self.hosts)]
+        devices = [f"{host}:{self.kind}{r}" for r, host in enumerate(self.hosts)]
         return {"generation": self.number, "plan": self.plan.to_dict(), "hosts": self.hosts, "devices": devices}
 
     def steps(self) -> list[Message]:
@@ -366,7 +367,8 @@ class Mover:
         placed = list(hosts or self.hosts[0] * plan.ranks)
         number = len(self._launched) + 1
         pool = self.pools[0] if not self.generations or self.now.pool is self.pools[1] else self.pools[1]
-        return Generation(number, plan, placed, Future(), self.directory / str(number), pool)
+        kind = self.rank_file.get("device", {}).get("kind", "")
+        return Generation(number, plan, placed, Future(), self.directory / str(number), pool, kind)
 
     def _launch(self, generation: Generation, move: Message | None) -> None:
         self._launched.append(generation)
