@@ -24,13 +24,21 @@ def test_every_new_rank_reads_its_boxes_out_of_the_segments(
     moves = plan_transfers(
         layout(shape, old), layout(shape, new), hosts(old.ranks, old_per_host), hosts(new.ranks, new_per_host, shift)
     )
-    packing = Packing(moves)
+    shared = frozenset(
+        (rank, rank) for rank in range(min(old.ranks, new.ranks)) if moves.old_hosts[rank] == moves.new_hosts[rank]
+    )
+    packing = Packing(moves, shared, frozenset({"optimizer"} if shift else ()))
     rng = np.random.default_rng(0)
     tensors = [rng.integers(0, 255, (*t.shape, t.element_bytes), dtype=np.uint8) for t in moves.new.tensors]
 
     outboxes = {}
     for rank in range(old.ranks):
         box = packing.outbox(rank)
+        assert box.host_bytes == max((part.offset + part.bytes for part in box.parts[: box.host_parts]), default=0)
+        assert all(part.offset >= box.host_bytes for part in box.parts[box.host_parts :])
+        assert all(offset + n <= box.host_bytes for ranges in box.ranges.values() for offset, n in ranges)
+        assert box.device_readers <= {rank}
+        assert bool(box.device_readers) == (box.host_parts < len(box.parts))
         outboxes[rank] = np.zeros(box.size_bytes, dtype=np.uint8)
         for part in box.parts:
             at = tuple(itertools.starmap(slice, zip(part.low, part.high, strict=True)))
@@ -55,4 +63,7 @@ def test_every_new_rank_reads_its_boxes_out_of_the_segments(
             at = tuple(itertools.starmap(slice, zip(read.low, read.high, strict=True)))
             assert (segment[read.offset : read.offset + read.bytes] == tensors[read.tensor][at].reshape(-1)).all()
             count[read.tensor] = count.get(read.tensor, 0) + read.bytes
+            if packing.on_device(read):
+                assert (read.source, rank) in shared
+                assert not shift or not moves.new.tensors[read.tensor].kind.startswith("optimizer")
         assert sum(count.values()) == int(moves.new.row_bytes[moves.new.rank == rank].sum())

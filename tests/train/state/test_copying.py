@@ -12,7 +12,14 @@ from stand_in import StandIn
 
 from clusterd.train.process import accelerator
 from clusterd.train.state import copying, segments
-from clusterd.train.state.copying import BATCH_BYTES, SegmentPart, copies_from_segment, copies_to_segment
+from clusterd.train.state.copying import (
+    BATCH_BYTES,
+    SegmentPart,
+    copies_from_device,
+    copies_from_segment,
+    copies_to_segment,
+    sums_on_device,
+)
 from clusterd.train.state.segments import Segment
 
 THREADS = pytest.mark.parametrize("threads", [1, 3])
@@ -161,3 +168,22 @@ def test_memory_that_the_driver_pins_in_part_only_is_copied_all_the_same(
     assert torch.equal(part.view(torch.float32, (1 << 14,), 0), live)
     part.close()
     assert gpu.registered == {}
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 10, 1 << 30])
+def test_sums_on_a_device_are_those_of_any_other_way(
+    small_bytes: int, segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = tensors()
+    through_host = copies_to_segment(segment, laid_out(live)).run()
+    gpu = StandIn()
+    monkeypatch.setitem(accelerator.KINDS, "cpu", lambda _: gpu)
+    monkeypatch.setattr(copying, "SMALL_BYTES", small_bytes)
+    assert sums_on_device(laid_out(live)).run() == through_host
+    back = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in live]
+    sources = [part.tensors for part in laid_out(live)]
+    assert copies_from_device(laid_out(back), sources).run() == through_host
+    assert all(torch.equal(a, b) for a, b in zip(live, back, strict=True))
+    live[3][2, 7] += 1.0
+    changed = [a != b for a, b in zip(sums_on_device(laid_out(live)).run(), through_host, strict=True)]
+    assert changed == [i == 3 for i in range(len(through_host))]
