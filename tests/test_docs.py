@@ -114,8 +114,13 @@ def _cited(page: Path) -> list[str]:
     """Pieces of code in a page, in its lines and in its blocks."""
     text = page.read_text()
     blocks = re.findall(r"```[^\n]*\n(.*?)```", text, re.DOTALL)
-    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    lines = [line.removeprefix("$ ") for block in blocks for line in _typed(block.splitlines())]
     return [*re.findall(r"`([^`\n]+)`", text), *lines]
+
+
+def _typed(lines: list[str]) -> list[str]:
+    """Lines of a block that a user types: those with a prompt, if any has one."""
+    return [line for line in lines if line.startswith("$ ")] or lines
 
 
 def test_files_that_the_pages_name_are_there() -> None:

@@ -69,7 +69,7 @@ def _wait_until_up(cluster: Client, name: str) -> None:
         if row is None:
             continue
         if row["state"] == "up":
-            note(f"{name} is up: {_offers(row)}")
+            note(f"{name} is up: {_offers(row)}; next: clusterd host check {name}")
             return
         if row["why"] and row["why"] != "not connected yet":
             again = f"the daemon keeps trying; clusterd host show {name}"

@@ -14,62 +14,77 @@ import click
 
 from clusterd import __version__
 from clusterd.cli.common.output import HUNG_UP, drop_output, escaped, is_unread
+from clusterd.cli.examples import add_examples
 from clusterd.errors import ClusterError
 from clusterd.trusted_paths import UnsafePath
 
-_COMMANDS = {
-    # name: (module, attribute, first line of help)
-    "start": ("head_node.daemon", "start", "Start the daemon."),
-    "stop": ("head_node.daemon", "stop", "Stop the daemon; jobs keep running."),
-    "status": ("head_node.daemon", "status", "Show the state of the daemon."),
-    "reload": ("head_node.daemon", "reload", "Read the daemon's settings file again: roles, tenants and limits."),
-    "doctor": ("head_node.doctor", "doctor", "Check this machine, the daemon and its hosts."),
-    "service": ("head_node.service", "service", "Run the daemon as a service of systemd."),
-    "login": ("head_node.daemon", "login", "Let the cluster run your jobs under your own account."),
-    "host": ("hosts", "host", "Add, list, drain and remove hosts."),
-    "agent": ("head_node.agent", "agent", "Join a cluster from this machine, as from an allocation of Slurm."),
-    "backup": ("head_node.daemon", "backup", "Copy what another daemon needs to lead the hosts."),
-    "claim": ("queue.claims", "claim", "Keep devices from the scheduler for some time."),
-    "submit": ("submit", "submit", "Submit a job file; prints the job's id."),
-    "run": ("submit", "run", "Run a command on the cluster: streams its log, returns its exit code."),
-    "template": ("submit", "template", "Print a job file for torchrun, accelerate, deepspeed or torchtitan."),
-    "shell": ("interactive.shell", "shell", "Open a shell with its own devices, or inside a running job."),
-    "forward": ("interactive.forward", "forward", "Make ports of a job's host reachable on this machine."),
-    "notebook": ("interactive.notebook", "notebook", "Run Jupyter Lab as a job, and open it from this machine."),
-    "ssh-config": ("interactive.forward", "ssh_config", "Print an OpenSSH block for the host of a job."),
-    "ls": ("jobs", "ls", "List jobs."),
-    "show": ("jobs", "show", "Show all details of one job."),
-    "logs": ("jobs", "logs", "Print a job's output."),
-    "get": ("files", "get", "Copy files that a job wrote, from any host."),
-    "results": ("queue.results", "results", "Show the tasks of an array or sweep with what they measured."),
-    "cancel": ("jobs", "cancel", "Cancel jobs and free their devices."),
-    "forget": ("files", "forget", "Delete logs and files of finished jobs."),
-    "priority": ("jobs", "priority", "Change a job's priority."),
-    "edit": ("queue.edit", "edit", "Change what a job asks for: time limit, devices, name."),
-    "resume": ("queue.edit", "resume", "Go on from where a job ended, with another limit or more steps."),
-    "hold": ("jobs", "hold", "Keep queued jobs from starting."),
-    "release": ("jobs", "release", "Let held jobs start."),
-    "requeue": ("jobs", "requeue", "Stop running jobs and queue them again."),
-    "migrate": ("migrate", "migrate", "Move a running job to another plan or other devices, in memory."),
-    "profile": ("speed", "profile", "Show measurements and fitted performance of a job's model."),
-    "plans": ("speed", "plans", "Rank a job's plans, and explain excluded ones."),
-    "estimate": ("speed", "estimate", "Estimate a job's plans and duration before submitting it."),
-    "measurements": ("speed", "measurements", "Export and import measured step times."),
-    "checkpoint": ("migrate", "checkpoint", "Write a running job's state to disk."),
-    "unpin": ("migrate", "unpin", "Let the scheduler choose a job's plan again."),
-    "wait": ("jobs", "wait", "Wait for jobs; returns the exit code of the first that failed."),
-    "why": ("jobs", "why", "Explain a job's state."),
-    "history": ("history", "history", "Print past events and decisions."),
-    "journal": ("history", "journal", "Check the file of the daemon's events."),
-    "report": ("queue.report", "report", "Print device-hours, utilisation and waiting times."),
-    "top": ("top", "top", "Watch and control the cluster in this terminal."),
-    "metrics": ("metrics", "metrics", "Print metrics of hosts, devices and jobs for Prometheus."),
-    "simulate": ("simulate", "simulate", "Simulate a workload under several policies and compare them."),
-    "advise": ("advise", "advise", "Answer scheduling situations, one JSON object per line."),
-    "man": ("man", "man", "Print the manual page of all commands."),
-    "completion": ("completion", "completion", "Print the shell's completion script."),
-    "config": ("head_node.settings", "config", "Check a configuration or job file; print their schemas."),
+_GROUPS = {
+    # heading: name: (module, attribute, first line of help)
+    "Jobs": {
+        "submit": ("submit", "submit", "Submit a job file; prints the job's id."),
+        "run": ("submit", "run", "Run a command on the cluster: streams its log, returns its exit code."),
+        "shell": ("interactive.shell", "shell", "Open a shell with its own devices, or inside a running job."),
+        "ls": ("jobs", "ls", "List jobs."),
+        "why": ("jobs", "why", "Explain a job's state."),
+        "show": ("jobs", "show", "Show all details of one job."),
+        "logs": ("jobs", "logs", "Print a job's output."),
+        "wait": ("jobs", "wait", "Wait for jobs; returns the exit code of the first that failed."),
+        "cancel": ("jobs", "cancel", "Cancel jobs and free their devices."),
+        "get": ("files", "get", "Copy files that a job wrote, from any host."),
+        "results": ("queue.results", "results", "Show the tasks of an array or sweep with what they measured."),
+        "edit": ("queue.edit", "edit", "Change what a job asks for: time limit, devices, name."),
+        "priority": ("jobs", "priority", "Change a job's priority."),
+        "hold": ("jobs", "hold", "Keep queued jobs from starting."),
+        "release": ("jobs", "release", "Let held jobs start."),
+        "requeue": ("jobs", "requeue", "Stop running jobs and queue them again."),
+        "resume": ("queue.edit", "resume", "Go on from where a job ended, with another limit or more steps."),
+        "forget": ("files", "forget", "Delete logs and files of finished jobs."),
+        "template": ("submit", "template", "Print a job file for torchrun, accelerate, deepspeed or torchtitan."),
+        "notebook": ("interactive.notebook", "notebook", "Run Jupyter Lab as a job, and open it from this machine."),
+        "forward": ("interactive.forward", "forward", "Make ports of a job's host reachable on this machine."),
+        "ssh-config": ("interactive.forward", "ssh_config", "Print an OpenSSH block for the host of a job."),
+    },
+    "Plans of training jobs": {
+        "estimate": ("speed", "estimate", "Estimate a job's plans and duration before submitting it."),
+        "plans": ("speed", "plans", "Rank a job's plans, and explain excluded ones."),
+        "profile": ("speed", "profile", "Show measurements and fitted performance of a job's model."),
+        "migrate": ("migrate", "migrate", "Move a running job to another plan or other devices, in memory."),
+        "checkpoint": ("migrate", "checkpoint", "Write a running job's state to disk."),
+        "unpin": ("migrate", "unpin", "Let the scheduler choose a job's plan again."),
+        "measurements": ("speed", "measurements", "Export and import measured step times."),
+    },
+    "Hosts": {
+        "host": ("hosts", "host", "Add, list, drain and remove hosts."),
+        "claim": ("queue.claims", "claim", "Keep devices from the scheduler for some time."),
+        "agent": ("head_node.agent", "agent", "Join a cluster from this machine, as from an allocation of Slurm."),
+    },
+    "Cluster": {
+        "start": ("head_node.daemon", "start", "Start the daemon."),
+        "stop": ("head_node.daemon", "stop", "Stop the daemon; jobs keep running."),
+        "status": ("head_node.daemon", "status", "Show the state of the daemon."),
+        "top": ("top", "top", "Watch and control the cluster in this terminal."),
+        "doctor": ("head_node.doctor", "doctor", "Check this machine, the daemon and its hosts."),
+        "history": ("history", "history", "Print past events and decisions."),
+        "report": ("queue.report", "report", "Print device-hours, utilisation and waiting times."),
+        "metrics": ("metrics", "metrics", "Print metrics of hosts, devices and jobs for Prometheus."),
+        "login": ("head_node.daemon", "login", "Let the cluster run your jobs under your own account."),
+        "config": ("head_node.settings", "config", "Check a configuration or job file; print their schemas."),
+        "reload": ("head_node.daemon", "reload", "Read the daemon's settings file again: roles, tenants and limits."),
+        "service": ("head_node.service", "service", "Run the daemon as a service of systemd."),
+        "backup": ("head_node.daemon", "backup", "Copy what another daemon needs to lead the hosts."),
+        "journal": ("history", "journal", "Check the file of the daemon's events."),
+    },
+    "Research": {
+        "simulate": ("simulate", "simulate", "Simulate a workload under several policies and compare them."),
+        "advise": ("advise", "advise", "Answer scheduling situations, one JSON object per line."),
+    },
+    "This program": {
+        "man": ("man", "man", "Print the manual page of all commands."),
+        "completion": ("completion", "completion", "Print the shell's completion script."),
+    },
 }
+
+_COMMANDS = {name: command for group in _GROUPS.values() for name, command in group.items()}
 
 
 EXIT_BUG = 70
@@ -95,12 +110,12 @@ class _Commands(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         module, attribute, _ = _COMMANDS[cmd_name]
-        command: click.Command = getattr(importlib.import_module(f"clusterd.cli.{module}"), attribute)
-        return command
+        return add_examples(getattr(importlib.import_module(f"clusterd.cli.{module}"), attribute), cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, _, text) in _COMMANDS.items()])
+        for heading, commands in _GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, text) for name, (_, _, text) in commands.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -113,6 +113,7 @@ def _wait_until_it_answers(
                 for row in here:
                     difference = _why_different(config, row) if devices and len(row["devices"]) != devices else ""
                     note(f"  {row['name']}: {len(row['devices'])} CPU devices{difference}")
+                note("next: clusterd run -- COMMAND, clusterd submit FILE, clusterd top")
                 return 0
             failed = [row for row in here if row["why"] not in ("", "not connected yet", "the daemon has just started")]
             if failed and time.monotonic() > deadline_s:
