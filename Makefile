@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # Hundreds of processes that import the same modules: compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-gpu test-gpus test-slow test-all soak bench check docs binary clean
+.PHONY: setup demo test test-gpu test-gpus test-slow test-all soak mutants bench check docs binary clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -49,6 +49,14 @@ SECONDS ?= 60
 SEEDS ?= 1-
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) --seeds $(SEEDS)
+
+# Changes of one operator each, and those that no test notices; CODE and TESTS name others than the core's.
+COUNT ?= 60
+SEED ?= 1
+CODE ?= clusterd/core
+TESTS ?= tests/core tests/simulate
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --count $(COUNT) --seed $(SEED) --code $(CODE) --tests $(TESTS)
 
 bench: $(STAMP)
 	for b in $(BENCHMARKS); do $(BIN)/python tests/benchmarks/$$b.py || exit 1; done

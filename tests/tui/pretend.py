@@ -18,7 +18,7 @@ from typing import Any
 from clusterd import protocol
 
 STEPS = 9_999_999
-"""Of job 1, whose step is the time in milliseconds: what is on the screen says how old it is."""
+"""Of job 1 alone, whose step is the time in milliseconds: what is on the screen says how old it is."""
 
 
 def now_ms() -> int:
@@ -44,7 +44,8 @@ class Pretender:
             "reason": "dp=2: the fastest known for its devices" if running else "waits for 4 free devices",
             "priority": 0, "guaranteed": False, "user": "ann", "tenant": "default", "asked": 2, "asked_kind": None,
             "plan": "dp=2" if running else None, "attempt": 1, "devices": [f"{host}:gpu0", f"{host}:gpu1"],
-            "hosts": [host], "holds_devices": running, "step": now_ms(), "steps": STEPS, "first_loss": 10.0,
+            "hosts": [host], "holds_devices": running, "step": now_ms(), "steps": STEPS - (number != 1),
+            "first_loss": 10.0,
             "loss": 1 + now_ms() % 1000 / 1000, "step_time_s": 0.1, "submitted_s": self._started_s - number,
             "started_s": self._started_s, "ended_s": None, "exit_code": None, "pinned": False, "migrating": None,
             "migrations": [],
