@@ -162,12 +162,14 @@ def main() -> None:
     files = sorted(file for folder in given.code for file in (ROOT / folder).rglob("*.py"))
     every = [mutant for file in files for mutant in mutants(file)]
     drawn = random.Random(given.seed).sample(every, min(given.count, len(every)))
-    found = list(survivors(drawn, given.tests, given.processes))
+    found: list[Mutant] = []
+    for mutant in survivors(drawn, given.tests, given.processes):
+        found.append(mutant)
+        if not given.json:
+            print(f"\n{mutant.path}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True)
     if given.json:
         print(json.dumps({"drawn": len(drawn), "of": len(every), "survivors": [asdict(m) for m in found]}, indent=1))
         return
-    for mutant in found:
-        print(f"{mutant.path}:{mutant.line}: {mutant.before}  ->  {mutant.after}")
     print(f"{len(drawn) - len(found)} of {len(drawn)} changes noticed ({len(every)} possible), seed {given.seed}")
 
 

@@ -363,7 +363,7 @@ class MigrationTarget:
         for read in reads:
             if self._gpu is not None and migration.packing.on_device(read):
                 pending.setdefault(read.source, []).append(read)
-        rooms = {migration.outbox_name(source) for source in pending}
+        outboxes = {migration.outbox_name(source) for source in pending}
         if pending:
             self._memory = device_memory.OpenedMemory(self._gpu)
             self._request_published(migration)
@@ -386,7 +386,7 @@ class MigrationTarget:
                 except device_memory.NotShared as error:
                     why_not = str(error)
             self._control.ask(events.ReportDeviceOpened(migration.id, source, self._context.rank, why_not))
-        while not rooms <= {room.name for room in self._control.ask(events.ListSegments(migration.id)).rooms}:
+        while not outboxes <= {made.name for made in self._control.ask(events.ListSegments(migration.id)).rooms}:
             self._next()
 
     def _copies_from_device(
@@ -441,14 +441,16 @@ class MigrationTarget:
         """
         tensors = migration.transfers.new.tensors
         path = published.path
-        on_device = [read for read in reads if self._is_on_device(migration, read)]
+        on_device: list[Read] = []
+        through_host: list[Read] = []
+        for read in reads:
+            (on_device if self._is_on_device(migration, read) else through_host).append(read)
         sums: list[int] = []
         if on_device:
             copies = self._device_copies[source]
             if "device" in published.meta:  # tensors of the source rank have moved since it described them
                 copies = self._copies_from_device(migration, live, on_device, published.meta["device"])
             sums = copies.run()
-        through_host = [read for read in reads if read not in on_device] if on_device else reads
         segment = self._mapped.get(path)
         if not through_host:
             pass

@@ -14,7 +14,15 @@ import pytest
 from clusterd.agent.host.attempt_records import Attempt
 from clusterd.agent.tensors.datasets import Datasets
 from clusterd.agent.tensors.moves import Moves
-from clusterd.protocol.control import MakeSegment, PublishSegment
+from clusterd.protocol.control import (
+    DeviceOpened,
+    MakeSegment,
+    PublishSegment,
+    ReportDeviceOpened,
+    SegmentMade,
+    SegmentPublished,
+)
+from clusterd.protocol.messages import Event
 from tests.agent.client import accepted
 
 SIZE = 4 << 20
@@ -97,3 +105,17 @@ def test_an_attempt_that_is_over_leaves_nothing_of_its_moves(moves: Moves, attem
     stored = [segment(moves, attempt, name) for name in ("j.1.g1.snap0.0", "j.11.2.in", "k.1.2.in")]
     moves.end("j", 1)
     assert [path.exists() for path in (*left, *stored)] == [False, False, True, True, True]
+
+
+def test_ranks_learn_where_state_lies_on_their_device_and_who_has_opened_it(tmp_path: Path, attempt: Attempt) -> None:
+    """A target rank that connects late asks for the descriptions published so far."""
+    sent: list[Event] = []
+    moves = Moves(tmp_path, lambda *_: 0, lambda *to_event: sent.append(to_event[-1]), lambda _: False, Datasets())
+    path = segment(moves, attempt, "j.1.2.device1", 5)
+    publish(moves, attempt, "j.1.2.device1")
+    published = SegmentPublished("j.1.2", "j.1.2.device1", str(path), {"step": 1}, "device", 1)
+    assert sent == [SegmentMade("j.1.2.device1", str(path), "j.1.2"), published]
+    assert moves.segments("j.1.2").segments == (published,)
+    moves.device_opened(attempt, ReportDeviceOpened("j.1.2", source=1, target=0, why_not="no handles"))
+    assert sent[-1] == DeviceOpened("j.1.2", source=1, target=0, why_not="no handles")
+    moves.close()
