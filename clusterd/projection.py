@@ -229,7 +229,8 @@ def attempt_row(attempt: Attempt) -> rows.Attempt:
         for number, rank in sorted(attempt.ranks.items())
     )
     plan, cores = str(attempt.plan) if attempt.plan else None, dict(attempt.booked.cores)
-    return rows.row_of(rows.Attempt, attempt, plan=plan, cores=cores, why=attempt.stop.why, ranks=ranks)
+    start = tuple(rows.Phase(phase=phase, seconds=seconds) for phase, seconds in attempt.start)
+    return rows.row_of(rows.Attempt, attempt, plan=plan, cores=cores, why=attempt.stop.why, ranks=ranks, start=start)
 
 
 def host_row(state: State, host: Host, link: Row | None = None) -> rows.Host:

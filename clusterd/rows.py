@@ -200,6 +200,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     build_times_s: Annotated[dict[str, float], about("Time that the environment took to build, by host.")] = {}
     versions: Annotated[dict[str, dict[str, str]], about("Versions of Python, torch, CUDA and driver, by host.")] = {}
     started_s: Annotated[Seconds, about("Start.")] = 0.0
+    start: Annotated[tuple[Phase, ...], about("Phases up to the first step of an elastic job.")] = ()
     ended_s: Annotated[Seconds | None, about("End.")] = None
     why: Annotated[str, about("Reason of its end.")] = ""
     ranks: Annotated[tuple[Rank, ...], about("Its ranks.")] = ()

@@ -213,6 +213,9 @@ def show(job: str, output: str) -> None:
         parts += [f"environment built on {host} in {duration(took_s)}" for host, took_s in built.items()]
         parts += [attempt["why"]] if attempt["why"] else []
         print_line(f"  attempt {attempt['number']}: {', '.join(parts)}")
+        if start := attempt.get("start"):  # absent from the reply of an older daemon
+            phases = ", ".join(f"{phase['phase']} {duration(phase['seconds'])}" for phase in start)
+            print_line(f"    first step after {duration(sum(phase['seconds'] for phase in start))}: {phases}")
         for line in _version_lines(attempt.get("versions", {})):  # absent from the reply of an older daemon
             print_line(f"    {line}")
         for rank in attempt["ranks"]:

@@ -95,6 +95,7 @@ class Inspection:
     host: HostId | None = None  # where it is made
     shape: dict[str, Any] | None = None  # plans.model_shape.ModelShape
     model: str = ""  # signature: key of `State.performance_tables`
+    ended_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +275,7 @@ class Attempt:
     former: dict[int, Former] = field(default_factory=dict)  # generations before this one
     versions: dict[HostId, dict[str, str]] = field(default_factory=dict)  # of Python, torch, CUDA, driver
     build_times_s: dict[HostId, float] = field(default_factory=dict)  # of hosts that built it for this attempt
+    start: tuple[tuple[str, float], ...] = ()  # phases up to the first step, with their seconds; empty: not known
     announced_cores: int | None = None  # per device, last sent to its ranks; None: nothing was sent
     reserved_devices: dict[DeviceId, HostId] = field(default_factory=dict)  # held, idle while a smaller plan is tried
     history: History = field(default_factory=list)

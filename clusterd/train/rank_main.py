@@ -44,6 +44,7 @@ from clusterd.train.process.job import Job, Outcome
 from clusterd.train.process.loggers import Loggers
 from clusterd.train.process.probe import probe
 from clusterd.train.process.run_in_fork import run_in_fork
+from clusterd.train.process.start_phases import StartPhases
 from clusterd.train.process.steps_log import StepsLog
 from clusterd.train.proof.ranks import prove_split
 from clusterd.train.proof.split import Verdict, cuts
@@ -179,6 +180,8 @@ _trained_here: set[tuple[Path | None, Any, int, int]] = set()
 @contextmanager
 def training_loop(job: Job, context: Context, control: Control, log: StepLog) -> Iterator[TrainingLoop]:
     """Loop of one rank at its first step, from creating process groups to destroying them."""
+    started = StartPhases()
+    started.end("process")
     target = MigrationTarget(context, control) if context.standby and context.migration is not None else None
     shape = ModelShape.from_dict(context.migration.shape) if context.migration is not None else None
     if context.rank == 0 and job.save is not None:
@@ -226,8 +229,10 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
         if context.rank == 0 and not verdict.unclear:
             control.report(Proved(context.plan.family))
     # No fork from here on: a child of a process with a CUDA context and the threads of NCCL may hang.
+    started.end("proof")
     device = device_of(context)
     with process_groups(context, device, store) as mesh:
+        started.end("context")
 
         def make() -> Training:
             fingerprint.check_same_on_all_ranks(compared)
@@ -246,6 +251,8 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
                 training.optimizer.make_state()
                 restored = dcp_files.find(context.restore)
                 dcp.restore(training, training.shape, restored)
+            started.end("build")
+            training.started = started
         control.send_status(Ready())
         if context.probe and target is None:
             figures = probe(device, context.hosts, precision.dtype_of(job.precision))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterd.train.process.start_phases import PHASES
 from tests.conftest import RunningCluster, crash_host, processes_of, until
 
 ELASTIC = """
@@ -60,6 +61,8 @@ def test_two_elastic_jobs_under_different_plans_across_hosts(local_cluster: Runn
         row = local_cluster.job(job)
         assert (row["step"], row["steps"]) == (12, 12)
         assert row["loss"] < row["first_loss"]
+        started = [phase["phase"] for phase in row["attempts"][0]["start"]]
+        assert started == ["inspect", "queue", "launch", *PHASES]
         assert len(row["hosts"]) == 2
         steps = [json.loads(line) for line in local_cluster.call("steps", job=job)["data"].splitlines()]
         assert [s["step"] for s in steps] == list(range(1, 13))

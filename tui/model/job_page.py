@@ -242,6 +242,9 @@ def _attempts(job: rows.Job, details: JobDetails, now_s: float) -> list[Line]:
         made.append(line((f"{attempt.number:>2} ", "bold"), f"{attempt.plan or 'command'}  ", (when, "dim")))
         if attempt.why:
             made.append(line("   ", (printable(attempt.why), "warn")))
+        if attempt.start:
+            phases = ", ".join(f"{each.phase} {duration(each.seconds)}" for each in attempt.start)
+            made.append(line("   ", (f"to its first step: {phases}", "dim")))
         ends = {rank.end for rank in attempt.ranks if rank.end}
         if ends:
             made.append(line("   ", ("ranks: " + ", ".join(sorted(ends)), "dim")))

@@ -319,6 +319,7 @@ def on_attempt_progressed(ctx: HandlerContext, event: e.AttemptProgressed) -> No
     if job is None or attempt is None or event.step < attempt.step:
         return  # a report that was delayed on its way
     attempt.step = event.step
+    attempt.start = attempt.start or _start_phases(job, attempt, event.start)
     restart = job.restarting
     if restart is not None and restart.step is not None and event.step > restart.step:
         _restart_completed(ctx, job, restart)
@@ -335,6 +336,22 @@ def on_attempt_progressed(ctx: HandlerContext, event: e.AttemptProgressed) -> No
     _watch_for_nan(ctx, job, attempt, is_nan)
     if job.trials.current is not None and job.trials.current.from_step is None:
         ctx.pass_due = True
+
+
+def _start_phases(job: Job, attempt: Attempt, of_rank: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
+    """Phases up to the first step, in seconds: from the submit for a job's first attempt, else from its start.
+
+    Args:
+        of_rank: "began_s" of rank 0's process, by its host's clock, and its own phases; empty: not known.
+    """
+    if not of_rank:
+        return ()
+    (_, began_s), *own = of_rank
+    phases = [("launch", began_s - attempt.started_s), *own]
+    if attempt.number == 1:
+        inspected_s = job.inspection.ended_s or job.submitted_s
+        phases = [("inspect", inspected_s - job.submitted_s), ("queue", attempt.started_s - inspected_s), *phases]
+    return tuple((phase, max(seconds, 0.0)) for phase, seconds in phases)
 
 
 def on_idleness_observed(ctx: HandlerContext, event: e.IdlenessObserved) -> None:

@@ -132,7 +132,7 @@ def on_job_recalled(ctx: HandlerContext, event: e.JobRecalled) -> None:
 def on_model_described(ctx: HandlerContext, event: e.ModelDescribed) -> None:
     job = ctx.state.jobs.get(event.job)
     if job is not None and not job.state.is_final:
-        job.inspection = Inspection(InspectionState.DONE, shape=event.shape, model=event.model)
+        job.inspection = Inspection(InspectionState.DONE, shape=event.shape, model=event.model, ended_s=event.at_s)
         job.building.clear()
         ctx.pass_due = True
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
 
 import anyio
 import anyio.abc
+import msgspec
 
 from clusterd.core import events as e
 from clusterd.daemon.journal.engine import Engine
@@ -25,7 +25,7 @@ EVERY_S, EVERY_MOST_S = 2.0, 10.0
 SHARE = 1 / 360
 """Interval as a share of the attempt's age: after an hour of training two seconds are no news."""
 
-FIRST_STEP_BYTES = 512
+FIRST_STEP_BYTES = 2048
 """Enough for one line of steps.jsonl."""
 
 ReadRequest = Callable[[HostId, ReadSteps], Awaitable[Chunk]]
@@ -54,7 +54,7 @@ class Progress:
         attempt = self._engine.scheduler.state.attempt(JobId(report.job), report.attempt)
         if attempt is not None and attempt.step == report.step > 0:
             return  # an agent that restarts reports its last step again
-        first_loss = None if key in self._posted_at else await self._first_loss(host, *key)
+        first = _FirstStep() if key in self._posted_at else await self._first_step(host, *key)
         now_s = time.monotonic()
         wait_s = self._posted_at.get(key, float("-inf")) + self._every_s(*key) - now_s
         if wait_s > 0 and not report.last:
@@ -75,7 +75,8 @@ class Progress:
                 loss=report.loss,
                 is_nan=report.is_nan,
                 step_time_s=report.step_time_s,
-                first_loss=first_loss,
+                first_loss=first.loss,
+                start=tuple(first.start.items()),
             )
         )
 
@@ -98,13 +99,18 @@ class Progress:
             self._posted_at[key] = float("-inf")
             await self.on_progress(host, report)
 
-    async def _first_loss(self, host: HostId, job: str, attempt: int) -> float | None:
-        """Loss of step 1, read from the host: progress reports carry the newest step alone."""
+    async def _first_step(self, host: HostId, job: str, attempt: int) -> _FirstStep:
+        """Loss of step 1 and phases of the start, read from the host: progress reports carry the newest step alone."""
         try:
             answer = await self._request(host, ReadSteps(job=job, attempt=attempt, offset=0, limit=FIRST_STEP_BYTES))
-            first = json.loads(answer.data.partition(b"\n")[0])
-        except (ClusterError, ValueError) as error:
+            return msgspec.json.decode(answer.data.partition(b"\n")[0], type=_FirstStep)
+        except (ClusterError, msgspec.MsgspecError) as error:
             log.info("the first step of %s is not known: %s", job, error)
-            return None
-        loss = first.get("loss") if isinstance(first, dict) else None  # absent where it was not finite
-        return float(loss) if isinstance(loss, (int, float)) else None
+            return _FirstStep()
+
+
+class _FirstStep(msgspec.Struct):
+    """Fields of a step's row; a loss that is not finite is absent."""
+
+    loss: float | None = None
+    start: dict[str, float] = {}

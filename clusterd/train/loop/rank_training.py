@@ -32,6 +32,7 @@ from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.job import Job
 from clusterd.train.process.run_in_fork import run_in_fork
 from clusterd.train.process.seeding import UPDATE_STAGE, all_generator_states, seed_step
+from clusterd.train.process.start_phases import StartPhases
 from clusterd.train.state.attributes import Attributes
 from clusterd.train.state.evaluations import Evaluations
 from clusterd.train.state.next_steps import NextSteps
@@ -53,6 +54,7 @@ class Training:
         stream: the data, if they are a stream.
         evaluations: schedule and results of the evaluations.
         registered: objects of the script.
+        started: phases of the start, until the first step is recorded; None: another rank's state goes on here.
 
     Args:
         on_meta: build without values; they come from other ranks or a checkpoint.
@@ -81,6 +83,7 @@ class Training:
         if self.stream is None:
             per_epoch = loader.order_of(job.data, job.global_batch, job.seed, job.sampler).steps_per_epoch
         self.registered = Registered()
+        self.started: StartPhases | None = None
         self.compared_metrics: set[str] = set()
         self.evaluations = Evaluations(job.evaluate, steps=job.steps, steps_per_epoch=per_epoch)
         self._prefetched: Iterator[tuple[Any, Any]] | None = None

@@ -55,6 +55,8 @@ class StepRecord:
     def add(self, step: int, time_s: float, consensus: StepConsensus) -> None:
         """Add a step, to be settled after the next one."""
         self._pending = step, time_s, consensus
+        if self._training.started is not None and "first step" not in self._training.started.seconds:
+            self._training.started.end("first step")
 
     def settle(self) -> set[str]:
         """Log the pending step; return the flags that all ranks agreed on in it."""
@@ -101,6 +103,8 @@ class StepRecord:
         return found | self._training.stepper.read_values(consensus.sums())
 
     def _details(self) -> dict[str, Any]:
-        """Phases and memory of the settled step, if it was timed."""
+        """Phases and memory of the settled step, if it was timed; of the first one, phases of the start."""
+        started, self._training.started = self._training.started, None
+        found: dict[str, Any] = {"start": started.record()} if started is not None else {}
         phases = self._training.stepper.phases.read()
-        return {"phases": phases, **self._memory_use.read()} if phases else {}
+        return found | ({"phases": phases, **self._memory_use.read()} if phases else {})
