@@ -138,6 +138,7 @@ class Job(Struct, frozen=True, kw_only=True):
     sees_batch: Annotated[str, about("`replica`: the script accepts that results depend on the plan; else `global`.")] = "global"  # noqa: E501
     checkpoint: Annotated[str | None, about("Newest checkpoint.")] = None
     checkpoint_step: Annotated[int, about("Its step.")] = 0
+    checkpoint_failure: Annotated[str, about("Why no newer one could be written; empty: none failed.")] = ""
     migrating: Annotated[Migration | None, about("Migration under way.")] = None
     migrations: Annotated[tuple[Migration, ...], about("Those that are over.")] = ()
     place: Annotated[int | UnsetType | None, about("Place in the queue; in answers to `jobs`, `job`, `why`.")] = UNSET

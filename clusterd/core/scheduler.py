@@ -302,6 +302,7 @@ _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.AttemptProgressed: attempt_events.on_attempt_progressed,
     e.IdlenessObserved: attempt_events.on_idleness_observed,
     e.CheckpointTaken: attempt_events.on_checkpoint_taken,
+    e.CheckpointFailed: attempt_events.on_checkpoint_failed,
     e.MigrationRequested: migration_events.on_migration_requested,
     e.JobUnpinned: migration_events.on_job_unpinned,
     e.MigrationAdvanced: migration_events.on_migration_advanced,
