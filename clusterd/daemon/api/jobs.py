@@ -184,8 +184,7 @@ class JobVerbs:
             )
         if known.array is not None and known.array.id:
             admission.refuse_other_array(self._state, known.array, peer.user)
-        awaited = (admission.find_awaited(self._state, text, peer.user) for text in known.after)
-        return replace(known, after=tuple(dict.fromkeys(awaited)))
+        return replace(known, after=admission.find_awaited(self._state, known, peer.user))
 
     async def jobs(self, peer: Peer, all: bool = False, before: str | None = None) -> list[rows.Job]:
         """Rows of the jobs that are not over; with `all`, of the newest that are over, too, oldest first.

@@ -187,8 +187,7 @@ class QueueVerbs:
                 f"job {job.id} ({job.spec.name}) is {job.state.value}: {' and '.join(fixed)} cannot change now: {again}"
             )
         if "after" in changes:
-            found = [admission.find_awaited(self._state, text, peer.user) for text in spec.after]
-            spec = replace(spec, after=tuple(dict.fromkeys(found)))
+            spec = replace(spec, after=admission.find_awaited(self._state, spec, peer.user))
             if (cycle := awaits(spec, job.id, self._state.jobs)) is not None:
                 raise UsageError(f"after: {cycle} waits for job {job.id} itself: they would wait for ever")
         refuse_malformed(spec)
