@@ -86,6 +86,7 @@ def job_row(job: Job, state: State, **others: Any) -> rows.Job:
         loss=progress.loss,
         step_time_s=progress.step_time_s,
         left_s=left_s(job),
+        ends_by_s=state.timers.get(Timer(TimerKind.LIMIT, job.id)),
         progressed_s=progress.reported_s,
         idle_since_s=running.idle_since_s if running is not None else None,
         predicted_step_time_s=predicted_step_time_s(job, state),

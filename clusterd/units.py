@@ -165,7 +165,7 @@ def start_text(
 
 TIMES = {
     "at_s", "since_s", "submitted_s", "queued_s", "created_s", "started_s", "ended_s", "progressed_s", "idle_since_s",
-    "latest_s", "from_s", "until_s", "reclaim_at_s", "not_before_s",
+    "latest_s", "from_s", "until_s", "reclaim_at_s", "not_before_s", "ends_by_s",
 }  # fmt: skip
 """Fields of rows that are points in time, as seconds since the epoch; all other names in ``_s`` are durations."""
 

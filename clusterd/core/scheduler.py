@@ -255,7 +255,8 @@ def _explain_drained(ctx: HandlerContext) -> None:
             continue
         if leaving := sorted(drained.intersection(attempt.hosts)):
             until = "its end" if job.spec.kind is JobKind.COMMAND else "devices are free elsewhere, or its end"
-            ctx.hold(job, f"{', '.join(leaving)} is drained: it stays there until {until}")
+            why = " and ".join(str(ctx.state.hosts[host].unusable) for host in leaving)
+            ctx.hold(job, f"{why}: it stays there until {until}")
         elif held := sorted(claimed.keys() & set(attempt.devices)):
             until = "its end" if job.spec.kind is JobKind.COMMAND else "devices are free elsewhere, or its end"
             ctx.hold(job, f"{', '.join(held)} is {claimed[held[0]]}: it stays there until {until}")

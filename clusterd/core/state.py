@@ -261,6 +261,7 @@ class Attempt:
     plan: Plan | None
     ranks: dict[int, Rank]
     started_s: float
+    reason: str = ""  # of its start
     account: str = ""  # of its job
     state: AttemptState = AttemptState.LAUNCHING
     step: int = 0  # newest that was reported

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from heapq import nlargest
@@ -21,6 +22,7 @@ from clusterd.core import events as e
 from clusterd.core.allocation.requirements import misfit
 from clusterd.core.queueing import admission
 from clusterd.core.state import Job, State
+from clusterd.core.timers import Timer, TimerKind
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.accounts import Accounts
 from clusterd.daemon.api.dry_run import rehearse
@@ -231,9 +233,17 @@ class JobVerbs:
             holders[name] = holders.get(name, 0) + 1
             if (left_s := projection.left_s(holder)) is not None:
                 holders_left_s[name] = max(left_s, holders_left_s.get(name, 0.0))
+        core_holders: Counter[str] = Counter()
+        most_left_s: dict[str, float] = {}
+        for holder in map(self._state.jobs.__getitem__, self._state.active):
+            name = holder.spec.name
+            core_holders[name] += sum(holder.attempt.booked.cores.values()) if holder.attempt is not None else 0
+            if (ends_s := self._state.timers.get(Timer(TimerKind.LIMIT, holder.id))) is not None:
+                most_left_s[name] = max(ends_s - time.time(), most_left_s.get(name, 0.0))
         misfits = (misfit(known, host) for host in self._state.hosts.values())
         return rows.Explanation(
             **self._placed(known), holders=holders, holders_left_s=holders_left_s,
+            core_holders=dict(core_holders), holders_most_s=most_left_s,
             misfits=tuple(text for text in misfits if text is not None),
             unusable=tuple(projection.unusable(known, self._state, time.time())),
             decisions=await self._decisions(known.id),
