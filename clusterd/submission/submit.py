@@ -62,7 +62,7 @@ def with_workdir(
     packed = pack_workdir(cluster, spec)
     if packed.secrets:
         named = ", ".join(packed.secrets[:3]) + (f" and {len(packed.secrets) - 3} more" * (len(packed.secrets) > 3))
-        say(f"not sent, being secrets by their names: {named} (!NAME in {IGNORE_FILE} sends one)")
+        say(f"not sent, as they look like secrets: {named} (!NAME in {IGNORE_FILE} sends one)")
     with packed.archive:
         if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
             cluster.call("dry_run", spec=plain(first or spec), only_check=True)  # what is refused needs no files
