@@ -321,12 +321,13 @@ def logs(
 @click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
 @click.option("--wait", "and_wait", is_flag=True, help="Wait until their devices are free.")
 @click.option("--now", is_flag=True, help="Kill at once, without saving; also jobs being cancelled.")
-def cancel(jobs: tuple[str, ...], and_wait: bool, now: bool) -> None:
+@click.option("--why", help="Reason, which the job's owner and others see.")
+def cancel(jobs: tuple[str, ...], and_wait: bool, now: bool, why: str | None) -> None:
     """Cancel jobs and free their devices; a pattern such as 'net_*' selects your own active jobs."""
     failures: list[ClusterError] = []
     with Client() as cluster:
         first, *others = own_jobs(cluster, jobs, over=False)
-        at_once: dict[str, Any] = {"now": True} if now else {}
+        at_once: dict[str, Any] = {**({"now": True} if now else {}), **({"why": why} if why else {})}
         if others:  # in one request: else the devices of the first would go to the next
             answer = cluster.call("cancel", job=first, also=others, **at_once)
             rows, failures = answer["jobs"], [refusal(Failure.of(error)) for error in answer["refused"]]

@@ -47,6 +47,7 @@ _COMMANDS = {
     "priority": ("jobs", "priority", "Change a job's priority."),
     "edit": ("queue.edit", "edit", "Change what a job asks for: time limit, devices, name."),
     "resume": ("queue.edit", "resume", "Go on from where a job ended, with another limit or more steps."),
+    "rerun": ("queue.edit", "rerun", "Run a job, or the failed tasks of an array, again."),
     "hold": ("jobs", "hold", "Keep queued jobs from starting."),
     "release": ("jobs", "release", "Let held jobs start."),
     "requeue": ("jobs", "requeue", "Stop running jobs and queue them again."),

@@ -181,6 +181,7 @@ class JobCancelled(Event):
     job: JobId
     by: str = ""
     now: bool = False  # without a grace period
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

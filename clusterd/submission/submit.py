@@ -47,6 +47,13 @@ def plain(spec: JobSpec) -> dict[str, Any]:
     return described
 
 
+def spec_of(row: dict[str, Any]) -> JobSpec:
+    """Decode a job's specification, as rows have it."""
+    import msgspec
+
+    return msgspec.convert(row, JobSpec)
+
+
 def with_workdir(
     cluster: Client, spec: JobSpec, say: Callable[[str], None] = lambda _: None, first: JobSpec | None = None
 ) -> JobSpec:

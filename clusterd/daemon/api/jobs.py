@@ -271,7 +271,7 @@ class JobVerbs:
         return {"events": happened, "decisions": _decided(decisions)}
 
     async def cancel(
-        self, peer: Peer, job: str, also: list[str] | None = None, now: bool = False
+        self, peer: Peer, job: str, also: list[str] | None = None, now: bool = False, why: str = ""
     ) -> rows.Job | rows.Cancelled:
         """Cancel a job; replies at once, `wait` reports when its devices are free.
 
@@ -279,10 +279,12 @@ class JobVerbs:
             also: others at the same moment, so that none of them starts where another one ends. Each that cannot be
                 cancelled is told of beside those that are.
             now: without the time that they have to save what they did, also where that has begun.
+            why: reason, which its owner and others see.
         """
+        of = {"by": peer.user, "now": now, "why": " ".join(why.split())[:WHY_MAX]}
         if also is None:
-            return await _cancel_one(self._engine, peer, job, now)
-        return await _cancel_several(self._engine, peer, [job, *also], now)
+            return await _cancel_one(self._engine, peer, job, of)
+        return await _cancel_several(self._engine, peer, [job, *also], of)
 
     async def steps(
         self, peer: Peer, job: str, attempt: int | None = None, last_bytes: int | None = None
@@ -350,6 +352,9 @@ class JobVerbs:
         return change.row
 
 
+WHY_MAX = 500
+"""Characters of a reason that a user gives."""
+
 ROWS_AT_ONCE = 100
 """Rows between two turns of the event loop."""
 
@@ -399,18 +404,18 @@ def _decided(stored: Sequence[tuple[float, str, bytes]]) -> tuple[rows.Decision,
     return tuple(projection.decision_summary(codec.decision(kind, body), at_s) for at_s, kind, body in reversed(stored))
 
 
-async def _cancel_one(engine: Engine, peer: Peer, job: str, now: bool) -> rows.Job:
+async def _cancel_one(engine: Engine, peer: Peer, job: str, of: dict[str, Any]) -> rows.Job:
     """Cancel a job and return its row; `now`: without a grace period.
 
     Raises:
         ClusterError: it is over, or not the peer's.
     """
     known = _cancellable(engine, peer, job)
-    await engine.post(e.JobCancelled(at_s=time.time(), job=known.id, by=peer.user, now=now))
+    await engine.post(e.JobCancelled(at_s=time.time(), job=known.id, **of))
     return projection.job_row(known, engine.scheduler.state)
 
 
-async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], now: bool) -> rows.Cancelled:
+async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], of: dict[str, Any]) -> rows.Cancelled:
     """Cancel several jobs; returns the rows of those cancelled and the errors of the others."""
     found: dict[JobId, Job] = {}
     refused = []
@@ -425,7 +430,7 @@ async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], now: bool
         async with anyio.create_task_group() as group:
             # Queued jobs first: where there are several batches, the first must not free devices for jobs of the next.
             for known in sorted(found.values(), key=lambda job: job.state is not JobState.QUEUED):
-                group.start_soon(engine.post, e.JobCancelled(at_s=now_s, job=known.id, by=peer.user, now=now))
+                group.start_soon(engine.post, e.JobCancelled(at_s=now_s, job=known.id, **of))
     except ExceptionGroup as errors:
         raise first_of(errors) from None
     cancelled = tuple(projection.job_row(known, engine.scheduler.state) for known in found.values())
