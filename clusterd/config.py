@@ -49,6 +49,7 @@ NOTIFICATIONS = (
     "job cancelled",
     "job queued again",
     "job idle",
+    "job not saved",
     "host lost",
     "host back",
 )

@@ -277,7 +277,7 @@ PLAN = Value(expected='write it as "dp=2,tp=2" or { dp = 2, tp = 2 }', accepts=(
 PLANS = Value(expected="it must be a list", accepts=list, convert=lambda plans: tuple(map(PLAN.read, plans)))
 TEXTS = _listed("text; put it in quotes")
 PATHS = replace(TEXTS, separator="\0")  # which may have commas
-JOBS = replace(TEXTS, metavar="JOB[:any|failed]")
+JOBS = replace(TEXTS, metavar="JOB[:any|failed|corr]")
 LABELS = _listed('label of a host; write it as in ["nvlink", "rack=a"]', is_label)
 CODES = _numbers("exit code of a failed job; write it as in [75, 85]", 1, 255)
 PORTS = _numbers("port; write them as in [6006, 8888]", 1, 65535)

@@ -86,6 +86,7 @@ def job_row(job: Job, state: State, **others: Any) -> rows.Job:
         loss=progress.loss,
         step_time_s=progress.step_time_s,
         left_s=left_s(job),
+        ends_by_s=state.timers.get(Timer(TimerKind.LIMIT, job.id)),
         progressed_s=progress.reported_s,
         idle_since_s=running.idle_since_s if running is not None else None,
         predicted_step_time_s=predicted_step_time_s(job, state),
@@ -99,6 +100,7 @@ def job_row(job: Job, state: State, **others: Any) -> rows.Job:
         sees_batch=shape.get("sees_batch", "global"),
         checkpoint=job.checkpoint.path,
         checkpoint_step=job.checkpoint.step,
+        checkpoint_failure=job.checkpoint.failure,
         migrating=migration_row(running.migration) if running and running.migration else None,
         migrations=tuple(migration_row(change) for change in job.plan_changes),
         **{"place": UNSET, "edited": UNSET, **others},
@@ -168,6 +170,9 @@ def reason(job: Job, state: State) -> str:
         ends_s = state.timers.get(Timer(TimerKind.IDLE, job.id))
         then = f", and it ends at {_clock(ends_s)} if that lasts" if ends_s is not None else ""
         return f"idle: its devices have done nothing since {_clock(attempt.idle_since_s)}{then}; {job.reason}"
+    if attempt is not None and job.checkpoint.failure and not away and attempt.state is not AttemptState.STOPPING:
+        good = f"of step {job.checkpoint.step:,}" if job.checkpoint.path is not None else "none"
+        return f"not saved: {job.checkpoint.failure} (the newest checkpoint: {good}); {job.reason}"
     if attempt is None or not away:
         return job.reason
     account = attempt.account

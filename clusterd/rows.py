@@ -121,6 +121,8 @@ class Job(Struct, frozen=True, kw_only=True):
     loss: Annotated[float | None, about("Loss of the newest step.")] = None
     step_time_s: Annotated[Seconds | None, about("Measured duration of a step.")] = None
     left_s: Annotated[float | None, about("Time to the end at this speed.")] = None
+    time_limit_s: Annotated[Seconds | None, about("Longest run; null: no limit.")] = None
+    ends_by_s: Annotated[Seconds | None, about("Time at which its time limit ends it; null: it has none, or does not run.")] = None  # noqa: E501
     progressed_s: Annotated[Seconds | None, about("Time of the newest step.")] = None
     idle_since_s: Annotated[Seconds | None, about("Time since when its devices do nothing.")] = None
     predicted_step_time_s: Annotated[Seconds | None, about("Predicted duration of a step.")] = None
@@ -138,6 +140,7 @@ class Job(Struct, frozen=True, kw_only=True):
     sees_batch: Annotated[str, about("`replica`: the script accepts that results depend on the plan; else `global`.")] = "global"  # noqa: E501
     checkpoint: Annotated[str | None, about("Newest checkpoint.")] = None
     checkpoint_step: Annotated[int, about("Its step.")] = 0
+    checkpoint_failure: Annotated[str, about("Why no newer one could be written; empty: none failed.")] = ""
     migrating: Annotated[Migration | None, about("Migration under way.")] = None
     migrations: Annotated[tuple[Migration, ...], about("Those that are over.")] = ()
     place: Annotated[int | UnsetType | None, about("Place in the queue; in answers to `jobs`, `job`, `why`.")] = UNSET
@@ -246,6 +249,8 @@ class Explanation(PlacedJob, frozen=True, kw_only=True):
 
     holders: Annotated[dict[str, int], about("Devices that jobs hold, by name.")] = {}
     holders_left_s: Annotated[dict[str, float], about("Time to the end of these, where it is known.")] = {}
+    holders_most_s: Annotated[dict[str, float], about("Time to the time limit of running jobs, by name.")] = {}
+    core_holders: Annotated[dict[str, int], about("CPU cores that jobs hold, by name.")] = {}
     misfits: Annotated[tuple[str, ...], about("Hosts that do not fit it, with the reason.")] = ()
     unusable: Annotated[tuple[str, ...], about("Hosts and devices that are unusable now, with the reason.")] = ()
     decisions: Annotated[tuple[Decision, ...], about("The newest decisions about it, oldest first.")] = ()

@@ -231,10 +231,12 @@ class JobSpec:
     user: str = ""
     account: str = ""  # on the hosts, under which it runs; "": the daemon's own
     after: Annotated[tuple[JobId, ...], Key(
-        k.JOBS, 'Jobs, by id or name, that must have finished; "JOB:any": be over; "JOB:failed".', "none",
+        k.JOBS, 'Jobs, by id, name or pattern, that must have finished; the id of an array is all of it; "JOB:any": '
+        'be over; "JOB:failed"; "JOB:corr": its task of this index; "singleton": earlier jobs of this name.', "none",
         edit=QUEUED, option="--after")] = ()
     time_limit_s: Annotated[float | None, Key(k.DURATION, "Longest run, as in 12h; jobs that can save do so before it.",
-                                              "none", name="limits.time", edit=RUNNING, option="--time")] = None
+                                              "none", name="limits.time", edit=RUNNING, option="--time",
+                                              row="time_limit_s")] = None
     stall_s: Annotated[float | None, Key(k.DURATION, "An elastic job without a step for so long is restarted from its "
                                          "newest state.", "never", name="limits.stall", edit=RUNNING)] = None
     grace_s: Annotated[float, Key(k.DURATION, "Between the request to stop and SIGKILL.", name="limits.grace",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -164,15 +165,17 @@ def start_text(
 
 TIMES = {
     "at_s", "since_s", "submitted_s", "queued_s", "created_s", "started_s", "ended_s", "progressed_s", "idle_since_s",
-    "latest_s", "from_s", "until_s", "reclaim_at_s", "not_before_s",
+    "latest_s", "from_s", "until_s", "reclaim_at_s", "not_before_s", "ends_by_s",
 }  # fmt: skip
 """Fields of rows that are points in time, as seconds since the epoch; all other names in ``_s`` are durations."""
 
 
 def with_iso_times(value: Any) -> Any:
-    """Copy of rows in which each point in time is there as text by ISO 8601, too: ``started_s`` and ``started_at``."""
+    """Copy of rows in which each point in time is text by ISO 8601, too: ``started_s``, ``started_at``."""
     if isinstance(value, list | tuple):
         return [with_iso_times(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no such number
     if not isinstance(value, dict):
         return value
     shown: dict[Any, Any] = {}

@@ -7,6 +7,7 @@ import fnmatch
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def get(job: str, files: tuple[str, ...], folder: Path, force: bool, output: str
     """Copy FILES that a job wrote into its working directory; without FILES, list them.
 
     A FILE is a path below the working directory, a folder, or a pattern in quotes, as in '*.pt'. While the job runs, a
-    file is copied up to its current end.
+    file is copied up to its current end. A path that several hosts of a job wrote is copied below a folder for each.
     """
     with Client() as cluster:
         listing = cluster.call("files", job=job)
@@ -40,18 +41,22 @@ def get(job: str, files: tuple[str, ...], folder: Path, force: bool, output: str
             _list(listing, output)
             return
         chosen = [_matching(listing, wanted) for wanted in files]
-        unique = {file["path"]: file for some in chosen for file in some}
+        files_of = Counter(file["path"] for file in listing["files"])
+        unique = {
+            file["path"] if files_of[file["path"]] == 1 else os.path.join(file["host"], file["path"]): file
+            for some in chosen
+            for file in some
+        }
         away = [path for path in unique if not (folder / path).resolve().is_relative_to(folder.resolve())]
         if away:
-            raise ClusterError(
-                f"{unique[away[0]]['host']} names {away[0]}, which is outside {folder}: nothing was copied"
-            )
+            file = unique[away[0]]
+            raise ClusterError(f"{file['host']} names {file['path']}, which is outside {folder}: nothing was copied")
         taken = [path for path in unique if not force and os.path.exists(folder / path)]
         if taken:
             raise ClusterError(f"{folder / taken[0]} already exists: --force overwrites it")
-        for file in unique.values():
-            _copy(cluster, listing["job"], file, folder / file["path"])
-            note(f"{folder / file['path']} ({size(file['bytes'])}) from {file['host']}")
+        for path, file in unique.items():
+            _copy(cluster, listing["job"], file, folder / path)
+            note(f"{folder / path} ({size(file['bytes'])}) from {file['host']}")
 
 
 def _list(listing: dict[str, Any], output: str) -> None:

@@ -103,7 +103,8 @@ def ls(output: str) -> None:
         claims = [
             f"{_local(claim['devices'], row['name'])} claimed: {claim['reason']}" for claim in row.get("claims", ())
         ]
-        why = row["why"] or "; ".join(filter(None, (", ".join(row["jobs"]), *claims)))
+        drained = f"drained ({row['drained']})" if row["drained"] not in (None, "drained") else ""
+        why = "; ".join(filter(None, (drained, row["why"] or ", ".join(row["jobs"]), *claims)))
         memory = size(row["memory_bytes"]) if row["memory_bytes"] else ""
         lines.append([row["name"], state, ago(row["since_s"]), devices, row["cpu_cores"], memory, why])
     headings = ["host", "state", "for", "leased", "cores", "memory", "jobs"]

@@ -82,7 +82,7 @@ def ls(
         show_json(rows, output)
         return
     rows = rows if jobs or state is not None or tasks else _folded(rows, arrays)
-    headings = ["id", "name", "state", "plan", "devices", "step", "left", "loss", "age", "reason"]
+    headings = ["id", "name", "state", "plan", "devices", "step", "left", "loss", "elapsed", "age", "reason"]
     lines = [_array_line(row) if "tasks" in row else _line(row) for row in rows]
     if len({row["user"] for row in rows}) > 1:
         headings.insert(1, "user")
@@ -117,7 +117,7 @@ def _array_line(row: dict[str, Any]) -> list[Any]:
     counts = ", ".join(f"{states[state]} {names.get(state, state)}" for state in _ORDER if states.get(state))
     devices = compact_devices(row["devices"])
     reason = f"{row['tasks']} tasks{most}: {counts}"
-    return [f"{row['id']}_*", row["name"], state, "", devices, "", "", "", ago(row["submitted_s"]), reason]
+    return [f"{row['id']}_*", row["name"], state, "", devices, "", "", "", "", ago(row["submitted_s"]), reason]
 
 
 _RIGHTS = ("guaranteed", "preemptible")
@@ -139,10 +139,27 @@ def _line(row: dict[str, Any]) -> list[Any]:
     )
     step = f"{row['step']}/{row['steps']}" if row["steps"] else (row["step"] or "")
     loss = f"{row['loss']:.4f}" if row["loss"] is not None else ""
-    left_s = row.get("left_s")  # absent from the reply of an older daemon
-    left = duration(left_s) if left_s is not None and row["state"] == "running" else ""
     age = ago(row["submitted_s"])
-    return [row["id"], row["name"], row["state"], row["plan"], devices, step, left, loss, age, reason_now(row)]
+    shown = [row["id"], row["name"], row["state"], row["plan"], devices, step, _left(row), loss]
+    return [*shown, _elapsed(row), age, reason_now(row)]
+
+
+def _left(row: dict[str, Any]) -> str:
+    """Time to the end of a running job, or ``<`` that to its time limit where nothing else is known."""
+    left_s, by_s = row.get("left_s"), row.get("ends_by_s")  # absent from the reply of an older daemon
+    most_s = max(by_s - time.time(), 0.0) if by_s is not None else None
+    if row["state"] != "running" or (left_s is None and most_s is None):
+        return ""
+    if left_s is None or (most_s is not None and most_s < left_s):
+        return f"<{duration(most_s or 0.0)}"
+    return duration(left_s)
+
+
+def _elapsed(row: dict[str, Any]) -> str:
+    """Time from the first start of a job to its end, or to now."""
+    if row["started_s"] is None:
+        return ""
+    return duration(max((row["ended_s"] or time.time()) - row["started_s"], 0.0))
 
 
 def reason_now(row: dict[str, Any]) -> str:
@@ -184,6 +201,8 @@ def show(job: str, output: str) -> None:
         "sees batch": "a replica sees its own part of it, as the script accepts: results depend on the plan"
         if row.get("sees_batch") == "replica"
         else None,
+        "time limit": duration(limit_s) if (limit_s := row.get("time_limit_s")) else None,
+        "elapsed": ", ".join(filter(None, (_elapsed(row), (left := _left(row)) and f"{left} left"))),
         "submitted": _when(row["submitted_s"]),
         "started": _when(row["started_s"]),
         "ended": _when(row["ended_s"]),
@@ -305,12 +324,13 @@ def logs(
 @click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
 @click.option("--wait", "and_wait", is_flag=True, help="Wait until their devices are free.")
 @click.option("--now", is_flag=True, help="Kill at once, without saving; also jobs being cancelled.")
-def cancel(jobs: tuple[str, ...], and_wait: bool, now: bool) -> None:
+@click.option("--why", help="Reason, which the job's owner and others see.")
+def cancel(jobs: tuple[str, ...], and_wait: bool, now: bool, why: str | None) -> None:
     """Cancel jobs and free their devices; a pattern such as 'net_*' selects your own active jobs."""
     failures: list[ClusterError] = []
     with Client() as cluster:
         first, *others = own_jobs(cluster, jobs, over=False)
-        at_once: dict[str, Any] = {"now": True} if now else {}
+        at_once: dict[str, Any] = {**({"now": True} if now else {}), **({"why": why} if why else {})}
         if others:  # in one request: else the devices of the first would go to the next
             answer = cluster.call("cancel", job=first, also=others, **at_once)
             rows, failures = answer["jobs"], [refusal(Failure.of(error)) for error in answer["refused"]]
@@ -428,6 +448,8 @@ def why(job: str, output: str) -> None:
     print(click.style(text, bold=True) if use_colour() else text)
     if silence := _silence(answer):
         print_line(f"  {silence}")
+    if answer["state"] == "running" and (left := _left(answer)):
+        print_line(f"  has run for {_elapsed(answer)}, ends in {left}")
     if promise := promised(answer):
         print_line(f"  {promise}")
     if loan := answer.get("on_loan"):  # absent from the reply of an older daemon
@@ -443,10 +465,11 @@ def why(job: str, output: str) -> None:
     if after := answer.get("after"):  # absent from the reply of an older daemon
         print_line(f"  {after['name']} comes just before it, because {after['why']}")
     if answer["state"] == "queued":
-        for name, count in sorted(answer["holders"].items(), key=lambda item: -item[1])[:8]:
-            left_s = answer.get("holders_left_s", {}).get(name)
-            until = f", for about {duration(left_s)} more" if left_s is not None else ""
-            print_line(f"  {name} holds {counted(count, 'device')}{until}")
+        wants_cores = not answer["asked"] or "core" in answer["reason"]
+        kinds = {"device": answer["holders"], "CPU core": answer.get("core_holders", {}) if wants_cores else {}}
+        for noun, holders in kinds.items():  # those of cores are absent from the reply of an older daemon
+            for name, count in sorted(holders.items(), key=lambda item: -item[1])[:8]:
+                print_line(f"  {name} holds {counted(count, noun)}{_until(answer, name)}")
         misfits = answer.get("misfits", [])  # absent from the reply of an older daemon
         for reason in misfits[:HOSTS_MAX]:
             print_line(f"  {reason}")
@@ -459,6 +482,14 @@ def why(job: str, output: str) -> None:
         first, *others = group
         at = time.strftime("%m-%d %H:%M:%S", time.localtime(first["at_s"]))
         print_line(f"  {at}  {text}{f' ({1 + len(others)} times)' if others else ''}")
+
+
+def _until(answer: dict[str, Any], holder: str) -> str:
+    """For how long a job that holds something is expected to hold it, or may."""
+    for word, times in (("about", "holders_left_s"), ("at most", "holders_most_s")):
+        if (left_s := answer.get(times, {}).get(holder)) is not None:
+            return f", for {word} {duration(left_s)} more"
+    return ""
 
 
 def promised(job: dict[str, Any]) -> str:

@@ -37,6 +37,7 @@ _GROUPS = {
         "hold": ("jobs", "hold", "Keep queued jobs from starting."),
         "release": ("jobs", "release", "Let held jobs start."),
         "requeue": ("jobs", "requeue", "Stop running jobs and queue them again."),
+        "rerun": ("queue.edit", "rerun", "Run a job, or the failed tasks of an array, again."),
         "resume": ("queue.edit", "resume", "Go on from where a job ended, with another limit or more steps."),
         "forget": ("files", "forget", "Delete logs and files of finished jobs."),
         "template": ("submit", "template", "Print a job file for torchrun, accelerate, deepspeed or torchtitan."),

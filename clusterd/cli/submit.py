@@ -121,15 +121,15 @@ def submit(file: Path, output: str, **options: Any) -> int:
     with Client() as cluster:
         if options["dry_run"]:
             return _dry_run(cluster, spec, expand, output, snapshot=True)
-        expand(spec)  # refuses wrong indices before anything is sent
-        spec = with_workdir(cluster, spec, say=note)
+        first = expand(spec)[0]  # refuses wrong indices before anything is sent
+        spec = with_workdir(cluster, spec, note, first)
         answers = _queue(cluster, Request(spec, request.secrets), expand, output)
     if output == "table":
-        first, last = answers[0], answers[-1]
-        if first is last:
-            note(f"{first['name']} is queued: clusterd why {first['id']} shows its state")
+        begin, last = answers[0], answers[-1]
+        if begin is last:
+            note(f"{last['name']} is queued: clusterd why {last['id']} shows its state")
         else:
-            note(f"{len(answers)} jobs are queued, {first['name']} to {last['name']}: clusterd ls lists them")
+            note(f"{len(answers)} jobs are queued, {begin['name']} to {last['name']}: clusterd ls lists them")
     if options["and_wait"]:
         return first_failure(until_over(answer["id"]) for answer in answers)
     return 0
@@ -310,7 +310,8 @@ def run(argv: tuple[str, ...], **options: Any) -> int:
         if options["dry_run"]:
             return _dry_run(cluster, request.spec, expand, "table", snapshot=snapshot)
         if snapshot:
-            request = replace(request, spec=with_workdir(cluster, request.spec, say=note))
+            first = expand(request.spec)[0]
+            request = replace(request, spec=with_workdir(cluster, request.spec, note, first))
         elif request.spec.workdir is not None:
             request = replace(request, spec=replace(request.spec, commit=commit_of(Path(request.spec.workdir))))
         if options["detach"]:

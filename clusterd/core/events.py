@@ -181,6 +181,7 @@ class JobCancelled(Event):
     job: JobId
     by: str = ""
     now: bool = False  # without a grace period
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,6 +425,16 @@ class CheckpointTaken(Event):
     path: str  # "HOST:/folder" where only that host sees it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A checkpoint that nobody waits for, periodic or at a stop, could not be written."""
+
+    job: JobId
+    attempt: int
+    step: int
+    why: str
+
+
 # --- migrations -------------------------------------------------------------------------------------------------------
 
 
@@ -503,8 +514,8 @@ EVENTS: dict[str, type[Event]] = {
         JobSubmitted, JobCancelled, JobReprioritised, JobEdited, JobHeld, JobReleased, JobRequeued, JobsArchived,
         JobRecalled, ModelDescribed, ModelNotDescribed, SpeedLearned, CompletionPredicted, TrialProposed, TrialMeasured,
         EnvironmentBuildStarted, EnvironmentBuilt, AttemptLaunched, LaunchFailed, RankExited, RankOrphaned,
-        AttemptStopped, AttemptProgressed, IdlenessObserved, CheckpointTaken, MigrationRequested, JobUnpinned,
-        MigrationAdvanced, MigrationVerified, MigrationFinished, MigrationFailed,
+        AttemptStopped, AttemptProgressed, IdlenessObserved, CheckpointTaken, CheckpointFailed, MigrationRequested,
+        JobUnpinned, MigrationAdvanced, MigrationVerified, MigrationFinished, MigrationFailed,
     )
 }  # fmt: skip
 """Event classes by the name that the journal stores."""

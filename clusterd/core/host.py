@@ -9,6 +9,9 @@ from clusterd.core import transitions
 from clusterd.core.transitions import History
 from clusterd.types import Device, DeviceId, HostFacts, HostId, HostState, JobId
 
+NO_REASON = "drained"
+"""Value of `Host.drained` where nobody said by whom or why."""
+
 
 @dataclass(slots=True)
 class Fault:
@@ -75,7 +78,7 @@ class Host:
         if self.state is not HostState.UP:
             return f"{self.id} is {self.state.value}"
         if self.drained is not None:
-            return f"{self.id} is drained"
+            return f"{self.id} is drained{f' ({self.drained})' if self.drained != NO_REASON else ''}"
         if self.orphans:
             return f"{self.id} is being cleaned of {len({key[:2] for key in self.orphans})} old attempts"
         return self.unknown_attempts_notice or None

@@ -255,7 +255,8 @@ def _explain_drained(ctx: HandlerContext) -> None:
             continue
         if leaving := sorted(drained.intersection(attempt.hosts)):
             until = "its end" if job.spec.kind is JobKind.COMMAND else "devices are free elsewhere, or its end"
-            ctx.hold(job, f"{', '.join(leaving)} is drained: it stays there until {until}")
+            why = " and ".join(str(ctx.state.hosts[host].unusable) for host in leaving)
+            ctx.hold(job, f"{why}: it stays there until {until}")
         elif held := sorted(claimed.keys() & set(attempt.devices)):
             until = "its end" if job.spec.kind is JobKind.COMMAND else "devices are free elsewhere, or its end"
             ctx.hold(job, f"{', '.join(held)} is {claimed[held[0]]}: it stays there until {until}")
@@ -302,6 +303,7 @@ _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.AttemptProgressed: attempt_events.on_attempt_progressed,
     e.IdlenessObserved: attempt_events.on_idleness_observed,
     e.CheckpointTaken: attempt_events.on_checkpoint_taken,
+    e.CheckpointFailed: attempt_events.on_checkpoint_failed,
     e.MigrationRequested: migration_events.on_migration_requested,
     e.JobUnpinned: migration_events.on_job_unpinned,
     e.MigrationAdvanced: migration_events.on_migration_advanced,

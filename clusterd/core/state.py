@@ -104,6 +104,7 @@ class Checkpoint:
 
     path: str | None = None  # as the job's hosts see it; "HOST:/folder": on that one
     step: int = 0
+    failure: str = ""  # of the attempts to write a newer one since
 
 
 @dataclass(slots=True)
@@ -238,6 +239,7 @@ class Stop:
     skip_grace: bool = False  # its ranks get no time to save, whatever their job asked for
     save: str | None = None  # directory of the checkpoint that its ranks write before they exit; see `StopAttempt`
     saved_step: int | None = None  # of that checkpoint, once it is complete
+    not_saved: str = ""  # why it could not be written
 
 
 @dataclass(slots=True)
@@ -260,6 +262,7 @@ class Attempt:
     plan: Plan | None
     ranks: dict[int, Rank]
     started_s: float
+    reason: str = ""  # of its start
     account: str = ""  # of its job
     state: AttemptState = AttemptState.LAUNCHING
     step: int = 0  # newest that was reported

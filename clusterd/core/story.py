@@ -122,6 +122,11 @@ def _of_job(event: e.Event) -> Line | None:
     return None
 
 
+def not_saved(step: int, why: str) -> str:
+    """Sentence about a checkpoint that could not be written."""
+    return f"step {step:,} was not saved: {why}"
+
+
 def _idleness(event: e.IdlenessObserved, state: State) -> str:
     if event.since_s is None:
         return "its devices work again"
@@ -158,6 +163,8 @@ def _of_attempt(event: e.Event, state: State) -> Line:
             return Line(_idleness(event, state))
         case e.CheckpointTaken(step=step):
             return Line(f"checkpoint of step {step:,}", is_routine=True)
+        case e.CheckpointFailed():
+            return Line(not_saved(event.step, event.why))
         case e.MigrationAdvanced(phase=phase, seconds=seconds, what=what):
             return Line(f"move: {phase} took {duration(seconds)}{f' ({what})' if what else ''}", is_routine=True)
         case e.MigrationVerified(step=step, network_bytes=network, local_bytes=local):

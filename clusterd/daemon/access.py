@@ -65,7 +65,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("job", "why", "wait", "plans", "profile"), _DETAILS),
     **dict.fromkeys(("logs", "steps"), _OUTPUT),
     **dict.fromkeys(("login", "submit", "dry_run", "estimate", "snapshot_has", "snapshot_put", "host_check"), _USE),
-    **dict.fromkeys(("cancel", "hold", "release", "requeue", "priority", "edit", "migrate", "unpin", "resume"), _USE),
+    **dict.fromkeys(
+        ("cancel", "hold", "release", "requeue", "priority", "edit", "migrate", "unpin", "resume", "rerun"), _USE
+    ),
     **dict.fromkeys(("checkpoint", "forget", "files", "file", "shell", "shell_input", "forward"), _USE),
     **{
         verb: Rule(Callers.OPERATORS, does=does)

@@ -20,10 +20,10 @@ import msgspec
 from clusterd.config import Notify
 from clusterd.core import story
 from clusterd.core.decisions import Decision, EndJob, RequeueJob
-from clusterd.core.events import Event, IdlenessObserved
+from clusterd.core.events import CheckpointFailed, CheckpointTaken, Event, IdlenessObserved
 from clusterd.core.state import Job, Outcome, State
 from clusterd.process_attributes import inherited_umask
-from clusterd.types import HostId, HostState
+from clusterd.types import HostId, HostState, JobId
 from clusterd.units import counted
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class Notifier:
     def __init__(self, notify: Notify, state: State) -> None:
         self._notify, self._state = notify, state
         self._lost: set[HostId] = set()
+        self._not_saved: set[JobId] = set()
         self._waiting: deque[Notification] = deque()
         self._wake = anyio.Event()
 
@@ -54,6 +55,12 @@ class Notifier:
             if isinstance(event, IdlenessObserved) and event.since_s is not None:
                 line = story.of_event(event, self._state)
                 self._queue(_of_job(self._state.jobs[event.job], "idle", f" is idle: {line.text}"))
+            if isinstance(event, CheckpointTaken):
+                self._not_saved.discard(event.job)
+            elif isinstance(event, CheckpointFailed) and event.job not in self._not_saved:
+                self._not_saved.add(event.job)
+                line = story.of_event(event, self._state)
+                self._queue(_of_job(self._state.jobs[event.job], "not saved", f": {line.text}"))
         for decision in decisions:
             if isinstance(decision, EndJob):
                 self._queue(

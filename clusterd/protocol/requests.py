@@ -160,6 +160,7 @@ class ReadFile(OfAttempt, Request[FileChunk], verb="file"):
     path: str
     offset: int
     limit: int
+    written: bool = False  # only if the job wrote it: not as it was submitted
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,7 @@ class HostCheck:
     lingers: bool | None = None  # the user's service manager outlives logins; None: the agent is of an older version
     kernels: dict[str, dict[str, Any]] = field(default_factory=dict)  # seconds or an error, by uuid of a GPU
     all_reduce: dict[str, Any] | None = None  # likewise, over several GPUs; None: there are none
+    disk_free_bytes: int | None = None  # where jobs write; None: the agent is of an older version
 
 
 @dataclass(frozen=True)

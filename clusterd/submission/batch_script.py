@@ -164,11 +164,16 @@ def _gpus_per_node(value: str, _: dict[str, Any], resources: dict[str, Any]) -> 
 
 
 def _after(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
-    conditions = {"afterok": "ok", "afterany": "any", "afternotok": "failed"}
+    conditions = {"afterok": "ok", "afterany": "any", "afternotok": "failed", "aftercorr": "corr"}
     for part in value.split(","):
+        if part == "singleton":
+            values.setdefault("after", []).append(part)
+            continue
         how, *jobs = part.split(":")
         if how not in conditions or not jobs:
-            raise ValueError(f"write it as afterok:12, afterany:12 or afternotok:12, not {part!r}")
+            raise ValueError(
+                f"write it as afterok:12, afterany:12, afternotok:12, aftercorr:12 or singleton, not {part!r}"
+            )
         values.setdefault("after", []).extend(f"{job}:{conditions[how]}" for job in jobs)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
@@ -21,8 +23,20 @@ _SECRETS = (
     ".env", ".env.*", "!.env.example", "!.env.sample", "!.env.template", ".envrc", ".netrc", ".pgpass", ".pypirc",
     ".git-credentials", ".ssh/", ".gnupg/", ".aws/", ".azure/", ".kube/", ".docker/", ".config/gcloud/",
     "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.pem", "*.key", "*.p12", "*.pfx", "*.kdbx", "*.keytab",
+    "*.jks", "*.ppk", ".npmrc", ".yarnrc.yml", ".s3cfg", ".boto", ".vault-token", ".htpasswd", ".my.cnf", ".dockercfg",
+    ".databrickscfg", ".modal.toml", ".huggingface/", "huggingface/token", "kaggle.json", "hf_token", "hf_token.txt",
+    "credentials.json", "credentials.toml", "application_default_credentials.json", "client_secret*.json",
+    "*service[-_]account*.json", "secrets.toml", "secrets.json", "secrets.y*ml", "*.tfstate", "*.tfstate.*", "*.tfvars",
 )  # fmt: skip
 """Files that hold passwords and keys by custom; a line such as ``!.env`` in the ignore file sends one all the same."""
+
+_TOKEN = re.compile(
+    rb"-----BEGIN [A-Z ]*PRIVATE KEY-----|\b(?:hf_[A-Za-z]{30,}|gh[pousr]_[A-Za-z0-9]{36}|github_pat_\w{50,}"
+    rb"|glpat-[\w-]{20}|sk-[\w-]{32,}|AKIA[0-9A-Z]{16}|AIza[\w-]{35}|npm_[A-Za-z0-9]{36}|xox[abprs]-[\w-]{20,}|hvs\.[\w-]{24,})"
+)
+"""Keys and tokens of services by their form."""
+TOKEN_FILE_BYTES_MAX = 4096
+"""Larger files are not read for tokens."""
 
 
 class IgnoreRules:
@@ -36,6 +50,7 @@ class IgnoreRules:
         Raises:
             UsageError: the ignore file cannot be read, or has a pattern that gitignore does not know.
         """
+        self._directory = directory
         given = _lines(directory / IGNORE_FILE)
         here = directory.resolve()
         self._left_out = {
@@ -58,6 +73,17 @@ class IgnoreRules:
     def is_secret(self, name: str) -> bool:
         """True for a path, or one below a path, that looks like a secret and that the ignore file does not ask for."""
         return any(self._secrets.match_file(path) for path in [*_parents(name), name])
+
+    def holds_token(self, name: str) -> bool:
+        """True for a small file with what looks like a key or token, unless the ignore file asks for it."""
+        path = self._directory / name
+        try:
+            known = path.lstat()
+            if not stat.S_ISREG(known.st_mode) or known.st_size > TOKEN_FILE_BYTES_MAX:
+                return False
+            return _TOKEN.search(path.read_bytes()) is not None and self._given.check_file(name).include is not False
+        except OSError:
+            return False  # packing it reports the error
 
 
 def _parents(name: str) -> list[str]:

@@ -47,9 +47,20 @@ def plain(spec: JobSpec) -> dict[str, Any]:
     return described
 
 
-def with_workdir(cluster: Client, spec: JobSpec, say: Callable[[str], None] = lambda _: None) -> JobSpec:
+def spec_of(row: dict[str, Any]) -> JobSpec:
+    """Decode a job's specification, as rows have it."""
+    import msgspec
+
+    return msgspec.convert(row, JobSpec)
+
+
+def with_workdir(
+    cluster: Client, spec: JobSpec, say: Callable[[str], None] = lambda _: None, first: JobSpec | None = None
+) -> JobSpec:
     """Send the job's working directory to the daemon if needed; returns the job with its digest.
 
+    Args:
+        first: of the jobs of an array, a sweep or stages: checked in the place of what they are made from.
     Raises:
         ClusterError: the directory cannot be packed, or is too large, or the daemon refuses the job.
     """
@@ -58,10 +69,10 @@ def with_workdir(cluster: Client, spec: JobSpec, say: Callable[[str], None] = la
     packed = pack_workdir(cluster, spec)
     if packed.secrets:
         named = ", ".join(packed.secrets[:3]) + (f" and {len(packed.secrets) - 3} more" * (len(packed.secrets) > 3))
-        say(f"not sent, being secrets by their names: {named} (!NAME in {IGNORE_FILE} sends one)")
+        say(f"not sent, as they look like secrets: {named} (!NAME in {IGNORE_FILE} sends one)")
     with packed.archive:
         if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
-            cluster.call("dry_run", spec=plain(spec), only_check=True)  # what is refused needs no files
+            cluster.call("dry_run", spec=plain(first or spec), only_check=True)  # what is refused needs no files
             say(f"sending {counted(packed.files, 'file')} of {spec.workdir} ({size(packed.size_bytes)})")
             offset = 0
             while True:

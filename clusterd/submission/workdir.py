@@ -58,7 +58,8 @@ def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imp
     rules = IgnoreRules(directory, leave_out)
     listed = _from_git(directory, rules)
     chosen = listed if listed is not None and listed.names else _Listed(list(_walk(directory, rules)))
-    secrets = [name for name in chosen.names if name not in chosen.tracked and rules.is_secret(name)]
+    untracked = [name for name in chosen.names if name not in chosen.tracked]
+    secrets = [name for name in untracked if rules.is_secret(name) or rules.holds_token(name)]
     files = sorted(set(chosen.names).difference(secrets))
     sizes = {file: _size(directory / file) for file in files}
     total = sum(sizes.values())
@@ -151,9 +152,9 @@ class _Listed:
 
 @cache
 def _git_variables() -> frozenset[str]:
-    """Variables by which git finds another repository than that of its directory, as in a hook of that one."""
+    """Variables by which git finds another repository than that of its directory, as in a hook of that one, or none."""
     done = subprocess.run(["git", "rev-parse", "--local-env-vars"], capture_output=True, check=False, text=True)
-    return frozenset(done.stdout.split())
+    return frozenset((*done.stdout.split(), "GIT_CEILING_DIRECTORIES"))
 
 
 def _from_git(directory: Path, rules: IgnoreRules | None = None) -> _Listed | None:

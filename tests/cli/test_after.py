@@ -63,3 +63,40 @@ def test_stages_of_a_script_are_jobs_in_a_chain(shared_cluster: RunningCluster, 
     assert f"after      {jobs[0]}" in shared_cluster.run("show", jobs[1]).stdout
     for options in (("--stages", "a,a"), ("--stages", "a,,b"), ("--sweep", "N=1,2")):
         assert shared_cluster.run("submit", *options, str(file), check=False).returncode == 2
+
+
+def test_an_array_is_awaited_whole(shared_cluster: RunningCluster, tmp_path: Path) -> None:
+    cluster = shared_cluster
+    run = ("run", "-d", "--no-snapshot")
+    wait = ("--", "sh", "-c", f"until [ -e {tmp_path}/$CLUSTERD_ARRAY_TASK_ID ]; do sleep 0.05; done")
+    tasks = cluster.run(*run, "--name", "prep", "--array", "0-2", *wait).stdout.split()
+    by_id = cluster.run(*run, "--after", tasks[0], "--name", "by-id", "--", "true").stdout.strip()
+    shown = {text: cluster.run(*run, "--after", text, "--", "true").stdout.strip() for text in ("prep", "prep_[01]")}
+    first = cluster.run(*run, "--after", f"{tasks[0]}_0", "--", "true").stdout.strip()
+    script = "#!/bin/sh\n#SBATCH --array=1-2 --dependency=aftercorr:{}\ntrue\n"
+    (tmp_path / "corr.sh").write_text(script.format(tasks[0]))
+    each = cluster.run("submit", "corr.sh", cwd=tmp_path).stdout.split()
+    (tmp_path / "0").touch()
+    cluster.run("wait", first)
+    assert f"waits for prep_1 ({tasks[1]}, running) and prep_2 ({tasks[2]}, " in cluster.run("why", by_id).stdout
+    assert cluster.job(shown["prep_[01]"])["reason"] == f"waits for prep_1 ({tasks[1]}, running)"
+    (tmp_path / "1").touch()
+    cluster.run("wait", shown["prep_[01]"], each[0])
+    assert {cluster.job(job)["state"] for job in (by_id, shown["prep"], each[1])} == {"queued"}
+    (tmp_path / "2").touch()
+    cluster.run("wait", by_id, shown["prep"], each[1])
+    for after, why in (("nosuch_*", "no job of yours matches"), (f"{tasks[0]}:corr", "is no task of an array")):
+        refused = cluster.run(*run, "--after", after, "--", "true", check=False)
+        assert refused.returncode == 2 and why in refused.stderr
+
+
+def test_a_singleton_waits_for_earlier_jobs_of_its_name(shared_cluster: RunningCluster, tmp_path: Path) -> None:
+    cluster = shared_cluster
+    run = ("run", "-d", "--no-snapshot", "--after", "singleton", "--name")
+    first = cluster.run(*run, "night", "--", "sleep", "1000").stdout.strip()
+    other = cluster.run(*run, "day", "--", "true").stdout.strip()
+    second = cluster.run(*run, "night", "--", "true").stdout.strip()
+    cluster.run("wait", other)
+    assert cluster.job(second)["reason"] == f"waits for night ({first}, running)"
+    cluster.run("cancel", first)
+    cluster.run("wait", second)

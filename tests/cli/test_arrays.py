@@ -108,3 +108,15 @@ def test_indices_are_read_as_slurm_reads_them(text: str, indices: list[int], mos
 def test_an_invalid_array_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="array"):
         parse_array(text)
+
+
+def test_results_are_what_a_task_itself_wrote(shared_cluster: RunningCluster, tmp_path: Path) -> None:
+    """Metrics of an earlier run lie in the directory that is sent; a loss that is not a number is no JSON."""
+    (tmp_path / "metrics.json").write_text('{"loss": 0.5}')
+    script = "[ $CLUSTERD_ARRAY_TASK_ID = 0 ] || echo '{\"loss\": NaN}' > metrics.json"
+    command = ("run", "-d", "--name", "nan", "--array", "0-1", "--", "sh", "-c", script)
+    tasks = shared_cluster.run(*command, cwd=tmp_path).stdout.split()
+    shared_cluster.run("wait", *tasks)
+    text = shared_cluster.run("results", "nan", "--json").stdout
+    assert "NaN" not in text
+    assert [row["metrics"] for row in json.loads(text)] == [{}, {"loss": None}]

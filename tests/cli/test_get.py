@@ -99,3 +99,34 @@ def test_a_copy_that_a_host_leaves_in_the_middle_is_not_made(local_cluster: Runn
         local_cluster.run("host", "remove", file["host"])
         with pytest.raises(TryLater, match=r"out.bin is not copied, local\d went away in the middle of it"):
             list(chunks)
+
+
+def test_both_nodes_of_a_command_have_their_files(shared_cluster: RunningCluster, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    options = ("--nodes", "2", "--devices-per-node", "1", "--name", "pair")
+    script = "echo $NODE_RANK > rank.txt; echo $NODE_RANK > of-$NODE_RANK.txt"
+    job = shared_cluster.run("run", "-d", *options, "--", "sh", "-c", script, cwd=work).stdout.strip()
+    shared_cluster.run("wait", job)
+    listed = json.loads(shared_cluster.run("get", job, "-o", "json").stdout)
+    assert [f["path"] for f in listed] == ["of-0.txt", "of-1.txt", "rank.txt", "rank.txt"]
+    hosts = sorted({f["host"] for f in listed})
+    shared_cluster.run("get", job, "*.txt", "--to", str(tmp_path / "here"))
+    copied = sorted(str(p.relative_to(tmp_path / "here")) for p in (tmp_path / "here").rglob("*.txt"))
+    assert copied == [f"{hosts[0]}/rank.txt", f"{hosts[1]}/rank.txt", "of-0.txt", "of-1.txt"]
+    assert sorted((tmp_path / "here" / host / "rank.txt").read_text() for host in hosts) == ["0\n", "1\n"]
+
+
+def test_an_input_that_was_replaced_is_written(shared_cluster: RunningCluster, tmp_path: Path) -> None:
+    """Its size and time are those of the submitted one."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "input.txt").write_text("old\n")
+    (work / "other.txt").write_text("old\n")
+    script = "touch -r input.txt time; echo new > new; touch -r time new; mv new input.txt"
+    job = shared_cluster.run("run", "-d", "--name", "same", "--", "sh", "-c", script, cwd=work).stdout.strip()
+    shared_cluster.run("wait", job)
+    shared_cluster.run("get", job, "input.txt", "--to", str(tmp_path / "here"))
+    assert (tmp_path / "here" / "input.txt").read_text() == "new\n"
+    listed = json.loads(shared_cluster.run("get", job, "-o", "json").stdout)
+    assert "other.txt" not in [f["path"] for f in listed]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,17 @@ def test_a_firewall_shows_from_either_side() -> None:
         "c does not reach d at 10.0.0.4:4002: No route to host": "failed",
         "b does not reach c at 10.0.0.3:4001: timed out": "failed",
     }
+
+
+def test_free_space_is_that_of_now(shared_cluster: RunningCluster) -> None:
+    """Not that of the time at which the host connected."""
+    before = _free(shared_cluster)
+    with open(shared_cluster.directory / "large", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 2 << 30)
+        assert _free(shared_cluster) != before
+    os.unlink(file.name)
+
+
+def _free(cluster: RunningCluster) -> set[str]:
+    rows = json.loads(cluster.run("host", "check", "-o", "json").stdout)
+    return {row["said"] for row in rows if row["check"] == "disk"}

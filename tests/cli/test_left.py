@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Self
 
 import pytest
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 from clusterd.cli import jobs
 from clusterd.projection import job_row
 from clusterd.rows import plain
+from tests.conftest import RunningCluster
 from tests.core.conftest import Lab
 from tests.core.lifecycle.test_trials import progress, running
 
@@ -59,3 +61,32 @@ def test_who_waits_is_told_when_devices_come_free(trained: dict[str, Any], monke
     output = CliRunner().invoke(jobs.why, ["1"], catch_exceptions=False).output
     assert "big holds 4 devices, for about 2m00s more" in output
     assert "black-box holds 1 device\n" in output
+
+
+def test_a_time_limit_says_how_long_yet(shared_cluster: RunningCluster) -> None:
+    cluster = shared_cluster
+    command = ("--no-snapshot", "--", "sleep", "1000")
+    job = cluster.run("run", "-d", "--name", "limited", "--time", "30m", *command).stdout.strip()
+    cluster.wait_for(job, lambda row: row["state"] == "running")
+    heading, line = cluster.run("ls", job).stdout.splitlines()
+    assert "ELAPSED" in heading and re.search(r"<(30m00s|29m\d\ds) ", line)
+    shown = cluster.run("show", job).stdout
+    assert "time limit 30m00s" in shown and re.search(r"elapsed +\S+, <\S+ left", shown)
+    assert re.search(r"has run for \S+, ends in <\S+", cluster.run("why", job).stdout)
+
+    cores = max(host["cpu_cores"] for host in cluster.call("hosts"))
+    waits = cluster.run("run", "-d", "--name", "waits", "--cpus", str(cores), *command).stdout.strip()
+    also = cluster.run("run", "-d", "--name", "also", "--cpus", str(cores), *command).stdout.strip()
+    third = cluster.run("run", "-d", "--name", "third", "--cpus", str(cores), *command).stdout.strip()
+    cluster.wait_for(third, lambda row: row["reason"])
+    assert re.search(r"limited holds 1 CPU core, for at most \S+ more", cluster.run("why", third).stdout)
+    cluster.run("cancel", waits, also, third)
+
+    host = cluster.job(job)["hosts"][0]
+    cluster.run("host", "drain", host, "--why", "a new disk")
+    assert "drained (by " in (listed := cluster.run("host", "ls").stdout) and ": a new disk" in listed
+    why = cluster.wait_for(job, lambda row: "drained" in row["reason"])["reason"]
+    assert ": a new disk): it stays there until its end" in why
+    cluster.run("host", "undrain", host)
+    row = cluster.job(job)
+    assert row["reason"] in [one["reason"] for one in row["decisions"] if one["kind"] == "LaunchAttempt"]

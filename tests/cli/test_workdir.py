@@ -359,3 +359,35 @@ def test_times_modes_and_empty_folders_survive(cluster: RunningCluster, tmp_path
     assert done.stdout.splitlines() == ["600 1000000000", "empty"]
     listed = json.loads(cluster.run("get", "j", "-o", "json").stdout)
     assert [file["path"] for file in listed] == ["made"]
+
+
+def test_what_looks_like_a_secret_stays_behind_unless_it_is_named(tmp_path: Path) -> None:
+    """By the names that tools give, and by the form of tokens in small files."""
+    known = (
+        "kaggle.json", ".huggingface/token", ".npmrc", ".s3cfg", "credentials.json", "my-service-account.json",
+        ".vault-token", ".streamlit/secrets.toml", "terraform.tfstate", "terraform.tfstate.backup",
+    )  # fmt: skip
+    for name in known:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    tokens = {"notes.txt": "hf_" + "a" * 34, "sub/cloud.ini": "AKIA" + "B" * 16, "wanted.txt": "gh" + "p_" + "c" * 36}
+    (tmp_path / "sub").mkdir()
+    for name, token in tokens.items():
+        (tmp_path / name).write_text(f"login = {token}\n")
+    (tmp_path / "train.py").write_text("tokenizer_file = 'tokenizer.json'\n")
+    (tmp_path / ".clusterdignore").write_text("!wanted.txt\n")
+    packed = pack(tmp_path, LIMIT)
+    packed.archive.close()
+    assert packed.secrets == tuple(sorted({*known, *tokens} - {"wanted.txt"}))
+    assert {"train.py", "wanted.txt"} <= set(names(tmp_path))
+
+
+def test_a_ceiling_does_not_hide_the_rules_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / ".gitignore").write_text("data/\n")
+    work = tmp_path / "work"
+    (work / "data").mkdir(parents=True)
+    (work / "data" / "large").touch()
+    (work / "train.py").touch()
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    assert names(work) == ["train.py"]

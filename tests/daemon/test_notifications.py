@@ -107,6 +107,26 @@ def test_an_owner_is_told_of_idle_devices_once_they_are(tmp_path: Path) -> None:
     assert told["text"] == f"gpt ({job}) is idle: its devices have done nothing for 1h00m"
 
 
+def test_an_owner_is_told_once_that_checkpoints_fail(tmp_path: Path) -> None:
+    inbox = tmp_path / "inbox"
+    lab = Lab()
+    lab.host("a", gpus=1)
+    job, _ = lab.submit("gpt", user="ann")
+    lab.run(job)
+    notifier = Notifier(config.Notify(("tee", "-a", str(inbox)), config.NOTIFICATIONS), lab.scheduler.state)
+    of = {"job": job, "attempt": 1}
+    for event in (
+        e.CheckpointFailed(**lab.at(), **of, step=10, why="no space left"),
+        e.CheckpointFailed(**lab.at(), **of, step=20, why="no space left"),
+        e.CheckpointTaken(**lab.at(), **of, step=30, path="/shared/0"),
+        e.CheckpointFailed(**lab.at(), **of, step=40, why="no space left"),
+    ):
+        notifier.handled([event], lab.tell(event))
+    anyio.run(notifier.deliver)
+    told = [json.loads(line)["text"] for line in inbox.read_text().splitlines()]
+    assert told == [f"gpt ({job}): step {step} was not saved: no space left" for step in (10, 40)]
+
+
 def test_a_host_is_told_of_when_it_is_lost_and_when_it_is_back(tmp_path: Path) -> None:
     inbox = tmp_path / "inbox"
     host = Host(HostId("gpu01"), HostState.UP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from typing import Any
 
@@ -126,3 +127,30 @@ def test_a_hanging_rank_is_replaced_from_the_state_snapshot(local_cluster: Runni
     assert 0 < first - 1 <= last + 1, "a step is logged with the next one"
     assert "no step for" in local_cluster.run("why", "hangs").stdout
     assert "its threads now" in local_cluster.run("logs", "hangs", "--attempt", "1").stdout
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_fails_is_told_everywhere(local_cluster: RunningCluster) -> None:
+    """A file takes the place of the directory, which stops any account; then somebody removes the file."""
+    saved, aside = local_cluster.directory / "saved", local_cluster.directory / "aside"
+    more = f'checkpoints = {{ directory = "{saved}", every = "1s" }}'
+    text = JOB.format(plan="{ dp = 1 }", more=more).replace("devices = 4", "devices = 1").replace("4000", "100000")
+    job = local_cluster.submit(text, "saved")
+    local_cluster.wait_for(job, lambda row: row["checkpoint"] is not None)
+    saved.rename(aside)
+    saved.touch()
+    row = local_cluster.wait_for(job, lambda row: row["checkpoint_failure"])
+    step = row["checkpoint_step"]
+    assert row["reason"].startswith("not saved: ") and f"(the newest checkpoint: of step {step:,})" in row["reason"]
+    for face in (["why", job], ["ls"], ["history", "--job", job], ["logs", job]):
+        assert re.search(r"not saved.*directory", local_cluster.run(*face).stdout), face
+    saved.unlink()
+    row = local_cluster.wait_for(job, lambda row: row["checkpoint_step"] > step)
+    assert not row["checkpoint_failure"] and "not saved" not in row["reason"]
+
+    saved.rename(local_cluster.directory / "aside-too")
+    saved.touch()
+    local_cluster.run("cancel", job)
+    row = local_cluster.wait_for(job, lambda row: row["ended_s"])
+    assert "not saved, " in row["reason"] and "in time" not in row["reason"]
+    assert row["reason"].endswith(f"; the newest checkpoint is of step {row['checkpoint_step']:,}")

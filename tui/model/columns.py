@@ -186,8 +186,10 @@ def _ran(job: rows.Job, frame: CellContext) -> Line:
 def _why(job: rows.Job, frame: CellContext) -> Line:
     """Time left of a job that trains; else the reason for its state, or its promised start."""
     if job.state == "running":
-        left_s = time_left_s(job)
-        return _text("" if left_s is None else f"{duration(left_s)} left")
+        left_s, at_most = time_left_s(job), ""
+        if left_s is None and job.ends_by_s is not None:
+            left_s, at_most = max(job.ends_by_s - frame.now_s, 0.0), "<"
+        return _text("" if left_s is None else f"{at_most}{duration(left_s)} left")
     if job.promise is not None:
         return _text(promise_text(job.promise, frame.now_s), "dim")
     failed = job.state == "failed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import os
 import shutil
 import stat
@@ -35,13 +36,28 @@ def written(generations: list[Attempt], submitted: Path | None) -> Files:
     """
     newest: dict[str, FileRow] = {}
     for work, since_s in _works(generations).items():
-        is_copy = work.is_relative_to(generations[0].directory.parent)
-        for file in _written(work, submitted, since_s if not is_copy else 0.0):
+        for file in _written(work, submitted, since_s, _is_copy(work, generations)):
             before = newest.get(file.path)
             if before is None or before.at_s <= file.at_s:
                 newest[file.path] = file
     named = tuple(newest[path] for path in sorted(filter(_is_text, newest))[:FILES_MAX])
     return Files(named, more=len(newest) - len(named))
+
+
+def _is_copy(work: Path, generations: list[Attempt]) -> bool:
+    return work.is_relative_to(generations[0].directory.parent)
+
+
+def refuse_submitted(generations: list[Attempt], submitted: Path | None, path: str) -> None:
+    """Refuse a file that the job did not write.
+
+    Raises:
+        Refused: ``path``: it is as it was submitted, or does not exist.
+    """
+    for work, since_s in _works(generations).items():
+        if any(file.path == path for file in _written(work, submitted, since_s, _is_copy(work, generations))):
+            return
+    raise Refused("path", f"{generations[-1].name} has written no {path}")
 
 
 def _works(generations: list[Attempt]) -> dict[Path, float]:
@@ -64,7 +80,7 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _written(work: Path, submitted: Path | None, since_s: float) -> Iterator[FileRow]:
+def _written(work: Path, submitted: Path | None, since_s: float, is_copy: bool) -> Iterator[FileRow]:
     for folder, folders, names in os.walk(work):
         folders[:] = [name for name in folders if name not in _NOISE]
         for name in names:
@@ -77,23 +93,28 @@ def _written(work: Path, submitted: Path | None, since_s: float) -> Iterator[Fil
                     at_s = max(at_s, known.st_mtime)
             except OSError:
                 continue  # removed meanwhile, or a dangling link
-            if not stat.S_ISREG(known.st_mode) or at_s < since_s:
+            if not stat.S_ISREG(known.st_mode) or (at_s < since_s and not is_copy):
                 continue
             below = path.relative_to(work)
-            if submitted is None or not _is_same(path, submitted / below):
+            if submitted is None or not _is_same(path, submitted / below, since_s):
                 yield FileRow(str(below), known.st_size, at_s)
 
 
-def _is_same(path: Path, submitted: Path) -> bool:
-    """True where a file, or link, is as it was submitted."""
+def _is_same(path: Path, submitted: Path, since_s: float) -> bool:
+    """True where a file, or link, is as it was submitted; one that changed since may have kept its size and time."""
     try:
         now, then = path.lstat(), submitted.lstat()
     except OSError:
         return False
     if stat.S_ISLNK(now.st_mode) and stat.S_ISLNK(then.st_mode):
-        return os.readlink(path) == os.readlink(submitted) and _is_same(path.resolve(), submitted.resolve())
+        return os.readlink(path) == os.readlink(submitted) and _is_same(path.resolve(), submitted.resolve(), since_s)
     same_kind = stat.S_IFMT(now.st_mode) == stat.S_IFMT(then.st_mode)
-    return same_kind and (now.st_size, now.st_mtime_ns) == (then.st_size, then.st_mtime_ns)
+    if not same_kind or (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
+        return False
+    try:
+        return now.st_ctime < since_s or filecmp.cmp(path, submitted, shallow=False)
+    except OSError:
+        return False
 
 
 def _leads_within(link: Path, work: Path) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from clusterd.agent.host import append_only_files, checks, files
-from clusterd.agent.host.attempt_records import Refused
+from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import Home, read_json
 from clusterd.agent.host.ports import Ports
 from clusterd.agent.host.workdirs import Workdirs
@@ -143,14 +146,18 @@ class Verbs:
 
     async def _files(self, request: r.ListFiles) -> r.Files:
         found = self._attempts.any_of(request.job, request.attempt)
-        digest = found[-1].launch.snapshot
-        submitted = self._workdirs.path(digest) if digest else None
-        return await asyncio.get_running_loop().run_in_executor(None, files.written, found, submitted)
+        return await in_thread(lambda: files.written(found, self._submitted(found)), "files")
+
+    def _submitted(self, generations: list[Attempt]) -> Path | None:
+        """The unpacked workdir of which an attempt got a copy; None: it submitted none."""
+        digest = generations[-1].launch.snapshot
+        return self._workdirs.path(digest) if digest else None
 
     async def _file(self, request: r.ReadFile) -> r.FileChunk:
         found = self._attempts.any_of(request.job, request.attempt)
-        asked = request.path, request.offset, request.limit
-        return await asyncio.get_running_loop().run_in_executor(None, files.read, found, *asked)
+        if request.written:
+            await in_thread(lambda: files.refuse_submitted(found, self._submitted(found), request.path), "files")
+        return await in_thread(lambda: files.read(found, request.path, request.offset, request.limit), "files")
 
     async def _model(self, request: r.ReadModel) -> r.Model:
         attempt = self._attempts.get(request.job, request.attempt, request.generation)
@@ -188,7 +195,8 @@ class Verbs:
         return self._moves.serve(request.address)
 
     async def _check(self, request: r.CheckHost) -> r.HostCheck:
-        return await in_thread(lambda: checks.check(request.peers, request.python, request.gpus), "check")
+        found = await in_thread(lambda: checks.check(request.peers, request.python, request.gpus), "check")
+        return replace(found, disk_free_bytes=shutil.disk_usage(self._home.root).free)
 
     async def _move(self, request: r.MoveRanks) -> r.Receivers:
         return self._forward(request, control.BeginMigration(request.move))

@@ -1,8 +1,9 @@
-"""``clusterd edit`` and ``resume``: change what a submitted job asks for, or go on from one with changes."""
+"""``clusterd edit``, ``resume`` and ``rerun``: change what a job asks for, go on from one, or run it again."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -10,9 +11,11 @@ import click
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.output import note, output_option, show_json
 from clusterd.client import Client
+from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.launch import SAME_VARIABLE
 from clusterd.submission.job_edit import parse_changes
 from clusterd.submission.job_file import variables
+from clusterd.submission.submit import spec_of, with_workdir
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -64,3 +67,45 @@ def resume(job: str, changes: tuple[str, ...], output: str, **options: Any) -> N
         return
     print(answer["id"], flush=True)
     note(f"{answer['name']} is queued: clusterd why {answer['id']} shows its state")
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_job)
+@click.argument("changes", nargs=-1, metavar="[KEY=VALUE...]")
+@click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be repeated.")
+@click.option("--fresh", is_flag=True, help="Send the working directory as it is now, not as it was submitted.")
+@click.option("--all", "every", is_flag=True, help="All tasks of an array, not only those that failed.")
+@output_option
+def rerun(job: str, changes: tuple[str, ...], env: tuple[str, ...], fresh: bool, every: bool, output: str) -> None:
+    """Submit JOB, which is over, again, with changes by the keys of a job file; prints the new id.
+
+    Of an array or sweep, the tasks that failed or were cancelled run again, each in its place. Secrets are read from
+    this environment.
+
+    \b
+    clusterd rerun night memory=64GB
+    clusterd rerun sweep --fresh
+    """
+    fields = parse_changes(changes) if changes else {}
+    answers = []
+    with Client() as cluster:
+        names = [job]
+        with suppress(ClusterError):  # of no array
+            names = [task["id"] for task in cluster.call("tasks", array=job)]
+        jobs = [cluster.call("job", job=name) for name in names]
+        chosen = [row for row in jobs if every or len(jobs) == 1 or row["state"] in ("failed", "cancelled")]
+        if not chosen:
+            raise UsageError(f"no task of {job} failed: clusterd rerun --all {job} runs all of them again")
+        for row in chosen:
+            spec = row["spec"]
+            sent = with_workdir(cluster, spec_of(spec), note) if fresh else None
+            code = {"snapshot": sent.snapshot, "commit": sent.commit} if sent is not None else {}
+            secrets = {name: os.environ[name] for name in spec["secrets"] if name in os.environ}
+            more: dict[str, Any] = {"env": variables(env), "secrets": secrets, **code}
+            answers.append(cluster.call("rerun", job=row["id"], changes=fields, **more))
+            if output == "table":
+                print(answers[-1]["id"], flush=True)
+    if output != "table":
+        show_json(answers if len(answers) > 1 else answers[0], output)
+        return
+    note(f"{answers[0]['name']} is queued{f', and {len(answers) - 1} more' if len(answers) > 1 else ''}")

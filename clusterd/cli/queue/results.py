@@ -76,7 +76,7 @@ def _metrics(cluster: Client, task: dict[str, Any]) -> dict[str, Any]:
     place = {"host": task["hosts"][0], "attempt": task["attempt"]}
     data = b""
     try:
-        for piece in cluster.stream("file", job=task["id"], path=METRICS, **place):
+        for piece in cluster.stream("file", job=task["id"], path=METRICS, written=True, **place):
             data += piece["data"]
             if piece["size"] > METRICS_BYTES_MAX:
                 note(f"{task['name']}: {METRICS} is larger than 1 MiB and left out")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.estimates.can_migrate import SETTLE_S
@@ -311,6 +313,15 @@ def on_checkpoint_taken(ctx: HandlerContext, event: e.CheckpointTaken) -> None:
         attempt.stop.saved_step = event.step
     if job is not None and event.step >= job.checkpoint.step:
         job.checkpoint = Checkpoint(event.path, event.step)
+
+
+def on_checkpoint_failed(ctx: HandlerContext, event: e.CheckpointFailed) -> None:
+    job = ctx.state.jobs.get(event.job)
+    attempt = ctx.state.attempt(event.job, event.attempt)
+    if attempt is not None and attempt.state is AttemptState.STOPPING:
+        attempt.stop.not_saved = event.why
+    if job is not None and event.step >= job.checkpoint.step:
+        job.checkpoint = replace(job.checkpoint, failure=event.why)
 
 
 def on_attempt_progressed(ctx: HandlerContext, event: e.AttemptProgressed) -> None:

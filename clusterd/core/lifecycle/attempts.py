@@ -105,6 +105,7 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
         plan=start.plan,
         ranks={place.rank: Rank(place) for place in start.ranks},
         started_s=now_s,
+        reason=start.reason,
         account=job.spec.account,
         booked=start.booked,
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from clusterd.core import events as e
 from clusterd.core.events import TimerKind
-from clusterd.core.host import Host
+from clusterd.core.host import NO_REASON, Host
 from clusterd.core.lifecycle import attempt_events, attempts, device_claims, stopping, trial_events
 from clusterd.core.lifecycle.accounts import account_lost, apply_report, lose_attempt, watch_account
 from clusterd.core.lifecycle.adoption import adopt
@@ -182,7 +182,7 @@ def on_host_drained(ctx: HandlerContext, event: e.HostDrained) -> None:
     host = ctx.state.hosts.get(event.host)
     if host is None:
         return
-    host.drained = ": ".join(filter(None, (event.by and f"by {event.by}", event.why))) or "drained"
+    host.drained = ": ".join(filter(None, (event.by and f"by {event.by}", event.why))) or NO_REASON
     ctx.pass_due = True
 
 
@@ -197,7 +197,7 @@ def on_host_undrained(ctx: HandlerContext, event: e.HostUndrained) -> None:
     host.orphans, host.unknown_attempts = host.orphans | host.unknown_attempts, {}
     for attempt in ctx.state.attempts_on(event.host):
         if was_drained and attempt.state is AttemptState.RUNNING:
-            ctx.hold(ctx.state.jobs[attempt.job], f"{event.host} is in use again")
+            ctx.hold(ctx.state.jobs[attempt.job], attempt.reason or f"{event.host} is in use again")
     _admit_host_again(ctx.state, event.host)
     ctx.pass_due = True
 

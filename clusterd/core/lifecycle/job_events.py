@@ -37,7 +37,8 @@ def on_job_submitted(ctx: HandlerContext, event: e.JobSubmitted) -> None:
 
 def on_job_cancelled(ctx: HandlerContext, event: e.JobCancelled) -> None:
     job = ctx.state.jobs[event.job]
-    reason = f"cancelled{f' by {event.by}' if event.by else ''}{', at once' if event.now else ''}"
+    how = f"{f' by {event.by}' if event.by else ''}{', at once' if event.now else ''}"
+    reason = f"cancelled{how}{f': {event.why}' if event.why else ''}"
     if job.attempt is not None and (event.now or job.attempt.stop.outcome in stopping.ENDS_EARLY):
         stopping.skip_grace(ctx, job.attempt, reason)  # the second request does not wait for what the first one saves
     if job.state is JobState.QUEUED:

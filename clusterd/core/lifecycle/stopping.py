@@ -129,11 +129,13 @@ def _described_end(job: Job, attempt: Attempt) -> str:
     stop = attempt.stop
     if stop.saved_step is not None:
         return f"{stop.why}: saved step {stop.saved_step:,}"
+    saved = f"; the newest checkpoint is of step {job.checkpoint.step:,}" if job.checkpoint.path is not None else ""
     if stop.save is not None and stop.skip_grace:
-        return f"{stop.why}: not saved"
+        return f"{stop.why}: not saved{saved}"
     if stop.save is not None:
         cause = attempts.root_cause(attempt)
-        return f"{stop.why}: not saved{f', {cause[1]}' if cause is not None else ' in time'}"
+        failure = stop.not_saved or (str(cause[1]) if cause is not None else "")
+        return f"{stop.why}: not saved{f', {failure}' if failure else ' in time'}{saved}"
     several = job.spec.kind is JobKind.ELASTIC and len(attempt.hosts) > 1 and job.spec.checkpoint_directory is None
     if several and attempt.step and not stop.skip_grace:
         return f"{stop.why}: not saved, because it ran on several hosts without [checkpoints] directory"

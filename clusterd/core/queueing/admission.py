@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from clusterd.core.data_locality import places_of
 from clusterd.core.host import Host
-from clusterd.core.queueing.arrays import find_task
-from clusterd.core.queueing.dependencies import CONDITIONS, is_satisfied
+from clusterd.core.queueing.arrays import find_task, tasks_of
+from clusterd.core.queueing.dependencies import CONDITIONS, CORRESPONDING, SINGLETON, is_satisfied
 from clusterd.core.state import Job, State
 from clusterd.errors import ClusterError, UsageError
 from clusterd.keys import keys_of
@@ -48,20 +49,63 @@ def _newest(jobs: list[Job]) -> Job:
     return max(reversed(jobs), key=lambda job: not job.state.is_final)
 
 
-def find_awaited(state: State, text: str, user: str) -> JobId:
-    """The job that another is to start after, by id or name, with its condition: ``train``, ``12:any``.
+def find_awaited(state: State, spec: JobSpec, user: str) -> tuple[JobId, ...]:
+    """The jobs after which `spec` is to start, each once, with its condition unless that is "ok".
+
+    They are given by id, name or pattern: ``train``, ``12:any``, ``prep_*``. The id of an array is the whole array. Of
+    an array whose task has the index of this one, ``12:corr`` means that task; ``singleton`` means the user's earlier
+    jobs of the same name, however they end.
 
     Raises:
         UsageError: there is none, or several.
-        ClusterError: it will never finish.
+        ClusterError: one will never finish.
     """
-    name, colon, condition = text.partition(":")
-    if colon and condition not in CONDITIONS:
-        raise UsageError(f"after {text!r}: {condition!r} is no condition; there are {', '.join(CONDITIONS)}")
-    job = find_job(state, name, user)
-    if job.state.is_final and not is_satisfied(job, condition or "ok"):
-        raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.state.value}: nothing can start after it")
-    return JobId(f"{job.id}:{condition}" if condition not in ("", "ok") else job.id)
+    found: dict[JobId, None] = {}
+    for text in spec.after:
+        name, colon, condition = text.partition(":")
+        if colon and condition not in (*CONDITIONS, CORRESPONDING):
+            known = ", ".join((*CONDITIONS, CORRESPONDING))
+            raise UsageError(f"after {text!r}: {condition!r} is no condition; there are {known}")
+        if name == SINGLETON:
+            jobs, condition = _same_name(state, spec, user), "any"
+        else:
+            jobs = _named(state, name, user)
+        if condition == CORRESPONDING:
+            index = spec.array.index if spec.array is not None else None
+            jobs = [job for job in jobs if job.spec.array is not None and job.spec.array.index == index]
+            condition = "ok"
+            if not jobs:
+                which = "this job is no task of an array" if index is None else f"{name} has no task {index}"
+                raise UsageError(f"after {text!r}: {which}")
+        for job in jobs:
+            if job.state.is_final and not is_satisfied(job, condition or "ok"):
+                raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.state.value}: nothing can start after it")
+            found[JobId(f"{job.id}:{condition}" if condition not in ("", "ok") else job.id)] = None
+    return tuple(found)
+
+
+def _named(state: State, text: str, user: str) -> list[Job]:
+    """All tasks of an array, the user's newest job of each name that matches a pattern, or one job."""
+    if tasks := tasks_of(state.jobs.values(), text, user):
+        return tasks
+    if not any(letter in text for letter in "*?["):
+        return [find_job(state, text, user)]
+    matching = [j for j in state.jobs.values() if j.spec.user == user and fnmatchcase(j.spec.name, text)]
+    if not matching:
+        raise UsageError(f"after: no job of yours matches {text}")
+    return [_newest([j for j in matching if j.spec.name == name]) for name in sorted({j.spec.name for j in matching})]
+
+
+def _same_name(state: State, spec: JobSpec, user: str) -> list[Job]:
+    """The user's jobs that are not over and have the name of this one, or of its array without being in it."""
+    name = spec.array.name if spec.array is not None else spec.name
+    own = spec.array.id if spec.array is not None else ""
+    return [
+        job
+        for job in state.jobs.values()
+        if job.spec.user == user and not job.state.is_final and name == (job.spec.array or job.spec).name
+        if not (own and job.spec.array is not None and job.spec.array.id == own)
+    ]
 
 
 def find_checkpoint(state: State, spec: JobSpec, user: str, is_operator: bool) -> JobSpec:

@@ -29,7 +29,10 @@ class ArrayLimits:
 
 
 def tasks_of(jobs: Iterable[Job], text: str, user: str) -> list[Job]:
-    """Tasks of the array of this id, or of the user's newest array of this name, by index; empty: there is none."""
+    """Tasks of the array of this id, or of the user's newest array of this name, by index; empty: there is none.
+
+    Of a task that ran again, the newest.
+    """
     text = text.removesuffix("_*")
     tasks = [
         job
@@ -40,8 +43,8 @@ def tasks_of(jobs: Iterable[Job], text: str, user: str) -> list[Job]:
     if not known:
         return []
     chosen = max(known, key=lambda array: (array == text, len(array), array))
-    own = [job for job in tasks if job.spec.array is not None and job.spec.array.id == chosen]
-    return sorted(own, key=lambda job: job.spec.array.index if job.spec.array is not None else 0)
+    own = {a.index: job for job in tasks if (a := job.spec.array) is not None and a.id == chosen}
+    return [own[index] for index in sorted(own)]
 
 
 def find_task(state: State, text: str) -> JobId | None:
@@ -50,7 +53,5 @@ def find_task(state: State, text: str) -> JobId | None:
     if match is None:
         return None
     array, index = JobId(match[1]), int(match[2])
-    tasks = (
-        job for job in state.jobs.values() if (a := job.spec.array) is not None and (a.id, a.index) == (array, index)
-    )
-    return next((job.id for job in tasks), None)
+    tasks = ((job.id, job.spec.array) for job in reversed(state.jobs.values()) if job.spec.array is not None)
+    return next((job for job, place in tasks if (place.id, place.index) == (array, index)), None)

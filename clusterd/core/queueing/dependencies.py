@@ -19,6 +19,12 @@ _SATISFYING = {
 
 CONDITIONS = tuple(_SATISFYING)
 
+CORRESPONDING, SINGLETON = "corr", "singleton"
+"""Words of requests for the task of the same index, and for earlier jobs of the same name; see `find_awaited`."""
+
+SHOWN_MAX = 3
+"""Awaited jobs that a message names."""
+
 
 def split(after: str) -> tuple[JobId, str]:
     """Job and condition of ``12``, ``12:ok``, ``12:any`` and ``12:failed``; the condition is "ok" by default."""
@@ -35,7 +41,9 @@ def waits_for(spec: JobSpec, state: State) -> str | None:
     """Message about the jobs or data that the job waits for; None: it may start."""
     awaited = [job for job, condition in _before(spec, state.jobs) if not is_satisfied(job, condition)]
     if awaited:
-        return "waits for " + " and ".join(f"{job.spec.name} ({job.id}, {job.state.value})" for job in awaited)
+        named = [f"{job.spec.name} ({job.id}, {job.state.value})" for job in awaited[:SHOWN_MAX]]
+        more = [f"{len(awaited) - SHOWN_MAX} more"] if len(awaited) > SHOWN_MAX else []
+        return "waits for " + " and ".join([*named, *more])
     return data_locality.waits_for(spec, state.hosts)
 
 

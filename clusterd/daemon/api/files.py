@@ -16,7 +16,7 @@ from clusterd.errors import AgentLost, ClusterError, TryLater, without_host
 from clusterd.protocol.codec import to_map
 from clusterd.protocol.requests import ListFiles, ReadFile
 from clusterd.ssh.host import AgentRefused
-from clusterd.types import HostId
+from clusterd.types import HostId, JobKind
 
 CHUNK_BYTES = 1 << 20
 
@@ -38,10 +38,13 @@ class FileVerbs:
         return {"file": self.file}
 
     async def files(self, peer: Peer, job: str) -> dict[str, Any]:
-        """Newest file of each path over all attempts, and the hosts that could not be asked, with the reason."""
+        """Newest file of each path over all attempts, and the hosts that could not be asked, with the reason.
+
+        What several hosts of a command wrote under one path are several files.
+        """
         known = self._own(peer, job)
         state = self._engine.scheduler.state
-        newest: dict[str, dict[str, Any]] = {}
+        newest: dict[str, list[dict[str, Any]]] = {}
         left: dict[str, str] = {}
         more = 0
         for attempt in known.attempts:
@@ -58,26 +61,32 @@ class FileVerbs:
                     continue
                 more += answer.more
                 for file in answer.files:
-                    before = newest.get(file.path)
-                    if before is None or before["at_s"] <= file.at_s:
-                        newest[file.path] = {**to_map(file), "host": host, "attempt": attempt.number}
+                    row = {**to_map(file), "host": host, "attempt": attempt.number}
+                    before = newest.setdefault(file.path, [row])
+                    if known.spec.kind is JobKind.COMMAND and before[0]["attempt"] == attempt.number:
+                        if row["at_s"] not in [other["at_s"] for other in before]:  # else they share the directory
+                            before.append(row)
+                    elif before[-1]["at_s"] <= file.at_s:
+                        newest[file.path] = [row]
         return {
             "job": known.id,
             "name": known.spec.name,
-            "files": [newest[path] for path in sorted(newest)],
+            "files": [row for path in sorted(newest) for row in newest[path]],
             "more": more,
             "left": left,
         }
 
-    async def file(self, peer: Peer, job: str, path: str, host: str, attempt: int) -> AsyncIterator[dict[str, Any]]:
-        """Stream one file in chunks: ``{data, size}``."""
+    async def file(
+        self, peer: Peer, job: str, path: str, host: str, attempt: int, written: bool = False
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Stream one file in chunks: ``{data, size}``; `written`: only one that is not as it was submitted."""
         known = self._own(peer, job)
         if not any(attempt == one.number and host in hosts_of(known, one) for one in known.attempts):
             raise ClusterError(f"attempt {attempt} of job {known.id} ({known.spec.name}) was never on {host}")
         offset = 0
         while True:
             try:
-                wanted = ReadFile(known.id, attempt, path, offset, CHUNK_BYTES)
+                wanted = ReadFile(known.id, attempt, path, offset, CHUNK_BYTES, written)
                 piece = await self._hosts.request(HostId(host), wanted)
             except AgentLost as lost:
                 raise TryLater(f"{path} is not copied, {host} went away in the middle of it: {lost}") from None

@@ -109,7 +109,8 @@ class HostChecks:
             return
         up = f"up for {duration(max(time.time() - host.since_s, 0.0))}, reached as {link.get('address', host.id)}"
         yield _row(host.id, "connection", "ok", f"{up}; other hosts reach it at {host.facts.address}")
-        yield from _facts(host, link.get("facts", {}))
+        now = {"disk_free_bytes": answer.get("disk_free_bytes")} if isinstance(answer, dict) else {}
+        yield from _facts(host, {**link.get("facts", {}), **{k: v for k, v in now.items() if v is not None}})
         if isinstance(answer, ClusterError):
             yield _row(host.id, "agent", "failed", str(answer))
         elif answer is not None:

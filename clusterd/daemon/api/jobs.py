@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from heapq import nlargest
@@ -21,6 +22,7 @@ from clusterd.core import events as e
 from clusterd.core.allocation.requirements import misfit
 from clusterd.core.queueing import admission
 from clusterd.core.state import Job, State
+from clusterd.core.timers import Timer, TimerKind
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.accounts import Accounts
 from clusterd.daemon.api.dry_run import rehearse
@@ -184,8 +186,7 @@ class JobVerbs:
             )
         if known.array is not None and known.array.id:
             admission.refuse_other_array(self._state, known.array, peer.user)
-        awaited = (admission.find_awaited(self._state, text, peer.user) for text in known.after)
-        return replace(known, after=tuple(dict.fromkeys(awaited)))
+        return replace(known, after=admission.find_awaited(self._state, known, peer.user))
 
     async def jobs(self, peer: Peer, all: bool = False, before: str | None = None) -> list[rows.Job]:
         """Rows of the jobs that are not over; with `all`, of the newest that are over, too, oldest first.
@@ -232,9 +233,17 @@ class JobVerbs:
             holders[name] = holders.get(name, 0) + 1
             if (left_s := projection.left_s(holder)) is not None:
                 holders_left_s[name] = max(left_s, holders_left_s.get(name, 0.0))
+        core_holders: Counter[str] = Counter()
+        most_left_s: dict[str, float] = {}
+        for holder in map(self._state.jobs.__getitem__, self._state.active):
+            name = holder.spec.name
+            core_holders[name] += sum(holder.attempt.booked.cores.values()) if holder.attempt is not None else 0
+            if (ends_s := self._state.timers.get(Timer(TimerKind.LIMIT, holder.id))) is not None:
+                most_left_s[name] = max(ends_s - time.time(), most_left_s.get(name, 0.0))
         misfits = (misfit(known, host) for host in self._state.hosts.values())
         return rows.Explanation(
             **self._placed(known), holders=holders, holders_left_s=holders_left_s,
+            core_holders=dict(core_holders), holders_most_s=most_left_s,
             misfits=tuple(text for text in misfits if text is not None),
             unusable=tuple(projection.unusable(known, self._state, time.time())),
             decisions=await self._decisions(known.id),
@@ -262,7 +271,7 @@ class JobVerbs:
         return {"events": happened, "decisions": _decided(decisions)}
 
     async def cancel(
-        self, peer: Peer, job: str, also: list[str] | None = None, now: bool = False
+        self, peer: Peer, job: str, also: list[str] | None = None, now: bool = False, why: str = ""
     ) -> rows.Job | rows.Cancelled:
         """Cancel a job; replies at once, `wait` reports when its devices are free.
 
@@ -270,10 +279,12 @@ class JobVerbs:
             also: others at the same moment, so that none of them starts where another one ends. Each that cannot be
                 cancelled is told of beside those that are.
             now: without the time that they have to save what they did, also where that has begun.
+            why: reason, which its owner and others see.
         """
+        of = {"by": peer.user, "now": now, "why": " ".join(why.split())[:WHY_MAX]}
         if also is None:
-            return await _cancel_one(self._engine, peer, job, now)
-        return await _cancel_several(self._engine, peer, [job, *also], now)
+            return await _cancel_one(self._engine, peer, job, of)
+        return await _cancel_several(self._engine, peer, [job, *also], of)
 
     async def steps(
         self, peer: Peer, job: str, attempt: int | None = None, last_bytes: int | None = None
@@ -341,6 +352,9 @@ class JobVerbs:
         return change.row
 
 
+WHY_MAX = 500
+"""Characters of a reason that a user gives."""
+
 ROWS_AT_ONCE = 100
 """Rows between two turns of the event loop."""
 
@@ -390,18 +404,18 @@ def _decided(stored: Sequence[tuple[float, str, bytes]]) -> tuple[rows.Decision,
     return tuple(projection.decision_summary(codec.decision(kind, body), at_s) for at_s, kind, body in reversed(stored))
 
 
-async def _cancel_one(engine: Engine, peer: Peer, job: str, now: bool) -> rows.Job:
+async def _cancel_one(engine: Engine, peer: Peer, job: str, of: dict[str, Any]) -> rows.Job:
     """Cancel a job and return its row; `now`: without a grace period.
 
     Raises:
         ClusterError: it is over, or not the peer's.
     """
     known = _cancellable(engine, peer, job)
-    await engine.post(e.JobCancelled(at_s=time.time(), job=known.id, by=peer.user, now=now))
+    await engine.post(e.JobCancelled(at_s=time.time(), job=known.id, **of))
     return projection.job_row(known, engine.scheduler.state)
 
 
-async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], now: bool) -> rows.Cancelled:
+async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], of: dict[str, Any]) -> rows.Cancelled:
     """Cancel several jobs; returns the rows of those cancelled and the errors of the others."""
     found: dict[JobId, Job] = {}
     refused = []
@@ -416,7 +430,7 @@ async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], now: bool
         async with anyio.create_task_group() as group:
             # Queued jobs first: where there are several batches, the first must not free devices for jobs of the next.
             for known in sorted(found.values(), key=lambda job: job.state is not JobState.QUEUED):
-                group.start_soon(engine.post, e.JobCancelled(at_s=now_s, job=known.id, by=peer.user, now=now))
+                group.start_soon(engine.post, e.JobCancelled(at_s=now_s, job=known.id, **of))
     except ExceptionGroup as errors:
         raise first_of(errors) from None
     cancelled = tuple(projection.job_row(known, engine.scheduler.state) for known in found.values())

@@ -49,6 +49,7 @@ class QueueVerbs:
             "requeue": self.requeue,
             "edit": self.edit,
             "resume": self.resume,
+            "rerun": self.rerun,
             "arrays": self.arrays,
             "tasks": self.tasks,
         }
@@ -133,18 +134,49 @@ class QueueVerbs:
             secrets: values, which are forgotten when a job ends.
         """
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        more = {
+            "restore": known.id,
+            "restore_step": 0,
+            "array": None,
+            **({"steps": steps} if steps is not None else {}),
+        }
+        return await self._submit_again(peer, known, more, changes, env, secrets)
+
+    async def rerun(
+        self,
+        peer: Peer,
+        job: str,
+        changes: dict[str, Any] | None = None,
+        snapshot: str | None = None,
+        commit: str = "",
+        env: dict[str, str] | None = None,
+        secrets: dict[str, str] | None = None,
+    ) -> rows.SubmittedJob:
+        """Submit a job that is over again, as it was; a task takes its own place in its array.
+
+        Args:
+            changes, env, secrets: as of `resume`.
+            snapshot: working directory in the place of the one that was sent; `commit`: of that.
+        """
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        if not known.state.is_final:
+            again = f"clusterd requeue {known.id} stops it and begins it again"
+            raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}: {again}")
+        more = {} if snapshot is None else {"snapshot": snapshot, "commit": commit}
+        return await self._submit_again(peer, known, more, changes, env, secrets)
+
+    async def _submit_again(
+        self,
+        peer: Peer,
+        known: Job,
+        more: dict[str, Any],
+        changes: dict[str, Any] | None,
+        env: dict[str, str] | None,
+        secrets: dict[str, str] | None,
+    ) -> rows.SubmittedJob:
         if missing := sorted({*known.spec.secrets} - {*(secrets or {})}):
             raise UsageError(f"job {known.id} ({known.spec.name}) needs the secret {missing[0]}: set that variable")
-        before = replace(
-            known.spec,
-            restore=known.id,
-            restore_step=0,
-            steps=steps if steps is not None else known.spec.steps,
-            env={**known.spec.env, **(env or {})},
-            after=(),
-            array=None,
-            interactive=False,
-        )
+        before = replace(known.spec, env={**known.spec.env, **(env or {})}, after=(), interactive=False, **more)
         spec = _with_changes(before, changes or {})
         return await self._submit(peer, msgspec.to_builtins(spec), secrets or {})
 
@@ -187,8 +219,7 @@ class QueueVerbs:
                 f"job {job.id} ({job.spec.name}) is {job.state.value}: {' and '.join(fixed)} cannot change now: {again}"
             )
         if "after" in changes:
-            found = [admission.find_awaited(self._state, text, peer.user) for text in spec.after]
-            spec = replace(spec, after=tuple(dict.fromkeys(found)))
+            spec = replace(spec, after=admission.find_awaited(self._state, spec, peer.user))
             if (cycle := awaits(spec, job.id, self._state.jobs)) is not None:
                 raise UsageError(f"after: {cycle} waits for job {job.id} itself: they would wait for ever")
         refuse_malformed(spec)

@@ -62,6 +62,9 @@ ONE_ACCOUNT = {
 }
 """Reason why no other account can log in, by the beginning of the host's address."""
 
+WHY_MAX = 500
+"""Characters of the failure of a checkpoint: ranks run code of users, and it is journaled and shown."""
+
 
 @dataclass(slots=True)
 class _Managed:
@@ -361,8 +364,19 @@ class HostRegistry:
                     )
                 )
                 self.checkpoints.resolve((report.job, taken.asked or taken.path), taken)
-            case rank.CheckpointFailed() as failed:
+            case rank.CheckpointFailed() as failed if (report.job, failed.path) in self.checkpoints:
                 self.checkpoints.resolve((report.job, failed.path), failed)
+            case rank.CheckpointFailed() as failed if report.rank == 0:
+                log.warning("%s.%d: step %d was not saved: %s", report.job, report.attempt, failed.step, failed.why)
+                await self._engine.report(
+                    e.CheckpointFailed(
+                        at_s=time.time(),
+                        job=JobId(report.job),
+                        attempt=report.attempt,
+                        step=failed.step,
+                        why=failed.why[:WHY_MAX],
+                    )
+                )
 
     async def _on_facts(self, host: HostId, report: agent.FactsChanged) -> None:
         self._managed[host].facts = report.facts

@@ -107,6 +107,7 @@ class AsyncCheckpointer:
         self.take(path)
         self.finish()
         if self.failure:
+            self._control.flush()  # the daemon must know why before it hears of the exit
             raise CheckpointFailed(f"the checkpoint at the stop could not be written: {self.failure}")
         print(f"clusterd: saved step {self._training.step} in {path}", flush=True)
 
@@ -167,6 +168,8 @@ class AsyncCheckpointer:
         except Exception as error:  # a full disk is no reason to stop training
             self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             self._control.report(rank.CheckpointFailed(path, self.failure, staged.step))
+            if self._training.context.rank == 0:
+                print(f"clusterd: step {staged.step} was not saved in {path}: {self.failure}", flush=True)
             return
         self.written.append((staged.step, path))
         took_s = time.perf_counter() - began

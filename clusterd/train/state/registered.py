@@ -8,9 +8,14 @@ from typing import Any
 
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.plain_data import NotSerializable, from_plain, plain_with_tensors
+from clusterd.units import size
 
 STATE_BYTES_MAX = 1 << 20
 """Limit for one object's state: it is part of a message, unlike parameters and buffers."""
+
+
+class _TooLarge(NotSerializable):
+    """A state above the limit."""
 
 
 class Registered:
@@ -19,17 +24,24 @@ class Registered:
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
         self._waiting: dict[str, Any] = {}
+        self._warned: set[str] = set()
 
     def add(self, name: str, value: Any) -> None:
         """Register an object; if a state for it was received, load it.
 
         Raises:
-            Refused: the object has no state, or the name is taken.
+            Refused: the object has no state, its state is too large, or the name is taken.
         """
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise Refused(f"register({name!r}): a {type(value).__name__} has no state_dict and load_state_dict")
         if name in self._objects:
             raise Refused(f"register({name!r}): the name is taken by a {type(self._objects[name]).__name__}")
+        try:
+            self._state(name, value)
+        except _TooLarge as error:
+            raise Refused(f"register({name!r}): {error}") from None
+        except NotSerializable:
+            pass  # it may be another by the time that it has to travel, and a checkpoint of this plan holds what it can
         self._objects[name] = value
         if name in self._waiting:
             value.load_state_dict(from_plain(self._waiting.pop(name)))
@@ -40,14 +52,18 @@ class Registered:
         Raises:
             NotSerializable: naming the value.
         """
-        found = dict(self._waiting)
-        for name, value in self._objects.items():
-            found[name] = plain_with_tensors(value.state_dict(), name)
-            if (size := len(json.dumps(found[name]))) > STATE_BYTES_MAX:
-                raise NotSerializable(
-                    f"the state of {name} has {size} bytes: keep large tensors as buffers of the model"
-                )
-        return found
+        return dict(self._waiting) | {name: self._state(name, value) for name, value in self._objects.items()}
+
+    def _state(self, name: str, value: Any) -> Any:
+        state = plain_with_tensors(value.state_dict(), name)
+        bytes_now = len(json.dumps(state))
+        large = f"the state of {name} has {size(bytes_now)} of at most {size(STATE_BYTES_MAX)}"
+        if bytes_now > STATE_BYTES_MAX:
+            raise _TooLarge(f"{large}: keep large tensors as buffers of the model")
+        if bytes_now > STATE_BYTES_MAX / 2 and name not in self._warned:
+            self._warned.add(name)
+            print(f"clusterd: {large}; above that it can be neither moved nor saved for another plan", flush=True)
+        return state
 
     def raw_states(self) -> dict[str, Any]:
         """All states as the objects give them."""

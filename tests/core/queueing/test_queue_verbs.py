@@ -7,7 +7,7 @@ import pytest
 from clusterd.core import events as e
 from clusterd.core.queueing import admission
 from clusterd.errors import ClusterError, UsageError
-from clusterd.types import JobId, RankEnd, Reason
+from clusterd.types import JobId, JobSpec, RankEnd, Reason
 from tests.core.conftest import CRASH, OK, Lab
 
 
@@ -78,17 +78,21 @@ def test_a_job_starts_after_the_end_that_it_waits_for(lab: Lab, condition: str, 
 def test_conditions_are_checked_at_submit(lab: Lab) -> None:
     lab.host("a", gpus=1)
     first, _ = lab.submit("first")
-    state = lab.scheduler.state
-    assert admission.find_awaited(state, "first:any", "") == f"{first}:any"
-    assert admission.find_awaited(state, "first:ok", "") == first
-    with pytest.raises(UsageError, match="'soon' is no condition; there are ok, failed, any"):
-        admission.find_awaited(state, "first:soon", "")
+
+    def find_awaited(text: str) -> tuple[JobId, ...]:
+        spec = JobSpec(name="next", command=("true",), after=(JobId(text),))
+        return admission.find_awaited(lab.scheduler.state, spec, "")
+
+    assert find_awaited("first:any") == (f"{first}:any",)
+    assert find_awaited("first:ok") == (first,)
+    with pytest.raises(UsageError, match="'soon' is no condition; there are ok, failed, any, corr"):
+        find_awaited("first:soon")
     lab.run(first)
     lab.exit(first, end=CRASH)
     lab.stopped(first)
-    assert admission.find_awaited(state, "first:failed", "") == f"{first}:failed"
+    assert find_awaited("first:failed") == (f"{first}:failed",)
     with pytest.raises(ClusterError, match="nothing can start after it"):
-        admission.find_awaited(state, "first", "")
+        find_awaited("first")
 
 
 def test_an_exit_code_of_retry_on_queues_the_job_again(lab: Lab) -> None:

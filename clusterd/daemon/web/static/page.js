@@ -96,12 +96,15 @@ function folded(jobs) {
     if (tasks.length < 2) return [job];
     if (tasks[0] !== job) return [];
     const counts = STATES.map(state => [state, tasks.filter(task => task.state === state).length]).filter(([, count]) => count);
-    return [{...job, array_id: job.array.id, id: `${job.array.id}_*`, name: job.array.name, state: counts[0][0], loss: null, left_s: null,
+    return [{...job, array_id: job.array.id, id: `${job.array.id}_*`, name: job.array.name, state: counts[0][0], loss: null, left_s: null, ends_by_s: null,
       devices: tasks.flatMap(task => task.holds_devices ? task.devices : []), asked: tasks.reduce((sum, task) => sum + task.asked, 0),
       step: tasks.filter(task => task.ended_s !== null).length, steps: tasks.length,
       reason: `${tasks.length} tasks: ${counts.map(([state, count]) => `${count} ${state}`).join(", ")}`}];
   });
 }
+
+// Time to the end at this speed; else to the time limit.
+const left = job => job.left_s === null && job.ends_by_s ? `<${duration(Math.max(job.ends_by_s - Date.now() / 1000, 0))}` : duration(job.left_s);
 
 const queueLink = (job, text) => job.array_id ? element("a", {href: `/?all&array=${encodeURIComponent(job.array_id)}`}, text) : jobLink(job.id, text);
 
@@ -118,7 +121,7 @@ async function queue() {
     ["devices", job => job.devices.length ? `${job.devices.length} of ${job.asked}` : String(job.asked), "number"],
     ["step", progress],
     ["loss", job => number(job.loss), "number"],
-    ["left", job => duration(job.left_s), "number"],
+    ["left", left, "number"],
     ["why", job => job.reason, "why"],
   ];
   const heading = element("h1", {}, array !== null ? `Tasks of ${array}` : all ? "All jobs" : "Queue");
@@ -180,7 +183,7 @@ async function page(name) {
   const facts = [["state", element("span", {class: job.state}, job.state)], ["why", job.reason], ["user", job.user], ["kind", job.kind],
     ["command", job.spec.command && job.spec.command.length ? element("code", {}, job.spec.command.join(" ")) : ""],
     ["devices", job.devices.join(", ") || `asks for ${job.asked}`], ["plan", job.plan], ["step", progress(job)], ["loss", number(job.loss)],
-    ["step time", job.step_time_s ? `${number(job.step_time_s)} s` : ""], ["time left", duration(job.left_s)], ["submitted", clock(job.submitted_s)],
+    ["step time", job.step_time_s ? `${number(job.step_time_s)} s` : ""], ["time left", left(job)], ["submitted", clock(job.submitted_s)],
     ["started", job.started_s ? clock(job.started_s) : ""], ["ended", job.ended_s ? clock(job.ended_s) : ""], ["exit code", job.exit_code === null ? "" : String(job.exit_code)]];
   const shown = facts.filter(([, value]) => value).flatMap(([title, value]) => [element("dt", {}, title), element("dd", {}, value)]);
   const attempts = [["attempt", one => String(one.number)], ["state", one => one.state], ["plan", one => one.plan || ""],
