@@ -115,7 +115,7 @@ def test_a_host_that_is_drained_meanwhile_leaves_the_job_in_the_queue(full: tupl
     decided = lab.stopped(job)
     assert d.LaunchAttempt.match(decided, job=job) is None
     (move,) = lab.scheduler.state.jobs[job].restarts
-    assert move.failure == "a is drained" and lab.state(job) == "queued"
+    assert move.failure == "a is drained (a fan)" and lab.state(job) == "queued"
     assert lab.scheduler.state.holders == {}
 
 
