@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import signal
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -279,8 +283,9 @@ def _queue(cluster: Client, request: Request, expand: Expansion, output: str) ->
 @click.option("--no-snapshot", is_flag=True, help="Run in this directory itself, not a copy; the hosts must share it.")
 @click.option("--dry-run", is_flag=True, help="Print where the job would start, or why it would wait; run nothing.")
 @click.option("-d", "--detach", is_flag=True, help="Print the id and return at once.")
+@output_option
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
-def run(argv: tuple[str, ...], **options: Any) -> int:
+def run(argv: tuple[str, ...], output: str, **options: Any) -> int:
     """Run ARGV on the cluster: streams its log, returns its exit code. Ctrl-C cancels it.
 
     With --nodes ARGV is started once on each host, with the variables of torchrun: MASTER_ADDR, MASTER_PORT, NNODES,
@@ -294,6 +299,10 @@ def run(argv: tuple[str, ...], **options: Any) -> int:
     if (options["sweep"] or options["array"]) and not (options["detach"] or options["dry_run"]):
         option = "--sweep" if options["sweep"] else "--array"
         raise click.UsageError(f"{option} submits several jobs, whose logs cannot be shown together: add --detach")
+    if output != "table" and not (options["detach"] or options["dry_run"]):
+        raise click.UsageError("-o is for the answer of --detach or --dry-run; without them the output is the job's")
+    if not (options["detach"] or options["dry_run"]):
+        _tell_of_input()
     request = command_line_job(
         argv,
         given_values(options),
@@ -308,17 +317,29 @@ def run(argv: tuple[str, ...], **options: Any) -> int:
         check_environment(request.spec, "--uv" if request.spec.uv else "--requirements")
     with Client() as cluster:
         if options["dry_run"]:
-            return _dry_run(cluster, request.spec, expand, "table", snapshot=snapshot)
+            return _dry_run(cluster, request.spec, expand, output, snapshot=snapshot)
         if snapshot:
             first = expand(request.spec)[0]
             request = replace(request, spec=with_workdir(cluster, request.spec, note, first))
         elif request.spec.workdir is not None:
             request = replace(request, spec=replace(request.spec, commit=commit_of(Path(request.spec.workdir))))
         if options["detach"]:
-            _queue(cluster, request, expand, "table")
+            _queue(cluster, request, expand, output)
             return 0
         answer = hand_over(cluster, request)
     return _attend(answer)
+
+
+def _tell_of_input() -> None:
+    """Say that waiting input is not passed on, rather than let a command find none."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # a closed input has nothing to pass on
+        known = os.fstat(sys.stdin.fileno())
+        waits = stat.S_ISFIFO(known.st_mode) and select.select([sys.stdin], [], [], 0)[0]
+        if waits or (stat.S_ISREG(known.st_mode) and os.lseek(sys.stdin.fileno(), 0, os.SEEK_CUR) < known.st_size):
+            note(
+                "standard input is not passed on, and the command reads none; for a command that reads: "
+                "clusterd shell --devices 1 -- COMMAND"
+            )
 
 
 def _attend(answer: dict[str, Any]) -> int:

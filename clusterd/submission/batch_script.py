@@ -18,6 +18,7 @@ from clusterd.errors import ConfigError
 from clusterd.keys import Key
 from clusterd.submission.job_file import Request, job_keys, parse_job
 from clusterd.toml import parse_toml
+from clusterd.units import parse_gpus
 
 PRELUDE = """
 export SLURM_JOB_ID=$CLUSTERD_JOB SLURM_JOBID=$CLUSTERD_JOB SLURM_JOB_NAME=$CLUSTERD_JOB_NAME
@@ -36,7 +37,8 @@ script=$1; shift; source "$script"
 _SHORT = {
     "-J": "--job-name", "-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-c": "--cpus-per-task", "-t": "--time",
     "-p": "--partition", "-A": "--account", "-o": "--output", "-e": "--error", "-w": "--nodelist", "-d": "--dependency",
-    "-C": "--constraint", "-a": "--array",
+    "-C": "--constraint", "-a": "--array", "-x": "--exclude", "-H": "--hold", "-W": "--wait", "-D": "--chdir",
+    "-b": "--begin", "-q": "--qos",
 }  # fmt: skip
 
 IGNORED = (
@@ -120,9 +122,14 @@ def _translate(options: dict[str, tuple[str, str]], alike: dict[str, Key], value
     """Keys of a job file for these options of sbatch; those of `alike` need no translation."""
     resources: dict[str, Any] = {}
     known = dict.fromkeys((*alike, *_MEANINGS))
+    wrong: list[str] = []
+    unknown: list[str] = []
     for name, (value, where) in options.items():
         if name not in known:
-            raise ConfigError(f"{where}: {name} of Slurm is not understood here; these are: {', '.join(known)}")
+            unknown = list(known)
+            instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+            wrong.append(f"{where}: {name} of Slurm is not understood here{instead}")
+            continue
         try:
             if name in _MEANINGS:
                 _MEANINGS[name](value, values, resources)
@@ -132,11 +139,16 @@ def _translate(options: dict[str, tuple[str, str]], alike: dict[str, Key], value
                     _number(value) if key.value.accepts is int else value
                 )
         except ValueError as error:
-            raise ConfigError(f"{where}: {name}={value}: {error}") from None
+            wrong.append(f"{where}: {name}{f'={value}' if value else ''}: {error}")
+    if wrong:
+        raise ConfigError("; ".join(wrong) + (f"; these are: {', '.join(unknown)}" if unknown else ""))
     nodes = resources.get("nodes", 1)
     tasks = resources.pop("tasks", nodes)
     if tasks != nodes:
         raise ConfigError(f"{tasks} tasks on {nodes} nodes: one task per node is started; torchrun starts the others")
+    if (per := resources.pop("memory_per", None)) is not None:
+        gpus = resources.get("gpus_per_node", -(-parse_gpus(resources.get("gpus", nodes))[1] // nodes))
+        resources["memory_each"] *= resources.get("cpus", 1) if per == "cpus" else gpus
     for name in ("cpus", "memory_each"):
         if name in resources:
             resources[name] *= nodes
@@ -196,6 +208,8 @@ def _time(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
         hours, minutes, seconds = given
     else:
         hours, minutes, seconds = 0, *(*given, 0)[:2]
+    if not any(part for part in (days, *given)):
+        return  # no limit, as in Slurm
     total_s = ((days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
     values.setdefault("limits", {})["time"] = f"{total_s}s"
 
@@ -230,6 +244,27 @@ def _constraint(value: str, _: dict[str, Any], resources: dict[str, Any]) -> Non
     resources["constraint"] = re.split("[&,]", value)
 
 
+def _nice(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
+    values["priority"] = -int(value or "100")
+
+
+def _memory_per(count: str) -> Callable[[str, dict[str, Any], dict[str, Any]], None]:
+    def meaning(value: str, values: dict[str, Any], resources: dict[str, Any]) -> None:
+        _memory(value, values, resources)
+        resources["memory_per"] = count
+
+    return meaning
+
+
+_INSTEAD = {
+    "--hold": "submit it, then clusterd hold",
+    "--wait": "clusterd submit --wait",
+    "--chdir": "submit it from that directory",
+    "--wrap": "clusterd run -d -- sh -c COMMAND",
+    "--test-only": "clusterd submit --dry-run",
+}
+"""What does the same here as options that a script cannot give."""
+
 _MEANINGS: dict[str, Callable[[str, dict[str, Any], dict[str, Any]], None]] = {
     "--ntasks": _set("tasks"),
     "--ntasks-per-node": _one_task,
@@ -237,6 +272,10 @@ _MEANINGS: dict[str, Callable[[str, dict[str, Any], dict[str, Any]], None]] = {
     "--gres": _gres,
     "--cpus-per-task": _set("cpus"),
     "--mem": _memory,
+    "--mem-per-cpu": _memory_per("cpus"),
+    "--mem-per-gpu": _memory_per("gpus_per_node"),
+    "--gpus-per-task": _gpus_per_node,
+    "--nice": _nice,
     "--time": _time,
     "--nodelist": _hosts,
     "--dependency": _after,

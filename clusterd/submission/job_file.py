@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -185,6 +186,9 @@ def command_line_job(
     """
     if not argv:
         raise UsageError("nothing to run: give the command after --, as in clusterd run --gpus 1 -- python train.py")
+    if len(argv) == 1 and re.search(r"[\s;&|<>$]", argv[0]) and not os.path.exists(argv[0]):
+        shell = shlex.quote(argv[0])
+        raise UsageError(f"{shell} is no program: give its words apart, or clusterd run -- sh -c {shell} for a shell")
     if unset := [key for key in secrets if key not in os.environ]:
         raise UsageError(f"--secret {unset[0]}: the environment variable {unset[0]} is not set")
     given = {"name": fields.pop("name", None), "limits.time": time_limit}

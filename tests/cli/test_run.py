@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -83,3 +84,18 @@ train.run(
     steps=6,
 )
 """
+
+
+def test_a_detached_job_is_json_and_one_string_gets_a_hint(shared_cluster: RunningCluster) -> None:
+    cluster = shared_cluster
+    answer = json.loads(cluster.run("run", "-d", "-o", "json", "--no-snapshot", "--", "true").stdout)
+    cluster.run("wait", answer["id"])
+    refused = cluster.run("run", "--", "echo $HOME && ls", check=False)
+    assert refused.returncode == 2 and "sh -c 'echo $HOME && ls'" in refused.stderr
+
+
+def test_waiting_input_is_not_dropped_in_silence(shared_cluster: RunningCluster, tmp_path: Path) -> None:
+    said = shared_cluster.run("run", "--no-snapshot", "--", "cat", input="hello\n")
+    assert "standard input is not passed on" in said.stderr and "clusterd shell --devices 1 -- COMMAND" in said.stderr
+    said = shared_cluster.run("run", "--no-snapshot", "--", "true", stdin=subprocess.DEVNULL)
+    assert "standard input" not in said.stderr

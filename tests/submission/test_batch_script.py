@@ -86,7 +86,7 @@ def test_dependencies_keep_their_conditions() -> None:
         ("#SBATCH --mem=lots", "line 2: --mem=lots: write it as in 64G"),
         ("#SBATCH --nodes=2-4", "line 2: --nodes=2-4: it must be a whole number"),
         ("#SBATCH --nodes=2", "--nodes=2 without GPUs"),
-        ("#SBATCH -x gpu3", "line 2: -x is not understood"),
+        ("#SBATCH -y gpu3", "line 2: -y is not understood"),
         ("#SBATCH --job-name='a", "line 2: No closing quotation"),
         ("#CLUSTERD priorty = 1", "did you mean 'priority'?"),
         ("#CLUSTERD priority: 1", "#CLUSTERD lines"),
@@ -97,6 +97,27 @@ def test_lines_without_a_meaning_are_refused_by_name(line: str, message: str) ->
         read_batch_script(script(f"#!/bin/bash\n{line}\ntrue\n"))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value).strip()
+
+
+def test_all_lines_that_are_refused_are_named_at_once() -> None:
+    text = "#!/bin/bash\n#SBATCH --hint=none\n#SBATCH --mem=lots\n#SBATCH -W\ntrue\n"
+    with pytest.raises(ConfigError) as refused:
+        read_batch_script(script(text))
+    for part in (
+        "line 2: --hint",
+        "line 3: --mem=lots",
+        "line 4: --wait of Slurm is not understood here: clusterd submit",
+    ):
+        assert part in str(refused.value)
+
+
+def test_common_options_of_memory_gpus_and_time_have_their_meaning() -> None:
+    text = "#!/bin/bash\n#SBATCH --time=0 --nice=50 -c 4 --mem-per-cpu=2G --gpus-per-task=a100:2\ntrue\n"
+    spec = read_batch_script(script(text))[0].spec
+    assert (spec.time_limit_s, spec.priority, spec.resources.devices) == (None, -50, 2)
+    assert spec.resources.memory_bytes == 8 << 30
+    text = "#!/bin/bash\n#SBATCH --gpus=2 --mem-per-gpu=3G\ntrue\n"
+    assert read_batch_script(script(text))[0].spec.resources.memory_bytes == 6 << 30
 
 
 def test_a_job_file_is_no_script(tmp_path: Path) -> None:
