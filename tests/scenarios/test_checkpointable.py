@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -94,7 +93,7 @@ def test_a_checkpointable_job_leaves_a_drained_host(local_cluster: RunningCluste
     until(lambda: bool(local_cluster.call("steps", job=job, attempt=2)["data"].splitlines()), 30.0, local_cluster.log)
     after = json.loads(local_cluster.call("steps", job=job, attempt=2)["data"].splitlines()[0])
     assert after["step"] == before[-1] + 1
-    assert re.search(rf"{host} is drained \(by .*\): it saves", local_cluster.run("why", job).stdout)
+    assert f"{host} is drained: it saves" in local_cluster.run("why", job).stdout
     local_cluster.run("cancel", job)
 
 
