@@ -1,9 +1,8 @@
 """Design of trials: the plans whose measurement is most informative.
 
 Greedy V-optimal design: the next trial is the one whose measurement, under the current fit, most reduces the mean
-variance of the target predictions. Nothing else is weighed: what makes a trial on many hosts less telling (the error
-of the model there) is in the variance of its measurement, and most of a trial's cost is its migration, which is alike
-for all. Of equally informative trials the one of the fewest device-seconds comes first.
+variance of the target predictions. Nothing else is weighed: most of a trial's cost is its migration, which is alike for
+all. Of equally informative trials the one of the fewest device-seconds comes first.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from clusterd.profiling.coefficients import Array
-from clusterd.profiling.fit import Fit, linearise, row_error
+from clusterd.profiling.fit import Fit, linearise
 from clusterd.profiling.model import Rows
 
 
@@ -57,7 +56,7 @@ def next_trials(
     covariance = _covariance(fit, targets, candidates)
     count = 0 if targets is candidates else len(targets)
     asked = len(targets)
-    noise = row_error(candidates, fit.options, fit.noise) ** 2 + fit.options.misfit**2 / 2.0
+    noise = fit.noise**2
     chosen: list[int] = []
     while len(chosen) < wanted and allowed.any():
         own = np.diag(covariance)[count:] + noise

@@ -341,7 +341,7 @@ def _without_regret(tally: _Tally) -> dict[str, float | None]:
 def variants(method: Method) -> list[Method]:
     """Alternatives to `method`: narrower and wider priors, less and more noise."""
     return [
-        replace(method, prior=method.prior.scaled(width), fit=replace(method.fit, noise=noise, misfit=noise * 1.2))
+        replace(method, prior=method.prior.scaled(width), fit=replace(method.fit, noise=noise))
         for width in (0.7, 1.0, 1.4)
         for noise in (0.015, 0.025, 0.04)
     ]
