@@ -56,6 +56,7 @@ class Posterior:
     logs: Array
     covariance: Array
     weight: float
+    residuals: Array  # logarithms of the measured step times less those of the fit, shape (measurements,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,34 +93,61 @@ class Fit:
 
     def predict(self, rows: Rows) -> Prediction:
         """Predict the step times of `rows`."""
+        gain, unlike = self._corrections(rows)
         means, variances, weights = [], [], []
         for p in self.posteriors:
             if p.weight < 1e-3:
                 continue
             log_s, jacobian = linearise(p.logs, rows, p.structure, p.covariance)
-            means.append(log_s)
+            means.append(log_s + gain @ p.residuals)
             variances.append(np.einsum("ij,jk,ik->i", jacobian, p.covariance, jacobian))
             weights.append(p.weight)
         w = np.array(weights)[:, None] / sum(weights)
         mean = (w * np.array(means)).sum(axis=0)
         spread = (w * (np.array(variances) + (np.array(means) - mean) ** 2)).sum(axis=0)
-        misfit = self.options.misfit**2 * -np.expm1(-_unlikeness(rows, self.rows))
-        return Prediction(np.exp(mean), np.sqrt(spread + self.noise**2 + misfit))
+        return Prediction(np.exp(mean), np.sqrt(spread + self.noise**2 + unlike))
+
+    def covariance(self, rows: Rows) -> tuple[Array, Array]:
+        """Covariance of the logarithms of the step times by the coefficients, shape (rows, rows), and their means.
+
+        Taken over all possible structures: if these disagree about two rows in the same way, measuring one row informs
+        about the other. Errors of the model itself are left out: they tell of few other rows.
+        """
+        gain, _ = self._corrections(rows)
+        means, found = [], np.zeros((len(rows), len(rows)))
+        for p in self.posteriors:
+            log_s, jacobian = linearise(p.logs, rows, p.structure, p.covariance)
+            means.append(log_s + gain @ p.residuals)
+            found = found + p.weight * (jacobian @ p.covariance @ jacobian.T)
+        weights = np.array([p.weight for p in self.posteriors])
+        mean = weights @ np.array(means)
+        deviation = np.array(means) - mean
+        return found + (deviation.T * weights) @ deviation, mean
+
+    def _corrections(self, rows: Rows) -> tuple[Array, Array]:
+        """Weights of measured residuals in each row, shape (rows, measured), and the variance that is left, (rows,).
+
+        Errors of the performance model are alike for like plans, so that a measurement corrects and vouches for them.
+        """
+        misfit = self.options.misfit**2
+        alike = misfit * _likeness(rows, self.rows)
+        among = misfit * _likeness(self.rows, self.rows) + self.noise**2 * np.eye(self.measured)
+        gain = np.linalg.solve(among, alike.T).T
+        return np.asarray(gain), np.asarray(np.maximum(misfit - (gain * alike).sum(axis=1), 0.0))
 
 
-def _unlikeness(rows: Rows, measured: Rows) -> Array:
-    """Squared distance of each row from the nearest measured one, shape (rows,); infinite if none was measured.
+def _likeness(some: Rows, others: Rows) -> Array:
+    """Correlation of the performance model's errors between rows, shape (some, others).
 
-    Errors of the performance model are alike for like plans: a measurement vouches for plans that run the same code on
-    micro-batches of about the same size. One unit is a doubling, or another kind of plan.
+    Plans are alike that run the same code on micro-batches of about the same size: one unit of distance is a doubling,
+    or another kind of plan.
     """
-    kinds = []
-    for f in (rows.features, measured.features):
-        micro_batch = f.share / f.micro
-        doublings = np.log2([f.tp, f.pp, micro_batch])
-        kinds.append(np.array([*doublings, f.zero, f.offload + f.offload_parameters, f.checkpointing]))
-    each = ((kinds[0][:, :, None] - kinds[1][:, None, :]) ** 2).sum(axis=0)
-    return np.asarray(each.min(axis=1, initial=np.inf))
+    places = []
+    for f in (some.features, others.features):
+        doublings = np.log2([f.tp, f.pp, f.share / f.micro])
+        places.append(np.array([*doublings, f.zero, f.offload + f.offload_parameters, f.checkpointing]))
+    distance = places[0][:, :, None] - places[1][:, None, :]
+    return np.asarray(np.exp(-0.5 * (distance**2).sum(axis=0)))
 
 
 def fit(
@@ -181,7 +209,7 @@ def _fit_structures(
         determined.append(len(prior.mean) - float((covariance * known).sum()))
         _, determinant = np.linalg.slogdet(precision * np.outer(prior.width, prior.width))
         evidences.append(math.log(weight) - cost - 0.5 * float(determinant))
-        posteriors.append(Posterior(structure, logs, (covariance + covariance.T) / 2.0, 0.0))
+        posteriors.append(Posterior(structure, logs, (covariance + covariance.T) / 2.0, 0.0, robust * (target - log_s)))
         residuals.append(log_s - target)
     likeliest = max(evidences)
     weights = [math.exp(e - likeliest) for e in evidences]

@@ -218,3 +218,25 @@ def test_a_trial_vouches_for_plans_like_it_more_than_for_others():
     assert width[0] < 0.04 and np.all(width[1:] > 2.0 * width[0])
     both = fit(rows[[0, 1]], predict(truth(), rows[[0, 1]]), sure).predict(rows).width
     assert both[1] < 0.04 and both[2] == pytest.approx(width[2], rel=0.05)
+
+
+def test_trials_look_at_plans_that_may_win():
+    """Where checkpointing is certain to be slower, no trial is spent on it, however uncertain its own time is."""
+    prior = Prior(truth(), np.full(len(truth()), 1e-4)).holding("recompute_ratio", 3.0, 0.3)
+    plans = [Plan(dp=4), Plan(dp=2, tp=2), *(Plan(dp=4, accumulation=m, checkpointing=True) for m in (1, 2, 4))]
+    rows = Rows.of(Row(TRANSFORMER, plan, Allocation.of((4,))) for plan in plans)
+    start = fit(rows[[0]], predict(truth(), rows[[0]]), prior.holding("parallel_path", 1.0, 0.1))
+    variance = np.diag(start.covariance(rows)[0])
+    assert variance[2:].min() > 2.0 * variance[1]
+    assert next_trials(start, rows, rows, np.ones(5), np.ones(5), [0]) == [1]
+
+
+def test_a_measured_plan_is_predicted_by_its_measurement():
+    """The model's formulas are wrong for one kind of plan; its neighbours are corrected, others are not."""
+    sure = Prior(truth(), np.full(len(truth()), 1e-4))
+    plans = (Plan(tp=4), Plan(dp=2, tp=2), Plan(dp=4))
+    rows = Rows.of(Row(TRANSFORMER, plan, Allocation.of((4,))) for plan in plans)
+    real = predict(truth(), rows)
+    wrong = fit(rows[[0]], 1.15 * real[[0]], sure).predict(rows)
+    ratio = wrong.median_s / real
+    assert 1.05 < ratio[0] < 1.15 and 1.0 < ratio[1] < ratio[0] and ratio[2] == pytest.approx(1.0, abs=0.02)
