@@ -1,4 +1,4 @@
-"""Command line of the performance model: ``python -m clusterd.profiling evaluate TABLE.csv``.
+"""Command line of the performance model: ``python -m clusterd.profiling evaluate TABLE...``.
 
 ``python -m clusterd.profiling predictability JOBS.csv`` shows how well the end of jobs is foreseen.
 """
@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rich.table import Table
 from clusterd.profiling.evaluate import AIMS, default_method, evaluate, met
 from clusterd.profiling.predictability.evaluation import judge
 from clusterd.profiling.predictability.job_table import read_jobs
-from clusterd.profiling.table import TableError, read_table
+from clusterd.profiling.table import TableError, is_table, read_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m clusterd.profiling", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("evaluate", help="pick trials from a table of measured step times, predict the rest")
-    command.add_argument("table", type=Path, help="CSV file with one measured plan per row")
+    command.add_argument(
+        "tables",
+        nargs="+",
+        type=Path,
+        metavar="TABLE",
+        help="CSV file with one measured plan per row, or folder of such",
+    )
     command.add_argument("--budget", type=int, default=7, help="trials per model (default 7)")
     command.add_argument("--seeds", type=int, default=20, help="repeats per model (default 20)")
     command.add_argument("--json", action="store_true", help="print one JSON object")
@@ -47,29 +53,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("budget", "seeds", "most_hosts"):
         if (value := getattr(given, name)) is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    try:
+        results = {str(path): _evaluate(path, given) for path in _tables(given.tables)}
+    except TableError as error:
+        print(f"profiling: {error}", file=sys.stderr)
+        return 2
+    one = next(iter(results.values())) if len(results) == 1 else None
+    if given.json:
+        print(json.dumps(one or {"tables": results}, indent=2))
+        return 0
+    if one is not None:
+        show(one, Console())
+    show_by_trials(results, Console())
+    return 0
+
+
+def _tables(paths: Sequence[Path]) -> list[Path]:
+    """The files among `paths`, and the tables of step times in the folders among them."""
+    found = []
+    for path in paths:
+        if not path.is_dir():
+            found.append(path)
+        elif inside := [file for file in sorted(path.rglob("*.csv")) if is_table(file)]:
+            found += inside
+        else:
+            raise TableError(f"{path}: no table of step times in this folder; give CSV files")
+    return found
+
+
+def _evaluate(path: Path, given: argparse.Namespace) -> dict[str, Any]:
     method = default_method()
     try:
         result = evaluate(
-            read_table(given.table),
+            read_table(path),
             budget=given.budget,
             seeds=given.seeds,
             method=replace(method, design=replace(method.design, most_hosts=given.most_hosts)),
             leave_one_out=not given.fast,
             one_cluster=given.one_cluster,
         )
-    except TableError as error:
-        print(f"profiling: {error}", file=sys.stderr)
-        return 2
+    except TableError:
+        raise
     except ValueError as error:
-        print(f"profiling: {given.table}: {error}", file=sys.stderr)
-        return 2
+        raise TableError(f"{path}: {error}") from None
     for name in result["skipped"]:
-        print(f"profiling: {given.table}: {name} has 1 row and was left out; it needs 2 that differ", file=sys.stderr)
-    if given.json:
-        print(json.dumps(result, indent=2))
-    else:
-        show(result, Console())
-    return 0
+        print(f"profiling: {path}: {name} has 1 row and was left out; it needs 2 that differ", file=sys.stderr)
+    return result
 
 
 def _predictability(path: Path, *, as_json: bool) -> int:
@@ -150,8 +179,32 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.2f}%"
+def show_by_trials(results: Mapping[str, dict[str, Any]], console: Console) -> None:
+    """Print errors, regret and intervals of each table after each number of trials, with the rule as yardstick."""
+    columns = {
+        "error": "error", "regret": "regret", "regret_95": "95%", "regret_max": "worst", "coverage": "cover",
+        "coverage_within": "near", "coverage_beyond": "far", "width": "width", "score": "score",
+    }  # fmt: skip
+    table = Table(
+        "table", "k", "by", title="after k trials, mean of models", title_justify="left", padding=(0, 0, 0, 1)
+    )
+    for title in columns.values():
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, result in results.items():
+        for entry in result["by_trials"]:
+            for kind in ("model", "rule"):
+                cells = (_percent(entry[kind].get(column), 1) for column in columns)
+                table.add_row(escape(Path(name).stem), str(entry["count"]), kind, *cells)
+    console.print(table)
+    console.print(
+        "regret: by how much the chosen plan is slower than the best; cover: rows inside their 90% interval, near: on\n"
+        "no more hosts than a trial, far: on more; width, score: of the interval of the logarithm of the step time;\n"
+        "rule: step = c x samples per device x pipeline bubble x recomputation, c from the same trials"
+    )
+
+
+def _percent(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{100 * value:.{digits}f}%"
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ ALL: tuple[Coefficient, ...] = (
         4e-4,
         0.8,
         "model",
-        "part of a layer's forward pass that does not shrink with the micro-batch",
+        "time in which the host launches a layer's forward pass, which does not shrink with the micro-batch",
         "about 20 kernels of 10 us",
     ),
     Coefficient(
@@ -139,6 +139,15 @@ ALL: tuple[Coefficient, ...] = (
         "collectives choose between rings and trees by the number of hosts",
     ),
     Coefficient(
+        "host_slowness",
+        "1",
+        1.0,
+        0.06,
+        "hardware",
+        "factor on the step time per doubling of hosts beyond two",
+        "the slowest host sets the pace; switches that are shared by more hosts",
+    ),
+    Coefficient(
         "local_latency_s",
         "s",
         2e-5,
@@ -153,8 +162,8 @@ ALL: tuple[Coefficient, ...] = (
         2.5e-3,
         0.8,
         "hardware",
-        "latency that each further host adds to a step's gradient traffic",
-        "tens of buckets, 20 to 100 us each",
+        "latency that each doubling of hosts adds to a step's gradient traffic",
+        "tens of buckets, 20 to 100 us each; trees of collectives grow by a level",
     ),
     Coefficient(
         "tp_slowness",
@@ -289,6 +298,7 @@ ALL: tuple[Coefficient, ...] = (
 
 NAMES: tuple[str, ...] = tuple(c.name for c in ALL)
 INDEX: Mapping[str, int] = {name: i for i, name in enumerate(NAMES)}
+LINKS = (INDEX["local_rate"], INDEX["network_rate"])
 HARDWARE: tuple[int, ...] = tuple(i for i, c in enumerate(ALL) if c.of == "hardware")
 
 
@@ -319,6 +329,19 @@ class Prior:
             mean[INDEX[name]] = math.log(value)
             width[INDEX[name]] = min(width[INDEX[name]], known_width)
         return cls(mean, width)
+
+    @property
+    def whitening(self) -> Array:
+        """Matrix that turns deviations of the logarithms from their means into independent standard normal ones.
+
+        Bandwidth of links grows with the compute rate, since hosts are built so that links keep pace with devices:
+        one trial on a device of another speed moves both. Knowledge of a link itself replaces this tie.
+        """
+        matrix = np.diag(1.0 / self.width)
+        for link in LINKS:
+            tie = min(self.width[link] / ALL[link].width, 1.0) ** 2
+            matrix[link, INDEX["compute_rate"]] = -tie / self.width[link]
+        return matrix
 
     def holding(self, name: str, typical: float, width: float) -> Prior:
         """The same prior with another value and width for one coefficient."""

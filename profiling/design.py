@@ -1,9 +1,10 @@
-"""Design of trials: the plans whose measurement is most informative.
+"""Design of trials: the plans whose measurement tells most about the choice of the final plan.
 
-Greedy V-optimal design: the next trial is the one whose measurement, under the current fit, most reduces the mean
-variance of the target predictions. Nothing else is weighed: what makes a trial on many hosts less telling (the error
-of the model there) is in the variance of its measurement, and most of a trial's cost is its migration, which is alike
-for all. Of equally informative trials the one of the fewest device-seconds comes first.
+Greedy V-optimal design: the next trial is the one whose measurement, under the current fit, most reduces the sum of the
+variances of the target predictions, each weighted by its stake: the probability that the plan is the fastest of the two
+when compared with the best prediction on its allocation. A plan that is certainly slow has none, however uncertain.
+Nothing else is weighed: most of a trial's cost is its migration, which is alike for all. Of equally informative trials
+the one of the fewest device-seconds comes first.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 
 from clusterd.profiling.coefficients import Array
-from clusterd.profiling.fit import Fit, linearise, row_error
+from clusterd.profiling.fit import Fit
 from clusterd.profiling.model import Rows
 
 
@@ -54,15 +56,19 @@ def next_trials(
     allowed[done] = False
     if wanted <= 0 or not allowed.any():
         return []
-    covariance = _covariance(fit, targets, candidates)
+    rows = targets
+    if candidates is not targets:
+        rows = Rows(np.concatenate([targets.values, candidates.values], axis=1))
+    covariance, log_s = fit.covariance(rows)
     count = 0 if targets is candidates else len(targets)
     asked = len(targets)
-    noise = row_error(candidates, fit.options, fit.noise) ** 2 + fit.options.misfit**2 / 2.0
+    noise = fit.noise**2
     chosen: list[int] = []
     while len(chosen) < wanted and allowed.any():
         own = np.diag(covariance)[count:] + noise
         shared = covariance[:asked, count:]
-        score = np.log(np.maximum((shared**2 / own).mean(axis=0), 1e-300))
+        stakes = _stakes(targets, log_s[:asked], covariance[:asked, :asked])
+        score = np.log(np.maximum(stakes @ (shared**2 / own), 1e-300))
         if random is not None and options.jitter:
             score = score + options.jitter * random.standard_normal(len(score))
         score[~allowed] = -np.inf
@@ -74,20 +80,15 @@ def next_trials(
     return chosen
 
 
-def _covariance(fit: Fit, targets: Rows, candidates: Rows) -> Array:
-    """Covariance of the logarithms of the predictions, targets first: shape (rows, rows).
-
-    Taken over all possible structures: if these disagree about two rows in the same way, measuring one row informs
-    about the other.
-    """
-    rows = targets
-    if candidates is not targets:
-        rows = Rows(np.concatenate([targets.values, candidates.values], axis=1))
-    means, inner, weights = [], np.zeros((len(rows), len(rows))), []
-    for p in fit.posteriors:
-        log_s, jacobian = linearise(p.logs, rows, p.structure, p.covariance)
-        means.append(log_s)
-        weights.append(p.weight)
-        inner += p.weight * (jacobian @ p.covariance @ jacobian.T)
-    deviation = np.array(means) - np.average(means, axis=0, weights=weights)
-    return np.asarray(inner + (deviation.T * np.array(weights)) @ deviation)
+def _stakes(rows: Rows, log_s: Array, covariance: Array) -> Array:
+    """Probability of each row to be faster than the best prediction on its allocation; 1 for that one itself."""
+    f = rows.features
+    places = np.stack([f.dp * f.tp * f.pp, f.hosts, f.host_ranks, f.whole, f.batch])
+    _, place = np.unique(places, axis=1, return_inverse=True)
+    place = place.reshape(-1)
+    order = np.lexsort((log_s, place))
+    best = order[np.searchsorted(place[order], np.arange(place.max() + 1))][place]
+    variance = np.diag(covariance)
+    apart = np.sqrt(np.maximum(variance + variance[best] - 2.0 * covariance[np.arange(len(best)), best], 1e-12))
+    chance = scipy.special.ndtr((log_s[best] - log_s) / apart)
+    return np.asarray(np.where(best == np.arange(len(best)), 1.0, chance))

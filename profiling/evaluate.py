@@ -52,6 +52,7 @@ class Outcome:
     covered: NDArray[np.bool_]  # true for rows inside their 90% interval; shape (rows,)
     regrets: tuple[float, ...]  # relative loss by the chosen plan, per allocation with several plans
     device_seconds: float  # sum over one step of each trial
+    by_trials: tuple[dict[str, dict[str, float]], ...]  # figures of model and rule after the 1st, 2nd, ... trial
 
 
 def default_method() -> Method:
@@ -74,15 +75,14 @@ def profile(rows: Sequence[Measured], method: Method, budget: int, seed: int) ->
     options = replace(method.design, budget=affordable)
     random = np.random.default_rng(seed)
     chosen: list[int] = []
+    by_trials = []
     state = fit(features[[]], [], method.prior, method.fit)
-    while True:
-        expected = state.predict(features).median_s * devices
-        more = next_trials(state, features, features, hosts, expected, chosen, options, random)
-        if not more:
-            break
+    prediction = state.predict(features)
+    while more := next_trials(state, features, features, hosts, prediction.median_s * devices, chosen, options, random):
         chosen += more
         state = fit(features[chosen], times[chosen], method.prior, method.fit)
-    prediction = state.predict(features)
+        prediction = state.predict(features)
+        by_trials.append(_compare(rows, features, times, chosen, prediction))
     low, high = prediction.interval(0.9)
     held_out = np.setdiff1d(np.arange(len(rows)), chosen)
     return Outcome(
@@ -94,18 +94,72 @@ def profile(rows: Sequence[Measured], method: Method, budget: int, seed: int) ->
         covered=(times >= low) & (times <= high),
         regrets=_regrets(rows, times, prediction.median_s),
         device_seconds=float((times * devices)[chosen].sum()),
+        by_trials=tuple(by_trials),
     )
+
+
+def rule(rows: Rows, chosen: Sequence[int], times: Array) -> Array:
+    """Yardstick: seconds in proportion to samples per device, pipeline bubble and recomputation.
+
+    The factor is the geometric mean over the measured rows `chosen`.
+    """
+    f = rows.features
+    work = f.batch / (f.dp * f.tp * f.pp) * (f.micro + f.pp - 1.0) / f.micro * (1.0 + f.checkpointing / 3.0)
+    return np.asarray(work * np.exp(np.log(times[chosen] / work[chosen]).mean()))
+
+
+def _compare(
+    rows: Sequence[Measured], features: Rows, times: Array, chosen: Sequence[int], prediction: Prediction
+) -> dict[str, dict[str, float]]:
+    """Figures of the model and of `rule` after the trials `chosen`; NaN where no row tells."""
+    held_out = np.setdiff1d(np.arange(len(rows)), chosen)
+    beyond = features.features.hosts[held_out] > features.features.hosts[chosen].max()
+    low, high = (np.log(end / times)[held_out] for end in prediction.interval(0.9))
+    covered = (low <= 0) & (high >= 0)
+    found = {}
+    for name, predicted in (("model", prediction.median_s), ("rule", rule(features, chosen, times))):
+        errors = np.abs(predicted / times - 1.0)[held_out]
+        regrets = _regrets(rows, times, predicted)
+        found[name] = {"error": float(errors.mean()), "regret": fmean(regrets) if regrets else math.nan}
+    return {
+        "model": {
+            **found["model"],
+            "coverage": float(covered.mean()),
+            "coverage_within": float(covered[~beyond].mean()) if not beyond.all() else math.nan,
+            "coverage_beyond": float(covered[beyond].mean()) if beyond.any() else math.nan,
+            "width": float((high - low).mean()),
+            # Interval score of Gneiting and Raftery on the logarithm: width, and 2 / 10% of each miss.
+            "score": float((high - low + 20.0 * (np.maximum(low, 0.0) + np.maximum(-high, 0.0))).mean()),
+        },
+        "rule": found["rule"],
+    }
 
 
 def _regrets(rows: Sequence[Measured], times: Array, predicted: Array) -> tuple[float, ...]:
-    choices: dict[tuple[int, ...], list[int]] = {}
+    choices: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for index, one in enumerate(rows):
-        choices.setdefault(one.row.allocation.counts, []).append(index)
+        choices.setdefault((one.row.workload.global_batch, one.row.allocation.counts), []).append(index)
     return tuple(
-        float(times[min(among, key=lambda i: predicted[i])] / min(times[among]) - 1.0)
+        # Plans of equal prediction are chosen equally often.
+        float(times[among][predicted[among] <= predicted[among].min() * (1.0 + 1e-9)].mean() / times[among].min() - 1.0)
         for among in choices.values()
         if len(among) > 1
     )
+
+
+def _over_trials(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Figures after each number of trials, averaged over models and seeds, and the quantiles of regret."""
+    found = []
+    for count in range(max(len(o.by_trials) for o in outcomes)):
+        some = [o.by_trials[count] for o in outcomes if len(o.by_trials) > count]
+        entry: dict[str, Any] = {"count": count + 1, "profiles": len(some)}
+        for kind in ("model", "rule"):
+            values = {name: [f[kind][name] for f in some if not math.isnan(f[kind][name])] for name in some[0][kind]}
+            entry[kind] = {name: _mean(known) for name, known in values.items()}
+            if regrets := values["regret"]:
+                entry[kind] |= {"regret_95": float(np.quantile(regrets, 0.95)), "regret_max": max(regrets)}
+        found.append(entry)
+    return found
 
 
 @dataclass(slots=True)
@@ -201,12 +255,14 @@ def evaluate(
     parities: dict[str, dict[str, _Tally]] = {name: {} for name in usable}
     pooled: list[float] = []
     within: list[float] = []
+    outcomes: list[Outcome] = []
     for name, rows in usable.items():
         tally = _Tally()
         own: dict[str, _Tally] = {}
         multi_choice: list[float] = []
         for seed in range(seeds):
             outcome = profile(rows, methods[seed][name], budget, seed)
+            outcomes.append(outcome)
             tally.regrets += outcome.regrets
             if outcome.regrets:
                 multi_choice.append(float(fmean(outcome.regrets) <= 0.05))
@@ -245,6 +301,7 @@ def evaluate(
     )
     return {
         "figures": figures,
+        "by_trials": _over_trials(outcomes),
         "models": by_model,
         "families": {family: _without_regret(t) for family, t in families.items()},
         "hosts_beyond": _average(by_model, "hosts_beyond", DISTANCES),
@@ -284,7 +341,7 @@ def _without_regret(tally: _Tally) -> dict[str, float | None]:
 def variants(method: Method) -> list[Method]:
     """Alternatives to `method`: narrower and wider priors, less and more noise."""
     return [
-        replace(method, prior=method.prior.scaled(width), fit=replace(method.fit, noise=noise, misfit=noise * 1.2))
+        replace(method, prior=method.prior.scaled(width), fit=replace(method.fit, noise=noise))
         for width in (0.7, 1.0, 1.4)
         for noise in (0.015, 0.025, 0.04)
     ]

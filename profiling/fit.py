@@ -32,10 +32,8 @@ class FitOptions:
     """
 
     noise: float = 0.025  # of a measurement
-    misfit: float = 0.025  # of the performance model, on a plan unlike the measured ones
-    beyond: float = 0.06  # of the performance model, per doubling of hosts beyond two
+    misfit: float = 0.12  # of the performance model, on a plan unlike the measured ones
     assumed: float = 6.0  # number of measurements as which the assumed noise counts
-    few: float = 3.0  # number of measurements below which the misfit counts for much more
     robust: float = 2.0  # residuals above this many noises count less
     overlaps: tuple[tuple[float, float], ...] = ((0.1, 0.4), (0.5, 0.3), (2.0, 0.3))  # overlap: prior weights
     overlap_width: float = 0.6
@@ -58,6 +56,7 @@ class Posterior:
     logs: Array
     covariance: Array
     weight: float
+    residuals: Array  # logarithms of the measured step times less those of the fit, shape (measurements,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,12 @@ class Fit:
     posteriors: tuple[Posterior, ...]
     options: FitOptions
     noise: float  # of a measurement, pooled from the assumed noise and the residuals
-    measured: int  # number of measurements
+    rows: Rows  # that were measured
+
+    @property
+    def measured(self) -> int:
+        """Number of measurements."""
+        return len(self.rows)
 
     @property
     def best(self) -> Posterior:
@@ -89,21 +93,61 @@ class Fit:
 
     def predict(self, rows: Rows) -> Prediction:
         """Predict the step times of `rows`."""
+        gain, unlike = self._corrections(rows)
         means, variances, weights = [], [], []
         for p in self.posteriors:
             if p.weight < 1e-3:
                 continue
             log_s, jacobian = linearise(p.logs, rows, p.structure, p.covariance)
-            means.append(log_s)
+            means.append(log_s + gain @ p.residuals)
             variances.append(np.einsum("ij,jk,ik->i", jacobian, p.covariance, jacobian))
             weights.append(p.weight)
         w = np.array(weights)[:, None] / sum(weights)
         mean = (w * np.array(means)).sum(axis=0)
         spread = (w * (np.array(variances) + (np.array(means) - mean) ** 2)).sum(axis=0)
-        # With few measurements, errors of the performance model have not shown yet.
-        untested = 1.0 + (self.options.few / max(self.measured, 1)) ** 2
-        error = row_error(rows, self.options, self.noise) ** 2
-        return Prediction(np.exp(mean), np.sqrt(spread + error + untested * self.options.misfit**2))
+        return Prediction(np.exp(mean), np.sqrt(spread + self.noise**2 + unlike))
+
+    def covariance(self, rows: Rows) -> tuple[Array, Array]:
+        """Covariance of the logarithms of the step times by the coefficients, shape (rows, rows), and their means.
+
+        Taken over all possible structures: if these disagree about two rows in the same way, measuring one row informs
+        about the other. Errors of the model itself are left out: they tell of few other rows.
+        """
+        gain, _ = self._corrections(rows)
+        means, found = [], np.zeros((len(rows), len(rows)))
+        for p in self.posteriors:
+            log_s, jacobian = linearise(p.logs, rows, p.structure, p.covariance)
+            means.append(log_s + gain @ p.residuals)
+            found = found + p.weight * (jacobian @ p.covariance @ jacobian.T)
+        weights = np.array([p.weight for p in self.posteriors])
+        mean = weights @ np.array(means)
+        deviation = np.array(means) - mean
+        return found + (deviation.T * weights) @ deviation, mean
+
+    def _corrections(self, rows: Rows) -> tuple[Array, Array]:
+        """Weights of measured residuals in each row, shape (rows, measured), and the variance that is left, (rows,).
+
+        Errors of the performance model are alike for like plans, so that a measurement corrects and vouches for them.
+        """
+        misfit = self.options.misfit**2
+        alike = misfit * _likeness(rows, self.rows)
+        among = misfit * _likeness(self.rows, self.rows) + self.noise**2 * np.eye(self.measured)
+        gain = np.linalg.solve(among, alike.T).T
+        return np.asarray(gain), np.asarray(np.maximum(misfit - (gain * alike).sum(axis=1), 0.0))
+
+
+def _likeness(some: Rows, others: Rows) -> Array:
+    """Correlation of the performance model's errors between rows, shape (some, others).
+
+    Plans are alike that run the same code on micro-batches of about the same size: one unit of distance is a doubling,
+    or another kind of plan.
+    """
+    places = []
+    for f in (some.features, others.features):
+        doublings = np.log2([f.tp, f.pp, f.share / f.micro])
+        places.append(np.array([*doublings, f.zero, f.offload + f.offload_parameters, f.checkpointing]))
+    distance = places[0][:, :, None] - places[1][:, None, :]
+    return np.asarray(np.exp(-0.5 * (distance**2).sum(axis=0)))
 
 
 def fit(
@@ -129,11 +173,11 @@ def fit(
     noise = _pooled_noise(found, options)
     if noise > 1.3 * options.noise:
         # Measurements or performance model are less accurate than assumed: fit again with a larger noise.
-        looser = replace(options, noise=noise, misfit=options.misfit * noise / options.noise)
+        looser = replace(options, noise=noise)
         found = _fit_structures(rows, np.log(times), prior, looser, found)
         noise = max(noise, _pooled_noise(found, options))
         options = looser
-    return Fit(found.posteriors, options, noise, len(rows))
+    return Fit(found.posteriors, options, noise, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,33 +201,22 @@ def _fit_structures(
             first = posteriors[index - len(options.overlaps)].logs  # same overlap, other network cards
         logs, cost = _optimise(rows, target, prior, options, structure, first)
         log_s, jacobian = linearise(logs, rows, structure)
-        noise = row_error(rows, options)
-        misfit = (log_s - target) / noise
+        misfit = (log_s - target) / options.noise
         robust = 1.0 / np.sqrt(1.0 + (misfit / options.robust) ** 2)
-        precision = np.diag(prior.width**-2) + (jacobian * (robust / noise**2)[:, None]).T @ jacobian
+        known = prior.whitening.T @ prior.whitening
+        precision = known + (jacobian * (robust / options.noise**2)[:, None]).T @ jacobian
         covariance = np.linalg.inv(precision)
-        determined.append(len(prior.mean) - float((np.diag(covariance) / prior.width**2).sum()))
+        determined.append(len(prior.mean) - float((covariance * known).sum()))
         _, determinant = np.linalg.slogdet(precision * np.outer(prior.width, prior.width))
         evidences.append(math.log(weight) - cost - 0.5 * float(determinant))
-        posteriors.append(Posterior(structure, logs, (covariance + covariance.T) / 2.0, 0.0))
-        residuals.append((log_s - target) * options.noise / noise)
+        posteriors.append(Posterior(structure, logs, (covariance + covariance.T) / 2.0, 0.0, robust * (target - log_s)))
+        residuals.append(log_s - target)
     likeliest = max(evidences)
     weights = [math.exp(e - likeliest) for e in evidences]
     total = sum(weights)
     weighed = tuple(replace(p, weight=w / total) for p, w in zip(posteriors, weights, strict=True))
     best = int(np.argmax(weights))
     return _Found(weighed, residuals[best], len(rows) - determined[best])
-
-
-def row_error(rows: Rows, options: FitOptions, noise: float | None = None) -> Array:
-    """Assumed error of a measurement of each row, shape (rows,): noise, and that of the model on many hosts.
-
-    Args:
-        noise: of a measurement; default: the assumed one. The model's errors grow in proportion.
-    """
-    own = options.noise if noise is None else noise
-    further = np.log2(np.maximum(rows.features.hosts / 2.0, 1.0))
-    return own * np.sqrt(1.0 + (options.beyond / DEFAULT_FIT.noise * further) ** 2)
 
 
 def _pooled_noise(found: _Found, options: FitOptions) -> float:
@@ -220,14 +253,14 @@ def _optimise(
     if not len(target):
         return prior.mean.copy(), 0.0
     low, high = prior.mean - 4.0 * prior.width, prior.mean + 4.0 * prior.width
-    noise = row_error(rows, options)
+    noise, whitening = options.noise, prior.whitening
 
     def scaled(log_s: Array, logs: Array) -> tuple[Array, Array]:
         z = (log_s - target) / noise
         # Soft-L1 loss written as a residual, whose square is the loss: the prior's residuals stay plain squares.
         size = np.sqrt(1.0 + (z / options.robust) ** 2)
         soft = np.sign(z) * options.robust * np.sqrt(2.0 * (size - 1.0))
-        return soft, (logs - prior.mean) / prior.width
+        return soft, whitening @ (logs - prior.mean)
 
     cache: dict[bytes, tuple[Array, Array]] = {}
 
@@ -248,7 +281,7 @@ def _optimise(
         soft = np.abs(options.robust * np.sqrt(2.0 * (size - 1.0)))
         # d soft / d z, which tends to 1 at z = 0.
         factor = np.where(soft > 1e-6, np.abs(z) / (size * np.maximum(soft, 1e-12)), 1.0)
-        return np.vstack([slopes * (factor / noise)[:, None], np.diag(1.0 / prior.width)])
+        return np.vstack([slopes * (factor / noise)[:, None], whitening])
 
     def search(first: Array) -> tuple[Array, float]:
         found = scipy.optimize.least_squares(

@@ -98,12 +98,8 @@ def _partitions(count: int, most: int | None = None) -> list[tuple[int, ...]]:
 
 
 def beliefs(kind: str) -> FitOptions:
-    """Noise and misfit assumed for a kind of device.
-
-    Ranks on CPU devices share caches, memory and often cores, which the performance model does not describe: with seven
-    measured plans, its predictions were wrong by 15 to 25%.
-    """
-    return replace(DEFAULT_FIT, noise=0.05, misfit=0.12) if kind == "cpu" else DEFAULT_FIT
+    """Noise assumed for a kind of device: ranks on CPU devices share caches, memory and often cores."""
+    return replace(DEFAULT_FIT, noise=0.05) if kind == "cpu" else DEFAULT_FIT
 
 
 def prior(kind: str, known: dict[str, float] | None = None) -> Prior:

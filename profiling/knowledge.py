@@ -196,13 +196,8 @@ class Knowledge:
         rows = Rows.of(self.row(c.plan, c.shape) for c in choices)
         cost = np.array([c.step_time_s * sum(c.shape) for c in choices])
         hosts = np.array([len(c.shape) for c in choices])
-        # Only fast plans are targets of the predictions: a slow plan will not be chosen, however well it is predicted.
-        best = {c.shape: c.step_time_s for c in reversed(choices)}
-        for c in choices:
-            best[c.shape] = min(best[c.shape], c.step_time_s)
-        near = [i for i, c in enumerate(choices) if c.step_time_s <= 2.0 * best[c.shape]]
         options = DesignOptions(budget=len(done) + 1)
-        first = next_trials(self.online.fit, rows[near], rows, hosts, cost, done, options)
+        first = next_trials(self.online.fit, rows, rows, hosts, cost, done, options)
         return (choices[first[0]], f"trial {tried + 1} of at least {least}") if first else None
 
 

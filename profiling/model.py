@@ -1,11 +1,11 @@
 """Performance model: step time of any plan on any allocation, from the coefficients.
 
-    step  = max'(forward + backward' + pipe + gather + update + constant, input)
+    step  = max'(forward + backward' + pipe + gather + update + constant, input), slower per doubling of hosts
     with s samples in the largest share, m micro-batches, p stages, t shards, d replicas, n = d t p ranks:
 
     forward, backward   (m + p - 1) slots of one micro-batch on one stage each: operations, of which tensor parallelism
-                        shards all but a small part; a launch time independent of the micro-batch's size; all-reduces
-                        of tensor parallelism
+                        shards all but a small part, or the time to launch a layer's kernels, independent of the
+                        micro-batch's size, which the device overlaps with; all-reduces of tensor parallelism
     backward'           gradient traffic overlaps with the last micro-batch's backward pass: (a^k + b^k)^(1/k)
     gradient traffic    2 (d-1)/d of the gradients in a ring inside a host, or through the network cards in use on the
                         busiest host; ZeRO does half of it as a reduce-scatter, and gathers after the update
@@ -225,7 +225,8 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     slots = micro + pp - 1.0
     samples = share / micro
     computing = samples * np.maximum(row.flops, 1.0) / c("compute_rate") * cut
-    compute = (computing + c("launch_s") * layers / row.speed) / pp * path
+    # The host launches kernels ahead of the device: small ones wait for the launch, large ones hide it.
+    compute = np.hypot(computing, c("launch_s") * layers / row.speed) / pp * path
     tp_rate = np.where(row.tp_crosses > 0, through_network(np.maximum(row.tp_flows, 1.0), row.tp_devices), local)
     tp_delay = np.where(row.tp_crosses > 0, c("network_latency_s") / 20.0, c("local_latency_s"))
     tp_delay = tp_delay * c("tp_messages")
@@ -246,7 +247,7 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
         1.0 / (1.0 / through_network(np.maximum(row.dp_flows, 1.0), row.dp_devices) + 0.3 / local),
         local,
     )
-    delay = np.where(dp > 1, (row.dp_hosts - 1.0) * c("network_latency_s") + dp * c("local_latency_s"), 0.0)
+    delay = np.where(dp > 1, np.log2(row.dp_hosts) * c("network_latency_s") + dp * c("local_latency_s"), 0.0)
     one_way = ring / rate + delay
     gather = np.where(zero > 0, c("gather_ratio") * ring / rate + c("gather_messages") * delay, 0.0)
     scatter = ring / rate + c("scatter_messages") * delay
@@ -283,7 +284,5 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     busy = forward + backward + sync + pipe + gather + update + constant
     loading = np.where(cores > 0, row.batch * c("sample_core_s") / np.maximum(cores, 1.0), 0.0)
     waiting = (busy**8 + loading**8) ** 0.125 - busy
-    zeros = np.zeros_like(busy)
-    return Phases(
-        forward + zeros, backward + zeros, sync + zeros, pipe + zeros, gather + zeros, update + zeros, constant, waiting
-    )
+    slowness = c("host_slowness") ** np.log2(np.maximum(row.hosts / 2.0, 1.0))
+    return Phases(*(slowness * part for part in (forward, backward, sync, pipe, gather, update, constant, waiting)))

@@ -55,6 +55,12 @@ def read_text(path: Path) -> str:
         raise TableError(f"{path}: cannot be read ({error}); give a CSV file") from None
 
 
+def is_table(path: Path) -> bool:
+    """True if the first line of a file names all required columns."""
+    header = next(csv.reader(read_text(path).splitlines()[:1]), [])
+    return set(REQUIRED) <= {name.strip() for name in header}
+
+
 def read_rows(
     name: str, text: str, required: Sequence[str], remedy: str = ""
 ) -> tuple[Sequence[str], Iterator[tuple[int, dict[str, str]]]]:

@@ -7,10 +7,11 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from clusterd.profiling.__main__ import main
-from clusterd.profiling.evaluate import evaluate
+from clusterd.profiling.evaluate import _regrets, evaluate
 from clusterd.profiling.table import REQUIRED, TableError, read_table
 from tests.profiling.worlds import CONVOLUTIONS, TRANSFORMER, measured, truth
 
@@ -187,3 +188,37 @@ def test_a_name_changes_nothing(tmp_path):
     one = evaluate(named, seeds=1, leave_one_out=False)["figures"]
     other = evaluate(read_table(tmp_path / "renamed.csv"), seeds=1, leave_one_out=False)["figures"]
     assert one == other
+
+
+def test_tables_of_a_folder_are_evaluated_together_with_the_rule_beside_the_model(tmp_path, capsys):
+    """Other CSV files of the folder are ignored; one table of a kind that the rule describes, one that it does not."""
+    plain = [
+        {**GOOD, "dp": str(n), "gpus": str(n), "gpus_per_node": str(n), "act_ckpt": act, "step_time_s": str(t / n)}
+        for n in (1, 2, 4, 8)
+        for act, t in (("0", 3.0), ("1", 4.0))
+    ]
+    write(tmp_path / "plain.csv", *plain)
+    write(tmp_path / "flat.csv", *({**row, "step_time_s": "0.5"} for row in plain))
+    (tmp_path / "other.csv").write_text("name,user\na,b\n")
+    assert main(["evaluate", str(tmp_path), "--json", "--fast", "--seeds", "1"]) == 0
+    tables = {Path(name).stem: one for name, one in json.loads(capsys.readouterr().out)["tables"].items()}
+    assert list(tables) == ["flat", "plain"]
+    assert [entry["count"] for entry in tables["plain"]["by_trials"]] == [1, 2, 3, 4, 5, 6]
+    for entry in tables["plain"]["by_trials"]:
+        assert entry["rule"]["error"] < 1e-9 and entry["rule"]["regret_max"] < 1e-9
+        assert 0 <= entry["model"]["coverage"] <= 1 and entry["model"]["score"] >= entry["model"]["width"] > 0
+    assert tables["flat"]["by_trials"][0]["rule"]["error"] > 0.3
+    assert main(["evaluate", str(tmp_path), "--fast", "--seeds", "1"]) == 0
+    assert "rule" in capsys.readouterr().out
+    assert main(["evaluate", str(tmp_path / "absent")]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["evaluate", str(tmp_path / "empty")]) == 2
+
+
+def test_equal_predictions_are_chosen_equally_often():
+    """A yardstick that cannot tell plans apart must not gain from the order of the rows."""
+    alike = [one for one in measured(truth(), TRANSFORMER) if one.row.allocation.counts == (8,)]
+    times = np.array([one.step_time_s for one in alike])
+    (regret,) = _regrets(alike, times, np.ones(len(alike)))
+    assert regret == pytest.approx(times.mean() / times.min() - 1)
+    assert _regrets(alike, times, times) == (0.0,)

@@ -171,3 +171,72 @@ def test_random_worlds_are_foretold(seed):
     outcome = profile(table, Method(prior), budget=7, seed=seed)
     assert np.abs(outcome.errors[outcome.held_out]).mean() < 0.25
     assert outcome.covered[outcome.held_out].mean() > 0.5
+
+
+@pytest.mark.parametrize("speed", [0.2, 1.0, 4.0])
+def test_one_trial_scales_to_hosts_of_any_speed(speed):
+    """Where links keep pace with devices, the first trial tells of both."""
+    faster = truth(
+        compute_rate=80e12 * speed, local_rate=90e9 * speed, network_rate=8e9 * speed, launch_s=3e-4 / speed,
+        local_latency_s=3e-5 / speed, network_latency_s=2e-3 / speed, update_rate=1e10 * speed, step_s=4e-3 / speed,
+    )  # fmt: skip
+    table = [m for m in measured(faster, TRANSFORMER, noise=0.0) if m.row.plan.offload == "none"]
+    rows, times = Rows.of(m.row for m in table), np.array([m.step_time_s for m in table])
+    first = [i for i, m in enumerate(table) if m.row.allocation.counts == (4,) and m.row.plan == Plan(dp=4)]
+    predicted = fit(rows[first], times[first], Prior.typical()).predict(rows).median_s
+    assert np.abs(np.log(predicted / times)).mean() < 0.3
+
+
+def test_what_is_known_of_a_link_outweighs_the_pace_of_the_devices():
+    rows = Rows.of([Row(TRANSFORMER, Plan(dp=1), Allocation.of((1,)))])
+    known = Prior.typical(known={"network_rate": 1.25e9}, known_width=0.05)
+    for prior, least in ((Prior.typical(), 2.0), (known, 0.99)):
+        slow, fast = (fit(rows, [seconds], prior).best.logs[INDEX["network_rate"]] for seconds in (20.0, 1.0))
+        assert math.exp(fast - slow) > least
+    assert math.exp(fast - slow) < 1.02
+
+
+def test_a_trial_on_many_hosts_tells_of_many_hosts():
+    """Slowness by the number of hosts is learned, not assumed to be as large wherever trials were."""
+    table = [m for m in measured(truth(host_slowness=1.08), TRANSFORMER, noise=0.0) if m.row.plan.offload == "none"]
+    rows, times = Rows.of(m.row for m in table), np.array([m.step_time_s for m in table])
+    asked = [i for i, m in enumerate(table) if m.row.allocation.counts == (8,) * 4 and m.row.plan == Plan(dp=32)]
+    near = [i for i, m in enumerate(table) if m.hosts <= 2]
+    before = fit(rows[near], times[near], Prior.typical()).predict(rows[asked])
+    tried = next(i for i, m in enumerate(table) if m.row.allocation.counts == (4,) * 4 and m.row.plan == Plan(dp=16))
+    after = fit(rows[[*near, tried]], times[[*near, tried]], Prior.typical()).predict(rows[asked])
+    assert after.width[0] < 0.8 * before.width[0]
+    assert after.median_s[0] == pytest.approx(times[asked[0]], rel=0.06)
+
+
+def test_a_trial_vouches_for_plans_like_it_more_than_for_others():
+    """Rows whose coefficients are all known differ in width by their likeness to what was measured alone."""
+    sure = Prior(truth(), np.full(len(truth()), 1e-4))
+    plans = (Plan(dp=4), Plan(dp=4, checkpointing=True), Plan(tp=4), Plan(dp=2, pp=2, accumulation=8))
+    rows = Rows.of(Row(TRANSFORMER, plan, Allocation.of((4,))) for plan in plans)
+    width = fit(rows[[0]], predict(truth(), rows[[0]]), sure).predict(rows).width
+    assert width[0] < 0.04 and np.all(width[1:] > 2.0 * width[0])
+    both = fit(rows[[0, 1]], predict(truth(), rows[[0, 1]]), sure).predict(rows).width
+    assert both[1] < 0.04 and both[2] == pytest.approx(width[2], rel=0.05)
+
+
+def test_trials_look_at_plans_that_may_win():
+    """Where checkpointing is certain to be slower, no trial is spent on it, however uncertain its own time is."""
+    prior = Prior(truth(), np.full(len(truth()), 1e-4)).holding("recompute_ratio", 3.0, 0.3)
+    plans = [Plan(dp=4), Plan(dp=2, tp=2), *(Plan(dp=4, accumulation=m, checkpointing=True) for m in (1, 2, 4))]
+    rows = Rows.of(Row(TRANSFORMER, plan, Allocation.of((4,))) for plan in plans)
+    start = fit(rows[[0]], predict(truth(), rows[[0]]), prior.holding("parallel_path", 1.0, 0.1))
+    variance = np.diag(start.covariance(rows)[0])
+    assert variance[2:].min() > 2.0 * variance[1]
+    assert next_trials(start, rows, rows, np.ones(5), np.ones(5), [0]) == [1]
+
+
+def test_a_measured_plan_is_predicted_by_its_measurement():
+    """The model's formulas are wrong for one kind of plan; its neighbours are corrected, others are not."""
+    sure = Prior(truth(), np.full(len(truth()), 1e-4))
+    plans = (Plan(tp=4), Plan(dp=2, tp=2), Plan(dp=4))
+    rows = Rows.of(Row(TRANSFORMER, plan, Allocation.of((4,))) for plan in plans)
+    real = predict(truth(), rows)
+    wrong = fit(rows[[0]], 1.15 * real[[0]], sure).predict(rows)
+    ratio = wrong.median_s / real
+    assert 1.05 < ratio[0] < 1.15 and 1.0 < ratio[1] < ratio[0] and ratio[2] == pytest.approx(1.0, abs=0.02)

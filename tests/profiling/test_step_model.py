@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -142,3 +143,25 @@ def test_known_figures_of_the_hardware_narrow_the_prior():
         Prior.typical(known={"netwrk": 1.0})
     with pytest.raises(ValueError, match="must be above 0"):
         Prior.typical(known={"network_rate": 0.0})
+
+
+def test_each_doubling_of_hosts_adds_the_same_latency():
+    """A collective's tree grows by a level; a latency per host would make 64 hosts useless."""
+    logs = truth(network_latency_s=0.05, overlap=1e-6, local_latency_s=1e-12, network_rate=1e15, local_rate=1e15)
+    load = replace(TRANSFORMER, global_batch=64)
+    rows = Rows.of(Row(load, Plan(dp=n), Allocation.of((1,) * n)) for n in (2, 4, 8, 16, 32, 64))
+    added = np.diff(phases(logs, rows).sync_s)
+    assert added == pytest.approx(np.full(5, 0.1), rel=0.02)
+
+
+@given(st.floats(0.01, 100.0))
+@settings(max_examples=30, deadline=None)
+def test_launches_hide_behind_large_kernels_and_small_kernels_behind_launches(ratio):
+    rows = Rows.of([Row(TRANSFORMER, Plan(), Allocation.of((1,)))])
+    compute_s = TRANSFORMER.global_batch * TRANSFORMER.flops_per_sample / 80e12
+    launch_s = ratio * compute_s
+    (forward_s,) = phases(truth(launch_s=launch_s / TRANSFORMER.layers, crowding=1e-9), rows).forward_s
+    longer_s = max(compute_s, launch_s)
+    assert longer_s <= forward_s <= 1.42 * longer_s
+    if not 0.25 < ratio < 4.0:
+        assert forward_s < 1.05 * longer_s
