@@ -175,7 +175,7 @@ def test_random_worlds_are_foretold(seed):
 
 @pytest.mark.parametrize("speed", [0.2, 1.0, 4.0])
 def test_one_trial_scales_to_hosts_of_any_speed(speed):
-    """Where links keep pace with devices, the first trial tells of both."""
+    """The first trial tells of links too, as far as they keep pace with devices."""
     faster = truth(
         compute_rate=80e12 * speed, local_rate=90e9 * speed, network_rate=8e9 * speed, launch_s=3e-4 / speed,
         local_latency_s=3e-5 / speed, network_latency_s=2e-3 / speed, update_rate=1e10 * speed, step_s=4e-3 / speed,
@@ -221,7 +221,7 @@ def test_a_trial_vouches_for_plans_like_it_more_than_for_others():
 
 
 def test_trials_look_at_plans_that_may_win():
-    """Where checkpointing is certain to be slower, no trial is spent on it, however uncertain its own time is."""
+    """Checkpointing that is certain to be slower gets no trial, however uncertain its own time is."""
     prior = Prior(truth(), np.full(len(truth()), 1e-4)).holding("recompute_ratio", 3.0, 0.3)
     plans = [Plan(dp=4), Plan(dp=2, tp=2), *(Plan(dp=4, accumulation=m, checkpointing=True) for m in (1, 2, 4))]
     rows = Rows.of(Row(TRANSFORMER, plan, Allocation.of((4,))) for plan in plans)
