@@ -174,7 +174,7 @@ def test_the_figures_of_real_measurements(capsys):
 @pytest.mark.slow
 def test_the_structure_is_not_shaped_to_one_model():
     figures = evaluate(read_table(A800), seeds=6)["figures"]
-    assert figures["leave_one_model_out_error"] < 0.06
+    assert figures["leave_one_model_out_error"] < 0.065
 
 
 @pytest.mark.slow
