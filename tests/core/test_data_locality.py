@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.types import HostId, JobId, JobKind, RankEnd, Reason
+from clusterd.core.data_locality import CHECKPOINT, data_of
+from clusterd.types import HostId, JobId, JobKind, JobSpec, RankEnd, Reason
 from tests.core.conftest import Lab
 from tests.core.lifecycle.test_trials import running
 
@@ -54,3 +57,13 @@ def test_a_model_is_not_described_without_the_data_of_its_script(lab: Lab) -> No
     assert d.DescribeModel.match(decided, job=job) is None
     assert "waits for the data set" in lab.why(job)
     assert d.DescribeModel.match(lab.connect("b"), job=job)
+
+
+@pytest.mark.parametrize(
+    ("restore", "served"), [(None, {}), ("/shared/gpt@120", {}), ("b:/gpt@120", {CHECKPOINT: "b:/gpt"})]
+)
+def test_a_checkpoint_is_served_by_name_where_one_host_alone_has_it(
+    restore: str | None, served: dict[str, str]
+) -> None:
+    spec = JobSpec(name="job", command=("x",), restore=restore, datasets={"corpus": "/data"})
+    assert data_of(spec) == {"corpus": "/data", **served}

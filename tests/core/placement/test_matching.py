@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clusterd.core.placement.matching import match, total_s
+from clusterd.core.placement.matching import _category, match, total_s
 from tests.benchmarks.placement import instance, optimum
 
 
@@ -55,3 +55,9 @@ def permutations_of(counts: list[int]) -> list[tuple[int, ...]]:
         if count
         for rest in permutations_of([n - (i == job) for i, n in enumerate(counts)])
     ]
+
+
+def test_workers_that_are_left_over_go_to_the_largest_remainders() -> None:
+    """After one worker each, three are left for shares of 0.9 and 2.1."""
+    assert _category(np.array([0.3, 0.7]), 5).tolist() == [2, 3]
+    assert _category(np.array([0.5, 0.5]), 6).tolist() == [3, 3]
