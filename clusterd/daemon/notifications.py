@@ -63,6 +63,7 @@ class Notifier:
                 self._queue(_of_job(self._state.jobs[event.job], "not saved", f": {line.text}"))
         for decision in decisions:
             if isinstance(decision, EndJob):
+                self._not_saved.discard(decision.job)
                 self._queue(
                     _of_job(self._state.jobs[decision.job], decision.state, f" {decision.state}: {decision.reason}")
                 )

@@ -98,13 +98,17 @@ class SegmentPublished(Event, event="segment"):
 
 
 @dataclass(frozen=True)
-class DeviceOpened(Event, event="device_opened"):
-    """A target rank has opened the device memory of a source rank, or says why not."""
+class OfSharedDevice(OfMigration):
+    """Base of messages between a source and a target rank on one device."""
 
-    move: str
     source: int
     target: int
-    why_not: str = ""
+    why_not: str = ""  # the source rank's device memory could not be opened
+
+
+@dataclass(frozen=True)
+class DeviceOpened(OfSharedDevice, Event, event="device_opened"):
+    """A target rank has opened the device memory of a source rank, or says why not."""
 
 
 @dataclass(frozen=True)
@@ -239,13 +243,8 @@ class ListSegments(Request[SegmentsReply], verb="segments"):
 
 
 @dataclass(frozen=True)
-class ReportDeviceOpened(Request[Done], verb="device_opened"):
+class ReportDeviceOpened(OfSharedDevice, Request[Done], verb="device_opened"):
     """Tell a source rank on this host that its device memory was opened, or why not."""
-
-    move: str
-    source: int
-    target: int
-    why_not: str = ""
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ def _shift_job(job: Job, by_s: float) -> None:
     job.not_before_s += by_s
     job.started_s = _shifted(job.started_s, by_s)
     job.progress.reported_s = _shifted(job.progress.reported_s, by_s)
+    job.inspection.ended_s = _shifted(job.inspection.ended_s, by_s)
     for attempt in job.attempts:
         attempt.started_s += by_s
         attempt.ended_s = _shifted(attempt.ended_s, by_s)

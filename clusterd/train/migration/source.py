@@ -180,20 +180,20 @@ class MigrationSource:
 
     def _copies(self, migration: MigrationSpec, segment: Segment, live: LocalShards) -> tuple[CopyBatch, ...]:
         """Copies into the segment, and sums of what target ranks copy from this rank's device memory."""
-        outbox = migration.packing.outbox(self._training.context.rank)
-        parts = self._parts(migration, live)
+        through_host, on_device = self._parts(migration, live)
         if not self._shares:
-            return (copies_to_segment(segment, parts),)
-        return copies_to_segment(segment, parts[: outbox.host_parts]), sums_on_device(parts[outbox.host_parts :])
+            return (copies_to_segment(segment, through_host + on_device),)
+        return copies_to_segment(segment, through_host), sums_on_device(on_device)
 
     def _describe(self, migration: MigrationSpec, live: LocalShards) -> bytes:
-        outbox = migration.packing.outbox(self._training.context.rank)
-        parts = self._parts(migration, live)[outbox.host_parts :]
-        return device_memory.describe(accelerator.of(self._training.device), parts)
+        _, on_device = self._parts(migration, live)
+        return device_memory.describe(accelerator.of(self._training.device), on_device)
 
-    def _parts(self, migration: MigrationSpec, live: LocalShards) -> list[SegmentPart]:
-        tensors, parts = migration.transfers.old.tensors, migration.packing.outbox(self._training.context.rank).parts
-        return [segment_part(part, tensors[part.tensor], live, part.offset) for part in parts]
+    def _parts(self, migration: MigrationSpec, live: LocalShards) -> tuple[list[SegmentPart], list[SegmentPart]]:
+        """Live tensors of what goes through host memory, and of what ranks on this device alone read."""
+        tensors, outbox = migration.transfers.old.tensors, migration.packing.outbox(self._training.context.rank)
+        parts = [segment_part(part, tensors[part.tensor], live, part.offset) for part in outbox.parts]
+        return parts[: outbox.host_parts], parts[outbox.host_parts :]
 
     def _wait(self, migration: MigrationSpec) -> str:
         """Wait for the abort of `migration`, or for a stop."""
@@ -333,8 +333,8 @@ class MigrationSource:
                 self._changed.wait(POLL_S)
             not_shared = next(filter(None, self._opened.values()), "")
         if not not_shared:
-            parts = self._parts(migration, live)[migration.packing.outbox(rank).host_parts :]
-            sums_on_device(parts).run()  # the first kernels of a kind take long
+            _, on_device = self._parts(migration, live)
+            sums_on_device(on_device).run()  # the first kernels of a kind take long
         return not_shared
 
     def _fail(self, migration: MigrationSpec, phase: str, error: Exception) -> None:

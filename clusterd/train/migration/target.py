@@ -451,20 +451,18 @@ class MigrationTarget:
             if "device" in published.meta:  # tensors of the source rank have moved since it described them
                 copies = self._copies_from_device(migration, live, on_device, published.meta["device"])
             sums = copies.run()
-        segment = self._mapped.get(path)
-        if not through_host:
-            pass
-        elif segment is not None and segment.is_at(path):
-            sums += self._copies[path, source].run(threads)
-        else:
-            segment = Segment(path)
-            segment.populate_for_reading((read.offset, read.bytes) for read in through_host)
-            sums += _copies(migration, live, segment, through_host).run(threads)
-            segment.close()
-        reads = on_device + through_host
+        if through_host:
+            segment = self._mapped.get(path)
+            if segment is not None and segment.is_at(path):
+                sums += self._copies[path, source].run(threads)
+            else:
+                segment = Segment(path)
+                segment.populate_for_reading((read.offset, read.bytes) for read in through_host)
+                sums += _copies(migration, live, segment, through_host).run(threads)
+                segment.close()
         sent = sums_from_bytes(published.meta["sums"])
         place = {(p.tensor, p.low, p.high): i for i, p in enumerate(migration.packing.outbox(source).parts)}
-        for read, found in zip(reads, sums, strict=True):
+        for read, found in zip(on_device + through_host, sums, strict=True):
             low, high = read.within or (read.low, read.high)
             if sent[place[read.tensor, low, high]] != found:
                 name = tensors[read.tensor].name

@@ -6,6 +6,7 @@ from clusterd.core import events as e
 from clusterd.projection import attempt_row
 from clusterd.types import JobKind
 from tests.core.conftest import Lab
+from tests.core.lifecycle.test_clock import set_clock
 from tests.core.lifecycle.test_model_descriptions import SHAPE
 
 
@@ -29,6 +30,20 @@ def test_the_phases_of_a_start_add_up_to_the_time_until_its_first_step(lab: Lab)
     known = lab.scheduler.state.jobs[job]
     assert phases[0][1] >= 5.0 and phases[1][1] >= 30.0
     assert sum(seconds for _, seconds in phases) == attempt.started_s + 7.0 - known.submitted_s
+
+
+def test_a_clock_that_is_set_is_no_time_in_the_queue(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    other, _ = lab.submit("other")
+    lab.run(other)
+    job, _ = lab.submit("net", kind=JobKind.ELASTIC)
+    lab.tell(e.ModelDescribed(**lab.at(), job=job, shape=SHAPE))
+    set_clock(lab, 3600.0)
+    lab.finish(other)
+    lab.run(job)
+    started = (("began_s", lab.attempt(job).started_s + 1.0), ("process", 1.0))
+    lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=1, step=1, loss=2.0, step_time_s=0.1, start=started))
+    assert all(phase.seconds < 60.0 for phase in attempt_row(lab.attempt(job)).start)
 
 
 def test_a_start_of_which_nothing_is_known_has_no_phases(lab: Lab) -> None:
