@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -13,8 +16,9 @@ import pytest
 import torch
 from figures import Figures
 
+from clusterd.train.migration.device_memory import OpenedMemory
 from clusterd.train.state import segments
-from clusterd.train.state.copying import SegmentPart, copies_from_segment, copies_to_segment
+from clusterd.train.state.copying import SegmentPart, copies_from_device, copies_from_segment, copies_to_segment
 from clusterd.train.state.segments import Segment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.own_process, pytest.mark.time_limit(60)]
@@ -25,6 +29,34 @@ LAUNCHES = 2000
 RACES = 20
 SLEEP_CYCLES = 20_000_000
 """Ten milliseconds and more, so that a copy which does not wait for a kernel overtakes it."""
+
+
+OWNER = """
+import json, sys, time
+sys.path[:0] = {path}
+import torch
+from stand_in import use_stand_in
+from test_copies import parts, state
+from clusterd.train.migration.device_memory import describe
+from clusterd.train.process import accelerator
+from clusterd.train.state.copying import sums_on_device
+device = torch.device("cpu") if {stand_in} else accelerator.select(0)
+gpu = use_stand_in() if {stand_in} else accelerator.of(device)
+own = parts(state(device))
+sums = sums_on_device(own).run()
+began_s = time.perf_counter()
+description = describe(gpu, own)
+print(json.dumps([description.hex(), time.perf_counter() - began_s, sums]), flush=True)
+sys.stdin.read()
+"""
+"""A process that has state on the device, and describes it."""
+
+
+def state(device: torch.device) -> list[torch.Tensor]:
+    """Parameters and optimizer state of a GPT of 300M parameters, or of a small one on a CPU."""
+    width, depth = (1024, 24) if device.type == "cuda" else (16, 2)
+    shapes = [(4 * width, width), (width, 4 * width), (3 * width, width), (width, width), *[(width,)] * 8]
+    return [torch.randn(shape, device=device) for shape in shapes * depth for _ in range(3)]
 
 
 @pytest.fixture
@@ -55,6 +87,39 @@ def test_what_goes_through_pinned_memory_comes_back_with_the_same_sum(gpu: Gpu, 
         copies_to_segment(segment, parts([t.cpu() for t in there])).run()
         == copies_to_segment(segment, parts(there)).run()
     ), "a rank on a CPU and one on a GPU have other checksums for equal tensors"
+
+
+def test_state_is_copied_out_of_the_memory_of_another_process(gpu: Gpu, kind: str, figures: Figures) -> None:
+    """Also after that was killed: a target rank may still copy when its source rank dies."""
+    owner_code = OWNER.format(path=sys.path, stand_in=kind == "cpu")
+    owner = subprocess.Popen([sys.executable, "-c", owner_code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        accelerator = gpu()
+        assert owner.stdout is not None
+        description, describe_s, sums = json.loads(owner.stdout.readline())
+        opened = OpenedMemory(accelerator)
+        began_s = time.perf_counter()
+        there = opened.tensors(bytes.fromhex(description))
+        open_s = time.perf_counter() - began_s
+        here = [torch.empty(tensor.shape, device=kind) for (tensor,) in there]
+        copies = copies_from_device(parts(here), there)
+        assert copies.run() == sums
+        began_s = time.perf_counter()
+        copies.run()
+        copy_s = time.perf_counter() - began_s
+        if kind == "cuda":
+            owner.kill()
+            owner.wait()
+            for tensor in here:
+                tensor.zero_()
+            assert copies.run() == sums, "the memory has gone with its owner"
+        opened.close()
+    finally:
+        owner.kill()
+        owner.communicate()
+    figures.record("state of a GPT of 300M parameters in another process: described", describe_s * 1e3, "ms")
+    figures.record("state of a GPT of 300M parameters in another process: opened", open_s * 1e3, "ms")
+    figures.record("state of a GPT of 300M parameters in another process: copied and summed", copy_s * 1e3, "ms")
 
 
 def test_memory_that_cannot_be_pinned_disturbs_no_kernel(gpu: Gpu, segment: Segment, kind: str) -> None:
