@@ -96,8 +96,9 @@ def _evaluate(path: Path, given: argparse.Namespace) -> dict[str, Any]:
         raise
     except ValueError as error:
         raise TableError(f"{path}: {error}") from None
-    for name in result["skipped"]:
-        print(f"profiling: {path}: {name} has 1 row and was left out; it needs 2 that differ", file=sys.stderr)
+    if skipped := result["skipped"]:
+        few = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
+        print(f"profiling: {path}: left out {len(skipped)} models without 2 rows that differ: {few}", file=sys.stderr)
     return result
 
 

@@ -27,6 +27,7 @@ class Coefficient:
     of: str  # "hardware": shared by all models on it; "model": differs with its code and precision
     meaning: str
     source: str
+    varies: float = 0.05  # of "hardware": standard deviation of the logarithm between models on it
 
 
 ALL: tuple[Coefficient, ...] = (
@@ -44,9 +45,10 @@ ALL: tuple[Coefficient, ...] = (
         "s per layer and micro-batch",
         4e-4,
         0.8,
-        "model",
+        "hardware",
         "time in which the host launches a layer's forward pass, which does not shrink with the micro-batch",
         "about 20 kernels of 10 us",
+        varies=0.3,  # layers of models differ in their number of kernels
     ),
     Coefficient(
         "backward_ratio", "1", 2.0, 0.12, "model", "backward over forward", "two products for one: inputs and weights"
@@ -107,9 +109,17 @@ ALL: tuple[Coefficient, ...] = (
         "hardware",
         "bandwidth of one rank's collective inside a host",
         "PCIe 12, NVLink 50 to 300 GB/s",
+        varies=0.3,  # message sizes of models differ, and with them the part of the rate that is reached
     ),
     Coefficient(
-        "network_rate", "byte/s", 10e9, 1.0, "hardware", "bandwidth of one network card", "10 Gbit/s to 400 Gbit/s"
+        "network_rate",
+        "byte/s",
+        10e9,
+        1.0,
+        "hardware",
+        "bandwidth of one network card",
+        "10 Gbit/s to 400 Gbit/s",
+        varies=0.3,  # as above
     ),
     Coefficient(
         "card_growth",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import scipy
 
-from clusterd.profiling.coefficients import HARDWARE, INDEX, Array, Prior
+from clusterd.profiling.coefficients import ALL, HARDWARE, INDEX, Array, Prior
 from clusterd.profiling.model import Rows, Structure, predict
 
 _STEP = 1e-4
@@ -343,7 +343,7 @@ def share_hardware(prior: Prior, fits: Mapping[str, Fit], *, discount: float = 1
         weights = [1.0 / prior.width[index] ** 2]
         values = [prior.mean[index]]
         for known in fits.values():
-            variance = known.best.covariance[index, index] * discount**2 + 0.05**2
+            variance = known.best.covariance[index, index] * discount**2 + ALL[index].varies ** 2
             # Precision that measurements added to the prior, so that the prior is not counted once per model.
             added = max(1.0 / variance - 1.0 / prior.width[index] ** 2, 0.0)
             weights.append(added)

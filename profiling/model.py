@@ -232,7 +232,7 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     tp_delay = tp_delay * c("tp_messages")
     summed = np.where(
         tp > 1,
-        2.0 * (tp - 1.0) / tp * samples * row.tp_bytes / tp_rate * c("tp_slowness") + 4.0 * layers * tp_delay,
+        2.0 * (tp - 1.0) / tp * samples * row.tp_bytes / tp_rate * c("tp_slowness") + 4.0 * layers * np.log2(tp) * tp_delay,
         0.0,
     ) / pp  # fmt: skip
     forward = slots * (compute + summed)
