@@ -338,19 +338,43 @@ def share_hardware(prior: Prior, fits: Mapping[str, Fit], *, discount: float = 1
         fits: of the other models, by name.
         discount: factor on their standard deviations.
     """
-    mean, width = prior.mean.copy(), prior.width.copy()
     for index in HARDWARE:
-        weights = [1.0 / prior.width[index] ** 2]
-        values = [prior.mean[index]]
-        for known in fits.values():
-            variance = known.best.covariance[index, index] * discount**2 + ALL[index].varies ** 2
-            # Precision that measurements added to the prior, so that the prior is not counted once per model.
-            added = max(1.0 / variance - 1.0 / prior.width[index] ** 2, 0.0)
-            weights.append(added)
-            values.append(float(known.best.logs[index]))
-        mean[index] = float(np.average(values, weights=weights))
-        width[index] = 1.0 / math.sqrt(sum(weights))
-    return Prior(mean, width)
+        prior = _told(prior, index, [(known, 0.0, ALL[index].varies) for known in fits.values()], discount)
+    return prior
+
+
+def from_other_type(prior: Prior, known: Fit, speed_up: float, uncertainty: float) -> Prior:
+    """Prior for a model on a type of device where it never ran, from its fit on another type.
+
+    What its code does is the same on both, and the time to launch its layers nearly so; links are those of other hosts.
+
+    Args:
+        speed_up: logarithm of the speed of this type relative to the other.
+        uncertainty: standard deviation of `speed_up`.
+    """
+    for index, c in enumerate(ALL):
+        if c.name == "compute_rate":
+            prior = _told(prior, index, [(known, speed_up, uncertainty)])
+        elif c.of == "model" or c.name == "launch_s":
+            prior = _told(prior, index, [(known, 0.0, c.varies)])
+    return prior
+
+
+def _told(prior: Prior, index: int, told: Sequence[tuple[Fit, float, float]], discount: float = 1.0) -> Prior:
+    """The prior with one coefficient as fits of elsewhere tell it.
+
+    Args:
+        told: each fit, how far the coefficient lies from its own, and the standard deviation of that (logarithms).
+    """
+    width = float(prior.width[index])
+    values, precisions = [float(prior.mean[index])], [width**-2]
+    for known, apart, varies in told:
+        variance = float(known.best.covariance[index, index]) * discount**2 + varies**2
+        # Precision that measurements added to the prior, so that the prior is not counted once per fit.
+        precisions.append(max(1.0 / variance - width**-2, 0.0))
+        values.append(float(known.best.logs[index]) + apart)
+    mean = float(np.average(values, weights=precisions))
+    return prior.holding(ALL[index].name, math.exp(mean), 1.0 / math.sqrt(sum(precisions)))
 
 
 def share_cards(options: FitOptions, fits: Mapping[str, Fit]) -> FitOptions:

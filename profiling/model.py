@@ -230,11 +230,9 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     tp_rate = np.where(row.tp_crosses > 0, through_network(np.maximum(row.tp_flows, 1.0), row.tp_devices), local)
     tp_delay = np.where(row.tp_crosses > 0, c("network_latency_s") / 20.0, c("local_latency_s"))
     tp_delay = tp_delay * c("tp_messages")
-    summed = np.where(
-        tp > 1,
-        2.0 * (tp - 1.0) / tp * samples * row.tp_bytes / tp_rate * c("tp_slowness") + 4.0 * layers * np.log2(tp) * tp_delay,
-        0.0,
-    ) / pp  # fmt: skip
+    tp_volume = 2.0 * (tp - 1.0) / tp * samples * row.tp_bytes
+    tp_s = tp_volume / tp_rate * c("tp_slowness") + 4.0 * layers * np.log2(tp) * tp_delay
+    summed = np.where(tp > 1, tp_s, 0.0) / pp
     forward = slots * (compute + summed)
     recomputed = np.where(row.checkpointing > 0, c("recompute_ratio") * compute + summed, 0.0)
     backward = slots * (c("backward_ratio") * compute + summed + recomputed)

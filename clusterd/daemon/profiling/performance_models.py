@@ -27,8 +27,9 @@ from clusterd.plans.memory import Overhead, communicators, learn_overhead
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan, replicas
 from clusterd.profiling import fleet
+from clusterd.profiling.cards import speed_up
 from clusterd.profiling.coefficients import INDEX, Prior
-from clusterd.profiling.fit import FitOptions, share_cards, share_hardware
+from clusterd.profiling.fit import FitOptions, from_other_type, share_cards, share_hardware
 from clusterd.profiling.fleet import DeviceType
 from clusterd.profiling.knowledge import Knowledge, Ranked, workload_of
 from clusterd.profiling.model import Row
@@ -204,8 +205,12 @@ class PerformanceModels:
         beyond: list[Estimate] = []
         measured = 0
         types = types_of(self._state)
-        for devices in types.values():
-            known = await self._on(model, shape, devices)
+        # Types on which the model ran come first: the others' priors follow from them.
+        for known in await self.on_each(model, shape):
+            devices = known.devices
+            if not known.online.observations:
+                prior, options = self._beliefs(model, devices)
+                known.online = OnlineFit.start(prior, (), options)
             measured += len({o.row.plan for o in known.online.observations})
             shapes = fleet.shapes(devices)[:SHAPES_MOST]
             found = await anyio.to_thread.run_sync(partial(known.ranked, shapes, PLANS_PER_SHAPE, always))
@@ -253,7 +258,7 @@ class PerformanceModels:
         return self._known[key]
 
     def _beliefs(self, model: str, devices: DeviceType) -> tuple[Prior, FitOptions]:
-        """Prior of a model on such devices, from probes and from other models.
+        """Prior of a model on such devices, from probes, from other models, and from this model on other types.
 
         Other models are ignored on CPUs: their ranks disturb each other, which one fit attributes to a slow link and
         another to slow caches.
@@ -266,9 +271,19 @@ class PerformanceModels:
             for (other, name, _), known in self._known.items()
             if other != model and name == devices.name and known.online.observations
         }
-        if devices.kind == "cpu" or not others:
+        if devices.kind == "cpu":
             return prior, options
-        return share_hardware(prior, others), share_cards(options, others)
+        if others:
+            prior, options = share_hardware(prior, others), share_cards(options, others)
+        elsewhere = {
+            name: known.online.fit
+            for (other, name, _), known in self._known.items()
+            if other == model and name != devices.name and known.online.observations
+        }
+        if told := speed_up(devices.name, elsewhere):
+            nearest, by, uncertainty = told
+            prior = from_other_type(prior, elsewhere[nearest], by, uncertainty)
+        return prior, options
 
     def _environment(self, model: str) -> str:
         """Software of the newest job of a model; the next job likely uses it too."""

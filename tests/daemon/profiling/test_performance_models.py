@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from clusterd.core.host import Host
-from clusterd.core.state import State
+from clusterd.core.state import Inspection, InspectionState, Job, State
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.profiling.performance_models import PerformanceModels, _enough_cores
 from clusterd.plans.memory import OVERHEAD, WORKSPACES_BYTES, MemoryEstimate
@@ -24,7 +24,7 @@ from clusterd.profiling.knowledge import Knowledge, Ranked, workload_of
 from clusterd.profiling.model import Row
 from clusterd.profiling.placement import Allocation
 from clusterd.profiling.store import Key, Measurement, Store
-from clusterd.types import Device, DeviceId, HostFacts, HostId, JobId, JobSpec
+from clusterd.types import Device, DeviceId, HostFacts, HostId, JobId, JobKind, JobSpec
 from tests.plans.shapes import gpt
 
 DEVICES = DeviceType("a100", "cuda", (4,), 80 << 30, cores_per_device=12)
@@ -169,3 +169,38 @@ def test_a_proof_outlives_the_daemon_and_holds_for_the_same_code_only(tmp_path: 
     in_place = replace(sent, snapshot=None)  # its files may change
     anyio.run(models().proved, JobId("1"), in_place, "dp")
     assert (models().proven(JobId("1"), in_place), models().proven(JobId("2"), in_place)) == (("dp",), ())
+
+
+@pytest.mark.parametrize(
+    ("measured_on", "new", "has_data_sheets"),
+    [("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", True), ("a card", "another card", False)],
+)
+def test_a_type_that_nothing_ran_on_is_predicted_from_the_data_sheets(
+    tmp_path: Path, measured_on: str, new: str, has_data_sheets: bool
+) -> None:
+    """An H100 does one to three times the work of an A100; of unknown cards little is said, and that widely."""
+    state, posted = State(), []
+    for number, name in enumerate((new, measured_on)):  # also if the new type is the first
+        host = HostId(f"h{number}")
+        device = Device(id=DeviceId(f"{host}:gpu0"), host=host, kind="cuda", uuid="u", name=name, memory_bytes=80 << 30)
+        facts = HostFacts(boot_id="b", cpu_cores=8, memory_bytes=1 << 40, address="", devices=(device,))
+        state.hosts[host] = Host(host, facts=facts)
+    spec = JobSpec(name="j", kind=JobKind.ELASTIC, command=("train",))
+    inspection = Inspection(InspectionState.DONE, shape=gpt().to_dict(), model="net")
+    state.jobs[JobId("1")] = Job(
+        id=JobId("1"), spec=spec, priority=0, submitted_s=0.0, queued_s=0.0, inspection=inspection
+    )
+    row = Row(workload_of(gpt()), Plan(), Allocation.of((1,), device_type=measured_on))
+    with Store(tmp_path / "m.db") as stored:
+        stored.add(Measurement(Key("net", measured_on, "", ""), row, 0.1))
+
+    async def report(event: Any) -> None:
+        posted.append(event)
+
+    journal = SimpleNamespace(fact=lambda name, default: default)
+    engine = SimpleNamespace(journal=journal, scheduler=SimpleNamespace(state=state), report=report)
+    anyio.run(PerformanceModels(cast(Engine, engine), tmp_path / "m.db").publish, "net", "for this test")
+    known = {one.device_type: one for one in posted[-1].table.estimates if one.plan == Plan()}
+    assert known[measured_on].step_time_s == pytest.approx(0.1, rel=0.1)
+    assert (known[new].upper_s / known[new].lower_s < 3.5) is has_data_sheets
+    assert not has_data_sheets or 0.1 / 3 < known[new].step_time_s < 0.1
