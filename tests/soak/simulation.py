@@ -174,6 +174,8 @@ class Simulation:
         busy = [asyncio.create_task(work) for work in (self.users.run(), self._faults.run())]
         await asyncio.sleep(self._faults_s)
         for task in busy:
+            if task.done() and (error := task.exception()) is not None:
+                raise error  # without users and faults every promise is kept
             task.cancel()
         self._faults.end()
         await self._set_right()

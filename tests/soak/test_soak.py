@@ -13,6 +13,7 @@ from clusterd.protocol import requests as r
 from tests.hang import HANG_S
 from tests.soak.host import Machine
 from tests.soak.simulation import simulate
+from tests.soak.users import Users
 
 
 def soak(*arguments: str) -> str:
@@ -26,6 +27,17 @@ def soak(*arguments: str) -> str:
 
 def test_nothing_is_lost_under_faults() -> None:
     assert "1 seed" in soak("--seeds", "1-1")
+
+
+def test_a_request_that_raises_is_a_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: users read the answers of an older version, and went on as if no job had been accepted."""
+
+    async def misread(_users: Users) -> None:
+        raise TypeError("no such field")
+
+    monkeypatch.setattr(Users, "_submit", misread)
+    monkeypatch.setattr(logging.getLogger("clusterd"), "propagate", False)
+    assert "no such field" in "\n".join(simulate(1, faults_s=60.0).wrong)
 
 
 @pytest.mark.slow

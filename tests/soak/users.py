@@ -45,6 +45,8 @@ class Users:
             await request()
         except (ClusterError, Killed):
             return
+        except Exception as error:
+            self._simulation.wrong(f"{request.__name__} of a client raised {error!r}")
 
     async def set_right(self) -> None:
         """Undo what keeps jobs waiting for a person: drained hosts, held jobs, claims."""
@@ -82,7 +84,7 @@ class Users:
             "trials": False,
         }
         answer = await self._simulation.call("submit", spec=spec)
-        self.accepted[answer["id"]] = None
+        self.accepted[answer.id] = None
 
     def _job(self) -> str:
         if not self.accepted:
