@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # Hundreds of processes that import the same modules: compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-gpu test-gpus test-slow test-all soak mutants bench check docs binary clean
+.PHONY: setup demo test test-gpu test-gpus test-slow test-all soak mutants bench check docs binary release clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -77,7 +77,19 @@ docs: $(STAMP)
 binary: dist/clusterd
 dist/clusterd: $(STAMP) pyproject.toml $(shell find clusterd plans profiling tui -name '*.py' 2>/dev/null)
 	@mkdir -p dist
-	$(BIN)/shiv --compressed -p '/usr/bin/env python3' -e clusterd.__main__:main -o $@ '.[tui]'
+	SOURCE_DATE_EPOCH=$(COMMITTED_S) $(BIN)/shiv --reproducible --compressed -p '/usr/bin/env python3' \
+		-e clusterd.__main__:main -o $@ '.[tui]'
+
+# Sources, wheel and one-file program, the same from the same commit; states that later versions must read.
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+COMMITTED_S = $(shell git log -1 --format=%ct)
+release: $(STAMP)
+	@git diff --quiet HEAD || { echo "there are changes that no commit has: commit them, then release"; exit 1; }
+	rm -rf dist build && umask 022 && SOURCE_DATE_EPOCH=$(COMMITTED_S) $(BIN)/python -m build -q --wheel
+	git archive --prefix=clusterd-$(VERSION)/ -o dist/clusterd-$(VERSION).tar.gz HEAD
+	$(MAKE) binary
+	PYTHONHASHSEED=0 $(BIN)/python -m tests.daemon.journal.kept_states $(VERSION)
+	cd dist && sha256sum *
 
 clean:
 	rm -rf dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from functools import cache
 from hashlib import blake2b
 from typing import Any
@@ -62,18 +63,50 @@ def of_snapshot(body: bytes) -> State:
     """Decode the state of a journal snapshot.
 
     Raises:
-        ValueError: a version whose state has other fields wrote it: those that it lacks would get defaults.
+        ValueError: a version wrote it whose state has fields that are unknown here, or lacks some whose default would
+            not tell the truth, as that of the devices in use.
         msgspec.ValidationError: a value is not of its field's type.
     """
+    found = state(body[_SHAPE_BYTES:])
     if not body.startswith(_shape()):
-        raise ValueError("its state has other fields")
-    return state(body[len(_shape()) :])
+        absent, unknown = _differences(msgspec.msgpack.decode(body[_SHAPE_BYTES:], strict=False), found)
+        if other := sorted(unknown | (absent - ADDED)):
+            raise ValueError(f"its state differs in {', '.join(other)}")
+    return found
+
+
+_SHAPE_BYTES = 8
+
+ADDED: frozenset[str] = frozenset()
+"""Fields of the state that later versions added, as TYPE.FIELD: their default says what was so before."""
+
+
+def _differences(raw: Any, value: Any) -> tuple[set[str], set[str]]:
+    """Fields of a decoded value, and of all that it holds, which its encoding lacks; and those that only that has."""
+    absent: set[str] = set()
+    unknown: set[str] = set()
+    if is_dataclass(value) and isinstance(raw, dict):
+        name, names = type(value).__name__, {field.name for field in fields(value)}
+        absent |= {f"{name}.{field}" for field in names - raw.keys()}
+        unknown |= {f"{name}.{field}" for field in raw.keys() - names}
+        parts = [(raw[field], getattr(value, field)) for field in names & raw.keys()]
+    elif isinstance(value, dict) and isinstance(raw, dict):
+        parts = list(zip(raw.values(), value.values(), strict=True))
+    elif isinstance(value, list | tuple) and isinstance(raw, list):
+        parts = list(zip(raw, value, strict=True))
+    else:
+        parts = []
+    for encoded, decoded in parts:
+        more_absent, more_unknown = _differences(encoded, decoded)
+        absent |= more_absent
+        unknown |= more_unknown
+    return absent, unknown
 
 
 @cache
 def _shape() -> bytes:
     """Digest of the fields of the state, and of all that they hold."""
-    return blake2b(repr(msgspec.inspect.type_info(State)).encode(), digest_size=8).digest()
+    return blake2b(repr(msgspec.inspect.type_info(State)).encode(), digest_size=_SHAPE_BYTES).digest()
 
 
 def job(body: bytes) -> Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -45,16 +46,22 @@ def test_restarts_of_jobs_are_found_where_they_were_written_before() -> None:
     assert codec.event("JobRecalled", codec.encode(row)) == recalled
 
 
-def test_a_state_with_other_fields_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_with_other_fields_is_read_where_their_default_tells_the_truth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Regression: fields that the state of another version lacks were empty, as that of the devices in use."""
     lab = Lab()
     lab.host("a", gpus=1)
     lab.submit()
-    assert codec.of_snapshot(codec.snapshot(lab.scheduler.state)) == lab.scheduler.state
-    fewer = {k: v for k, v in msgspec.to_builtins(lab.scheduler.state, str_keys=False).items() if k != "holders"}
-    assert codec.state(codec.encode(fewer)).holders == {}
-    monkeypatch.setattr(codec, "_shape", lambda: b"of another version")
-    body = codec.snapshot(lab.scheduler.state)
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="other fields"):
-        codec.of_snapshot(body)
+    state = lab.scheduler.state
+    assert codec.of_snapshot(codec.snapshot(state)) == state
+    row = msgspec.to_builtins(state, str_keys=False)
+    fewer = b"another " + codec.encode({name: value for name, value in row.items() if name != "holders"})
+    with pytest.raises(ValueError, match=r"differs in State\.holders$"):
+        codec.of_snapshot(fewer)
+    monkeypatch.setattr(codec, "ADDED", frozenset({"State.holders"}))
+    assert codec.of_snapshot(fewer) == replace(state, holders={})
+    (job,) = row["jobs"].values()
+    job["spec"]["of_a_later_version"] = 1
+    with pytest.raises(ValueError, match=r"differs in JobSpec\.of_a_later_version$"):
+        codec.of_snapshot(b"another " + codec.encode(row))
