@@ -289,6 +289,26 @@ def test_a_wide_job_that_cannot_shrink_is_suspended_for_a_short_one(lab: Lab) ->
     assert "starting" in (lab.state(long), lab.state(again))
 
 
+def test_a_job_for_which_another_was_suspended_waits_for_memory_that_somebody_took_meanwhile(lab: Lab) -> None:
+    """Devices and cores are free, and most of the host's 256 GiB are not."""
+    lab.host("a", gpus=8, cores=48)
+    on_eight = tuple(x for x in known().estimates if x.devices == 8)
+    for model, gib in (("net", 1), ("offloading", 24)):
+        table = replace(known(), estimates=tuple(replace(x, host_bytes=gib << 30) for x in on_eight))
+        lab.tell(e.SpeedLearned(**lab.at(), model=model, table=table, why="trials"))
+    long, _ = submit(lab, "long", 30_000, devices=8)
+    progress(lab, long, 10)
+    short, _ = submit(lab, "short", 50, devices=8, model="offloading")
+    pass_time(lab, 400.0)
+    assert lab.state(long) == "stopping"
+    other, _ = lab.submit("other", devices=0, cpus=1, memory_bytes=200 << 30)
+    lab.run(other)
+    lab.stopped(long)
+    assert lab.state(short) == "queued"
+    lab.finish(other)
+    assert lab.state(short) == "starting"
+
+
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_guaranteed_job_is_suspended_only_if_it_still_ends_as_promised(lab: Lab, zero: int) -> None:
     """It runs without ZeRO; if it asked for ZeRO-2, a fifth slower, it has time to spare. It comes back first."""

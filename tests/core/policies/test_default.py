@@ -44,7 +44,9 @@ def host_of_eight(lab: Lab) -> Lab:
     return lab
 
 
-def submit(lab: Lab, name: str, steps: int, devices: int = 1, **what: Any) -> tuple[JobId, list[d.Decision]]:
+def submit(
+    lab: Lab, name: str, steps: int, devices: int = 1, model: str = "net", **what: Any
+) -> tuple[JobId, list[d.Decision]]:
     lab.jobs += 1
     job = JobId(str(lab.jobs))
     resources = Resources(devices=devices, plan=what.pop("plan", None))
@@ -53,7 +55,7 @@ def submit(lab: Lab, name: str, steps: int, devices: int = 1, **what: Any) -> tu
     stamp = lab.at()
     decided = lab.tell(
         e.JobSubmitted(**stamp, job=job, spec=spec),
-        e.ModelDescribed(**{**stamp, "id": e.EventId(stamp["id"] + 1)}, job=job, shape=shape, model="net"),
+        e.ModelDescribed(**{**stamp, "id": e.EventId(stamp["id"] + 1)}, job=job, shape=shape, model=model),
     )
     return job, decided
 
