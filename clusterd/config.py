@@ -186,6 +186,9 @@ class Config:
                                        name="idle_after")] = 3600.0
     reclaim_idle_s: Annotated[float | None, Key(k.DURATION, "End shells whose devices do nothing for this long.",
                                                 "never", name="reclaim_idle")] = None
+    fair_share_half_life_s: Annotated[float, Key(
+        k.DURATION, "Device-hours count half after this long, for fair shares; 0: what is held counts alone.",
+        name="fair_share_half_life")] = 7 * 86400.0
     archive_jobs_after_s: Annotated[float, Key(
         _above_zero(k.DURATION), "Jobs that are over for this long leave the daemon's memory; commands find them.",
         name="archive_jobs_after")] = 30 * 86400.0

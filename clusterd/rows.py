@@ -568,3 +568,16 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     submitted: Annotated[int, about("Jobs that were submitted.")]
     waited_s_median: Annotated[float | None, about("Median of their time from submission to start.")]
     waited_s_longest: Annotated[float | None, about("Longest such time.")]
+
+
+class FairShare(Struct, frozen=True, kw_only=True):
+    """What one user of a tenant has used lately, and what is due among those who want devices."""
+
+    tenant: Annotated[str, about("Tenant.")]
+    user: Annotated[str, about("User.")]
+    device_hours: Annotated[float, about("Device-hours used, of which each half-life takes half.")]
+    devices: Annotated[int, about("Devices held now.")]
+    tenant_used: Annotated[float | None, about("Part of what all tenants that want devices have used.")]
+    tenant_due: Annotated[float | None, about("Part that is due to the tenant.")]
+    user_used: Annotated[float | None, about("Part of what the tenant's users who want devices have used.")]
+    user_due: Annotated[float | None, about("Part that is due to the user.")]

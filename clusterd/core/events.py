@@ -46,6 +46,7 @@ class DaemonStarted(Event):
     epoch: int
     tenants: dict[str, Tenant] = field(default_factory=dict)
     device_limits: dict[str, int] = field(default_factory=dict)  # see `State`
+    half_life_s: float = 0.0  # see `State`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,7 @@ class SettingsReloaded(Event):
 
     tenants: dict[str, Tenant]
     device_limits: dict[str, int]
+    half_life_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

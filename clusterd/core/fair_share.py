@@ -1,17 +1,48 @@
-"""Quotas of tenants and limits of users, and fair shares of tenants, during one scheduling pass."""
+"""Quotas of tenants and limits of users, and fair shares of tenants and of the users of each.
+
+Shares are of what was used lately: device-seconds lose half of their weight in each half-life, as in Slurm's fair-share
+factor. Without a half-life, tenants share what they hold at the moment, and users of one tenant are equal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 
-from clusterd.core.state import Attempt, Job, State
+from clusterd.core.state import Attempt, Job, State, Used
 from clusterd.types import JobSpec, Tenant
 from clusterd.units import counted
 
 ALL = 1 << 30
 """A number of devices larger than any cluster."""
 
+SOON_S = 60.0
+"""What is held counts for so long in advance: of those who begin together, the one who holds more is behind."""
+
 _PLAIN = Tenant()
+
+
+def charge(state: State, now_s: float) -> None:
+    """Add what each user has held since the last call, and take up what is held now: after each change of that."""
+    if not state.half_life_s:
+        state.used.clear()
+        return
+    held: Counter[tuple[str, str]] = Counter()
+    for job in map(state.jobs.__getitem__, state.active):
+        if job.attempt is not None:
+            held[job.spec.tenant, job.spec.user] += _devices_of(job.attempt)
+    for tenant, user in held:
+        state.used.setdefault(tenant, {}).setdefault(user, Used(at_s=now_s))
+    for tenant, users in list(state.used.items()):
+        for user, used in list(users.items()):
+            left = 0.5 ** (max(now_s - used.at_s, 0.0) / state.half_life_s)
+            used.device_s = used.device_s * left + used.devices * state.half_life_s / math.log(2.0) * (1.0 - left)
+            used.devices, used.at_s = held[tenant, user], now_s
+            if not used.devices and used.device_s < 1.0:
+                del users[user]
+        if not users:
+            del state.used[tenant]
 
 
 def beyond_quota(state: State, spec: JobSpec, devices: int) -> str | None:
@@ -26,6 +57,7 @@ class Quotas:
 
     def __init__(self, state: State, running: Iterable[Job]) -> None:
         self._tenants, self._limits = state.tenants, state.device_limits
+        self._used = state.used if state.half_life_s else None
         self._held: dict[str, int] = {}  # by tenant
         self._held_by_user: dict[str, int] = {}
         for job in running:
@@ -65,14 +97,46 @@ class Quotas:
         """User of a job, where a limit of devices applies to that user; else empty."""
         return spec.user if {"", spec.user} & self._limits.keys() else ""
 
-    def over_share(self, waiting: Iterable[Job]) -> dict[str, bool]:
-        """True by tenant that holds more than its share of all held devices; empty where only one tenant wants any."""
+    def tenant_shares(self, waiting: Iterable[Job]) -> Shares:
+        """Shares of the tenants that hold or want devices."""
+        has: Mapping[str, float] = self._held
+        if self._used is not None:
+            has = {name: sum(_weight(each) for each in users.values()) for name, users in self._used.items()}
         wanting = set(self._held) | {job.spec.tenant for job in waiting}
-        if len(wanting) < 2:
+        return Shares(has, {name: self._tenants.get(name, _PLAIN).share for name in wanting})
+
+    def user_shares(self, waiting: Iterable[Job]) -> dict[str, Shares]:
+        """Shares of the users of each tenant who hold or want devices; empty without a half-life."""
+        if self._used is None:
             return {}
-        shares = {name: self._tenants.get(name, _PLAIN).share for name in wanting}
-        each = sum(self._held.values()) / sum(shares.values())
-        return {name: self._held.get(name, 0) > each * share for name, share in shares.items()}
+        wanting: dict[str, dict[str, float]] = defaultdict(dict)
+        for job in waiting:
+            wanting[job.spec.tenant][job.spec.user] = 1.0
+        has: dict[str, dict[str, float]] = defaultdict(dict)
+        for tenant, users in self._used.items():
+            wanting[tenant] |= {user: 1.0 for user, used in users.items() if used.devices}
+            has[tenant] = {user: _weight(used) for user, used in users.items()}
+        return {tenant: Shares(has[tenant], weights) for tenant, weights in wanting.items()}
+
+
+class Shares:
+    """Part of each name in what all of them have, and the part that is due by weight."""
+
+    def __init__(self, has: Mapping[str, float], weights: Mapping[str, float]) -> None:
+        whole, total = sum(has.get(name, 0.0) for name in weights), sum(weights.values())
+        self.parts = {
+            name: (has.get(name, 0.0) / whole if whole else 0.0, weight / total) for name, weight in weights.items()
+        }
+        """Part that a name has, and part that is due."""
+
+    def is_over(self, name: str) -> bool:
+        """True for a name that has more than is due to it."""
+        part, due = self.parts.get(name, (0.0, 1.0))
+        return part > due * (1.0 + 1e-9)
+
+
+def _weight(used: Used) -> float:
+    return used.device_s + used.devices * SOON_S
 
 
 def _devices_of(attempt: Attempt) -> int:

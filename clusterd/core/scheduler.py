@@ -14,6 +14,7 @@ from typing import Any
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
+from clusterd.core.fair_share import charge
 from clusterd.core.lifecycle import (
     accounts,
     attempt_events,
@@ -126,6 +127,8 @@ class Scheduler:
         ctx = self._context
         if proposal is not None:
             self.proposed = replace(proposal, refusals=_apply(ctx, proposal))
+            if proposal.starts or proposal.moves:
+                charge(ctx.state, ctx.now_s)
             _explain_drained(ctx)
         self.side_effects = self._side_effects()
         return ctx.decisions
@@ -140,6 +143,7 @@ class Scheduler:
         """Do what a scheduling pass does without the policy; returns what the policy is to be asked about, if it is."""
         state = ctx.state
         state.order = only(state.order, state.queue)
+        charge(state, ctx.now_s)
         if not state.queue and not state.active:
             return None
         state.passed_s = ctx.now_s

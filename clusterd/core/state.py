@@ -444,6 +444,15 @@ class Job:
 
 
 @dataclass(slots=True)
+class Used:
+    """Devices that a user has used, by `fair_share.charge`."""
+
+    device_s: float = 0.0  # of which each half-life takes half
+    devices: int = 0  # held since then
+    at_s: float = 0.0
+
+
+@dataclass(slots=True)
 class State:
     """Whole state of the scheduler. Serialisable and comparable: a replay of the journal gives an equal one."""
 
@@ -455,6 +464,8 @@ class State:
     performance_tables: dict[str, PerformanceTable] = field(default_factory=dict)  # by model
     tenants: dict[str, Tenant] = field(default_factory=dict)
     device_limits: dict[str, int] = field(default_factory=dict)  # devices held at a time, by user; "": all others
+    half_life_s: float = 0.0  # of what was used, for fair shares; 0: shares are of what is held
+    used: dict[str, dict[str, Used]] = field(default_factory=dict)  # by tenant and user; empty without a half-life
     move_costs_s: dict[str, float] = field(default_factory=dict)  # by model: moving average of downtimes
     restart_costs_s: dict[str, float] = field(default_factory=dict)  # likewise, of migrations through host memory
     timers: dict[Timer, float] = field(default_factory=dict)

@@ -61,7 +61,7 @@ _USE = Rule(Callers.USERS)
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("hello", "status", "backups", "jobs", "history", "watch", "hosts", "host", "claims"), _LOOK),
-    **dict.fromkeys(("arrays", "tasks", "measurements_export", "usage", "report"), _LOOK),
+    **dict.fromkeys(("arrays", "tasks", "measurements_export", "usage", "report", "fair_share"), _LOOK),
     **dict.fromkeys(("job", "why", "wait", "plans", "profile"), _DETAILS),
     **dict.fromkeys(("logs", "steps"), _OUTPUT),
     **dict.fromkeys(("login", "submit", "dry_run", "estimate", "snapshot_has", "snapshot_put", "host_check"), _USE),

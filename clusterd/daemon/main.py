@@ -222,7 +222,10 @@ class Daemon:
             stack.callback(server.withdraw)
             tasks.start_soon(engine.run)
             tenants, limits = dict(config.tenants), configuration.device_limits(config)
-            started = e.DaemonStarted(at_s=time.time(), epoch=leader.epoch, tenants=tenants, device_limits=limits)
+            started = e.DaemonStarted(
+                at_s=time.time(), epoch=leader.epoch, tenants=tenants, device_limits=limits,
+                half_life_s=config.fair_share_half_life_s,
+            )  # fmt: skip
             await engine.post(started)
             for run in (timers.run, profiler.run, terminals.run):
                 tasks.start_soon(run)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
 from clusterd.core.performance_table import Estimate, PerformanceTable
+from clusterd.criterion import Criterion
 from clusterd.plans.plan import Plan
 from clusterd.types import JobId, JobKind, Tenant
 from tests.core.conftest import Lab
@@ -101,3 +110,87 @@ def test_a_user_with_all_devices_that_are_allowed_waits_and_holds_up_nobody(lab:
     decided = lab.tell(e.SettingsReloaded(**lab.at(), tenants={}, device_limits={"": 3}))
     assert d.LaunchAttempt.match(decided, job=waits)
     assert lab.why(never) == "needs 4 devices at once, and bob may hold 3 in all"
+
+
+WEEK_S = 7 * 86400.0
+
+
+def by_half_life(lab: Lab, **tenants: Tenant) -> None:
+    """The daemon starts, and what was used counts half after a week."""
+    lab.tell(e.DaemonStarted(**lab.at(), epoch=1, tenants=tenants, half_life_s=WEEK_S))
+
+
+def worked(lab: Lab, for_s: float, **what: Any) -> None:
+    """A job has run for some time, and is over."""
+    job, _ = lab.submit(**what)
+    lab.run(job)
+    lab.now_s += for_s
+    lab.finish(job)
+
+
+def test_of_users_the_one_who_has_used_less_lately_is_next_and_why_says_so(lab: Lab) -> None:
+    """Two weeks later the use of an hour by the one is a quarter, less than the half hour of the other."""
+    by_half_life(lab)
+    lab.host("a", gpus=1)
+    worked(lab, 3600.0, user="ann")
+    for later_s, other_s, first in ((0.0, 0.0, "bob"), (2 * WEEK_S, 1800.0, "ann")):
+        lab.now_s += later_s
+        if other_s:
+            worked(lab, other_s, user="bob")
+        held, _ = lab.submit(user="cid")
+        lab.run(held)
+        waiting = {user: lab.submit(user=user)[0] for user in (("ann", "bob") if first == "bob" else ("bob", "ann"))}
+        other = next(job for user, job in waiting.items() if user != first)
+        place = lab.scheduler.state.order[other]
+        assert (place.after, place.criterion) == (waiting[first], Criterion.USER_SHARE)
+        for job in (held, waiting[first], other):
+            lab.run(job)
+            lab.finish(job)
+
+
+def test_of_tenants_the_one_who_has_used_less_of_its_share_is_next(lab: Lab) -> None:
+    """They hold nothing now; the one has four fifths of what was used lately, and three quarters are its share."""
+    by_half_life(lab, large=Tenant(share=3.0))
+    lab.host("a", gpus=1)
+    worked(lab, 4000.0, tenant="large")
+    worked(lab, 1000.0, tenant="small")
+    held, _ = lab.submit(tenant="large")
+    lab.run(held)
+    early, late = (lab.submit(tenant=tenant)[0] for tenant in ("large", "small"))
+    assert lab.scheduler.state.order[early].criterion is Criterion.TENANT_SHARE
+    lab.finish(held)
+    assert (lab.state(early), lab.state(late)) == ("queued", "starting")
+
+
+@given(
+    stints=st.lists(st.tuples(st.floats(1e4, 1e6), st.integers(0, 4), st.floats(-1e5, 1e5)), min_size=1, max_size=8),
+    cuts=st.integers(1, 4),
+)
+def test_use_does_not_depend_on_how_often_it_is_counted_nor_on_the_clock(
+    stints: list[tuple[float, int, float]], cuts: int
+) -> None:
+    """Seconds, devices, and by how much the clock of the head node is set afterwards."""
+    found = []
+    for parts in (1, cuts):
+        lab, jobs = Lab(), list[JobId]()
+        by_half_life(lab)
+        lab.host("a", gpus=4)
+        expected = 0.0
+        for for_s, devices, set_by_s in stints:
+            if devices:
+                jobs = [lab.submit(devices=devices, user="ann")[0]]
+                lab.run(jobs[0])
+            for _ in range(parts):
+                lab.now_s += for_s / parts
+                lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.ROUND)))
+            expected = expected * 0.5 ** (for_s / WEEK_S)
+            expected += devices * WEEK_S / math.log(2.0) * (1.0 - 0.5 ** (for_s / WEEK_S))
+            if devices:
+                lab.finish(jobs[0])
+            lab.now_s += set_by_s
+            lab.tell(e.ClockSet(**lab.at(), by_s=set_by_s))
+        users = lab.scheduler.state.used.get("default", {})
+        found.append(users["ann"].device_s if users else 0.0)
+        assert found[-1] == pytest.approx(expected, rel=1e-3, abs=300.0), (
+            "each event comes a second after the one before"
+        )

@@ -17,21 +17,24 @@ from clusterd.units import duration
 @click.option("--since", default="30d", show_default=True, metavar="TIME", help="As in 12h or 30d; whole days count.")
 @click.option("--by", type=click.Choice(("user", "tenant", "model", "host", "job")), default="user", show_default=True)
 @click.option("-o", "--output", type=click.Choice(("table", "json", "jsonl", "csv")), default="table")
-def report(since: str, by: str, output: str) -> None:
+@click.option("--fair-share", is_flag=True, help="What each user has used lately, and what is due.")
+def report(since: str, by: str, output: str, fair_share: bool) -> None:
     """Print device-hours, utilisation and waiting times by user, tenant, model, host or job.
 
     Utilisation is the share of a device's leased time in which it worked: a GPU's by its driver, that of CPU devices by
     the processor time of their job. Devices are counted every 10 seconds.
+
+    With --fair-share: device-hours, of which each half-life (fair_share_half_life, a week) takes half, and their part
+    in what those have used who hold or want devices. Who has used more than is due comes later in the queue.
     """
+    if fair_share:
+        _fair_share(output)
+        return
     begin_s = time.time() - time_s("--since", since)
     with Client() as cluster:
         rows = cluster.call("report", since_s=begin_s, by=by)
-    if output == "csv":
-        headings = list(rows[0]) if rows else ["group"]
-        show_csv(headings, [[row[heading] for heading in headings] for row in rows])
-        return
     if output != "table":
-        show_json(rows, output)
+        _show_plain(rows, output, "group")
         return
     headings = [by, "jobs", "device-hours", "utilisation"]
     headings += ["idle device-hours"] if by == "host" else ["submitted", "median wait", "longest wait"]
@@ -41,6 +44,14 @@ def report(since: str, by: str, output: str) -> None:
         note(f"{total:.2f} device-hours in the last {since}")
 
 
+def _show_plain(rows: list[dict[str, Any]], output: str, of: str) -> None:
+    if output == "csv":
+        headings = list(rows[0]) if rows else [of]
+        show_csv(headings, [[row[heading] for heading in headings] for row in rows])
+    else:
+        show_json(rows, output)
+
+
 def _line(row: dict[str, Any], by: str) -> list[Any]:
     used = f"{100 * row['utilisation']:.0f}%" if row["utilisation"] is not None else "not known"
     line = [row["group"], row["jobs"], f"{row['device_hours']:.2f}", used]
@@ -48,3 +59,22 @@ def _line(row: dict[str, Any], by: str) -> list[Any]:
         return [*line, f"{row['idle_device_hours']:.2f}"]
     waits = (row["waited_s_median"], row["waited_s_longest"])
     return [*line, row["submitted"], *("" if wait is None else duration(wait) for wait in waits)]
+
+
+def _fair_share(output: str) -> None:
+    with Client() as cluster:
+        rows = cluster.call("fair_share")
+    if output != "table":
+        _show_plain(rows, output, "tenant")
+        return
+    headings = ["tenant", "user", "device-hours", "devices", "tenant has", "due", "user has", "due"]
+    parts = ("tenant_used", "tenant_due", "user_used", "user_due")
+    show_table(
+        headings,
+        [
+            [row["tenant"], row["user"], f"{row['device_hours']:.2f}", row["devices"]]
+            + ["" if row[part] is None else f"{100 * row[part]:.0f}%" for part in parts]
+            for row in rows
+        ],
+        "nobody has used devices lately, or wants any",
+    )

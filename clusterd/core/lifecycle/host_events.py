@@ -22,12 +22,14 @@ RECOVERY_S = 20.0
 
 def on_settings_reloaded(ctx: HandlerContext, event: e.SettingsReloaded) -> None:
     ctx.state.tenants, ctx.state.device_limits = event.tenants, event.device_limits
+    ctx.state.half_life_s = event.half_life_s
     ctx.pass_due = True
 
 
 def on_daemon_started(ctx: HandlerContext, event: e.DaemonStarted) -> None:
     ctx.state.epoch = event.epoch
     ctx.state.tenants, ctx.state.device_limits = event.tenants, event.device_limits
+    ctx.state.half_life_s = event.half_life_s
     for host in ctx.state.hosts.values():
         if host.state is not HostState.LOST:
             host.go(HostState.CONNECTING, event.at_s, "the daemon has just started")
@@ -119,6 +121,8 @@ def on_clock_set(ctx: HandlerContext, event: e.ClockSet) -> None:
         latest_s = _shifted(promise.latest_s, by_s)
         state.reservation = replace(promise, at_s=promise.at_s + by_s, latest_s=latest_s)
     state.handovers = {job: replace(h, since_s=h.since_s + by_s) for job, h in state.handovers.items()}
+    for used in (each for users in state.used.values() for each in users.values()):
+        used.at_s += by_s
     for host in state.hosts.values():
         host.since_s += by_s
     for job in state.jobs.values():

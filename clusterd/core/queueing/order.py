@@ -2,7 +2,8 @@
 
 A job for which others were suspended comes first of all. Then comes priority, then guaranteed jobs that have started
 before, as their time runs on; then the job to which a start was promised, then those who have waited out of proportion,
-longest first, then those for which a person waits, then tenants that have less than their share.
+longest first, then those for which a person waits, then tenants and in a tenant users who have used less than their
+share.
 Inside, queues by attained service; in a queue, Borda scores: every job is ranked by the service it has got, least
 first; predictable ones also by what a device-second brings, most first. Ranks are shares of their list's length, equals
 share a rank, and the list is sorted the way that it is meant (the published code adds the age to each rank and puts the
@@ -44,6 +45,7 @@ class Key(NamedTuple):
     starved_longer: float
     interactive: bool
     tenant_share: bool
+    user_share: bool
     service_level: int
     score: float
     arrival: tuple[float, int, JobId]
@@ -66,7 +68,7 @@ def order(
     foreseeable = [job for job in queued if job.id in known and job.progress.predictable is not False]
     gains = {job.id: -1.0 / known[job.id].work_s for job in foreseeable}
     by_gain = ranks(gains)
-    tenants = view.quotas.over_share(queued)
+    tenants, users = view.quotas.tenant_shares(queued), view.quotas.user_shares(queued)
     promise = view.reservation
     promised = promise.job if promise is not None and promise.latest_s is not None else None
 
@@ -80,7 +82,8 @@ def order(
             starved=not starved,
             starved_longer=job.queued_s if starved else 0.0,
             interactive=not job.spec.interactive,
-            tenant_share=tenants.get(job.spec.tenant, False),
+            tenant_share=tenants.is_over(job.spec.tenant),
+            user_share=job.spec.tenant in users and users[job.spec.tenant].is_over(job.spec.user),
             service_level=sum(service[job.id] >= limit for limit in QUEUES_DEVICE_S),
             score=by_service[job.id] + by_gain.get(job.id, by_service[job.id]),
             arrival=arrival(job),

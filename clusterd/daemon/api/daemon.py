@@ -101,7 +101,10 @@ class DaemonVerbs:
         if changed:
             config = self._settings()
             tenants, limits = dict(config.tenants), device_limits(config)
-            await self._engine.post(e.SettingsReloaded(at_s=time.time(), tenants=tenants, device_limits=limits))
+            half_life_s = config.fair_share_half_life_s
+            await self._engine.post(
+                e.SettingsReloaded(at_s=time.time(), tenants=tenants, device_limits=limits, half_life_s=half_life_s)
+            )
         file = str(self._settings.file) if self._settings.file else None
         return {"config": file, "changed": changed, "at_next_start": later}
 

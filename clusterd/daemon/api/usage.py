@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from clusterd import rows
-from clusterd.core.state import Job, State
+from clusterd.core.fair_share import Quotas
+from clusterd.core.state import Job, State, Used
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
@@ -60,7 +61,7 @@ class UsageVerbs:
     @property
     def verbs(self) -> dict[str, Verb]:
         """Verbs by name."""
-        return {"usage": self.usage, "report": self.report}
+        return {"usage": self.usage, "report": self.report, "fair_share": self.fair_share}
 
     async def usage(self, peer: Peer, minutes: int = 60) -> rows.Usage:
         """Newest sample of each host, and the last minutes of each device.
@@ -99,6 +100,33 @@ class UsageVerbs:
         for group in waits:
             groups[group]  # a job that only waited has a row, too
         return [_row(group, groups[group], waits.get(group, [])) for group in sorted(groups)]
+
+    async def fair_share(self, peer: Peer) -> list[rows.FairShare]:
+        """What the users of each tenant have used lately, as the newest pass counted it, and what is due to them."""
+        state = self._state
+        queued = [state.jobs[job] for job in state.queue]
+        quotas = Quotas(state, map(state.jobs.__getitem__, state.active))
+        tenants, users = quotas.tenant_shares(queued).parts, quotas.user_shares(queued)
+        known = {(tenant, user) for tenant, used in state.used.items() for user in used}
+        known |= {(job.spec.tenant, job.spec.user) for job in queued}
+        found = []
+        for tenant, user in sorted(known):
+            used = state.used.get(tenant, {}).get(user, Used())
+            tenant_used, tenant_due = tenants.get(tenant, (None, None))
+            user_used, user_due = users[tenant].parts.get(user, (None, None)) if tenant in users else (None, None)
+            found.append(
+                rows.FairShare(
+                    tenant=tenant,
+                    user=user,
+                    device_hours=used.device_s / 3600,
+                    devices=used.devices,
+                    tenant_used=tenant_used,
+                    tenant_due=tenant_due,
+                    user_used=user_used,
+                    user_due=user_due,
+                )
+            )
+        return found
 
 
 def _waits(jobs: Iterable[_Counted], since_s: float) -> dict[str, list[float]]:

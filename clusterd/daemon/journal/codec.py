@@ -7,6 +7,7 @@ from functools import cache
 from hashlib import blake2b
 from typing import Any
 
+import msgpack
 import msgspec
 
 from clusterd.core import decisions, events
@@ -69,7 +70,7 @@ def of_snapshot(body: bytes) -> State:
     """
     found = state(body[_SHAPE_BYTES:])
     if not body.startswith(_shape()):
-        absent, unknown = _differences(msgspec.msgpack.decode(body[_SHAPE_BYTES:], strict=False), found)
+        absent, unknown = _differences(_pairs(body[_SHAPE_BYTES:]), found)
         if other := sorted(unknown | (absent - ADDED)):
             raise ValueError(f"its state differs in {', '.join(other)}")
     return found
@@ -77,27 +78,31 @@ def of_snapshot(body: bytes) -> State:
 
 _SHAPE_BYTES = 8
 
-ADDED: frozenset[str] = frozenset()
+ADDED = frozenset({"State.half_life_s", "State.used"})
 """Fields of the state that later versions added, as TYPE.FIELD: their default says what was so before."""
+
+
+def _pairs(body: bytes) -> Any:
+    """Decode without types: maps as tuples of pairs, since some of their keys are maps."""
+    return msgpack.unpackb(body, strict_map_key=False, use_list=False, object_pairs_hook=tuple)
 
 
 def _differences(raw: Any, value: Any) -> tuple[set[str], set[str]]:
     """Fields of a decoded value, and of all that it holds, which its encoding lacks; and those that only that has."""
     absent: set[str] = set()
     unknown: set[str] = set()
-    if is_dataclass(value) and isinstance(raw, dict):
-        name, names = type(value).__name__, {field.name for field in fields(value)}
-        absent |= {f"{name}.{field}" for field in names - raw.keys()}
-        unknown |= {f"{name}.{field}" for field in raw.keys() - names}
-        parts = [(raw[field], getattr(value, field)) for field in names & raw.keys()]
-    elif isinstance(value, dict) and isinstance(raw, dict):
-        parts = list(zip(raw.values(), value.values(), strict=True))
-    elif isinstance(value, list | tuple) and isinstance(raw, list):
+    parts: list[tuple[Any, Any]] = []
+    if is_dataclass(value):
+        known, encoded = {field.name for field in fields(value)}, dict(raw)
+        absent |= {f"{type(value).__name__}.{name}" for name in known - encoded.keys()}
+        unknown |= {f"{type(value).__name__}.{name}" for name in encoded.keys() - known}
+        parts = [(encoded[name], getattr(value, name)) for name in known & encoded.keys()]
+    elif isinstance(value, dict):
+        parts = [(part, own) for (_, part), own in zip(raw, value.values(), strict=True)]
+    elif isinstance(value, list | tuple):
         parts = list(zip(raw, value, strict=True))
-    else:
-        parts = []
-    for encoded, decoded in parts:
-        more_absent, more_unknown = _differences(encoded, decoded)
+    for part, own in parts:
+        more_absent, more_unknown = _differences(part, own)
         absent |= more_absent
         unknown |= more_unknown
     return absent, unknown
