@@ -209,9 +209,11 @@ class JobSpec:
                                   '"apptainer:IMAGE" or a .sif file.', "none", option="--container")] = ""
     mounts: Annotated[tuple[str, ...], Key(k.PATHS, "Directories of the host in the container: "
                                            "SOURCE[:TARGET[:ro]].", "none", option="--mount")] = ()
+    clean_env: Annotated[bool, Key(k.YES_OR_NO, "true: none of the variables that the account's login sets up on the "
+                                   "hosts.", option="--clean-env")] = False
     env: Annotated[dict[str, str], Key(
-        k.TABLE, "Environment variables. They are in clear in the journal and its backups: what must not be belongs "
-        "into secrets.", "none")] = field(default_factory=dict)
+        k.ENV, "Environment variables; $NAME is filled in from the login. They are in clear in the journal and its "
+        "backups: what must not be belongs into secrets.", "none")] = field(default_factory=dict)
     secrets: Annotated[tuple[str, ...], Key(  # names only; values are not in the journal
         k.SECRETS, 'Variables that no log, list or journal shows: "env:NAME" from the submitting shell, "file:PATH" '
         "from a file.", "none")] = ()

@@ -92,6 +92,7 @@ class LaunchRequest(Request[Launched], verb="launch"):
     python: str | None = None  # interpreter of the job's environment
     container: str = ""  # "docker:IMAGE", "podman:IMAGE", "apptainer:IMAGE"; "": none
     mounts: tuple[str, ...] = ()  # "SOURCE", "SOURCE:TARGET", "SOURCE:TARGET:ro"
+    clean_env: bool = False  # none of the variables of the account's login
     grace_s: float = 0.0
     restore: str | None = None  # directory of the checkpoint to restore
     final: str | None = None  # directory of the final checkpoint

@@ -245,6 +245,7 @@ class HostCheck:
     kernels: dict[str, dict[str, Any]] = field(default_factory=dict)  # seconds or an error, by uuid of a GPU
     all_reduce: dict[str, Any] | None = None  # likewise, over several GPUs; None: there are none
     disk_free_bytes: int | None = None  # where jobs write; None: the agent is of an older version
+    login_fault: str | None = None  # why jobs do not get the login's variables; empty: they do; None: likewise
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,25 @@ from clusterd.toml import parse_toml
 from clusterd.units import parse_gpus
 
 PRELUDE = """
+while IFS= read -r -d '' pair; do
+    case $pair in
+        PWD=*) cd "${pair#*=}" ;;
+        BASH_FUNC_*|_=*|SHLVL=*|OLDPWD=*) ;;
+        *) export "$pair" ;;
+    esac
+done < /proc/$$/environ 2> /dev/null
+unset pair
+absent() {
+    echo "clusterd: $1: not on the PATH of $USER's login on $HOSTNAME, nor defined by its profile; $2" >&2
+    exit 127
+}
+declare -F conda > /dev/null || conda() {
+    unset -f conda
+    eval "$("${CONDA_EXE:-conda}" shell.bash hook 2> /dev/null)"
+    declare -F conda > /dev/null || absent conda "put what conda init wrote into ~/.bashrc into ~/.profile"
+    conda "$@"
+}
+type module > /dev/null 2>&1 || module() { absent module "source its init script before"; }
 export SLURM_JOB_ID=$CLUSTERD_JOB SLURM_JOBID=$CLUSTERD_JOB SLURM_JOB_NAME=$CLUSTERD_JOB_NAME
 export SLURM_SUBMIT_DIR=$PWD SLURM_NNODES=${NNODES:-1} SLURM_JOB_NUM_NODES=${NNODES:-1} SLURM_NTASKS=${NNODES:-1}
 export SLURM_NODEID=${NODE_RANK:-0} SLURM_PROCID=${NODE_RANK:-0} SLURM_LOCALID=0
@@ -32,7 +51,10 @@ scontrol() { [ "$1 $2" = "show hostnames" ] && echo "$SLURM_JOB_NODELIST"; }
 export -f srun scontrol
 script=$1; shift; source "$script"
 """
-"""Run by bash before the script: Slurm's variables, and its two commands that scripts of jobs use."""
+"""Run by bash before the script, as a login shell, whose profile defines functions such as module.
+
+The job's variables come first, as a profile sets PATH anew; then Slurm's, and its two commands that scripts use.
+"""
 
 _SHORT = {
     "-J": "--job-name", "-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-c": "--cpus-per-task", "-t": "--time",
@@ -95,7 +117,8 @@ def read_batch_script(file: Path) -> tuple[Request, list[str]]:
     if script.startswith(".."):
         raise ConfigError(f"{file} is outside of this directory, which is sent to the hosts: change to its directory")
     values.setdefault("name", _name(file))
-    values.setdefault("command", ["bash", "-c", PRELUDE, "bash", script])
+    shell = ("-c",) if values.get("clean_env") else ("-l", "-c")
+    values.setdefault("command", ["bash", *shell, PRELUDE, "bash", script])
     values["workdir"] = str(directory)
     return parse_job(values, file, str(file)), ignored
 

@@ -81,6 +81,7 @@ class Attempt:
 
     directory: Path
     launch: LaunchRequest  # as accepted, without secrets; without variables where an earlier agent accepted it
+    login: dict[str, str] = field(default_factory=dict, repr=False)  # variables that its processes start with
     ranks: dict[int, Rank] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # over launching and stopping
     stopping: asyncio.Task[list[int]] | None = None

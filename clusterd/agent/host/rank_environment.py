@@ -12,6 +12,7 @@ from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import processes, programs
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import attempt_name, write_json
+from clusterd.agent.host.login_environment import expanded
 from clusterd.protocol.codec import to_map
 from clusterd.protocol.launch import LaunchRequest, RankFile, RankSpec
 from clusterd.script_seed import HASH_SEED, SEED_VARIABLE
@@ -39,13 +40,14 @@ LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 
 
 def variables(attempt: Attempt, rank: RankSpec, tag: str, secrets: Mapping[str, str]) -> dict[str, str]:
-    """Complete environment of one rank.
+    """Complete environment of one rank, on top of the login's.
 
     The job's variables override clusterd's defaults (threads, network interface). Clusterd's override the job's where
     the rendezvous of the ranks depends on them.
     """
     launch = attempt.launch
-    env = programs.own_environment(os.environ)
+    env = dict(attempt.login)
+    env["PWD"] = str(work_of(attempt))
     env["OMP_NUM_THREADS"] = str(rank.device.threads or 1)
     if rank.interface:
         env["GLOO_SOCKET_IFNAME"] = rank.interface
@@ -63,7 +65,8 @@ def variables(attempt: Attempt, rank: RankSpec, tag: str, secrets: Mapping[str, 
         # NCCL refuses two ranks on one GPU of one host, and slices have no direct link: each is a host to it.
         env["NCCL_HOSTID"] = f"rank{rank.rank}"
         env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # from NCCL 2.30 on
-    env.update(launch.env)
+    for name, value in launch.env.items():
+        env[name] = value if launch.container else expanded(value, env)
     env.update(secrets)
     if launch.kind == "checkpointable" or (launch.kind == "elastic" and not runs_in_fork(launch)):
         ours = [str(CODE_ROOT), str(CODE_ROOT / "vendor"), env.get("PYTHONPATH", "")]
@@ -169,11 +172,16 @@ def forked_argv(launch: LaunchRequest) -> list[str]:
     return argv
 
 
-def exec_argv(launch: LaunchRequest) -> list[str]:
-    """The argv of a rank that runs in a new process; ``python`` is replaced by the job's interpreter."""
+def exec_argv(launch: LaunchRequest, env: Mapping[str, str]) -> list[str]:
+    """The argv of a rank that runs in a new process; ``python`` is replaced by the job's interpreter.
+
+    Without one it is python3 where the PATH has no python, as on Debian.
+    """
     argv = list(launch.argv)
     if argv[0] in _PYTHONS and (launch.kind == "elastic" or launch.python):
         argv[0] = programs.interpreter(launch.python)
+    elif argv[0] == "python" and not launch.container and not shutil.which("python", path=env.get("PATH")):
+        argv[0] = "python3"
     return argv
 
 

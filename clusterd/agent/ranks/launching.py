@@ -169,7 +169,7 @@ class Launcher:
         rank = attempt.ranks[spec.rank]
         forked = rank_environment.runs_in_fork(launch)
         env = rank_environment.variables(attempt, spec, self._tag(attempt.name), secrets)
-        argv = rank_environment.forked_argv(launch) if forked else rank_environment.exec_argv(launch)
+        argv = rank_environment.forked_argv(launch) if forked else rank_environment.exec_argv(launch, env)
         if launch.container:
             inside = inside_of(attempt, spec, self._tag(attempt.name), env, [*launch.env, *secrets], control_socket)
             argv, env = container_command.command(inside, argv)

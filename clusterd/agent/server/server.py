@@ -231,6 +231,7 @@ class Agent:
         if hello.protocol != protocol.VERSION:
             raise Refused("protocol", f"the agent speaks protocol {protocol.VERSION}, the daemon {hello.protocol}")
         found = await self._hardware.facts()
+        self._attempts.login.renew()
         # No await from here on: changes after this report reach this connection as events.
         self._sessions.lead(connection, hello.daemon, hello.epoch)
         connection.facts = reportable(found)

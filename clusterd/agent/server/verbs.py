@@ -195,8 +195,14 @@ class Verbs:
         return self._moves.serve(request.address)
 
     async def _check(self, request: r.CheckHost) -> r.HostCheck:
+        self._attempts.login.renew()
         found = await in_thread(lambda: checks.check(request.peers, request.python, request.gpus), "check")
-        return replace(found, disk_free_bytes=shutil.disk_usage(self._home.root).free)
+        fault = ""
+        try:
+            await self._attempts.login.get()
+        except Refused as refused:
+            fault = str(refused)
+        return replace(found, disk_free_bytes=shutil.disk_usage(self._home.root).free, login_fault=fault)
 
     async def _move(self, request: r.MoveRanks) -> r.Receivers:
         return self._forward(request, control.BeginMigration(request.move))
@@ -227,6 +233,8 @@ class Verbs:
         attempt = self._attempts.get(request.job, request.attempt, request.generation)
         tag = self._attempts.tag(attempt.name)
         variables = {**request.env, **request.secrets}
+        if not attempt.login:  # an earlier agent launched it
+            await self._attempts.log_in(attempt)
         name = await self._terminals.open(attempt, request.rank, request.argv, tag, variables, request.screen)
         return r.Terminal(name)
 

@@ -164,6 +164,8 @@ def _tried(host: HostId, answer: Row, python: str | None) -> Iterator[Row]:
         yield _row(host, "logout", "ok", "what runs outlives the connection")
     if answer.get("lingers") is not None:
         yield _limits(host, answer)
+    if (fault := answer.get("login_fault")) is not None:
+        yield _row(host, "login", "failed" if fault else "ok", fault or "jobs get the variables of the account's login")
     if python is not None:
         found = answer["environment"]
         has = ", ".join(f"{what} {found[what]}" for what in ("python", "torch") if what in found)

@@ -180,6 +180,7 @@ class LaunchRequests:
             python=spec.python,
             container=spec.container,
             mounts=spec.mounts,
+            clean_env=spec.clean_env,
             grace_s=spec.grace_s,
             final=spec.checkpoint_path(job, "final") if spec.checkpoint_directory is not None else None,
         )
