@@ -103,6 +103,8 @@ class Resources:
                                      edit=QUEUED, option="--memory")] = 0
     nodes: Annotated[int, Key(k.whole(1), "Hosts, with the command started on each; devices are spread evenly.",
                               edit=QUEUED, option="--nodes", sbatch="--nodes")] = 1
+    tasks: Annotated[int, Key(k.whole(1), "Processes of a command in all, each with a RANK; as many on each node.",
+                              edit=QUEUED, option="--ntasks")] = 1
     hosts: Annotated[tuple[HostId, ...], Key(k.TEXTS, "Run on these hosts only.", "any", edit=QUEUED,
                                              option="--host")] = ()
     constraint: Annotated[tuple[str, ...], Key(k.LABELS, "Labels that each host has.", "none", edit=QUEUED,
@@ -267,6 +269,8 @@ class JobSpec:
     continues: JobId | None = None  # job whose training it goes on with: its seed, and {job} in its command
     steps: int | None = None  # of an elastic job, instead of the number in its script
     interactive: bool = False  # a person waits for it: before others of its priority
+    is_attached: bool = False  # that person's command shows its stdout and stderr apart
+    reads_input: bool = False  # and passes its input on
     array: ArrayTask | None = None  # None: submitted alone
     resources: Resources = field(default_factory=Resources)
     # fmt: on

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import signal
-import stat
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
+from clusterd.cli.attached import attend, has_input
 from clusterd.cli.common.completers import complete_job
-from clusterd.cli.common.following import exit_code, first_failure, show_logs, until_over
+from clusterd.cli.common.following import first_failure, until_over
 from clusterd.cli.common.job_options import given_values, job_options
 from clusterd.cli.common.output import (
     drop_output,
@@ -26,10 +21,9 @@ from clusterd.cli.common.output import (
     output_option,
     print_line,
     show_json,
-    state_and_reason,
 )
 from clusterd.client import Client
-from clusterd.errors import ClusterError, UsageError
+from clusterd.errors import UsageError
 from clusterd.protocol.launch import SCHEDULE_VARIABLE, STAGE_VARIABLE
 from clusterd.submission.batch_script import is_script, read_batch_script
 from clusterd.submission.job_edit import parse_fields
@@ -286,7 +280,7 @@ def _queue(cluster: Client, request: Request, expand: Expansion, output: str) ->
 @output_option
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
 def run(argv: tuple[str, ...], output: str, **options: Any) -> int:
-    """Run ARGV on the cluster: streams its log, returns its exit code. Ctrl-C cancels it.
+    """Run ARGV on the cluster: passes input on, streams its output, returns its exit code. Ctrl-C cancels it.
 
     With --nodes ARGV is started once on each host, with the variables of torchrun: MASTER_ADDR, MASTER_PORT, NNODES,
     NODE_RANK, WORLD_SIZE, and PET_*, by which a plain torchrun finds the others.
@@ -301,14 +295,15 @@ def run(argv: tuple[str, ...], output: str, **options: Any) -> int:
         raise click.UsageError(f"{option} submits several jobs, whose logs cannot be shown together: add --detach")
     if output != "table" and not (options["detach"] or options["dry_run"]):
         raise click.UsageError("-o is for the answer of --detach or --dry-run; without them the output is the job's")
-    if not (options["detach"] or options["dry_run"]):
-        _tell_of_input()
+    attached = not options["detach"]
     request = command_line_job(
         argv,
         given_values(options),
         env=options["env"],
         secrets=options["secret"],
-        interactive=not options["detach"],
+        interactive=attached,
+        is_attached=attached,
+        reads_input=attached and has_input(),
     )
     nodes, devices = request.spec.resources.nodes, request.spec.resources.devices
     if nodes > 1 and (devices == 0 or devices % nodes):
@@ -327,61 +322,7 @@ def run(argv: tuple[str, ...], output: str, **options: Any) -> int:
             _queue(cluster, request, expand, output)
             return 0
         answer = hand_over(cluster, request)
-    return _attend(answer)
-
-
-def _tell_of_input() -> None:
-    """Say that waiting input is not passed on, rather than let a command find none."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # a closed input has nothing to pass on
-        known = os.fstat(sys.stdin.fileno())
-        waits = stat.S_ISFIFO(known.st_mode) and select.select([sys.stdin], [], [], 0)[0]
-        if waits or (stat.S_ISREG(known.st_mode) and os.lseek(sys.stdin.fileno(), 0, os.SEEK_CUR) < known.st_size):
-            note(
-                "standard input is not passed on, and the command reads none; for a command that reads: "
-                "clusterd shell --devices 1 -- COMMAND"
-            )
-
-
-def _attend(answer: dict[str, Any]) -> int:
-    """Show the job's log until it ends; an interrupt cancels the job and waits for its end."""
-    job = answer["id"]
-    if answer["reason"]:
-        note(f"{answer['name']} ({job}): {answer['reason']}")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, partial(_leave, f"{answer['name']} ({job})"))
-    try:
-        row = _follow(answer)
-    except KeyboardInterrupt:
-        note(f"\ncancelling {answer['name']} ({job}); Ctrl-C again leaves it to the daemon")
-        try:
-            with Client() as cluster:
-                cluster.call("cancel", job=job)
-            until_over(job)
-        except ClusterError as error:
-            note(f"clusterd: {error}")
-        return 130
-    if row["state"] != "finished":
-        note(f"{row['name']} ({job}) {state_and_reason(row)}")
-    return exit_code(row)
-
-
-def _leave(name: str, number: int, _frame: object) -> NoReturn:
-    """Exit on a signal and leave the job running: the end of this session is no request to cancel."""
-    note(f"clusterd: ended by {signal.Signals(number).name}; {name} keeps running: clusterd cancel ends it")
-    sys.exit(128 + number)
-
-
-def _follow(answer: dict[str, Any]) -> dict[str, Any]:
-    """The job's final row; prints its log until then, while standard output is open."""
-    try:
-        show_logs(answer, rank=0, follow=True)
-    except OSError as error:  # as by `run ... | head`: the job still runs, and its exit code is needed
-        if not is_unread(sys.stdout, error):
-            raise
-        drop_output(sys.stdout)
-        note(f"standard output was closed; {answer['name']} ({answer['id']}) keeps running, Ctrl-C cancels it")
-    return until_over(answer["id"])
+    return attend(answer, request.spec)
 
 
 def _dry_run(cluster: Client, spec: JobSpec, expand: Expansion, output: str, *, snapshot: bool) -> int:

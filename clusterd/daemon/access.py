@@ -66,9 +66,12 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("logs", "steps"), _OUTPUT),
     **dict.fromkeys(("login", "submit", "dry_run", "estimate", "snapshot_has", "snapshot_put", "host_check"), _USE),
     **dict.fromkeys(
-        ("cancel", "hold", "release", "requeue", "priority", "edit", "migrate", "unpin", "resume", "rerun"), _USE
+        ("cancel", "hold", "release", "requeue", "priority", "edit", "migrate", "unpin", "resume", "rerun", "signal"),
+        _USE,
     ),
-    **dict.fromkeys(("checkpoint", "forget", "files", "file", "shell", "shell_input", "forward"), _USE),
+    **dict.fromkeys(
+        ("checkpoint", "forget", "files", "file", "shell", "shell_input", "forward", "job_input", "signal"), _USE
+    ),
     **{
         verb: Rule(Callers.OPERATORS, does=does)
         for verb, does in {

@@ -48,7 +48,7 @@ def variables(attempt: Attempt, rank: RankSpec, tag: str, secrets: Mapping[str, 
     launch = attempt.launch
     env = dict(attempt.login)
     env["PWD"] = str(work_of(attempt))
-    env["OMP_NUM_THREADS"] = str(rank.device.threads or 1)
+    env["OMP_NUM_THREADS"] = str((rank.device.threads or 1) * rank.hosts // max(launch.all_tasks, rank.hosts) or 1)
     if rank.interface:
         env["GLOO_SOCKET_IFNAME"] = rank.interface
         env["NCCL_SOCKET_IFNAME"] = f"={rank.interface}"  # without "=" NCCL matches prefixes
@@ -89,6 +89,8 @@ def variables(attempt: Attempt, rank: RankSpec, tag: str, secrets: Mapping[str, 
     if rank.master_addr:
         env["MASTER_ADDR"] = rank.master_addr
         env["MASTER_PORT"] = str(rank.master_port)
+    if launch.all_tasks > 1:
+        return env  # its processes are its ranks
     if launch.kind == "command" and rank.world_size == 1:
         # Without these variables, torchrun or accelerate inside a single-process command set up their own world.
         forget_rank(env)

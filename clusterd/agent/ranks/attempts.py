@@ -324,6 +324,11 @@ class Attempts:
             if rank.state == "running" and rank.end is None and processes.lives(rank.pid, rank.start_time, rank.boot_id)
         ]
 
+    def signal(self, attempt: Attempt, number: int) -> None:
+        """Send a signal to all processes of an attempt that are in a session of one of its ranks."""
+        for pid, start_time in self._leaders(attempt):
+            stopping.signal_session(pid, start_time, number)
+
     async def forget(self, job: str, attempt: int) -> int:
         """Remove an attempt's files; return the bytes freed.
 
@@ -335,6 +340,8 @@ class Attempts:
             async with found.lock:
                 if found.running:
                     raise Refused("busy", f"{found.name} still runs here; stop it first")
+                if found.input is not None:
+                    found.input.close()
                 del self._known[found.name]
                 loop = asyncio.get_running_loop()
                 freed += await loop.run_in_executor(None, files.remove_tree, found.directory)

@@ -75,7 +75,8 @@ class LaunchRequests:
         state = self._engine.scheduler.state
         address, interface, port = "", "", 0
         first = decision.hosts[0]
-        if spec.kind is not JobKind.COMMAND or len(decision.hosts) > 1:
+        tasks = spec.resources.tasks
+        if spec.kind is not JobKind.COMMAND or len(decision.hosts) > 1 or tasks > 1:
             wanted = LeasePort(decision.job, decision.attempt, decision.generation)
             port = (await self._hosts.request(first, wanted)).port
             if len(decision.hosts) == 1:
@@ -127,6 +128,8 @@ class LaunchRequests:
                 datasets=datasets[host],
                 cores=booked.cores.get(host, 0),
                 memory_bytes=booked.memory_bytes.get(host, 0) if spec.resources.memory_bytes else 0,
+                reads_input=spec.reads_input and node == 0,
+                all_tasks=tasks,
             )
         return requests
 
@@ -181,6 +184,7 @@ class LaunchRequests:
             container=spec.container,
             mounts=spec.mounts,
             clean_env=spec.clean_env,
+            is_attached=spec.is_attached,
             grace_s=spec.grace_s,
             final=spec.checkpoint_path(job, "final") if spec.checkpoint_directory is not None else None,
         )
