@@ -104,6 +104,7 @@ class Job(Struct, frozen=True, kw_only=True):
     away: Annotated[tuple[str, ...], about("Hosts of it that do not answer.")] = ()
     priority: Annotated[int, about("Higher is earlier.")] = 0
     held_by: Annotated[str | None, about("User who holds it in the queue.")] = None
+    paused_by: Annotated[str | None, about("User who paused it, where it keeps its devices.")] = None
     array: Annotated[ArrayTask | None, about("Array or sweep that it is a task of.")] = None
     user: Annotated[str, about("Owner.")] = ""
     asked_kind: Annotated[str | None, about("Kind of the devices asked for.")] = None

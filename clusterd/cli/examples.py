@@ -17,6 +17,8 @@ EXAMPLES = {
     "priority": "clusterd priority gpt-small 10",
     "hold": "clusterd hold 'net_*'",
     "release": "clusterd release 'net_*'",
+    "pause": "clusterd pause gpt-small",
+    "unpause": "clusterd unpause gpt-small",
     "requeue": "clusterd requeue gpt-small",
     "forget": "clusterd forget --older 30d",
     "notebook": "clusterd notebook --gpus 1",

@@ -421,6 +421,33 @@ def requeue(jobs: tuple[str, ...], held: bool) -> None:
     _each("requeue", jobs, "is being stopped, and queued again", lambda row: row["state"] in running, hold=held)
 
 
+@click.command()
+@_JOBS
+def pause(jobs: tuple[str, ...]) -> None:
+    """Stop JOBS until they are unpaused.
+
+    Elastic and checkpointable jobs save their state and leave their devices, as with requeue --hold. A command is
+    stopped where it is (SIGSTOP): it keeps its devices and their memory, and its time limit goes on.
+    """
+    active = ("queued", "starting", "running")
+    _each("pause", jobs, "", lambda row: row["state"] in active and row["paused_by"] is None)
+
+
+def _paused(row: dict[str, Any]) -> str:
+    if row["paused_by"] is not None:
+        return "is paused, and keeps its devices: clusterd unpause lets it go on"
+    if row["state"] == "queued":
+        return "is held"
+    return "saves its state and leaves its devices: clusterd unpause queues it again"
+
+
+@click.command()
+@_JOBS
+def unpause(jobs: tuple[str, ...]) -> None:
+    """Let paused JOBS go on, where they were stopped or from their saved state."""
+    _each("unpause", jobs, "goes on", lambda row: row["held_by"] is not None or row["paused_by"] is not None)
+
+
 def _each(verb: str, jobs: tuple[str, ...], done: str, accept: Callable[[dict[str, Any]], bool], **others: Any) -> None:
     """Call the daemon for each job; the others happen even if one is refused.
 
@@ -432,7 +459,7 @@ def _each(verb: str, jobs: tuple[str, ...], done: str, accept: Callable[[dict[st
         for job in own_jobs(cluster, jobs, over=False, accept=accept):
             try:
                 row = cluster.call(verb, job=job, **others)
-                note(f"{row['id']} ({row['name']}) {done}")
+                note(f"{row['id']} ({row['name']}) {done or _paused(row)}")
             except ClusterError as error:
                 failures.append(error)
     raise_all(failures)

@@ -229,6 +229,22 @@ class JobRequeued(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobPaused(Event):
+    """The processes of a running command were stopped where they are; it keeps its devices."""
+
+    job: JobId
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobUnpaused(Event):
+    """The processes of a paused command run again."""
+
+    job: JobId
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobsArchived(Event):
     """Jobs that ended long ago left the state; the journal's table of jobs holds them."""
 
@@ -511,8 +527,9 @@ EVENTS: dict[str, type[Event]] = {
         DaemonStarted, SettingsReloaded, ClockSet, TimerFired, HostAdded, HostRemoved, HostDrained, HostUndrained,
         HostConnected, HostDisconnected, HostChanged, DevicesClaimed, DeviceClaimRemoved, AccountConnected,
         AccountDisconnected,
-        JobSubmitted, JobCancelled, JobReprioritised, JobEdited, JobHeld, JobReleased, JobRequeued, JobsArchived,
-        JobRecalled, ModelDescribed, ModelNotDescribed, SpeedLearned, CompletionPredicted, TrialProposed, TrialMeasured,
+        JobSubmitted, JobCancelled, JobReprioritised, JobEdited, JobHeld, JobReleased, JobRequeued, JobPaused,
+        JobUnpaused, JobsArchived, JobRecalled,
+        ModelDescribed, ModelNotDescribed, SpeedLearned, CompletionPredicted, TrialProposed, TrialMeasured,
         EnvironmentBuildStarted, EnvironmentBuilt, AttemptLaunched, LaunchFailed, RankExited, RankOrphaned,
         AttemptStopped, AttemptProgressed, IdlenessObserved, CheckpointTaken, CheckpointFailed, MigrationRequested,
         JobUnpinned, MigrationAdvanced, MigrationVerified, MigrationFinished, MigrationFailed,

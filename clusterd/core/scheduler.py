@@ -285,6 +285,8 @@ _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.JobHeld: job_events.on_job_held,
     e.JobReleased: job_events.on_job_released,
     e.JobRequeued: job_events.on_job_requeued,
+    e.JobPaused: job_events.on_job_paused,
+    e.JobUnpaused: job_events.on_job_unpaused,
     e.JobsArchived: job_events.on_jobs_archived,
     e.JobRecalled: job_events.on_job_recalled,
     e.ModelDescribed: job_events.on_model_described,

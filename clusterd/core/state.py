@@ -267,6 +267,7 @@ class Attempt:
     state: AttemptState = AttemptState.LAUNCHING
     step: int = 0  # newest that was reported
     idle_since_s: float | None = None  # since when its devices do nothing, once that is long; None: they work
+    paused_by: str | None = None  # user who had its processes stopped where they are; None: they run
     ended_s: float | None = None
     stop: Stop = field(default_factory=Stop)
     booked: Booked = NOTHING

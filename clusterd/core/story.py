@@ -94,6 +94,10 @@ def _of_job(event: e.Event) -> Line | None:
             return Line(f"released{_by(by)}")
         case e.JobRequeued(by=by):
             return Line(f"sent back to the queue{_by(by)}")
+        case e.JobPaused(by=by):
+            return Line(f"paused{_by(by)}; it keeps its devices")
+        case e.JobUnpaused(by=by):
+            return Line(f"goes on{_by(by)}")
         case e.JobsArchived(jobs=jobs):
             return Line(f"{counted(len(jobs), 'job')} that ended long ago went to the archive", is_routine=True)
         case e.JobRecalled():

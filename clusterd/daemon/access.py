@@ -69,9 +69,8 @@ RULES: dict[str, Rule] = {
         ("cancel", "hold", "release", "requeue", "priority", "edit", "migrate", "unpin", "resume", "rerun", "signal"),
         _USE,
     ),
-    **dict.fromkeys(
-        ("checkpoint", "forget", "files", "file", "shell", "shell_input", "forward", "job_input", "signal"), _USE
-    ),
+    **dict.fromkeys(("checkpoint", "forget", "files", "file", "shell", "shell_input", "forward"), _USE),
+    **dict.fromkeys(("job_input", "signal", "pause", "unpause"), _USE),
     **{
         verb: Rule(Callers.OPERATORS, does=does)
         for verb, does in {

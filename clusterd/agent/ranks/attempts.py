@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -324,10 +325,18 @@ class Attempts:
             if rank.state == "running" and rank.end is None and processes.lives(rank.pid, rank.start_time, rank.boot_id)
         ]
 
-    def signal(self, attempt: Attempt, number: int) -> None:
-        """Send a signal to all processes of an attempt that are in a session of one of its ranks."""
+    def signal(self, attempt: Attempt, number: int, others: Set[int]) -> None:
+        """Send a signal to the processes in the sessions of an attempt's ranks.
+
+        Those that left these sessions, as workers of torchrun do, are stopped and continued too, but for those in
+        `others`: sessions of what people run beside the ranks.
+        """
         for pid, start_time in self._leaders(attempt):
             stopping.signal_session(pid, start_time, number)
+        if number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in processes.of_attempt(self.tag(attempt.name)):
+                if (found := processes.stat(pid)) and found.session not in others:
+                    processes.send(pid, found.start_time, number)
 
     async def forget(self, job: str, attempt: int) -> int:
         """Remove an attempt's files; return the bytes freed.

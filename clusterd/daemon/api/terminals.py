@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -29,9 +28,6 @@ from clusterd.types import AttemptState, HostId, JobState
 CLOSE_S = 5.0
 HELD_EVERY_S = 30.0
 """Interval of keep-alives to agents: a user who does not read for a while is not gone."""
-SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that users send to running jobs; their programs decide what follows."""
-
 TYPING_S = 24 * 3600.0
 """Time for a command to read its input."""
 
@@ -55,7 +51,7 @@ class Terminals:
     @property
     def verbs(self) -> dict[str, Verb]:
         """Methods by verb."""
-        return {"shell_input": self.shell_input, "job_input": self.job_input, "signal": self.signal}
+        return {"shell_input": self.shell_input, "job_input": self.job_input}
 
     @property
     def streams(self) -> dict[str, Streaming]:
@@ -205,17 +201,6 @@ class Terminals:
                 return
             except AgentLost:  # once it is back it tells what it has taken by `offset`
                 await self._feed.wait(number)
-
-    async def signal(self, peer: Peer, job: str, number: int) -> None:
-        """Send a signal to the processes of a running job, on all of its hosts."""
-        known = admission.find_own_job(self._engine.scheduler.state, job, peer.user, peer.is_operator)
-        if number not in SIGNALS:
-            named = ", ".join(each.name.removeprefix("SIG") for each in SIGNALS)
-            raise UsageError(f"signal {number} is not sent to jobs: {named}; clusterd cancel ends one")
-        attempt = _running(known, 0, "signals are for running jobs")
-        wanted = requests.SignalRanks(known.id, attempt.number, attempt.generation, number)
-        for host in attempt.hosts:
-            await self._hosts.request(host, wanted)
 
     async def _close(self, number: int) -> None:
         found = self._open.pop(number, None)
