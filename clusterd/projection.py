@@ -383,7 +383,7 @@ def change_row(
         jobs=tuple(job_row(state.jobs[job], state) for job in jobs if job in state.jobs),
         hosts=tuple(host_row(state, state.hosts[host], link(host)) for host in hosts if host in state.hosts),
         gone=tuple(host for host in hosts if host not in state.hosts), order=order_row(side_effects.order),
-        recovering=sorted(state.recovering),
+        recovering=sorted(state.recovering), notice=state.notice,
     )  # fmt: skip
 
 

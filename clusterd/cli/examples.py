@@ -38,6 +38,7 @@ EXAMPLES = {
     "host show": "clusterd host show gpu01",
     "host trust": "clusterd host trust gpu01",
     "host undrain": "clusterd host undrain gpu01",
+    "notice": "clusterd notice 'gpu03 gets a new fan on Friday'",
     "claim add": "clusterd claim gpu01:3 --from 14:00 --for 2h --reason 'new fan'",
     "claim ls": "clusterd claim ls",
     "claim rm": "clusterd claim rm 3",

@@ -71,6 +71,7 @@ def ls(
         everything = everything or since is not None
         rows = cluster.all_jobs() if everything or state is not None else cluster.call("jobs")
         user = cluster.call("hello")["user"] if user == "." else user
+        status = cluster.call("status") if output == "table" else {}
         arrays = cluster.call("arrays", all=everything) if any(row.get("array") for row in rows) else []
     if jobs:
         rows = [row for row in rows if is_found(row, jobs)]
@@ -82,6 +83,8 @@ def ls(
     if output != "table":
         show_json(rows, output)
         return
+    if said := status.get("notice"):  # absent from the reply of an older daemon
+        note(f"notice of {said}")
     rows = rows if jobs or state is not None or tasks else _folded(rows, arrays)
     headings = ["id", "name", "state", "plan", "devices", "step", "left", "loss", "elapsed", "age", "reason"]
     lines = [_array_line(row) if "tasks" in row else _line(row) for row in rows]

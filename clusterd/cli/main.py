@@ -58,6 +58,7 @@ _GROUPS = {
     },
     "Hosts": {
         "host": ("hosts", "host", "Add, list, drain and remove hosts."),
+        "notice": ("queue.claims", "notice", "Tell all users something."),
         "claim": ("queue.claims", "claim", "Keep devices from the scheduler for some time."),
         "agent": ("head_node.agent", "agent", "Join a cluster from this machine, as from an allocation of Slurm."),
     },

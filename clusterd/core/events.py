@@ -167,6 +167,14 @@ class DeviceClaimRemoved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoticePosted(Event):
+    """An operator told all users something; without text, took it back."""
+
+    text: str
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSubmitted(Event):
     """A user submitted a job; from here on it is not lost."""
 
@@ -526,7 +534,7 @@ EVENTS: dict[str, type[Event]] = {
     for kind in (
         DaemonStarted, SettingsReloaded, ClockSet, TimerFired, HostAdded, HostRemoved, HostDrained, HostUndrained,
         HostConnected, HostDisconnected, HostChanged, DevicesClaimed, DeviceClaimRemoved, AccountConnected,
-        AccountDisconnected,
+        AccountDisconnected, NoticePosted,
         JobSubmitted, JobCancelled, JobReprioritised, JobEdited, JobHeld, JobReleased, JobRequeued, JobPaused,
         JobUnpaused, JobsArchived, JobRecalled,
         ModelDescribed, ModelNotDescribed, SpeedLearned, CompletionPredicted, TrialProposed, TrialMeasured,

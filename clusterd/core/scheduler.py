@@ -278,6 +278,7 @@ _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.DeviceClaimRemoved: device_claims.on_device_claim_removed,
     e.AccountConnected: accounts.on_account_connected,
     e.AccountDisconnected: accounts.on_account_disconnected,
+    e.NoticePosted: device_claims.on_notice_posted,
     e.JobSubmitted: job_events.on_job_submitted,
     e.JobCancelled: job_events.on_job_cancelled,
     e.JobReprioritised: job_events.on_job_reprioritised,

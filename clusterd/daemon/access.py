@@ -76,6 +76,7 @@ RULES: dict[str, Rule] = {
         for verb, does in {
             "stop": "stop the daemon",
             "reload": "reload the settings",
+            "notice": "post notices",
             "claim_add": "claim devices",
             "claim_remove": "remove claims",
             "host_inspect": "add hosts",
