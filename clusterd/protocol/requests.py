@@ -457,6 +457,7 @@ class ChallengeReply:
 
     nonce: str
     seen: dict[str, Any] = field(default_factory=dict)  # see `clusterd.protocol.agent.SeenByAgent`
+    identity: str = ""  # of the agent and its machine; empty: the agent is of an older version
 
 
 @dataclass(frozen=True)

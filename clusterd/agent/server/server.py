@@ -192,7 +192,8 @@ class Agent:
         if verb == Challenge.verb:
             challenge = from_map(Challenge, message, verb)
             connection.nonce = new_nonce()
-            return ChallengeReply(connection.nonce, self._sessions.seen(challenge.daemon))
+            identity = f"{self._id}@{processes.machine() or processes.boot_id()}"
+            return ChallengeReply(connection.nonce, self._sessions.seen(challenge.daemon), identity)
         if verb == Hello.verb:
             hello = from_map(Hello, message, verb)
             self._check_proof(connection, hello)

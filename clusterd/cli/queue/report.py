@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from clusterd.cli.common.arguments import time_s
-from clusterd.cli.common.output import note, show_csv, show_json, show_table
+from clusterd.cli.common.output import note, output_option, show_json, show_table
 from clusterd.client import Client
 from clusterd.units import duration
 
@@ -16,7 +16,7 @@ from clusterd.units import duration
 @click.command()
 @click.option("--since", default="30d", show_default=True, metavar="TIME", help="As in 12h or 30d; whole days count.")
 @click.option("--by", type=click.Choice(("user", "tenant", "model", "host", "job")), default="user", show_default=True)
-@click.option("-o", "--output", type=click.Choice(("table", "json", "jsonl", "csv")), default="table")
+@output_option
 def report(since: str, by: str, output: str) -> None:
     """Print device-hours, utilisation and waiting times by user, tenant, model, host or job.
 
@@ -26,10 +26,6 @@ def report(since: str, by: str, output: str) -> None:
     begin_s = time.time() - time_s("--since", since)
     with Client() as cluster:
         rows = cluster.call("report", since_s=begin_s, by=by)
-    if output == "csv":
-        headings = list(rows[0]) if rows else ["group"]
-        show_csv(headings, [[row[heading] for heading in headings] for row in rows])
-        return
     if output != "table":
         show_json(rows, output)
         return
