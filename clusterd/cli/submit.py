@@ -25,7 +25,7 @@ from clusterd.cli.common.output import (
 from clusterd.client import Client
 from clusterd.errors import UsageError
 from clusterd.protocol.launch import SCHEDULE_VARIABLE, STAGE_VARIABLE
-from clusterd.submission.batch_script import is_script, read_batch_script
+from clusterd.submission.batch_script import is_script, read_batch_script, read_script_text
 from clusterd.submission.job_edit import parse_fields
 from clusterd.submission.job_file import (
     Request,
@@ -66,7 +66,8 @@ _ARRAY = click.option(
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.option("--wrap", metavar="COMMAND", help="A line of shell in the place of FILE, as with sbatch.")
 @job_options
 @click.option(
     "--set",
@@ -98,13 +99,13 @@ _ARRAY = click.option(
 @click.option("--dry-run", is_flag=True, help="Print where the job would start, or why it would wait; submit nothing.")
 @click.option("--wait", "and_wait", is_flag=True, help="Wait for the end; return the exit code.")
 @output_option
-def submit(file: Path, output: str, **options: Any) -> int:
+def submit(file: Path | None, wrap: str | None, output: str, **options: Any) -> int:
     """Submit the job of FILE; prints its id.
 
-    FILE is a job file, or a script that begins with #! and says what it needs in #CLUSTERD or #SBATCH lines. Options
-    override it; those that may be repeated add to it.
+    FILE is a job file, or a script that begins with #! and says what it needs in #CLUSTERD or #SBATCH lines; - or no
+    FILE is such a script on standard input. Options override it; those that may be repeated add to it.
     """
-    request = _read(file)
+    request = _given(file, wrap)
     spec = request.spec
     if options["changes"]:
         spec = with_fields(spec, parse_fields(options["changes"]))
@@ -183,6 +184,31 @@ SCRIPTS = {".sh": "sh", ".bash": "bash", ".py": "python"}
 """Programs that run files with these endings."""
 
 
+def _given(file: Path | None, wrap: str | None) -> Request:
+    """Job of a file, of a line of shell, or of a script on standard input.
+
+    Raises:
+        UsageError: none, or several, are given.
+    """
+    if file is not None and str(file) != "-":
+        if wrap is not None:
+            raise UsageError(f"--wrap is in the place of a file: leave {file} out")
+        return _read(file)
+    if wrap is None and sys.stdin.isatty():
+        raise UsageError("give the FILE of a job, --wrap COMMAND, or a script on standard input")
+    text = sys.stdin.read() if wrap is None else f"#!/bin/bash\n{wrap}\n"
+    if not text.startswith("#!"):
+        raise UsageError("what is on standard input is no script that begins with #!: give a job file by its name")
+    request, ignored = read_script_text(text, "stdin" if wrap is None else "wrap")
+    _tell_of_ignored("the script", ignored)
+    return request
+
+
+def _tell_of_ignored(name: str, ignored: list[str]) -> None:
+    if ignored:
+        note(f"{name}: {', '.join(dict.fromkeys(ignored))} of Slurm have no effect here")
+
+
 def _read(file: Path) -> Request:
     """Read a job file or a batch script."""
     if not is_script(file):
@@ -193,8 +219,7 @@ def _read(file: Path) -> Request:
             )
         return read_job_file(file)
     request, ignored = read_batch_script(file)
-    if ignored:
-        note(f"{file}: {', '.join(dict.fromkeys(ignored))} of Slurm have no effect here")
+    _tell_of_ignored(str(file), ignored)
     return request
 
 

@@ -118,7 +118,7 @@ def _relay(request: Spawn) -> NoReturn:
         if request.all_tasks > 1
     ]
     environments = [{**request.env, **place} for place in tasks or [{}]]
-    relay.leave(relay.Relay(request.streams, request.input).run(start, environments))
+    relay.leave(relay.Relay(request.streams, request.input, labels=bool(tasks)).run(start, environments))
 
 
 def settle(directory: str, cores: Sequence[int]) -> bool:

@@ -37,15 +37,23 @@ class Relay:
     Args:
         streams: path of the file of offsets (`OFFSET`); empty: stdout and stderr stay as they are.
         input_pipe: path of a named pipe with input for the first task; empty: there is none.
+        labels: lines have the number of their task before them.
+        ends_others: once a task has failed, the others are ended.
+
+    Attributes:
+        statuses: wait statuses by process, in the order of their ends.
     """
 
-    def __init__(self, streams: str = "", input_pipe: str = "") -> None:
+    def __init__(
+        self, streams: str = "", input_pipe: str = "", *, labels: bool = False, ends_others: bool = True
+    ) -> None:
+        self._labels, self._ends_others = labels, ends_others
         self._streams = os.open(streams, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if streams else -1
         # Open for writing too: else a pipe without a writer, as after the death of an agent, is at its end.
         self._pipe = os.open(input_pipe, os.O_RDWR | os.O_NONBLOCK) if input_pipe else -1
         self._selector = selectors.DefaultSelector()
         self._is_stderr = False
-        self._statuses: dict[int, int] = {}
+        self.statuses: dict[int, int] = {}
         self._running: set[int] = set()
         self._lines: dict[int, tuple[bool, bytes, bytearray]] = {}  # by pipe: stderr, prefix, begun line
         self._framed, self._unwritten = bytearray(), bytearray()
@@ -65,7 +73,7 @@ class Relay:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._selector.register(wake_read, selectors.EVENT_READ)
         for number, env in enumerate(tasks):
-            prefix = b"%s: " % env["RANK"].encode() if len(tasks) > 1 else b""
+            prefix = b"%s: " % env["SLURM_PROCID"].encode() if self._labels else b""
             self._start(start, env, prefix, has_input=self._pipe >= 0 and number == 0)
         for number in _FORWARDED:
             signal.signal(number, signal.SIG_IGN)
@@ -83,7 +91,7 @@ class Relay:
                 else:
                     self._take_output(key.fd)
             self._reap()
-            if failed_s is None and any(self._statuses.values()):
+            if self._ends_others and failed_s is None and any(self.statuses.values()):
                 failed_s = time.monotonic()
                 for pid in self._running:
                     os.kill(pid, signal.SIGTERM)
@@ -92,7 +100,7 @@ class Relay:
                 continue
         for is_stderr, prefix, begun in self._lines.values():
             self._write(b"%s%s\n" % (prefix, begun) if begun else b"", is_stderr)
-        return next(filter(None, self._statuses.values()), 0)
+        return next(filter(None, self.statuses.values()), 0)
 
     def _start(
         self, start: Callable[[Mapping[str, str]], NoReturn], env: Mapping[str, str], prefix: bytes, *, has_input: bool
@@ -128,7 +136,7 @@ class Relay:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 self._running.discard(pid)
-                self._statuses[pid] = status
+                self.statuses[pid] = status
 
     def _take_output(self, pipe: int) -> bool:
         """Copy what a pipe has into the log; false where it has no more."""
@@ -160,8 +168,9 @@ class Relay:
             # Before the data, so that whoever reads these first knows of each change.
             os.write(self._streams, OFFSET.pack(os.fstat(1).st_size))
             self._is_stderr = is_stderr
+        sink = 2 if is_stderr and self._streams < 0 else 1
         while data:
-            data = data[os.write(1, data) :]
+            data = data[os.write(sink, data) :]
 
     def _take_input(self) -> None:
         """Read from the pipe of input while the task reads its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,6 +78,7 @@ def variables(attempt: Attempt, rank: RankSpec, tag: str, secrets: Mapping[str, 
             "CLUSTERD_JOB": attempt.job,
             "CLUSTERD_ATTEMPT": str(attempt.attempt),
             "CLUSTERD_RANK_FILE": str(attempt.rank_file(rank.rank)),
+            "CLUSTERD_STEP": shlex.join(programs.command("step", heeds_environment=False)),
             "RANK": str(rank.rank),
             "WORLD_SIZE": str(rank.world_size),
             # A script selects the GPU of its local rank among those that it sees.

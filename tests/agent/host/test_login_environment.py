@@ -13,7 +13,7 @@ import pytest
 from clusterd.agent.host import login_environment
 from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.host.login_environment import capture, expanded
-from clusterd.submission.batch_script import PRELUDE
+from clusterd.submission.batch_script import read_script_text
 from tests.agent.client import AgentClient, launch
 
 PROFILE = """\
@@ -112,8 +112,7 @@ def test_python_is_python3_where_the_path_has_no_other(at_home: AgentClient, tmp
 
 
 def batch(agent: AgentClient, home: Path, text: str, job: str, **env: str) -> str:
-    (home / "job.sh").write_text(text)
-    argv = ["bash", "-l", "-c", PRELUDE, "bash", "job.sh"]
+    argv = list(read_script_text(f"#!/bin/bash\n{text}", "job")[0].spec.command)
     return output(agent, argv, job=job, workdir=str(home), env={"CLUSTERD_JOB_NAME": job, **env})
 
 
@@ -140,8 +139,7 @@ def test_a_script_that_needs_conda_or_modules_ends_where_there_are_none(at_home:
         (tmp_path / name).write_text("")
     for word in ("conda activate llm", "module load cuda"):
         job = word[0]
-        (tmp_path / "job.sh").write_text(f"{word}\necho trains\n")
-        argv = ["bash", "-l", "-c", PRELUDE, "bash", "job.sh"]
+        argv = list(read_script_text(f"#!/bin/bash\n{word}\necho trains\n", "job")[0].spec.command)
         at_home.launch(argv, job, workdir=str(tmp_path), env={"CLUSTERD_JOB_NAME": job})
         assert at_home.event("rank_exited", job=job)["exit_code"] == 127
         assert f"clusterd: {word.split()[0]}: not on the PATH" in at_home.log(job)

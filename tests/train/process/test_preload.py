@@ -1,4 +1,4 @@
-"""What a fork server imports before it forks ranks."""
+"""Imports of a fork server, before it forks ranks."""
 
 from __future__ import annotations
 
