@@ -155,6 +155,20 @@ def test_input_that_is_cut_off_is_not_taken_for_all_of_it(shared_cluster: Runnin
     assert (job["state"], "its input was cut off" in job["reason"]) == ("cancelled", True)
 
 
+def test_a_second_attempt_does_not_start_without_its_input(shared_cluster: RunningCluster) -> None:
+    running = watched(shared_cluster, "sh", "-c", "head -n 1; cat > all; echo done")
+    running.stdin.write("one\n")
+    running.stdin.flush()
+    assert running.stdout.readline() == "one\n"
+    job = newest(shared_cluster)["id"]
+    shared_cluster.run("requeue", job)
+    out, said = running.communicate("two\n", timeout=HANG_S)
+    assert (out, running.returncode) == ("", 1)
+    assert "its input" in said
+    again = shared_cluster.run("rerun", job).stdout.strip()
+    assert shared_cluster.run("wait", again).returncode == 0, "nobody attends to it, and it has no input"
+
+
 def test_signals_reach_the_command(shared_cluster: RunningCluster) -> None:
     running = watched(
         shared_cluster, "sh", "-c", "trap 'echo saved; exit 3' USR1; echo ready; while :; do sleep 1; done"

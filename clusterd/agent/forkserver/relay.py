@@ -21,6 +21,9 @@ from clusterd.agent.host.rank_input import FRAME
 
 CHUNK_BYTES = 1 << 16
 
+PIPE_BYTES_MAX = 1 << 20
+"""Most that a pipe holds, so that a task can have left in it."""
+
 OTHERS_S = 5.0
 """Once a task has failed, the others have this long after SIGTERM: they would wait for it for ever."""
 
@@ -95,9 +98,10 @@ class Relay:
                 failed_s = time.monotonic()
                 for pid in self._running:
                     os.kill(pid, signal.SIGTERM)
-        for pipe in list(self._lines):  # programs that a task left in the background may hold them open
-            while self._take_output(pipe):
-                continue
+        for pipe in list(self._lines):  # programs that a task left in the background may hold them open, and go on
+            for _ in range(PIPE_BYTES_MAX // CHUNK_BYTES):
+                if not self._take_output(pipe):
+                    break
         for is_stderr, prefix, begun in self._lines.values():
             self._write(b"%s%s\n" % (prefix, begun) if begun else b"", is_stderr)
         return next(filter(None, self.statuses.values()), 0)
@@ -225,8 +229,10 @@ def place(rank: int, local_rank: int, world: int, local_world: int) -> dict[str,
 def leave(status: int) -> NoReturn:
     """End as a task with this wait status ended."""
     code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the task has left one
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
-        os.kill(os.getpid(), -code)
-    os._exit(code)
+    if code >= 0:
+        os._exit(code)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the task has left one
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    os._exit(128 - code)

@@ -25,6 +25,9 @@ INHERITED = "inherited"
 TIMEOUT_S = 20.0
 """Limit of a login; profiles on a network file system take seconds, one that waits for an answer takes for ever."""
 
+_NO_LOGIN = ("nologin", "false")
+"""Shells of accounts that nobody logs in to, whose agents are started by other ways."""
+
 CLEAN = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TZ")
 """Variables of a job that asks for none of the login's."""
 
@@ -74,6 +77,8 @@ def capture() -> dict[str, str]:
     command = [shell, "-l", "-c", f"echo {mark}; exec env -0"]
     if shell.endswith("csh"):  # for which -l must be the only option
         command = [f"-{os.path.basename(shell)}", *command[2:]]
+    if os.path.basename(shell) in _NO_LOGIN:
+        return own
     what = f"the login shell of {account_name(os.getuid())} here ({shell})"
     remedy = "mend its profile, or submit with clean_env, for none of its variables"
     with open(os.memfd_create("login"), "w+b") as output, open(os.memfd_create("login-errors"), "w+b") as errors:
