@@ -76,7 +76,7 @@ def ls(
     if jobs:
         rows = [row for row in rows if is_found(row, jobs)]
     if state is not None:
-        _check_state(state)
+        state = _check_state(state)
         rows = [row for row in rows if row["state"] == state]
     rows = [row for row in rows if user in (None, row["user"]) and row["submitted_s"] >= begin_s]
     rows = rows if limit is None else sorted(rows, key=lambda row: float(row["submitted_s"]))[-limit:]
@@ -130,8 +130,10 @@ _ORDER = ("queued", "starting", "running", "stopping", "finished", "failed", "ca
 
 
 def _check_state(state: str) -> str:
+    """State of this name; Slurm's word for a queued job is understood."""
     from clusterd.types import JobState
 
+    state = {"pending": "queued"}.get(state.lower(), state)
     if state not in list(JobState):
         raise UsageError(f"--state {state}: unknown state; known ones are {', '.join(JobState)}")
     return state
@@ -344,7 +346,7 @@ def cancel(
     failures: list[ClusterError] = []
     if not jobs and state is None:
         raise click.UsageError("give JOBS, or --state for all your own jobs in that state")
-    state = _check_state({"pending": "queued"}.get(state.lower(), state)) if state is not None else None
+    state = _check_state(state) if state is not None else None
     with Client() as cluster:
         chosen = own_jobs(cluster, jobs or ["*"], over=False)
         if state is not None:

@@ -104,6 +104,7 @@ def test_jobs_are_cancelled_by_state_and_signalled(shared_cluster: RunningCluste
     until((tmp_path / "ready").exists)
     cluster.run("cancel", "--signal", "USR1", running)
     until((tmp_path / "told").exists)
+    assert waiting in cluster.run("ls", "--state", "pending").stdout
     cluster.run("cancel", "--state", "pending")
     assert [cluster.job(job)["state"] for job in (running, waiting)] == ["running", "cancelled"]
     assert "none of them is queued" in cluster.run("cancel", "--state", "queued", running, check=False).stderr
