@@ -222,7 +222,8 @@ class Daemon:
             stack.callback(server.withdraw)
             link = config.state_dir / configuration.SERVED
             link.unlink(missing_ok=True)
-            link.symlink_to(socket)
+            if socket.parent != config.state_dir:
+                link.symlink_to(socket)
             tasks.start_soon(engine.run)
             tenants, limits = dict(config.tenants), configuration.device_limits(config)
             started = e.DaemonStarted(at_s=time.time(), epoch=leader.epoch, tenants=tenants, device_limits=limits)
