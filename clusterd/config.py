@@ -228,6 +228,10 @@ def python_path() -> str:
     return os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
 
 
+SERVED = "served.sock"
+"""Link in a daemon's state directory to its socket."""
+
+
 def state_dir(system: bool = False) -> Path:
     """Directory of the daemon's journal and files."""
     if given := os.environ.get("CLUSTERD_STATE_DIR"):
@@ -251,6 +255,18 @@ def socket_path(system: bool = False) -> Path:
         return Path("/run/clusterd/clusterd.sock")
     runtime = runtime_directory()
     return runtime / "clusterd" / "clusterd.sock" if runtime is not None else state_dir() / "clusterd.sock"
+
+
+def served_socket(system: bool = False) -> Path:
+    """Path of the socket of the daemon that runs: where it would be made from here, or where that daemon made it.
+
+    A login without a runtime directory, or with another one, finds the latter by a link in the state directory.
+    """
+    path = socket_path(system)
+    if os.environ.get("CLUSTERD_SOCKET") or system or path.exists():
+        return path
+    link = state_dir() / SERVED
+    return link.resolve() if link.exists() else path
 
 
 def runtime_directory() -> Path | None:
@@ -279,7 +295,7 @@ def client_socket(system: bool = False) -> Path:
         from clusterd.remote import forwarded_socket  # imported only if needed: the command line starts faster without
 
         return forwarded_socket(url)
-    return socket_path(system)
+    return served_socket(system)
 
 
 ENVIRONMENT = {"state_dir": ("CLUSTERD_STATE_DIR",), "socket": ("CLUSTERD_SOCKET", "CLUSTERD_STATE_DIR")}

@@ -297,6 +297,7 @@ def within(least: int, most: int, expected: str = "") -> Value:
 
 PATH = limited(TEXT, str.isprintable, "it must be a path")
 TABLE = Value(expected="it must be a table", accepts=dict, convert=text_table)
+ENV = limited(TABLE, lambda _: True, "it must be a table; clean_env = true is for none of the login's variables")
 SECRETS = replace(TABLE, schema={"pattern": "^(env|file):"})
 DATASETS = replace(TABLE, convert=data_folders)
 _ON_NAN = one_of(("report", "stop"), '"report" or "stop"')

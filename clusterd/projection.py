@@ -89,6 +89,7 @@ def job_row(job: Job, state: State, **others: Any) -> rows.Job:
         ends_by_s=state.timers.get(Timer(TimerKind.LIMIT, job.id)),
         progressed_s=progress.reported_s,
         idle_since_s=running.idle_since_s if running is not None else None,
+        paused_by=running.paused_by if running is not None else None,
         predicted_step_time_s=predicted_step_time_s(job, state),
         profiling=job.trials.is_running,
         trials=len(job.trials.finished),
@@ -166,6 +167,8 @@ def reason(job: Job, state: State) -> str:
     if job.building and not away:
         builds = ", ".join(f"{host} since {_clock(since_s)}" for host, since_s in job.building.items())
         return f"building its environment on {builds}"
+    if attempt is not None and attempt.paused_by is not None and not away:
+        return f"paused by {attempt.paused_by}, its devices are kept: clusterd unpause {job.id}; {job.reason}"
     if attempt is not None and attempt.idle_since_s is not None and not away:
         ends_s = state.timers.get(Timer(TimerKind.IDLE, job.id))
         then = f", and it ends at {_clock(ends_s)} if that lasts" if ends_s is not None else ""
@@ -380,7 +383,7 @@ def change_row(
         jobs=tuple(job_row(state.jobs[job], state) for job in jobs if job in state.jobs),
         hosts=tuple(host_row(state, state.hosts[host], link(host)) for host in hosts if host in state.hosts),
         gone=tuple(host for host in hosts if host not in state.hosts), order=order_row(side_effects.order),
-        recovering=sorted(state.recovering),
+        recovering=sorted(state.recovering), notice=state.notice,
     )  # fmt: skip
 
 

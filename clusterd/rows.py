@@ -104,6 +104,7 @@ class Job(Struct, frozen=True, kw_only=True):
     away: Annotated[tuple[str, ...], about("Hosts of it that do not answer.")] = ()
     priority: Annotated[int, about("Higher is earlier.")] = 0
     held_by: Annotated[str | None, about("User who holds it in the queue.")] = None
+    paused_by: Annotated[str | None, about("User who paused it, where it keeps its devices.")] = None
     array: Annotated[ArrayTask | None, about("Array or sweep that it is a task of.")] = None
     user: Annotated[str, about("Owner.")] = ""
     asked_kind: Annotated[str | None, about("Kind of the devices asked for.")] = None
@@ -351,6 +352,7 @@ class Change(Struct, frozen=True, kw_only=True):
         dict[str, QueuePlace | None], about("Places that changed: the job before, and the criterion.")
     ] = {}
     recovering: Annotated[list[str] | None, about("Hosts to report before anything is placed.")] = None
+    notice: Annotated[str | None, about("Notice of an operator to all users; empty: none.")] = None
 
 
 class Status(Struct, frozen=True, kw_only=True):
@@ -376,6 +378,7 @@ class Status(Struct, frozen=True, kw_only=True):
     scheduling_s: Annotated[float, about("Duration of the newest scheduling pass.")] = 0.0
     recovering: Annotated[list[str], about("Hosts that must report before anything is placed.")] = []
     trouble: Annotated[str, about("Why nothing can be written; empty: it can.")] = ""
+    notice: Annotated[str, about("Notice of an operator to all users; empty: none.")] = ""
     set_aside: Annotated[int, about("Events set aside.")] = 0
     web: Annotated[dict[str, str] | None, about("Pages for browsers: `url`, `visibility`, `trouble`.")] = None
 

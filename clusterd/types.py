@@ -103,6 +103,8 @@ class Resources:
                                      edit=QUEUED, option="--memory")] = 0
     nodes: Annotated[int, Key(k.whole(1), "Hosts, with the command started on each; devices are spread evenly.",
                               edit=QUEUED, option="--nodes", sbatch="--nodes")] = 1
+    tasks: Annotated[int, Key(k.whole(1), "Processes of a command in all, each with a RANK; as many on each node.",
+                              edit=QUEUED, option="--ntasks")] = 1
     hosts: Annotated[tuple[HostId, ...], Key(k.TEXTS, "Run on these hosts only.", "any", edit=QUEUED,
                                              option="--host")] = ()
     constraint: Annotated[tuple[str, ...], Key(k.LABELS, "Labels that each host has.", "none", edit=QUEUED,
@@ -209,9 +211,11 @@ class JobSpec:
                                   '"apptainer:IMAGE" or a .sif file.', "none", option="--container")] = ""
     mounts: Annotated[tuple[str, ...], Key(k.PATHS, "Directories of the host in the container: "
                                            "SOURCE[:TARGET[:ro]].", "none", option="--mount")] = ()
+    clean_env: Annotated[bool, Key(k.YES_OR_NO, "true: none of the variables that the account's login sets up on the "
+                                   "hosts.", option="--clean-env")] = False
     env: Annotated[dict[str, str], Key(
-        k.TABLE, "Environment variables. They are in clear in the journal and its backups: what must not be belongs "
-        "into secrets.", "none")] = field(default_factory=dict)
+        k.ENV, "Environment variables; $NAME is filled in from the login. They are in clear in the journal and its "
+        "backups: what must not be belongs into secrets.", "none")] = field(default_factory=dict)
     secrets: Annotated[tuple[str, ...], Key(  # names only; values are not in the journal
         k.SECRETS, 'Variables that no log, list or journal shows: "env:NAME" from the submitting shell, "file:PATH" '
         "from a file.", "none")] = ()
@@ -265,6 +269,8 @@ class JobSpec:
     continues: JobId | None = None  # job whose training it goes on with: its seed, and {job} in its command
     steps: int | None = None  # of an elastic job, instead of the number in its script
     interactive: bool = False  # a person waits for it: before others of its priority
+    is_attached: bool = False  # that person's command shows its stdout and stderr apart
+    reads_input: bool = False  # and passes its input on
     array: ArrayTask | None = None  # None: submitted alone
     resources: Resources = field(default_factory=Resources)
     # fmt: on

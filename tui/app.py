@@ -235,7 +235,7 @@ class Top(PlainTextApp):
         clicks = {f" {name.capitalize()}": f"show('{name}')" for name in view.SCREENS}
         screen = self.screen_stack[0]
         screen.query_one("#head", Bar).show([head, tabs], clicks)
-        banner_text = view.banner(self.link, shared.model.number, now_s)
+        banner_text = view.banner(self.link, shared.model, now_s)
         banner = screen.query_one("#banner", Bar)
         banner.set_class(bool(banner_text), "shown")
         folded = wrap(line(printable(banner_text)), max(cells - 2, 1))

@@ -1,7 +1,7 @@
 """Entry point of the processes on a host.
 
 ``attach`` bridges to the agent and starts it if none runs; ``serve`` is the agent; ``spawner`` is a fork server;
-``inside`` executes a command that a person runs beside a rank.
+``inside`` executes a command that a person runs beside a rank; ``step`` is `srun` in a batch script.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one of the four commands and return its exit code."""
+    """Run one of the commands and return its exit code."""
     verb, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if verb == "attach":
         from clusterd.agent.server import attach
@@ -28,7 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
         from clusterd.agent.ranks import exec_in_rank
 
         return exec_in_rank.main(rest)
-    print("usage: python3 -m clusterd.agent attach|serve|spawner|inside", file=sys.stderr)
+    if verb == "step":
+        from clusterd.agent.ranks import step
+
+        return step.main(rest)
+    print("usage: python3 -m clusterd.agent attach|serve|spawner|inside|step", file=sys.stderr)
     return 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from itertools import groupby
@@ -10,7 +11,7 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import is_found, job_or_tasks, own_jobs, time_s
+from clusterd.cli.common.arguments import is_found, job_or_tasks, note_array, own_jobs, time_s
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.following import first_failure, show_logs, until_over, wait_for
 from clusterd.cli.common.output import (
@@ -70,17 +71,20 @@ def ls(
         everything = everything or since is not None
         rows = cluster.all_jobs() if everything or state is not None else cluster.call("jobs")
         user = cluster.call("hello")["user"] if user == "." else user
+        status = cluster.call("status") if output == "table" else {}
         arrays = cluster.call("arrays", all=everything) if any(row.get("array") for row in rows) else []
     if jobs:
         rows = [row for row in rows if is_found(row, jobs)]
     if state is not None:
-        _check_state(state)
+        state = _check_state(state)
         rows = [row for row in rows if row["state"] == state]
     rows = [row for row in rows if user in (None, row["user"]) and row["submitted_s"] >= begin_s]
     rows = rows if limit is None else sorted(rows, key=lambda row: float(row["submitted_s"]))[-limit:]
     if output != "table":
         show_json(rows, output)
         return
+    if said := status.get("notice"):  # absent from the reply of an older daemon
+        note(f"notice of {said}")
     rows = rows if jobs or state is not None or tasks else _folded(rows, arrays)
     headings = ["id", "name", "state", "plan", "devices", "step", "left", "loss", "elapsed", "age", "reason"]
     lines = [_array_line(row) if "tasks" in row else _line(row) for row in rows]
@@ -125,11 +129,14 @@ _ORDER = ("queued", "starting", "running", "stopping", "finished", "failed", "ca
 """States in which tasks of an array are counted."""
 
 
-def _check_state(state: str) -> None:
+def _check_state(state: str) -> str:
+    """State of this name; Slurm's word for a queued job is understood."""
     from clusterd.types import JobState
 
+    state = {"pending": "queued"}.get(state.lower(), state)
     if state not in list(JobState):
         raise UsageError(f"--state {state}: unknown state; known ones are {', '.join(JobState)}")
+    return state
 
 
 def _line(row: dict[str, Any]) -> list[Any]:
@@ -177,6 +184,7 @@ def show(job: str, output: str) -> None:
     """Show all details of one job."""
     with Client() as cluster:
         row = cluster.call("job", job=job)
+        note_array(row, job)
         row |= newest_metrics(cluster, row)
     if output != "table":
         show_json(row, output)
@@ -315,21 +323,40 @@ def logs(
         raise click.UsageError("--lines is for the log of one rank: leave --all-ranks out")
     with Client() as cluster:
         row = cluster.call("job", job=job)
+    note_array(row, job)
     if follow:
         exit_when_closed(1)
     show_logs(row, None if all_ranks else (rank or 0), follow, attempt, raw=raw, last_lines=lines)
 
 
 @click.command()
-@click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
+@click.argument("jobs", nargs=-1, shell_complete=complete_job)
 @click.option("--wait", "and_wait", is_flag=True, help="Wait until their devices are free.")
 @click.option("--now", is_flag=True, help="Kill at once, without saving; also jobs being cancelled.")
 @click.option("--why", help="Reason, which the job's owner and others see.")
-def cancel(jobs: tuple[str, ...], and_wait: bool, now: bool, why: str | None) -> None:
-    """Cancel jobs and free their devices; a pattern such as 'net_*' selects your own active jobs."""
+@click.option("--state", help="Only those of JOBS in this state, as in queued; without JOBS: of all your own.")
+@click.option("--signal", "signal_name", metavar="NAME", help="Send a signal to their processes instead, as in USR1.")
+def cancel(
+    jobs: tuple[str, ...], and_wait: bool, now: bool, why: str | None, state: str | None, signal_name: str | None
+) -> None:
+    """Cancel jobs and free their devices; a pattern such as 'net_*' selects your own active jobs.
+
+    The id of an array means all of its tasks that are not over, 12_3 one of them.
+    """
     failures: list[ClusterError] = []
+    if not jobs and state is None:
+        raise click.UsageError("give JOBS, or --state for all your own jobs in that state")
+    state = _check_state(state) if state is not None else None
     with Client() as cluster:
-        first, *others = own_jobs(cluster, jobs, over=False)
+        chosen = own_jobs(cluster, jobs or ["*"], over=False)
+        if state is not None:
+            chosen = [job for job in chosen if cluster.call("job", job=job)["state"] == state]
+        if not chosen:
+            raise UsageError(f"none of them is {state}: clusterd ls --state {state}")
+        first, *others = chosen
+        if signal_name is not None:
+            _send_signal(cluster, chosen, signal_name)
+            return
         at_once: dict[str, Any] = {**({"now": True} if now else {}), **({"why": why} if why else {})}
         if others:  # in one request: else the devices of the first would go to the next
             answer = cluster.call("cancel", job=first, also=others, **at_once)
@@ -347,6 +374,16 @@ def cancel(jobs: tuple[str, ...], and_wait: bool, now: bool, why: str | None) ->
     if len(rows) > LINES_MAX:
         note(f"{len(rows)} jobs: {', '.join(f'{count} {state}' for state, count in many.items())}")
     raise_all(failures)
+
+
+def _send_signal(cluster: Client, jobs: list[str], name: str) -> None:
+    """Send a signal to running jobs."""
+    number = getattr(signal, f"SIG{name.upper().removeprefix('SIG')}", None)
+    if not isinstance(number, signal.Signals):
+        raise UsageError(f"--signal {name}: there is no such signal; write it as in USR1 or TERM")
+    for job in jobs:
+        cluster.call("signal", job=job, number=int(number))
+        note(f"{number.name} is sent to {job}")
 
 
 @click.command(context_settings={"ignore_unknown_options": True})  # so that -5 is a number
@@ -389,6 +426,33 @@ def requeue(jobs: tuple[str, ...], held: bool) -> None:
     _each("requeue", jobs, "is being stopped, and queued again", lambda row: row["state"] in running, hold=held)
 
 
+@click.command()
+@_JOBS
+def pause(jobs: tuple[str, ...]) -> None:
+    """Stop JOBS until they are unpaused.
+
+    Elastic and checkpointable jobs save their state and leave their devices, as with requeue --hold. A command is
+    stopped where it is (SIGSTOP): it keeps its devices and their memory, and its time limit goes on.
+    """
+    active = ("queued", "starting", "running")
+    _each("pause", jobs, "", lambda row: row["state"] in active and row["paused_by"] is None)
+
+
+def _paused(row: dict[str, Any]) -> str:
+    if row["paused_by"] is not None:
+        return "is paused, and keeps its devices: clusterd unpause lets it go on"
+    if row["state"] == "queued":
+        return "is held"
+    return "saves its state and leaves its devices: clusterd unpause queues it again"
+
+
+@click.command()
+@_JOBS
+def unpause(jobs: tuple[str, ...]) -> None:
+    """Let paused JOBS go on, where they were stopped or from their saved state."""
+    _each("unpause", jobs, "goes on", lambda row: row["held_by"] is not None or row["paused_by"] is not None)
+
+
 def _each(verb: str, jobs: tuple[str, ...], done: str, accept: Callable[[dict[str, Any]], bool], **others: Any) -> None:
     """Call the daemon for each job; the others happen even if one is refused.
 
@@ -400,7 +464,7 @@ def _each(verb: str, jobs: tuple[str, ...], done: str, accept: Callable[[dict[st
         for job in own_jobs(cluster, jobs, over=False, accept=accept):
             try:
                 row = cluster.call(verb, job=job, **others)
-                note(f"{row['id']} ({row['name']}) {done}")
+                note(f"{row['id']} ({row['name']}) {done or _paused(row)}")
             except ClusterError as error:
                 failures.append(error)
     raise_all(failures)
@@ -441,6 +505,7 @@ def why(job: str, output: str) -> None:
     """Explain a job's state: reason, queue position, recent decisions."""
     with Client() as cluster:
         answer = cluster.call("why", job=job)
+    note_array(answer, job)
     if output != "table":
         show_json(answer, output)
         return

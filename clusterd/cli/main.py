@@ -36,6 +36,8 @@ _GROUPS = {
         "priority": ("jobs", "priority", "Change a job's priority."),
         "hold": ("jobs", "hold", "Keep queued jobs from starting."),
         "release": ("jobs", "release", "Let held jobs start."),
+        "pause": ("jobs", "pause", "Stop running jobs where they are, or with their state saved."),
+        "unpause": ("jobs", "unpause", "Let paused jobs go on."),
         "requeue": ("jobs", "requeue", "Stop running jobs and queue them again."),
         "rerun": ("queue.edit", "rerun", "Run a job, or the failed tasks of an array, again."),
         "resume": ("queue.edit", "resume", "Go on from where a job ended, with another limit or more steps."),
@@ -56,6 +58,7 @@ _GROUPS = {
     },
     "Hosts": {
         "host": ("hosts", "host", "Add, list, drain and remove hosts."),
+        "notice": ("queue.claims", "notice", "Tell all users something."),
         "claim": ("queue.claims", "claim", "Keep devices from the scheduler for some time."),
         "agent": ("head_node.agent", "agent", "Join a cluster from this machine, as from an allocation of Slurm."),
     },

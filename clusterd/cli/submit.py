@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import signal
-import stat
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
+from clusterd.cli.attached import attend, has_input
 from clusterd.cli.common.completers import complete_job
-from clusterd.cli.common.following import exit_code, first_failure, show_logs, until_over
+from clusterd.cli.common.following import first_failure, until_over
 from clusterd.cli.common.job_options import given_values, job_options
 from clusterd.cli.common.output import (
     drop_output,
@@ -26,12 +21,11 @@ from clusterd.cli.common.output import (
     output_option,
     print_line,
     show_json,
-    state_and_reason,
 )
 from clusterd.client import Client
-from clusterd.errors import ClusterError, UsageError
+from clusterd.errors import UsageError
 from clusterd.protocol.launch import SCHEDULE_VARIABLE, STAGE_VARIABLE
-from clusterd.submission.batch_script import is_script, read_batch_script
+from clusterd.submission.batch_script import is_script, read_batch_script, read_script_text
 from clusterd.submission.job_edit import parse_fields
 from clusterd.submission.job_file import (
     Request,
@@ -72,7 +66,8 @@ _ARRAY = click.option(
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.option("--wrap", metavar="COMMAND", help="A line of shell in the place of FILE, as with sbatch.")
 @job_options
 @click.option(
     "--set",
@@ -104,13 +99,13 @@ _ARRAY = click.option(
 @click.option("--dry-run", is_flag=True, help="Print where the job would start, or why it would wait; submit nothing.")
 @click.option("--wait", "and_wait", is_flag=True, help="Wait for the end; return the exit code.")
 @output_option
-def submit(file: Path, output: str, **options: Any) -> int:
+def submit(file: Path | None, wrap: str | None, output: str, **options: Any) -> int:
     """Submit the job of FILE; prints its id.
 
-    FILE is a job file, or a script that begins with #! and says what it needs in #CLUSTERD or #SBATCH lines. Options
-    override it; those that may be repeated add to it.
+    FILE is a job file, or a script that begins with #! and says what it needs in #CLUSTERD or #SBATCH lines; - or no
+    FILE is such a script on standard input. Options override it; those that may be repeated add to it.
     """
-    request = _read(file)
+    request = _given(file, wrap)
     spec = request.spec
     if options["changes"]:
         spec = with_fields(spec, parse_fields(options["changes"]))
@@ -189,6 +184,31 @@ SCRIPTS = {".sh": "sh", ".bash": "bash", ".py": "python"}
 """Programs that run files with these endings."""
 
 
+def _given(file: Path | None, wrap: str | None) -> Request:
+    """Job of a file, of a line of shell, or of a script on standard input.
+
+    Raises:
+        UsageError: none, or several, are given.
+    """
+    if file is not None and str(file) != "-":
+        if wrap is not None:
+            raise UsageError(f"--wrap is in the place of a file: leave {file} out")
+        return _read(file)
+    if wrap is None and sys.stdin.isatty():
+        raise UsageError("give the FILE of a job, --wrap COMMAND, or a script on standard input")
+    text = sys.stdin.read() if wrap is None else f"#!/bin/bash\n{wrap}\n"
+    if not text.startswith("#!"):
+        raise UsageError("what is on standard input is no script that begins with #!: give a job file by its name")
+    request, ignored = read_script_text(text, "stdin" if wrap is None else "wrap")
+    _tell_of_ignored("the script", ignored)
+    return request
+
+
+def _tell_of_ignored(name: str, ignored: list[str]) -> None:
+    if ignored:
+        note(f"{name}: {', '.join(dict.fromkeys(ignored))} of Slurm have no effect here")
+
+
 def _read(file: Path) -> Request:
     """Read a job file or a batch script."""
     if not is_script(file):
@@ -199,8 +219,7 @@ def _read(file: Path) -> Request:
             )
         return read_job_file(file)
     request, ignored = read_batch_script(file)
-    if ignored:
-        note(f"{file}: {', '.join(dict.fromkeys(ignored))} of Slurm have no effect here")
+    _tell_of_ignored(str(file), ignored)
     return request
 
 
@@ -286,7 +305,7 @@ def _queue(cluster: Client, request: Request, expand: Expansion, output: str) ->
 @output_option
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
 def run(argv: tuple[str, ...], output: str, **options: Any) -> int:
-    """Run ARGV on the cluster: streams its log, returns its exit code. Ctrl-C cancels it.
+    """Run ARGV on the cluster: passes input on, streams its output, returns its exit code. Ctrl-C cancels it.
 
     With --nodes ARGV is started once on each host, with the variables of torchrun: MASTER_ADDR, MASTER_PORT, NNODES,
     NODE_RANK, WORLD_SIZE, and PET_*, by which a plain torchrun finds the others.
@@ -301,14 +320,15 @@ def run(argv: tuple[str, ...], output: str, **options: Any) -> int:
         raise click.UsageError(f"{option} submits several jobs, whose logs cannot be shown together: add --detach")
     if output != "table" and not (options["detach"] or options["dry_run"]):
         raise click.UsageError("-o is for the answer of --detach or --dry-run; without them the output is the job's")
-    if not (options["detach"] or options["dry_run"]):
-        _tell_of_input()
+    attached = not options["detach"]
     request = command_line_job(
         argv,
         given_values(options),
         env=options["env"],
         secrets=options["secret"],
-        interactive=not options["detach"],
+        interactive=attached,
+        is_attached=attached,
+        reads_input=attached and has_input(),
     )
     nodes, devices = request.spec.resources.nodes, request.spec.resources.devices
     if nodes > 1 and (devices == 0 or devices % nodes):
@@ -327,61 +347,7 @@ def run(argv: tuple[str, ...], output: str, **options: Any) -> int:
             _queue(cluster, request, expand, output)
             return 0
         answer = hand_over(cluster, request)
-    return _attend(answer)
-
-
-def _tell_of_input() -> None:
-    """Say that waiting input is not passed on, rather than let a command find none."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # a closed input has nothing to pass on
-        known = os.fstat(sys.stdin.fileno())
-        waits = stat.S_ISFIFO(known.st_mode) and select.select([sys.stdin], [], [], 0)[0]
-        if waits or (stat.S_ISREG(known.st_mode) and os.lseek(sys.stdin.fileno(), 0, os.SEEK_CUR) < known.st_size):
-            note(
-                "standard input is not passed on, and the command reads none; for a command that reads: "
-                "clusterd shell --devices 1 -- COMMAND"
-            )
-
-
-def _attend(answer: dict[str, Any]) -> int:
-    """Show the job's log until it ends; an interrupt cancels the job and waits for its end."""
-    job = answer["id"]
-    if answer["reason"]:
-        note(f"{answer['name']} ({job}): {answer['reason']}")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, partial(_leave, f"{answer['name']} ({job})"))
-    try:
-        row = _follow(answer)
-    except KeyboardInterrupt:
-        note(f"\ncancelling {answer['name']} ({job}); Ctrl-C again leaves it to the daemon")
-        try:
-            with Client() as cluster:
-                cluster.call("cancel", job=job)
-            until_over(job)
-        except ClusterError as error:
-            note(f"clusterd: {error}")
-        return 130
-    if row["state"] != "finished":
-        note(f"{row['name']} ({job}) {state_and_reason(row)}")
-    return exit_code(row)
-
-
-def _leave(name: str, number: int, _frame: object) -> NoReturn:
-    """Exit on a signal and leave the job running: the end of this session is no request to cancel."""
-    note(f"clusterd: ended by {signal.Signals(number).name}; {name} keeps running: clusterd cancel ends it")
-    sys.exit(128 + number)
-
-
-def _follow(answer: dict[str, Any]) -> dict[str, Any]:
-    """The job's final row; prints its log until then, while standard output is open."""
-    try:
-        show_logs(answer, rank=0, follow=True)
-    except OSError as error:  # as by `run ... | head`: the job still runs, and its exit code is needed
-        if not is_unread(sys.stdout, error):
-            raise
-        drop_output(sys.stdout)
-        note(f"standard output was closed; {answer['name']} ({answer['id']}) keeps running, Ctrl-C cancels it")
-    return until_over(answer["id"])
+    return attend(answer, request.spec)
 
 
 def _dry_run(cluster: Client, spec: JobSpec, expand: Expansion, output: str, *, snapshot: bool) -> int:

@@ -169,6 +169,14 @@ class DeviceClaimRemoved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoticePosted(Event):
+    """An operator told all users something; without text, took it back."""
+
+    text: str
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSubmitted(Event):
     """A user submitted a job; from here on it is not lost."""
 
@@ -228,6 +236,22 @@ class JobRequeued(Event):
     job: JobId
     by: str = ""
     hold: bool = False  # and stay there until it is released
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPaused(Event):
+    """The processes of a running command were stopped where they are; it keeps its devices."""
+
+    job: JobId
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobUnpaused(Event):
+    """The processes of a paused command run again."""
+
+    job: JobId
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -512,9 +536,10 @@ EVENTS: dict[str, type[Event]] = {
     for kind in (
         DaemonStarted, SettingsReloaded, ClockSet, TimerFired, HostAdded, HostRemoved, HostDrained, HostUndrained,
         HostConnected, HostDisconnected, HostChanged, DevicesClaimed, DeviceClaimRemoved, AccountConnected,
-        AccountDisconnected,
-        JobSubmitted, JobCancelled, JobReprioritised, JobEdited, JobHeld, JobReleased, JobRequeued, JobsArchived,
-        JobRecalled, ModelDescribed, ModelNotDescribed, SpeedLearned, CompletionPredicted, TrialProposed, TrialMeasured,
+        AccountDisconnected, NoticePosted,
+        JobSubmitted, JobCancelled, JobReprioritised, JobEdited, JobHeld, JobReleased, JobRequeued, JobPaused,
+        JobUnpaused, JobsArchived, JobRecalled,
+        ModelDescribed, ModelNotDescribed, SpeedLearned, CompletionPredicted, TrialProposed, TrialMeasured,
         EnvironmentBuildStarted, EnvironmentBuilt, AttemptLaunched, LaunchFailed, RankExited, RankOrphaned,
         AttemptStopped, AttemptProgressed, IdlenessObserved, CheckpointTaken, CheckpointFailed, MigrationRequested,
         JobUnpinned, MigrationAdvanced, MigrationVerified, MigrationFinished, MigrationFailed,

@@ -267,6 +267,7 @@ class Attempt:
     state: AttemptState = AttemptState.LAUNCHING
     step: int = 0  # newest that was reported
     idle_since_s: float | None = None  # since when its devices do nothing, once that is long; None: they work
+    paused_by: str | None = None  # user who had its processes stopped where they are; None: they run
     ended_s: float | None = None
     stop: Stop = field(default_factory=Stop)
     booked: Booked = NOTHING
@@ -477,6 +478,7 @@ class State:
     handovers: dict[JobId, Handover] = field(default_factory=dict)  # by queued job, oldest first
     device_claims: dict[str, DeviceClaim] = field(default_factory=dict)  # by id; those that are not over
     last_device_claim: int = 0
+    notice: str = ""  # of an operator to all users; empty: there is none
     run_times: dict[str, list[float]] = field(default_factory=dict)  # see `estimates.expected_time`
     recovering: set[HostId] = field(default_factory=set)  # hosts that must report before anything is placed
     jobs_by_host: dict[HostId, dict[JobId, None]] = field(default_factory=dict)  # see `index`

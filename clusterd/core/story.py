@@ -80,6 +80,8 @@ def _of_job(event: e.Event) -> Line | None:
             return Line(f"{counted(len(claim.devices), 'device')} {claim}: {', '.join(claim.devices)}")
         case e.DeviceClaimRemoved(claim=claim_id, by=by):
             return Line(f"claim {claim_id} was removed{_by(by)}")
+        case e.NoticePosted(text=text, by=by):
+            return Line(f"notice{_by(by)}: {text}" if text else f"the notice was taken back{_by(by)}")
         case e.JobSubmitted(spec=spec):
             return Line(f"submitted{_by(spec.user)}: {requested(spec)}")
         case e.JobCancelled(by=by):
@@ -94,6 +96,10 @@ def _of_job(event: e.Event) -> Line | None:
             return Line(f"released{_by(by)}")
         case e.JobRequeued(by=by):
             return Line(f"sent back to the queue{_by(by)}")
+        case e.JobPaused(by=by):
+            return Line(f"paused{_by(by)}; it keeps its devices")
+        case e.JobUnpaused(by=by):
+            return Line(f"goes on{_by(by)}")
         case e.JobsArchived(jobs=jobs):
             return Line(f"{counted(len(jobs), 'job')} that ended long ago went to the archive", is_routine=True)
         case e.JobRecalled():

@@ -66,14 +66,17 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("logs", "steps"), _OUTPUT),
     **dict.fromkeys(("login", "submit", "dry_run", "estimate", "snapshot_has", "snapshot_put", "host_check"), _USE),
     **dict.fromkeys(
-        ("cancel", "hold", "release", "requeue", "priority", "edit", "migrate", "unpin", "resume", "rerun"), _USE
+        ("cancel", "hold", "release", "requeue", "priority", "edit", "migrate", "unpin", "resume", "rerun", "signal"),
+        _USE,
     ),
     **dict.fromkeys(("checkpoint", "forget", "files", "file", "shell", "shell_input", "forward"), _USE),
+    **dict.fromkeys(("job_input", "signal", "pause", "unpause"), _USE),
     **{
         verb: Rule(Callers.OPERATORS, does=does)
         for verb, does in {
             "stop": "stop the daemon",
             "reload": "reload the settings",
+            "notice": "post notices",
             "claim_add": "claim devices",
             "claim_remove": "remove claims",
             "host_inspect": "add hosts",

@@ -220,6 +220,10 @@ class Daemon:
             # --- start
             listener = await server.listen()
             stack.callback(server.withdraw)
+            link = config.state_dir / configuration.SERVED
+            link.unlink(missing_ok=True)
+            if socket.parent != config.state_dir:
+                link.symlink_to(socket)
             tasks.start_soon(engine.run)
             tenants, limits = dict(config.tenants), configuration.device_limits(config)
             started = e.DaemonStarted(

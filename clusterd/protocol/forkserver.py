@@ -63,6 +63,11 @@ class Spawn(Request[ProcessIdentity], verb="spawn"):
     state: str  # path of its record
     stop_marker: str  # path of the mark of a stop
     cgroup: str = ""  # directory of the control group to put it into; "": none
+    streams: str = ""  # path of the offsets that tell stdout and stderr in the log apart; "": nothing does
+    input: str = ""  # path of the named pipe with its input; "": it has none
+    tasks: int = 1  # processes of the command, numbered from `first_task` of all
+    first_task: int = 0
+    all_tasks: int = 1
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ class ReadLog(OfAttempt, Request[Chunk], verb="logs"):
     rank: int
     offset: int
     limit: int
+    streams: bool = False  # instead, the offsets at which it changes between stdout and stderr, 8 bytes each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +246,7 @@ class HostCheck:
     kernels: dict[str, dict[str, Any]] = field(default_factory=dict)  # seconds or an error, by uuid of a GPU
     all_reduce: dict[str, Any] | None = None  # likewise, over several GPUs; None: there are none
     disk_free_bytes: int | None = None  # where jobs write; None: the agent is of an older version
+    login_fault: str | None = None  # why jobs do not get the login's variables; empty: they do; None: likewise
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,22 @@ class CheckHost(Request[HostCheck], verb="check"):
     peers: dict[str, Address]
     python: str | None = None
     gpus: tuple[str, ...] = ()  # uuids of those to compute on with that Python
+
+
+@dataclass(frozen=True)
+class WriteInput(OfGeneration, Request[Done], verb="input"):
+    """Write to the input of a command's first process; answered when it has been taken."""
+
+    data: bytes = field(repr=False)
+    offset: int = 0  # of `data` in all input
+    end: bool = False  # nothing comes after it
+
+
+@dataclass(frozen=True)
+class SignalRanks(OfGeneration, Request[Done], verb="signal"):
+    """Send a signal to all processes of the ranks' sessions."""
+
+    number: int
 
 
 # ---- migrations and state snapshots ------------------------------------------------------------------------------
@@ -439,6 +457,7 @@ class ChallengeReply:
 
     nonce: str
     seen: dict[str, Any] = field(default_factory=dict)  # see `clusterd.protocol.agent.SeenByAgent`
+    identity: str = ""  # of the agent and its machine; empty: the agent is of an older version
 
 
 @dataclass(frozen=True)
@@ -487,5 +506,6 @@ REQUESTS = by_verb(
     LaunchRequest, BuildEnvironment, StopRanks, ForgetAttempt, ReadLog, ReadSteps, ReadRecord, ListFiles, ReadFile,
     ReadModel, HasWorkdir, PutWorkdir, LeasePort, ServeDataset, SetDatasets, CheckHost, ServeSegments, AdmitReaders,
     KeepReplica, ReplicaIsDone, MoveRanks, QuiesceRanks, AbortRanks, ResumeRanks, SendToRanks, DropMigration,
+    WriteInput, SignalRanks,
     OpenTerminal, OpenPort, ReadTerminal, WriteTerminal, HoldTerminal, CloseTerminal, Facts, Heartbeat, Shutdown,
 )  # fmt: skip

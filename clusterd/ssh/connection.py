@@ -6,7 +6,7 @@ import asyncio
 import os
 import shlex
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ from clusterd.ssh.resolve import Route, fill
 KEEPALIVE_S = 15.0
 KEEPALIVES_MISSED_MAX = 3
 AUTHENTICATION_S = 20.0
+KEYBOARD = "keyboard-interactive"
 """Added to the connect timeout, as SSH agents may ask their user and servers a directory service."""
 
 Tunnel = asyncssh.SSHClientConnection
@@ -116,6 +117,11 @@ class _Watcher(asyncssh.SSHClient):
 
     def __init__(self) -> None:
         self.shown: asyncssh.SSHKey | None = None
+        self.is_asked = False  # what only a person could answer
+
+    def kbdint_auth_requested(self) -> None:
+        """Note that the server asks; nobody answers."""
+        self.is_asked = True
 
     def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
         """Never accept a key: known keys were passed with the connection."""
@@ -186,7 +192,6 @@ def _options(route: Route, tunnel: Tunnel | None, watcher: _Watcher) -> dict[str
         "agent_path": None,  # its keys are loaded already
         "agent_forwarding": False,
         "password_auth": False,
-        "kbdint_auth": False,
         "host_based_auth": False,
         "gss_kex": False,
         "x509_trusted_certs": None,
@@ -302,8 +307,24 @@ async def _explain(
         skipped = f"; not usable: {'; '.join(credentials.skipped)}" if credentials.skipped else ""
         usual = f"Make `ssh {route.name}` work without a password, for example with ssh-copy-id"
         remedy = route.remedy or usual
+        if watcher.is_asked and KEYBOARD not in await _first_methods(route, tunnel):
+            # It did not say so before it had the key.
+            why = f"takes a key of {route.user} and then asks for a second factor, which nobody here can answer"
+            exempt = "sshd_config there can exempt this machine (Match Address ..., AuthenticationMethods publickey)"
+            return HostError(f"{_place(route)} {why}: {exempt}, or the host dials in: clusterd agent --join")
         return HostError(f"{_place(route)} does not let {route.user} in: tried {tried}{skipped}. {remedy}")
     return HostError(f"{_place(route)}: {_why(error, route, route.connect_timeout_s + AUTHENTICATION_S)}")
+
+
+async def _first_methods(route: Route, tunnel: Tunnel | None) -> Sequence[str]:
+    """Ways of authentication that the server names before any was tried."""
+    to = _tunnel_options(route, tunnel)
+    try:
+        return await asyncio.wait_for(
+            asyncssh.get_server_auth_methods(route.host, route.port, route.user, config=None, **to), AUTHENTICATION_S
+        )
+    except (OSError, TimeoutError, asyncssh.Error):
+        return (KEYBOARD,)  # not known: as if it had
 
 
 def _place(route: Route) -> str:

@@ -117,6 +117,7 @@ class EmbeddedHost:
             "XDG_DATA_HOME": str(home / ".local/share"),
             "XDG_STATE_HOME": str(home / ".local/state"),
             "CLUSTERD_AGENT_HOME": str(self.agent_home),
+            "CLUSTERD_AGENT_LOGIN": "inherited",  # from the prompt that the daemon was started at
             "PATH": os.pathsep.join([str(self._python_directory()), os.environ.get("PATH", os.defpath)]),
         }
 

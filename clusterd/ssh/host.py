@@ -125,12 +125,14 @@ class LinkCallbacks:
         on_up: with the agent's reply to hello, before any event that is newer than the reply. May send requests; a
             ClusterError ends the link, to be tried again.
         on_event: with each unasked frame, one after the other.
+        on_identity: with the identity of the agent, before it is led; a ClusterError ends the link, to be tried again.
         home_source: asked before every dial for the directory of agents on the host; "": their default.
     """
 
     on_state: Callable[[LinkState], None]
     on_up: Callback
     on_event: Callback
+    on_identity: Callable[[str], None] | None = None
     home_source: Callable[[], str] = str
 
 
@@ -319,6 +321,8 @@ class HostLink:
             if refused.kind != "verb":
                 raise
             return ""
+        if self._callbacks.on_identity is not None and answer.identity:
+            self._callbacks.on_identity(answer.identity)
         if self._leader.history is not None and answer.seen:
             seen = from_map(SeenByAgent, answer.seen, "challenge")
             await self._leader.history.check(seen.epoch, seen.event, seen.checksum)

@@ -1,8 +1,7 @@
 """Batch scripts: ``#CLUSTERD`` lines with keys of a job file, and the usual ``#SBATCH`` lines of Slurm.
 
 A script runs under bash in a copy of the directory it is submitted from. With several nodes it runs once on each of
-them, as one task per node does under ``srun``: so ``srun`` in the script means "here". Lines whose effect clusterd
-cannot give are refused by name.
+them; ``srun`` in it starts the tasks of that node. Lines whose effect clusterd cannot give are refused by name.
 """
 
 from __future__ import annotations
@@ -21,18 +20,51 @@ from clusterd.toml import parse_toml
 from clusterd.units import parse_gpus
 
 PRELUDE = """
+while IFS= read -r -d '' pair; do
+    case $pair in
+        PWD=*) cd "${pair#*=}" ;;
+        BASH_FUNC_*|_=*|SHLVL=*|OLDPWD=*) ;;
+        *) export "$pair" ;;
+    esac
+done < /proc/$$/environ 2> /dev/null
+unset pair
+absent() {
+    echo "clusterd: $1: not on the PATH of $USER's login on $HOSTNAME, nor defined by its profile; $2" >&2
+    exit 127
+}
+declare -F conda > /dev/null || conda() {
+    unset -f conda
+    eval "$("${CONDA_EXE:-conda}" shell.bash hook 2> /dev/null)"
+    declare -F conda > /dev/null || absent conda "put what conda init wrote into ~/.bashrc into ~/.profile"
+    conda "$@"
+}
+type module > /dev/null 2>&1 || module() { absent module "source its init script before"; }
 export SLURM_JOB_ID=$CLUSTERD_JOB SLURM_JOBID=$CLUSTERD_JOB SLURM_JOB_NAME=$CLUSTERD_JOB_NAME
-export SLURM_SUBMIT_DIR=$PWD SLURM_NNODES=${NNODES:-1} SLURM_JOB_NUM_NODES=${NNODES:-1} SLURM_NTASKS=${NNODES:-1}
+export SLURM_SUBMIT_DIR=$PWD SLURM_NNODES=${NNODES:-1} SLURM_JOB_NUM_NODES=${NNODES:-1}
+export SLURM_NTASKS=${SLURM_NTASKS:-${NNODES:-1}} SLURM_NPROCS=${SLURM_NTASKS:-${NNODES:-1}}
 export SLURM_NODEID=${NODE_RANK:-0} SLURM_PROCID=${NODE_RANK:-0} SLURM_LOCALID=0
 export SLURM_JOB_NODELIST=${MASTER_ADDR:-localhost} SLURM_NODELIST=${MASTER_ADDR:-localhost}
-[ -z "${CLUSTERD_ARRAY_TASK_ID-}" ] || export SLURM_ARRAY_TASK_ID=$CLUSTERD_ARRAY_TASK_ID
-[ -z "${CLUSTERD_ARRAY_JOB_ID-}" ] || export SLURM_ARRAY_JOB_ID=$CLUSTERD_ARRAY_JOB_ID
-srun() { while [ "${1#-}" != "$1" ]; do shift; done; "$@"; }
+for name in JOB_ID TASK_ID TASK_COUNT TASK_MIN TASK_MAX; do
+    given=CLUSTERD_ARRAY_$name
+    [ -z "${!given-}" ] || export "SLURM_ARRAY_$name=${!given}"
+done
+[ -z "${CUDA_VISIBLE_DEVICES-}" ] || {
+    given=${CUDA_VISIBLE_DEVICES//[!,]/}
+    export SLURM_GPUS_ON_NODE=$((${#given} + 1))
+}
+unset name given
+srun() { eval "${CLUSTERD_STEP:?srun works outside of containers}" '"$@"'; }
 scontrol() { [ "$1 $2" = "show hostnames" ] && echo "$SLURM_JOB_NODELIST"; }
 export -f srun scontrol
-script=$1; shift; source "$script"
+script=$1; shift
 """
-"""Run by bash before the script: Slurm's variables, and its two commands that scripts of jobs use."""
+"""Run by bash before the script, as a login shell, whose profile defines functions such as module.
+
+The job's variables come first, as a profile sets PATH anew; then Slurm's, and its two commands that scripts use.
+"""
+
+_FILE, _TEXT = 'source "$script"\n', 'eval "$script"\n'
+"""End of the prelude: the script is a file in the working directory, or the text itself."""
 
 _SHORT = {
     "-J": "--job-name", "-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-c": "--cpus-per-task", "-t": "--time",
@@ -70,6 +102,18 @@ def read_batch_script(file: Path) -> tuple[Request, list[str]]:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as text: {error}") from None
+    script = os.path.relpath(file.resolve(), Path.cwd())
+    if script.startswith(".."):
+        raise ConfigError(f"{file} is outside of this directory, which is sent to the hosts: change to its directory")
+    return _read(text, file, [PRELUDE + _FILE, "bash", script])
+
+
+def read_script_text(text: str, name: str) -> tuple[Request, list[str]]:
+    """As `read_batch_script`, of a script that is no file: on standard input, or on a command line."""
+    return _read(text, Path(name), [PRELUDE + _TEXT, "bash", text])
+
+
+def _read(text: str, file: Path, words: list[str]) -> tuple[Request, list[str]]:
     values: dict[str, Any] = {}
     ignored: list[str] = []
     own: list[str] = []
@@ -90,13 +134,10 @@ def read_batch_script(file: Path) -> tuple[Request, list[str]]:
     _translate(options, alike, values)
     for key, value in parse_toml("\n".join(own), f"{file}: #CLUSTERD lines").items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
-    directory = Path.cwd()
-    script = os.path.relpath(file.resolve(), directory)
-    if script.startswith(".."):
-        raise ConfigError(f"{file} is outside of this directory, which is sent to the hosts: change to its directory")
     values.setdefault("name", _name(file))
-    values.setdefault("command", ["bash", "-c", PRELUDE, "bash", script])
-    values["workdir"] = str(directory)
+    shell = ("-c",) if values.get("clean_env") else ("-l", "-c")
+    values.setdefault("command", ["bash", *shell, *words])
+    values["workdir"] = str(Path.cwd())
     return parse_job(values, file, str(file)), ignored
 
 
@@ -143,9 +184,11 @@ def _translate(options: dict[str, tuple[str, str]], alike: dict[str, Key], value
     if wrong:
         raise ConfigError("; ".join(wrong) + (f"; these are: {', '.join(unknown)}" if unknown else ""))
     nodes = resources.get("nodes", 1)
-    tasks = resources.pop("tasks", nodes)
-    if tasks != nodes:
-        raise ConfigError(f"{tasks} tasks on {nodes} nodes: one task per node is started; torchrun starts the others")
+    tasks = resources.pop("tasks", nodes * resources.pop("tasks_per_node", 1))
+    resources.pop("tasks_per_node", None)
+    if tasks % nodes:
+        raise ConfigError(f"{tasks} tasks on {nodes} nodes: give a multiple, as each node gets as many")
+    _set_tasks(tasks // nodes, nodes, values, resources)
     if (per := resources.pop("memory_per", None)) is not None:
         gpus = resources.get("gpus_per_node", -(-parse_gpus(resources.get("gpus", nodes))[1] // nodes))
         resources["memory_each"] *= resources.get("cpus", 1) if per == "cpus" else gpus
@@ -158,6 +201,20 @@ def _translate(options: dict[str, tuple[str, str]], alike: dict[str, Key], value
         raise ConfigError(f"--nodes={nodes} without GPUs: give --gpus-per-node as well")
     if resources:
         values["resources"] = resources
+
+
+def _set_tasks(each: int, nodes: int, values: dict[str, Any], resources: dict[str, Any]) -> None:
+    """Variables about the tasks that `srun` starts in the script, and what all on one node need together."""
+    env = {"SLURM_NTASKS": str(each * nodes), "SLURM_NTASKS_PER_NODE": str(each)} if each > 1 else {}
+    if "cpus" in resources:
+        env["SLURM_CPUS_PER_TASK"] = str(resources["cpus"])
+        resources["cpus"] *= each
+    if (gpus := resources.pop("gpus_per_task", None)) is not None:
+        env["SLURM_GPUS_PER_TASK"] = gpus.rpartition(":")[2]
+        _gpus_per_node(gpus, values, resources)
+        resources["gpus_per_node"] *= each
+    if env:
+        values["env"] = env
 
 
 def _gres(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
@@ -173,6 +230,11 @@ def _gpus_per_node(value: str, _: dict[str, Any], resources: dict[str, Any]) -> 
     resources["gpus_per_node"] = _number(count)
     if named:
         resources["gpu_type"] = named
+
+
+def _gpus_per_task(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
+    _number(value.rpartition(":")[2])
+    resources["gpus_per_task"] = value
 
 
 def _after(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
@@ -227,11 +289,6 @@ def _set(key: str) -> Callable[[str, dict[str, Any], dict[str, Any]], None]:
     return meaning
 
 
-def _one_task(value: str, _: dict[str, Any], __: dict[str, Any]) -> None:
-    if _number(value) != 1:
-        raise ValueError("one task per node is started; torchrun starts one process per GPU")
-
-
 def _hosts(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
     if "[" in value:
         raise ValueError("name the hosts one by one, separated by commas")
@@ -260,21 +317,21 @@ _INSTEAD = {
     "--hold": "submit it, then clusterd hold",
     "--wait": "clusterd submit --wait",
     "--chdir": "submit it from that directory",
-    "--wrap": "clusterd run -d -- sh -c COMMAND",
+    "--wrap": "clusterd submit --wrap COMMAND",
     "--test-only": "clusterd submit --dry-run",
 }
 """What does the same here as options that a script cannot give."""
 
 _MEANINGS: dict[str, Callable[[str, dict[str, Any], dict[str, Any]], None]] = {
     "--ntasks": _set("tasks"),
-    "--ntasks-per-node": _one_task,
+    "--ntasks-per-node": _set("tasks_per_node"),
     "--gpus-per-node": _gpus_per_node,
     "--gres": _gres,
     "--cpus-per-task": _set("cpus"),
     "--mem": _memory,
     "--mem-per-cpu": _memory_per("cpus"),
     "--mem-per-gpu": _memory_per("gpus_per_node"),
-    "--gpus-per-task": _gpus_per_node,
+    "--gpus-per-task": _gpus_per_task,
     "--nice": _nice,
     "--time": _time,
     "--nodelist": _hosts,

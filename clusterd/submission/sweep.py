@@ -104,11 +104,14 @@ def array_tasks(spec: JobSpec, text: str) -> list[JobSpec]:
     indices, most = parse_array(text)
     if len(spec.name) + 1 + len(str(indices[-1])) > NAME_LENGTH_MAX:
         raise UsageError(f"name {spec.name!r} is too long for an array, whose tasks have the index at its end")
+    counts = {"COUNT": len(indices), "MIN": min(indices), "MAX": max(indices)}
+    about = {f"CLUSTERD_ARRAY_TASK_{name}": str(count) for name, count in counts.items()}
     return [
         replace(
             spec,
             name=f"{spec.name}_{index}",
             command=tuple(_filled(part, {"index": str(index)}) for part in spec.command),
+            env={**spec.env, **about},
             array=ArrayTask(id=JobId(""), name=spec.name, index=index, most=most),
         )
         for index in indices

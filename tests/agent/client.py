@@ -106,7 +106,7 @@ def start_attach(
             [python, "-m", "clusterd.agent", "attach", "--key-fd", str(pipe)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **(env or {}), "CLUSTERD_AGENT_HOME": str(root)},
+            env={**os.environ, "CLUSTERD_AGENT_LOGIN": "inherited", **(env or {}), "CLUSTERD_AGENT_HOME": str(root)},
             pass_fds=(pipe,),
         )
     finally:

@@ -81,7 +81,7 @@ def test_an_array_is_awaited_whole(shared_cluster: RunningCluster, tmp_path: Pat
     assert f"waits for prep_1 ({tasks[1]}, running) and prep_2 ({tasks[2]}, " in cluster.run("why", by_id).stdout
     assert cluster.job(shown["prep_[01]"])["reason"] == f"waits for prep_1 ({tasks[1]}, running)"
     (tmp_path / "1").touch()
-    cluster.run("wait", shown["prep_[01]"], each[0])
+    cluster.run("wait", shown["prep_[01]"], f"{each[0]}_1")
     assert {cluster.job(job)["state"] for job in (by_id, shown["prep"], each[1])} == {"queued"}
     (tmp_path / "2").touch()
     cluster.run("wait", by_id, shown["prep"], each[1])

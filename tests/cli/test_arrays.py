@@ -11,7 +11,7 @@ import pytest
 
 from clusterd.errors import UsageError
 from clusterd.submission.sweep import parse_array
-from tests.conftest import RunningCluster
+from tests.conftest import RunningCluster, until
 
 TRAIN = """
 import json, os, sys
@@ -71,6 +71,44 @@ def test_an_array_is_one_line_and_is_held_and_cancelled_whole(shared_cluster: Ru
     assert [cluster.job(job)["state"] for job in jobs] == ["cancelled"] * 5
     (over,) = [line for line in cluster.run("ls", "--all").stdout.splitlines() if "night" in line]
     assert over.split()[:3] == [f"{jobs[0]}_*", "night", "cancelled"] and "5 cancelled" in over
+
+
+def test_the_id_of_an_array_is_the_array(shared_cluster: RunningCluster) -> None:
+    """As in Slurm: its first task alone has an id with an index."""
+    cluster = shared_cluster
+    jobs = cluster.run("run", "-d", "--no-snapshot", "--array", "0-2%1", "--", "sleep", "1000").stdout.split()
+    array = jobs[0]
+    cluster.wait_for(array, lambda row: row["state"] == "running")
+    assert len(cluster.run("ls", array).stdout.splitlines()) == 4
+    cluster.run("hold", array)
+    assert [cluster.job(job)["held_by"] is not None for job in jobs] == [False, True, True]
+    cluster.run("release", array)
+    cluster.run("edit", array, "comment=night")
+    assert [cluster.job(job)["comment"] for job in jobs] == ["night"] * 3
+    assert f"this is its task {array}_0" in cluster.run("why", array).stderr
+    cluster.run("cancel", "--wait", f"{array}_0")
+    cluster.wait_for(jobs[1], lambda row: row["state"] == "running")
+    assert "no task for that" in cluster.run("release", array, check=False).stderr
+    cluster.run("cancel", "--wait", array)
+    assert [cluster.job(job)["state"] for job in jobs] == ["cancelled"] * 3
+    assert cluster.run("wait", array, check=False).returncode == 130
+
+
+def test_jobs_are_cancelled_by_state_and_signalled(shared_cluster: RunningCluster, tmp_path: Path) -> None:
+    cluster = shared_cluster
+    script = f"trap 'echo told > {tmp_path}/told' USR1; touch {tmp_path}/ready; while :; do sleep 0.1; done"
+    running = cluster.run("run", "-d", "--no-snapshot", "--", "sh", "-c", script).stdout.strip()
+    cluster.wait_for(running, lambda row: row["state"] == "running")
+    waiting = cluster.run("run", "-d", "--no-snapshot", "--after", running, "--", "true").stdout.strip()
+    assert "there is no such signal" in cluster.run("cancel", "--signal", "BAD", running, check=False).stderr
+    until((tmp_path / "ready").exists)
+    cluster.run("cancel", "--signal", "USR1", running)
+    until((tmp_path / "told").exists)
+    assert waiting in cluster.run("ls", "--state", "pending").stdout
+    cluster.run("cancel", "--state", "pending")
+    assert [cluster.job(job)["state"] for job in (running, waiting)] == ["running", "cancelled"]
+    assert "none of them is queued" in cluster.run("cancel", "--state", "queued", running, check=False).stderr
+    cluster.run("cancel", "--wait", running)
 
 
 def test_a_sweep_has_results_by_value(shared_cluster: RunningCluster, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 
@@ -37,5 +39,7 @@ def test_every_command_prints_them(cluster: RunningCluster, tmp_path: Path) -> N
     (row,) = json.loads(cluster.run("ls", "-o", "json").stdout)
     assert row["submitted_at"].endswith("Z") and row["started_at"] is None
     assert json.loads(cluster.run("show", job, "-o", "json").stdout)["submitted_at"] == row["submitted_at"]
+    (line,) = csv.DictReader(io.StringIO(cluster.run("ls", "-o", "csv").stdout))
+    assert (line["id"], line["state"], json.loads(line["devices"])) == (job, "queued", [])
     story = [json.loads(line) for line in cluster.run("history", "-o", "jsonl").stdout.splitlines()]
     assert story and all(event["at"].endswith("Z") for event in story)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,7 @@ def test_a_job_outlives_the_command_that_watches_it(shared_cluster: RunningClust
     watching = subprocess.Popen(
         command,
         env=shared_cluster.environment,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -94,8 +97,93 @@ def test_a_detached_job_is_json_and_one_string_gets_a_hint(shared_cluster: Runni
     assert refused.returncode == 2 and "sh -c 'echo $HOME && ls'" in refused.stderr
 
 
-def test_waiting_input_is_not_dropped_in_silence(shared_cluster: RunningCluster, tmp_path: Path) -> None:
-    said = shared_cluster.run("run", "--no-snapshot", "--", "cat", input="hello\n")
-    assert "standard input is not passed on" in said.stderr and "clusterd shell --devices 1 -- COMMAND" in said.stderr
-    said = shared_cluster.run("run", "--no-snapshot", "--", "true", stdin=subprocess.DEVNULL)
-    assert "standard input" not in said.stderr
+def newest(cluster: RunningCluster) -> dict[str, Any]:
+    return max(cluster.call("jobs", all=True), key=lambda row: int(row["id"]))
+
+
+def test_run_is_a_part_of_a_pipe(shared_cluster: RunningCluster) -> None:
+    """Input arrives whole, binary and more than pipes hold; stdout and stderr come out apart, and the exit code."""
+    given = random.Random(1).randbytes(3 << 20)
+    script = "import sys; data = sys.stdin.buffer.read(); print(len(data), file=sys.stderr)"
+    script += "; sys.stdout.buffer.write(data); sys.exit(7)"
+    command = [sys.executable, "-m", "clusterd", "run", "--no-snapshot", "--", "python3", "-c", script]
+    done = subprocess.run(
+        command, env=shared_cluster.environment, input=given, capture_output=True, timeout=HANG_S, check=False
+    )
+    assert done.stdout == given
+    assert str(len(given)) in done.stderr.decode().splitlines()
+    assert done.returncode == 7
+    job = newest(shared_cluster)["id"]
+    with shared_cluster.client() as client:
+        again = list(client.stream("logs", job=job, rank=0, apart=True))  # as fetched after its end
+    assert b"".join(piece["data"] for piece in again if not piece.get("stderr")) == given
+
+
+def test_a_command_need_not_read_its_input(shared_cluster: RunningCluster) -> None:
+    some = shared_cluster.run("run", "--no-snapshot", "--", "head", "-c", "5", input="hello world" * 100_000)
+    assert some.stdout == "hello"
+    assert shared_cluster.run("run", "--no-snapshot", "--", "true", input="x" * 1_000_000).returncode == 0
+    assert shared_cluster.run("run", "--no-snapshot", "--", "cat", stdin=subprocess.DEVNULL).stdout == ""
+
+
+def watched(cluster: RunningCluster, *argv: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "clusterd", "run", "--no-snapshot", "--", *argv]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=cluster.environment, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def test_input_goes_on_after_a_restart_of_the_daemon(shared_cluster: RunningCluster) -> None:
+    running = watched(shared_cluster, "sh", "-c", "head -n 1; cat")
+    running.stdin.write("one\n")
+    running.stdin.flush()
+    assert running.stdout.readline() == "one\n"
+    shared_cluster.run("stop")
+    shared_cluster.run("start")
+    assert running.communicate("two\n", timeout=HANG_S)[0] == "two\n"
+    assert running.returncode == 0
+
+
+def test_input_that_is_cut_off_is_not_taken_for_all_of_it(shared_cluster: RunningCluster) -> None:
+    running = watched(shared_cluster, "sh", "-c", "head -n 1; cat > all; echo done")
+    running.stdin.write("one\n")
+    running.stdin.flush()
+    assert running.stdout.readline() == "one\n"
+    running.terminate()
+    running.wait(HANG_S)
+    assert "before the end of the input" in running.communicate(timeout=HANG_S)[1]
+    job = newest(shared_cluster)
+    assert (job["state"], "its input was cut off" in job["reason"]) == ("cancelled", True)
+
+
+def test_a_second_attempt_does_not_start_without_its_input(shared_cluster: RunningCluster) -> None:
+    running = watched(shared_cluster, "sh", "-c", "head -n 1; cat > all; echo done")
+    running.stdin.write("one\n")
+    running.stdin.flush()
+    assert running.stdout.readline() == "one\n"
+    job = newest(shared_cluster)["id"]
+    shared_cluster.run("requeue", job)
+    out, said = running.communicate("two\n", timeout=HANG_S)
+    assert (out, running.returncode) == ("", 1)
+    assert "its input" in said
+    again = shared_cluster.run("rerun", job).stdout.strip()
+    assert shared_cluster.run("wait", again).returncode == 0, "nobody attends to it, and it has no input"
+
+
+def test_signals_reach_the_command(shared_cluster: RunningCluster) -> None:
+    running = watched(
+        shared_cluster, "sh", "-c", "trap 'echo saved; exit 3' USR1; echo ready; while :; do sleep 1; done"
+    )
+    assert running.stdout.readline() == "ready\n"
+    running.send_signal(signal.SIGUSR1)
+    assert running.communicate(timeout=HANG_S)[0].splitlines()[0] in ("saved", "User defined signal 1")
+    assert running.returncode == 3
+
+
+def test_tasks_have_their_places_and_their_lines_a_prefix(shared_cluster: RunningCluster) -> None:
+    show = "echo $RANK.$LOCAL_RANK of $WORLD_SIZE; echo at $MASTER_ADDR >&2"
+    done = shared_cluster.run("run", "--no-snapshot", "-n", "3", "--", "sh", "-c", show, stdin=subprocess.DEVNULL)
+    assert sorted(done.stdout.splitlines()) == [f"{rank}: {rank}.{rank} of 3" for rank in range(3)]
+    assert {f"{rank}: at 127.0.0.1" for rank in range(3)} <= set(done.stderr.splitlines())
+    one_fails = "test $RANK = 1 && exit 5; sleep 600"
+    failed = shared_cluster.run("run", "--no-snapshot", "-n", "3", "--", "sh", "-c", one_fails, check=False)
+    assert failed.returncode == 5

@@ -151,10 +151,10 @@ class Chaos(RuleBasedStateMachine):
         self.world.tell(e.DevicesClaimed(**at, claim=made))
 
     @precondition(lambda self: self.jobs)
-    @rule(data=st.data(), verb=st.sampled_from(["hold", "release", "requeue", "requeue and hold"]))
+    @rule(data=st.data(), verb=st.sampled_from(["hold", "release", "pause", "unpause", "requeue", "requeue and hold"]))
     def queue_verb(self, data: st.DataObject, verb: str) -> None:
         job, at = self.some_job(data), self.world.at()
-        kinds = {"hold": e.JobHeld, "release": e.JobReleased}
+        kinds = {"hold": e.JobHeld, "release": e.JobReleased, "pause": e.JobPaused, "unpause": e.JobUnpaused}
         if verb in kinds:
             self.world.tell(kinds[verb](**at, job=job.id, by="ann"))
         else:

@@ -91,6 +91,30 @@ def test_each_job_runs_as_its_owner_who_alone_reaches_it(site: Site, people: tup
     site.cluster.wait_for(other, lambda row: row["state"] == "cancelled")
 
 
+def test_jobs_have_the_login_of_their_owner(site: Site, people: tuple[Person, Person]) -> None:
+    """Each account's agent runs its own login shell; a profile that is mended counts after a check of the host."""
+    ann, bob = people
+    for person in people:
+        (person.home / ".profile").write_text(f"echo hello; export SCRATCH=/scratch/{person.name}\n")
+    start_and_let_in(site, ann)
+    bob.lets_in(bob.calls(site.socket, "login")["key"])
+    assert bob.calls(site.socket, "login")["hosts"] == {"node": ""}
+
+    def scratch(person: Person) -> str:
+        job = person.calls(site.socket, "submit", spec=command("show", "echo $SCRATCH"))["id"]
+        site.cluster.wait_for(job, lambda row: row["state"] == "finished")
+        return log_of(site, job).strip()
+
+    assert [scratch(person) for person in people] == [f"/scratch/{person.name}" for person in people]
+    (ann.home / ".profile").write_text("exit 3\n")
+    checks = {row["check"]: row for row in ann.calls(site.socket, "host_check")}
+    assert f"the login shell of {ann.name} here (/bin/sh) exits with 3" in checks["login"]["said"]
+    assert scratch(bob) == f"/scratch/{bob.name}"
+    (ann.home / ".profile").write_text("export SCRATCH=/new\n")
+    ann.calls(site.socket, "host_check")
+    assert scratch(ann) == "/new"
+
+
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 """Other than the tests' own, everybody may execute it; it finds torch where the tests do, if it is of their version."""
 

@@ -23,8 +23,10 @@ def test_run_streams_the_log_and_returns_the_exit_code(local_cluster: RunningClu
     """`clusterd run -- COMMAND` with any command."""
     done = local_cluster.run("run", "--devices", "1", "--", "sh", "-c", "echo out; echo err >&2; exit 7", check=False)
     assert done.returncode == 7
-    assert done.stdout.splitlines() == ["out", "err"]
-    assert "exit code 7" in done.stderr
+    assert done.stdout.splitlines() == ["out"]
+    assert "err" in done.stderr.splitlines() and "exit code 7" in done.stderr
+    (job,) = (row["id"] for row in local_cluster.call("jobs", all=True))
+    assert local_cluster.run("logs", job).stdout.splitlines() == ["out", "err"]
 
 
 def test_the_code_that_runs_is_the_code_of_the_submit(local_cluster: RunningCluster, tmp_path: Path) -> None:

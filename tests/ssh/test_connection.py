@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,41 @@ async def test_a_jump_host_that_cannot_reach_further_says_so(serve: Serve, diale
     assert message.startswith("gpu01 (user@127.0.0.1:")
     assert "(through bastion (user@127.0.0.1:" in message
     assert "the jump host cannot reach 127.0.0.1:" in message
+
+
+async def test_a_second_factor_is_told_from_a_key_that_is_not_let_in(
+    dialer: Dialer, keys: HostKeys, tmp_path: Path
+) -> None:
+    """`ssh-copy-id` would change nothing: the key is accepted, and a code is asked for."""
+
+    class Asks(asyncssh.SSHServer):
+        def __init__(self, begins_with_it: bool) -> None:
+            self.has_key = begins_with_it
+
+        def public_key_auth_supported(self) -> bool:
+            return True
+
+        def kbdint_auth_supported(self) -> bool:
+            return self.has_key
+
+        def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
+            self.has_key = True
+            return False
+
+    messages = []
+    for begins_with_it in (False, True):
+        server = Server("gpu01", tmp_path / f"gpu01-{begins_with_it}")
+        asks = partial(Asks, begins_with_it)
+        server._acceptor = await asyncssh.listen(
+            "127.0.0.1", 0, server_factory=asks, server_host_keys=[server.host_key], config=None
+        )
+        keys.accept(server.route(), public(server))
+        mine = tmp_path / "mine"
+        asyncssh.generate_private_key("ssh-ed25519").write_private_key(str(mine))
+        messages.append(await refusal(dialer, server.route(identity_files=(str(mine),))))
+        server._acceptor.close()
+    assert "asks for a second factor" in messages[0] and "ssh-copy-id" not in messages[0]
+    assert "ssh-copy-id" in messages[1]
 
 
 async def test_at_most_so_many_dials_are_under_way(keys: HostKeys, tmp_path: Path) -> None:

@@ -18,10 +18,12 @@ import pytest
 
 from clusterd.agent.host.bundle import Bundle, bundle, pack
 from clusterd.agent.host.home import Home, read_json
+from clusterd.daemon.hosts.links import AgentOwners
 from clusterd.errors import AgentLost
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
 from clusterd.ssh.host import AgentRefused, HostLink, Leader, LinkCallbacks, LinkState
+from clusterd.types import HostId
 from tests.agent.client import KEY, launch
 from tests.hang import HANG_S
 
@@ -39,7 +41,14 @@ async def until(condition: Callable[[], Any], what: str) -> None:
 class Watched:
     """A link, and everything it said."""
 
-    def __init__(self, host: EmbeddedHost, dialer: Dialer, epoch: int = 1, **more: Any) -> None:
+    def __init__(
+        self,
+        host: EmbeddedHost,
+        dialer: Dialer,
+        epoch: int = 1,
+        on_identity: Callable[[str], None] | None = None,
+        **more: Any,
+    ) -> None:
         self.states: list[LinkState] = []
         self.hellos: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
@@ -58,6 +67,7 @@ class Watched:
                 on_state=self._on_state,
                 on_up=lambda hello: self._keep(self.hellos, hello),
                 on_event=lambda event: self._keep(self.events, event),
+                on_identity=on_identity,
             ),
             jitter=random.Random(0),
             **more,
@@ -121,6 +131,21 @@ async def test_a_link_comes_up_and_shows_its_way(host: EmbeddedHost, dialer: Dia
     assert watched.link.state.name == "closed"
     with pytest.raises(AgentLost, match="gpu01 is not connected: closed"):
         await watched.link.request("facts")
+
+
+async def test_a_machine_under_a_second_name_keeps_its_first_link(host: EmbeddedHost, dialer: Dialer) -> None:
+    """Its agent would leave the first link for the second, and the daemon dial both again and again."""
+    agents = AgentOwners([])
+
+    def named(name: str) -> Callable[[str], None]:
+        return lambda identity: agents.claim(HostId(name), identity)
+
+    async with linked(host, dialer, on_identity=named("a")) as first:
+        await first.up()
+        async with linked(host, dialer, on_identity=named("b")) as second:
+            assert "it is a under another name" in (await second.waiting(failures=2)).why
+        assert (await first.link.request("facts"))["boot_id"]
+        assert [state.name for state in first.states] == ["dialing", "bootstrapping", "up"]
 
 
 async def test_a_job_runs_through_cut_connections(host: EmbeddedHost, dialer: Dialer) -> None:

@@ -80,7 +80,7 @@ def test_dependencies_keep_their_conditions() -> None:
     ("line", "message"),
     [
         ("#SBATCH --hint=none", "line 2: --hint of Slurm is not understood here"),
-        ("#SBATCH --ntasks=4", "4 tasks on 1 nodes: one task per node is started"),
+        ("#SBATCH --ntasks=3 --nodes=2 --gpus=2", "3 tasks on 2 nodes: give a multiple"),
         ("#SBATCH --gres=shard:2", "line 2: --gres=shard:2: only gpu is known"),
         ("#SBATCH --time=soon", "line 2: --time=soon: write it as in 30"),
         ("#SBATCH --mem=lots", "line 2: --mem=lots: write it as in 64G"),
@@ -120,6 +120,20 @@ def test_common_options_of_memory_gpus_and_time_have_their_meaning() -> None:
     assert read_batch_script(script(text))[0].spec.resources.memory_bytes == 6 << 30
 
 
+def test_tasks_are_counted_for_srun_and_for_what_they_need() -> None:
+    text = "#!/bin/bash\n#SBATCH --ntasks=4 -c 2 --gpus-per-task=a100:1 --mem-per-cpu=1G\ntrue\n"
+    spec = read_batch_script(script(text))[0].spec
+    assert (spec.resources.devices, spec.resources.cpus, spec.resources.memory_bytes) == (4, 8, 8 << 30)
+    assert spec.env == {
+        "SLURM_NTASKS": "4",
+        "SLURM_NTASKS_PER_NODE": "4",
+        "SLURM_CPUS_PER_TASK": "2",
+        "SLURM_GPUS_PER_TASK": "1",
+    }
+    text = "#!/bin/bash\n#SBATCH -N 2 --ntasks-per-node=4 --gpus-per-node=4\ntrue\n"
+    assert read_batch_script(script(text))[0].spec.env["SLURM_NTASKS"] == "8"
+
+
 def test_a_job_file_is_no_script(tmp_path: Path) -> None:
     assert not is_script(script('command = ["true"]\n', "job.toml"))
     assert is_script(script("#!/bin/sh\ntrue\n"))
@@ -141,3 +155,34 @@ def test_an_sbatch_script_runs_unchanged(local_cluster: RunningCluster) -> None:
     log = local_cluster.run("logs", job).stdout
     assert "job unchanged on localhost" in log and "task 0 of 1" in log
     assert done.returncode == 5
+
+
+def test_srun_runs_a_step_for_each_task(shared_cluster: RunningCluster) -> None:
+    """With its options apart from the command: `srun -n 2 hostname` once ran a command named 2."""
+    text = (
+        "#!/bin/bash\n#SBATCH --ntasks=2 --time=10 -c 1\n"
+        "srun sh -c 'echo task $SLURM_PROCID of $SLURM_NTASKS, $SLURM_CPUS_PER_TASK core'\n"
+        "srun -n 3 -l --mem 1G sh -c 'echo three'\n"
+        "echo from a pipe | srun -n1 cat\n"
+        "srun sh -c 'exit $((SLURM_PROCID + 3))'; echo code $?\n"
+        "bash -c 'srun -N 2 hostname'; echo refused $?\n"
+        "srun -n 2 no-such-program; echo absent $?\n"
+    )
+    done = shared_cluster.run("submit", "--wait", input=text)
+    lines = shared_cluster.run("logs", done.stdout.split()[0]).stdout.splitlines()
+    assert {"task 0 of 2, 1 core", "task 1 of 2, 1 core"} <= set(lines)
+    assert {"0: three", "1: three", "2: three"} <= set(lines)
+    assert {"from a pipe", "code 4", "refused 1", "absent 127"} <= set(lines)
+
+
+def test_an_array_of_scripts_knows_its_size(shared_cluster: RunningCluster) -> None:
+    show = "echo $SLURM_ARRAY_TASK_ID of $SLURM_ARRAY_TASK_COUNT, $SLURM_ARRAY_TASK_MIN to $SLURM_ARRAY_TASK_MAX"
+    done = shared_cluster.run("submit", "--wait", "--array", "3,5", "--wrap", show)
+    logs = [shared_cluster.run("logs", job).stdout for job in done.stdout.split()]
+    assert logs == ["3 of 2, 3 to 5\n", "5 of 2, 3 to 5\n"]
+
+
+def test_what_is_submitted_without_a_file_is_a_script(shared_cluster: RunningCluster) -> None:
+    assert "no script that begins with #!" in shared_cluster.run("submit", input="x = 1", check=False).stderr
+    both = shared_cluster.run("submit", "--wrap", "true", "job.sh", check=False)
+    assert both.returncode == 2 and "leave job.sh out" in both.stderr

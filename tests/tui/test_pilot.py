@@ -283,6 +283,23 @@ def test_an_array_is_one_row_and_is_cancelled_whole(shared: RunningCluster) -> N
     drive(shared, script)
 
 
+def test_a_job_is_paused_and_goes_on(shared: RunningCluster) -> None:
+    job = shared.run("run", "-d", "--no-snapshot", "--name", "stands", "--", "sleep", "1000").stdout.strip()
+    shared.wait_for(job, lambda row: row["state"] == "running")
+
+    async def script(app: Top, pilot: Pilot[Any]) -> None:
+        await on_job(app, pilot, job)
+        await pilot.press("H")
+        await window(pilot)
+        await pilot.press("y")
+        await until(pilot, lambda: app.shared.model.jobs[job].paused_by is not None)
+        await pilot.press("H")
+        await until(pilot, lambda: app.shared.model.jobs[job].paused_by is None)
+
+    drive(shared, script)
+    shared.run("cancel", "--wait", job)
+
+
 def test_readonly_has_no_key_that_changes_anything(shared: RunningCluster) -> None:
     """The help lists no such key either."""
 

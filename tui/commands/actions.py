@@ -148,6 +148,18 @@ class ClusterCommands:
         verb = "release" if all(job.held_by is not None for job in self._jobs) else "hold"
         await self._each(verb, verb, [(job.name, {"job": job.id}) for job in self._jobs])
 
+    async def pause(self) -> None:
+        """Pause jobs after confirmation, or let them go on where all are paused."""
+        jobs = self._jobs
+        calls = [(job.name, {"job": job.id}) for job in jobs]
+        if all(job.paused_by is not None or job.held_by is not None for job in jobs):
+            await self._each("unpause", "goes on", calls)
+            return
+        keep = {"command": "keeps its devices, and stands still"}
+        lines = [line(f"{job.name} {keep.get(job.kind, 'saves its state and leaves its devices')}") for job in jobs[:8]]
+        if await self._app.confirm("pause", lines, {"y": "pause"}):
+            await self._each("pause", "paused", calls)
+
     async def migrate(self, pin: bool = False) -> None:
         """Choose a plan, show the cost, confirm, then follow the migration.
 

@@ -33,6 +33,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("c", "c", "cancel", "cancel", "cancel jobs", JOBS, acts=True, footer=("queue", "job")),
     Command("p", "p", "priority", "priority", "change jobs' priority", JOBS, acts=True, footer=("queue",), rank=7),
     Command("h", "h", "hold", "hold", "hold queued jobs; held ones: release", JOBS, acts=True, rank=8),
+    Command("H", "H", "pause", "pause", "pause running jobs; paused ones: go on", JOBS, acts=True, rank=8),
     Command("P", "P", "pin", "pin", "move a job to a plan and pin it there; a pinned one: unpin", JOBS, acts=True),
     Command("K", "K", "checkpoint", "checkpoint", "write a job's state to disk", JOBS, acts=True, footer=("job",),
             rank=4),

@@ -116,6 +116,8 @@ class Model:
                 self.order[waiting] = place
         if change.recovering is not None:
             self.status = msgspec.structs.replace(self.status, recovering=change.recovering)
+        if change.notice is not None:
+            self.status = msgspec.structs.replace(self.status, notice=change.notice)
         self._append(events, decisions, change.at_s)
         self.number = change.number
         self.at_s = change.at_s or self.at_s

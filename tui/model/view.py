@@ -103,15 +103,15 @@ def crumbs(current: str, trail: str, shown: str, look: Look, cells: int) -> Line
     return (*fit(tuple(tabs), tab_cells, more=look.glyph("more")), *right)
 
 
-def banner(link: Link, number: int, now_s: float) -> str:
-    """Message about a lost or refused connection; empty while there is none."""
+def banner(link: Link, model: Model, now_s: float) -> str:
+    """Message about a lost or refused connection, else the notice of an operator; empty while there is none."""
     if link.state is LinkState.LOST:
         age = duration(max(now_s - link.since_s, 0.0))
-        stale = "; the screens show the last known state" if number >= 0 else ""
+        stale = "; the screens show the last known state" if model.number >= 0 else ""
         return f"{link.why} - for {age}; retrying{stale}. Jobs keep running."
     if link.state is LinkState.REFUSED:
         return f"{link.why} - retrying."
-    return ""
+    return f"Notice of {model.status.notice}" if model.status.notice else ""
 
 
 def _fact(name: str, *parts: str | tuple[str, str]) -> Line:

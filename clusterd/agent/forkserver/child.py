@@ -13,10 +13,11 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from clusterd.agent import CODE_ROOT
+from clusterd.agent.forkserver import relay
 from clusterd.agent.host import processes
 from clusterd.agent.log import log_line
 from clusterd.protocol.forkserver import Spawn
@@ -89,6 +90,9 @@ def _run(request: Spawn) -> int:
     if not settle(request.cwd, request.cores):
         return EXIT_CANNOT_START
     if request.mode != "python":
+        if request.streams:
+            processes.claim_environment(processes.TAG, env[processes.TAG])
+            _relay(request)
         execute(argv, env)
     if not processes.claim_environment(processes.TAG, env[processes.TAG]):
         # A new interpreter starts more slowly, but shows its tag in /proc, by which a stop finds it.
@@ -99,6 +103,22 @@ def _run(request: Spawn) -> int:
     _freshen(request.threads)
     faulthandler.register(SHOW_THREADS, file=2)  # needs no interpreter that still listens
     return _run_python(argv[1:])
+
+
+def _relay(request: Spawn) -> NoReturn:
+    """Run the command's tasks below this process, which relays their input and output."""
+
+    def start(env: Mapping[str, str]) -> NoReturn:
+        reset_signals()
+        execute(request.argv, dict(env))
+
+    tasks = [
+        relay.place(request.first_task + local, local, request.all_tasks, request.tasks)
+        for local in range(request.tasks)
+        if request.all_tasks > 1
+    ]
+    environments = [{**request.env, **place} for place in tasks or [{}]]
+    relay.leave(relay.Relay(request.streams, request.input, labels=bool(tasks)).run(start, environments))
 
 
 def settle(directory: str, cores: Sequence[int]) -> bool:

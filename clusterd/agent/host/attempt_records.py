@@ -12,6 +12,7 @@ from typing import Any
 from clusterd import protocol
 from clusterd.agent.host import processes
 from clusterd.agent.host.home import read_json, write_durably, write_json
+from clusterd.agent.host.rank_input import RankInput
 from clusterd.agent.log import log_line
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.agent import AttemptRow, RankRow
@@ -81,6 +82,8 @@ class Attempt:
 
     directory: Path
     launch: LaunchRequest  # as accepted, without secrets; without variables where an earlier agent accepted it
+    login: dict[str, str] = field(default_factory=dict, repr=False)  # variables that its processes start with
+    input: RankInput | None = None  # of its first process; None where an earlier agent launched it
     ranks: dict[int, Rank] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # over launching and stopping
     stopping: asyncio.Task[list[int]] | None = None
@@ -153,6 +156,10 @@ class Attempt:
     def log(self, rank: int) -> Path:
         """Path of the output of `rank`."""
         return self.directory / f"rank-{rank:d}.log"
+
+    def streams(self, rank: int) -> Path:
+        """Path of the offsets at which the log of `rank` changes between stdout and stderr."""
+        return self.directory / f"rank-{rank:d}.streams"
 
     def rank_file(self, rank: int) -> Path:
         """Path of the rank file of the protocol, which the rank reads."""

@@ -96,11 +96,21 @@ _OF_OTHERS = (
     "SLURM_", "SBATCH_", "SRUN_", "PBS_", "LSB_", "SGE_", "FLUX_",  # an allocation of another scheduler
     "PMI_", "PMI2_", "PMIX_", "OMPI_", "ORTE_", "PRTE_", "MPI_LOCAL", "I_MPI_HYDRA", "HYDRA_", "MV2_COMM_",
     "TORCHELASTIC_", "PET_", "ACCELERATE_",
-    "CONDA_", "VIRTUAL_ENV", "PYTHONHOME",
+    "CONDA_", "VIRTUAL_ENV", "PYTHONHOME", "FSSPEC_", "TMUX", "VSCODE_",
 )  # fmt: skip
 """Beginnings of variables by which programs take themselves for a part of what the agent was started from."""
 
 
+OF_SHELLS = frozenset(("_", "SHLVL", "PWD", "OLDPWD", "TERM", "PS1", "PS2", "PS4", "PROMPT_COMMAND", "STY", "WINDOW"))
+"""Variables of one shell, and of the terminal that it runs in."""
+
+_OF_LAUNCHERS = frozenset(
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
+     "ROLE_WORLD_SIZE", "NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT")
+)  # fmt: skip
+
+
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of `environ` that jobs inherit: none of the login, clusterd, or a surrounding job or environment."""
-    return {k: v for k, v in environ.items() if not k.startswith(_OF_OTHERS)}
+    """Variables of `environ` that jobs inherit: none of the shell, clusterd, or a surrounding job or environment."""
+    left_out = OF_SHELLS | _OF_LAUNCHERS
+    return {k: v for k, v in environ.items() if k not in left_out and not k.startswith(_OF_OTHERS)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import processes, programs
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import attempt_name, write_json
+from clusterd.agent.host.login_environment import expanded
 from clusterd.protocol.codec import to_map
 from clusterd.protocol.launch import LaunchRequest, RankFile, RankSpec
 from clusterd.script_seed import HASH_SEED, SEED_VARIABLE
@@ -39,14 +41,15 @@ LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 
 
 def variables(attempt: Attempt, rank: RankSpec, tag: str, secrets: Mapping[str, str]) -> dict[str, str]:
-    """Complete environment of one rank.
+    """Complete environment of one rank, on top of the login's.
 
     The job's variables override clusterd's defaults (threads, network interface). Clusterd's override the job's where
     the rendezvous of the ranks depends on them.
     """
     launch = attempt.launch
-    env = programs.own_environment(os.environ)
-    env["OMP_NUM_THREADS"] = str(rank.device.threads or 1)
+    env = dict(attempt.login)
+    env["PWD"] = str(work_of(attempt))
+    env["OMP_NUM_THREADS"] = str((rank.device.threads or 1) * rank.hosts // max(launch.all_tasks, rank.hosts) or 1)
     if rank.interface:
         env["GLOO_SOCKET_IFNAME"] = rank.interface
         env["NCCL_SOCKET_IFNAME"] = f"={rank.interface}"  # without "=" NCCL matches prefixes
@@ -63,7 +66,8 @@ def variables(attempt: Attempt, rank: RankSpec, tag: str, secrets: Mapping[str, 
         # NCCL refuses two ranks on one GPU of one host, and slices have no direct link: each is a host to it.
         env["NCCL_HOSTID"] = f"rank{rank.rank}"
         env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # from NCCL 2.30 on
-    env.update(launch.env)
+    for name, value in launch.env.items():
+        env[name] = value if launch.container else expanded(value, env)
     env.update(secrets)
     if launch.kind == "checkpointable" or (launch.kind == "elastic" and not runs_in_fork(launch)):
         ours = [str(CODE_ROOT), str(CODE_ROOT / "vendor"), env.get("PYTHONPATH", "")]
@@ -74,6 +78,7 @@ def variables(attempt: Attempt, rank: RankSpec, tag: str, secrets: Mapping[str, 
             "CLUSTERD_JOB": attempt.job,
             "CLUSTERD_ATTEMPT": str(attempt.attempt),
             "CLUSTERD_RANK_FILE": str(attempt.rank_file(rank.rank)),
+            "CLUSTERD_STEP": shlex.join(programs.command("step", heeds_environment=False)),
             "RANK": str(rank.rank),
             "WORLD_SIZE": str(rank.world_size),
             # A script selects the GPU of its local rank among those that it sees.
@@ -86,6 +91,8 @@ def variables(attempt: Attempt, rank: RankSpec, tag: str, secrets: Mapping[str, 
     if rank.master_addr:
         env["MASTER_ADDR"] = rank.master_addr
         env["MASTER_PORT"] = str(rank.master_port)
+    if launch.all_tasks > 1:
+        return env  # its processes are its ranks
     if launch.kind == "command" and rank.world_size == 1:
         # Without these variables, torchrun or accelerate inside a single-process command set up their own world.
         forget_rank(env)
@@ -169,11 +176,16 @@ def forked_argv(launch: LaunchRequest) -> list[str]:
     return argv
 
 
-def exec_argv(launch: LaunchRequest) -> list[str]:
-    """The argv of a rank that runs in a new process; ``python`` is replaced by the job's interpreter."""
+def exec_argv(launch: LaunchRequest, env: Mapping[str, str]) -> list[str]:
+    """The argv of a rank that runs in a new process; ``python`` is replaced by the job's interpreter.
+
+    Without one it is python3 where the PATH has no python, as on Debian.
+    """
     argv = list(launch.argv)
     if argv[0] in _PYTHONS and (launch.kind == "elastic" or launch.python):
         argv[0] = programs.interpreter(launch.python)
+    elif argv[0] == "python" and not launch.container and not shutil.which("python", path=env.get("PATH")):
+        argv[0] = "python3"
     return argv
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from clusterd.agent.forkserver.client import ForkServers
 from clusterd.agent.host import attempt_records, cgroups, files, processes, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import Home, read_json, write_json
+from clusterd.agent.host.login_environment import LoginEnvironment, clean
 from clusterd.agent.log import log_line
 from clusterd.agent.ranks import containers, launching, stopping
 from clusterd.agent.ranks.exit_reports import STRAGGLER_GRACE_S, Emit, ExitReports
@@ -59,6 +61,7 @@ class Attempts:
         self._ask = ask
         self._cgroup_base = cgroup_base
         self._known: dict[str, Attempt] = {}
+        self.login = LoginEnvironment()
         # Generations that were stopped before their launch arrived; few, so that they stay until the agent restarts.
         self._fences: dict[tuple[str, int], int] = {}
         self._background = Background()
@@ -195,8 +198,8 @@ class Attempts:
         starts only the ranks that were never started, as after an agent died during the launch.
 
         Raises:
-            Refused: ``stale`` (the generation was stopped), ``environment`` or ``workdir`` (not on this host, or the
-                directory belongs to another job), ``disk-full``.
+            Refused: ``stale`` (the generation was stopped), ``login`` (its profile fails), ``environment`` or
+                ``workdir`` (not on this host, or the directory belongs to another job), ``disk-full``.
         """
         launch = launching.launch_record(request, self._home.root / "data", self.gpu_indices, self.gpu_cores)
         directory = self._home.attempt(launch.job, launch.attempt, launch.generation)
@@ -215,6 +218,7 @@ class Attempts:
             cause = "its id was given out again, as after a cluster's state was restored from a backup"
             raise Refused("environment", f"{directory.name} of another job is on this host: {cause}")
         attempt.launch = replace(attempt.launch, env=launch.env)
+        await self.log_in(attempt)  # outside of the lock, for which a stop waits
         versions: dict[str, str] = {}
         async with attempt.lock:
             if attempt.stopped and not attempt.ranks:
@@ -233,6 +237,11 @@ class Attempts:
         self._exit_reports.repeat(attempt)
         started = tuple(StartedRank(r.rank, r.pid, r.start_time) for r in attempt.ranks.values())
         return Launched(started, versions)
+
+    async def log_in(self, attempt: Attempt) -> None:
+        """Give an attempt the variables of the newest login, or those of a clean environment."""
+        is_clean = attempt.launch.clean_env or attempt.launch.container
+        attempt.login = clean() if is_clean else await self.login.get()
 
     async def _abandon(self, attempt: Attempt) -> None:
         """Stop the ranks that a failed launch had started."""
@@ -316,6 +325,19 @@ class Attempts:
             if rank.state == "running" and rank.end is None and processes.lives(rank.pid, rank.start_time, rank.boot_id)
         ]
 
+    def signal(self, attempt: Attempt, number: int, others: Set[int]) -> None:
+        """Send a signal to the processes in the sessions of an attempt's ranks.
+
+        Those that left these sessions, as workers of torchrun do, are stopped and continued too, but for those in
+        `others`: sessions of what people run beside the ranks.
+        """
+        for pid, start_time in self._leaders(attempt):
+            stopping.signal_session(pid, start_time, number)
+        if number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in processes.of_attempt(self.tag(attempt.name)):
+                if (found := processes.stat(pid)) and found.session not in others:
+                    processes.send(pid, found.start_time, number)
+
     async def forget(self, job: str, attempt: int) -> int:
         """Remove an attempt's files; return the bytes freed.
 
@@ -327,6 +349,8 @@ class Attempts:
             async with found.lock:
                 if found.running:
                     raise Refused("busy", f"{found.name} still runs here; stop it first")
+                if found.input is not None:
+                    found.input.close()
                 del self._known[found.name]
                 loop = asyncio.get_running_loop()
                 freed += await loop.run_in_executor(None, files.remove_tree, found.directory)

@@ -70,6 +70,7 @@ def command(inside: Inside, argv: Sequence[str]) -> tuple[list[str], dict[str, s
     options += ["--network", "host", "--ipc", "host", "--workdir", str(inside.work), *_user(runtime)]
     options += [part for mount in _mounts(inside) for part in ("--mount", _bind(*mount))]
     options += [*_devices(inside, runtime), *_limits(inside, runtime)]
+    options += ["--interactive"] if inside.launch.reads_input else []
     options += [part for name in sorted(variables) for part in ("--env", name)]
     return [_program(runtime), *options, image, *argv], {**host, **variables}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -14,6 +15,7 @@ from types import MappingProxyType
 from clusterd.agent.forkserver.client import ForkServers, SpawnFailed
 from clusterd.agent.host import cgroups, programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Rank, Refused
+from clusterd.agent.host.rank_input import RankInput
 from clusterd.agent.ranks import container_command
 from clusterd.agent.ranks.versions import Versions
 from clusterd.exit_reasons import EXIT_CODE_OF, Reason
@@ -169,11 +171,15 @@ class Launcher:
         rank = attempt.ranks[spec.rank]
         forked = rank_environment.runs_in_fork(launch)
         env = rank_environment.variables(attempt, spec, self._tag(attempt.name), secrets)
-        argv = rank_environment.forked_argv(launch) if forked else rank_environment.exec_argv(launch)
+        argv = rank_environment.forked_argv(launch) if forked else rank_environment.exec_argv(launch, env)
         if launch.container:
             inside = inside_of(attempt, spec, self._tag(attempt.name), env, [*launch.env, *secrets], control_socket)
             argv, env = container_command.command(inside, argv)
         threads = env.get("OMP_NUM_THREADS", "")
+        tasks = launch.all_tasks // spec.hosts or 1
+        if launch.reads_input and attempt.input is None:
+            attempt.input = RankInput(attempt.directory / "input")
+            os.mkfifo(attempt.input.path, 0o600)
         request = Spawn(
             generation=attempt.generation,
             kind=launch.kind,
@@ -186,6 +192,11 @@ class Launcher:
             log=str(attempt.log(rank.rank)),
             state=str(attempt.state_file(rank.rank)),
             stop_marker=str(attempt.stop_marker),
+            streams=str(attempt.streams(rank.rank)) if launch.is_attached or launch.all_tasks > 1 else "",
+            input=str(attempt.input.path) if attempt.input is not None else "",
+            tasks=tasks,
+            first_task=tasks * (spec.node or 0),
+            all_tasks=launch.all_tasks,
         )
         group = self._group(attempt.name)
         if group and cgroups.make(group):

@@ -97,6 +97,11 @@ class Terminals:
         self._open[name] = connection
         return name
 
+    @property
+    def sessions(self) -> set[int]:
+        """Ids of the sessions of the commands that are open."""
+        return {found.session for found in self._open.values() if isinstance(found, Terminal)}
+
     def get(self, name: str) -> Terminal | PortConnection:
         """Return an open terminal.
 
@@ -177,6 +182,11 @@ class Terminal:
             os.close(child_in)
             os.close(child_out)
         return cls(process, source, sink)
+
+    @property
+    def session(self) -> int:
+        """Id of its session."""
+        return self._process.pid
 
     async def read(self, wait_s: float = READ_WAIT_S) -> Output:
         """New output, and the exit code once the output is complete (negative: the signal that killed it)."""

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from clusterd.agent.host import programs
+from clusterd.agent.host import login_environment, programs
 from clusterd.agent.host.home import Home, default_home, read_json
 from clusterd.agent.server import environment_limits
 from clusterd.socket_files import peer_uid
@@ -133,7 +133,7 @@ def start(home: Home, key: bytes) -> None:
 
 def _environment() -> dict[str, str]:
     # CLUSTERD_PRELOAD is the one variable of ours that a user may set: the module that fork servers import.
-    ours = ("CLUSTERD_PRELOAD", environment_limits.VARIABLE)
+    ours = ("CLUSTERD_PRELOAD", environment_limits.VARIABLE, login_environment.VARIABLE)
     return {n: value for n, value in os.environ.items() if not n.startswith("CLUSTERD_") or n in ours}
 
 

@@ -192,7 +192,8 @@ class Agent:
         if verb == Challenge.verb:
             challenge = from_map(Challenge, message, verb)
             connection.nonce = new_nonce()
-            return ChallengeReply(connection.nonce, self._sessions.seen(challenge.daemon))
+            identity = f"{self._id}@{processes.machine() or processes.boot_id()}"
+            return ChallengeReply(connection.nonce, self._sessions.seen(challenge.daemon), identity)
         if verb == Hello.verb:
             hello = from_map(Hello, message, verb)
             self._check_proof(connection, hello)
@@ -231,6 +232,7 @@ class Agent:
         if hello.protocol != protocol.VERSION:
             raise Refused("protocol", f"the agent speaks protocol {protocol.VERSION}, the daemon {hello.protocol}")
         found = await self._hardware.facts()
+        self._attempts.login.renew()
         # No await from here on: changes after this report reach this connection as events.
         self._sessions.lead(connection, hello.daemon, hello.epoch)
         connection.facts = reportable(found)

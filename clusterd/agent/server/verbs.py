@@ -58,6 +58,8 @@ class Verbs:
             r.StopRanks: self._stop,
             r.ForgetAttempt: self._forget,
             r.ReadLog: self._logs,
+            r.WriteInput: self._input,
+            r.SignalRanks: self._signal,
             r.ReadSteps: self._steps,
             r.ReadRecord: self._record,
             r.ListFiles: self._files,
@@ -134,7 +136,21 @@ class Verbs:
             raise Refused("unknown", f"rank {request.rank} of {attempt.name} is not on this host; {here}")
         # Read before the file, which then holds all of the rank's output.
         ended = attempt.ranks[request.rank].state != "running"
-        return append_only_files.pull(attempt.log(request.rank), request.offset, request.limit, ended)
+        file = attempt.streams(request.rank) if request.streams else attempt.log(request.rank)
+        return append_only_files.pull(file, request.offset, request.limit, ended)
+
+    async def _input(self, request: r.WriteInput) -> Done:
+        attempt = self._attempts.get(request.job, request.attempt, request.generation)
+        if attempt.input is None:
+            raise Refused("input", f"the agent was restarted before {attempt.name} had all of its input")
+        if not await attempt.input.write(request.data, request.offset, request.end, lambda: attempt.running):
+            raise Refused("input", f"an earlier attempt took the first {request.offset} bytes of its input")
+        return Done()
+
+    async def _signal(self, request: r.SignalRanks) -> Done:
+        attempt = self._attempts.get(request.job, request.attempt, request.generation)
+        self._attempts.signal(attempt, request.number, self._terminals.sessions)
+        return Done()
 
     async def _steps(self, request: r.ReadSteps) -> r.Chunk:
         attempt = self._attempts.get(request.job, request.attempt, request.generation)
@@ -195,8 +211,14 @@ class Verbs:
         return self._moves.serve(request.address)
 
     async def _check(self, request: r.CheckHost) -> r.HostCheck:
+        self._attempts.login.renew()
         found = await in_thread(lambda: checks.check(request.peers, request.python, request.gpus), "check")
-        return replace(found, disk_free_bytes=shutil.disk_usage(self._home.root).free)
+        fault = ""
+        try:
+            await self._attempts.login.get()
+        except Refused as refused:
+            fault = str(refused)
+        return replace(found, disk_free_bytes=shutil.disk_usage(self._home.root).free, login_fault=fault)
 
     async def _move(self, request: r.MoveRanks) -> r.Receivers:
         return self._forward(request, control.BeginMigration(request.move))
@@ -227,6 +249,8 @@ class Verbs:
         attempt = self._attempts.get(request.job, request.attempt, request.generation)
         tag = self._attempts.tag(attempt.name)
         variables = {**request.env, **request.secrets}
+        if not attempt.login:  # an earlier agent launched it
+            await self._attempts.log_in(attempt)
         name = await self._terminals.open(attempt, request.rank, request.argv, tag, variables, request.screen)
         return r.Terminal(name)
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
+from clusterd.cli.common.output import note
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.units import parse_duration_s
@@ -16,12 +17,13 @@ from clusterd.units import parse_duration_s
 def is_selected(row: dict[str, Any], texts: Iterable[str]) -> bool:
     """One of the texts is the job's id or name, its array's name, or a pattern that matches its name.
 
-    A task of an array is also selected by ``12_3`` and ``12_*``.
+    A task of an array is also selected by the array's id, by ``12_3`` and ``12_*``.
     """
-    names, array = [row["name"]], row.get("array")  # absent from the reply of an older daemon
+    names, ids, array = [row["name"]], [row["id"]], row.get("array")  # absent from the reply of an older daemon
     if array is not None:
         names += [f"{array['id']}_{array['index']}", array["name"]]
-    return any(text == row["id"] or any(fnmatchcase(name, text) for name in names) for text in texts)
+        ids.append(array["id"])
+    return any(text in ids or any(fnmatchcase(name, text) for name in names) for text in texts)
 
 
 def is_found(row: dict[str, Any], texts: Iterable[str]) -> bool:
@@ -37,14 +39,23 @@ def own_jobs(
 ) -> list[str]:
     """Jobs as named; a pattern or an array's name expands to the ids of the user's own jobs that are over (or not).
 
+    An array's id, that of its first task, means all of its tasks.
+
     Args:
         accept: further condition on the jobs of a pattern or an array.
     Raises:
-        UsageError: a pattern matches nothing.
+        UsageError: a pattern matches nothing, or no task of an array.
     """
     found: list[str] = []
     for text in texts:
         is_pattern = any(letter in text for letter in "*?[")  # never part of a name
+        if text.isdecimal() and (tasks := _tasks(cluster, text)):
+            ids = [row["id"] for row in tasks if (row["ended_s"] is not None) == over and accept(row)]
+            if not ids:
+                what = "that is over" if over else "for that"
+                raise UsageError(f"array {text} has no task {what}: clusterd ls {text} lists them")
+            found += ids
+            continue
         if not is_pattern and (text.isdecimal() or over):
             found.append(text)
             continue
@@ -67,12 +78,30 @@ def job_or_tasks(cluster: Client, text: str) -> list[str]:
     Raises:
         ClusterError: neither is named so.
     """
+    if text.isdecimal() and (tasks := _tasks(cluster, text)):
+        return [row["id"] for row in tasks]
     try:
         return [cluster.call("job", job=text)["id"]]
     except ClusterError:
-        with suppress(ClusterError):
-            return [row["id"] for row in cluster.call("tasks", array=text)]
+        if tasks := _tasks(cluster, text):
+            return [row["id"] for row in tasks]
         raise
+
+
+def note_array(row: dict[str, Any], text: str) -> None:
+    """Say that the id of an array stands for its first task, where a command shows one job."""
+    array = row.get("array")  # absent from the reply of an older daemon
+    if array is not None and text == array["id"]:
+        task = f"{text}_{array['index']}"
+        note(f"{text} is the array {array['name']}; this is its task {task}: clusterd ls {text} lists all")
+
+
+def _tasks(cluster: Client, array: str) -> list[dict[str, Any]]:
+    """Rows of the tasks of an array, by its id or name; empty: it is none."""
+    with suppress(ClusterError):
+        rows: list[dict[str, Any]] = cluster.call("tasks", array=array)
+        return rows
+    return []
 
 
 def _in_array(name: str) -> Callable[[dict[str, Any]], bool]:

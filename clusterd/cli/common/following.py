@@ -54,12 +54,14 @@ def show_logs(
     *,
     raw: bool = True,
     last_lines: int | None = None,
+    apart: bool = False,
 ) -> None:
     """Print a job's log as it arrives; with several ranks, whole lines prefixed with the rank.
 
     Args:
         raw: pass control sequences on to a terminal, as for the caller's own job.
         last_lines: of what is there already, of one rank; None: all.
+        apart: stderr goes to stderr, where the job was submitted so; the lines of all ranks have prefixes already.
     Raises:
         ClusterError: there is no log.
         DaemonAbsent: the daemon went away and did not come back.
@@ -77,13 +79,15 @@ def show_logs(
             after.update(position)
             if not follow or not position:
                 return
-        more = {"after": after} if after else {}
+        more: dict[str, Any] = {**({"after": after} if after else {}), **({"apart": True} if apart else {})}
         for chunk in cluster.stream("logs", job=row["id"], rank=rank, follow=follow, attempt=attempt, **more):
             if notice := chunk.get("says"):
                 note(f"{name}: {notice}")
                 continue
-            if rank is not None:
-                out.write(safe.feed(chunk["data"]) if safe is not None else chunk["data"])
+            if rank is not None or apart:
+                sink = sys.stderr.buffer if chunk.get("stderr") else out
+                sink.write(safe.feed(chunk["data"]) if safe is not None else chunk["data"])
+                sink.flush()
             else:
                 key = (chunk["attempt"], chunk["rank"])
                 *lines, begun[key] = (begun.get(key, b"") + chunk["data"]).split(b"\n")
@@ -95,7 +99,7 @@ def show_logs(
                 after.update(at, offsets={})
             after["offsets"][str(chunk["rank"])] = chunk["offset"]
 
-    _over_restarts(
+    over_restarts(
         show, f"the daemon went away; {name} keeps running; waiting up to {duration(RESTART_S)} for a restart"
     )
     for key, rest in begun.items():
@@ -136,7 +140,7 @@ def wait_for(job: str, timeout_s: float | None) -> dict[str, Any] | None:
         DaemonAbsent: the daemon went away and did not come back.
     """
     deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
-    return _over_restarts(lambda cluster: _last_row(cluster, job, deadline_s), deadline_s=deadline_s)
+    return over_restarts(lambda cluster: _last_row(cluster, job, deadline_s), deadline_s=deadline_s)
 
 
 def exit_code(row: dict[str, Any]) -> int:
@@ -153,7 +157,7 @@ def first_failure(rows: Iterable[dict[str, Any]]) -> int:
     return next((code for code in codes if code), 0)
 
 
-def _over_restarts(ask: Callable[[Client], T], message: str = "", deadline_s: float | None = None) -> T:
+def over_restarts(ask: Callable[[Client], T], message: str = "", deadline_s: float | None = None) -> T:
     """Result of `ask`, which is called again after a restart of the daemon."""
     back_by_s: float | None = None
     while True:

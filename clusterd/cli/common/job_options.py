@@ -13,6 +13,9 @@ from clusterd.errors import UsageError
 from clusterd.keys import JOBS, RESOURCES, Key, keys_of, read_values
 from clusterd.types import JobSpec
 
+_LETTERS = {"--ntasks": ("-n",), "--nodes": ("-N",)}
+"""Short options, those of Slurm."""
+
 
 @cache
 def _keys() -> tuple[Key, ...]:
@@ -26,7 +29,7 @@ def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def reservation_options(*more: str, **defaults: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add the options that choose devices, and those of the keys `more`, with these defaults, to a command."""
-    alone = ("nodes", "gpus_per_node", "devices_per_node")
+    alone = ("nodes", "gpus_per_node", "devices_per_node", "tasks")
     keys = [key for key in _keys() if key.short in more or (key.section == RESOURCES and key.short not in alone)]
     return lambda command: _with(keys, defaults, command)
 
@@ -43,8 +46,9 @@ def _option(key: Key, default: str | None) -> Callable[[Callable[..., Any]], Cal
     if value is JOBS:
         kind["shell_complete"] = complete_job
     return click.option(
-        key.option, key.short, help=key.doc + more, default=default, show_default=default is not None,
-        type=value.accepts if value.accepts in (int, bool) else str, multiple=bool(value.separator), **kind,
+        *_LETTERS.get(key.option, ()), key.option, key.short, help=key.doc + more, default=default,
+        show_default=default is not None, type=value.accepts if value.accepts in (int, bool) else str,
+        multiple=bool(value.separator), **kind,
     )  # fmt: skip
 
 

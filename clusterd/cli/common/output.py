@@ -29,10 +29,10 @@ _COLOURS = {
 
 
 def output_option(command: F) -> F:
-    """Decorator for the option ``-o table|json|jsonl``."""
+    """Decorator for the option ``-o table|json|jsonl|csv``."""
 
     @click.option(
-        "-o", "--output", type=click.Choice(["table", "json", "jsonl"]), default="table", help="Output format."
+        "-o", "--output", type=click.Choice(["table", "json", "jsonl", "csv"]), default="table", help="Output format."
     )
     @functools.wraps(command)
     def with_option(*args: Any, **kwargs: Any) -> Any:
@@ -42,13 +42,19 @@ def output_option(command: F) -> F:
 
 
 def show_json(value: Any, form: str) -> None:
-    """Print the value as JSON: whole and indented, or one line per element."""
+    """Print the value as JSON, whole and indented, or one line per element; as CSV, with a column per field."""
     import json
 
     value = with_iso_times(value)
+    elements = value if isinstance(value, list) else [value]
     try:
-        if form == "jsonl":
-            for element in value if isinstance(value, list) else [value]:
+        if form == "csv":
+            headings = list(dict.fromkeys(name for element in elements for name in element))
+            rows = [[element.get(name) for name in headings] for element in elements]
+            nested = (dict, list, tuple)
+            show_csv(headings, [[json.dumps(c) if isinstance(c, nested) else c for c in row] for row in rows])
+        elif form == "jsonl":
+            for element in elements:
                 print(json.dumps(element, default=_plain))
         else:
             print(json.dumps(value, indent=2, default=_plain))

@@ -34,6 +34,8 @@ def start(
     local: int | None, devices: int | None, file: Path | None, system: bool, restored: bool, foreground: bool
 ) -> int:
     """Start the daemon."""
+    if (url := os.environ.get("CLUSTERD_HOST")) and not system:
+        raise click.UsageError(f"CLUSTERD_HOST is {url}, another machine: run clusterd start there, or unset it")
     if devices and not local:
         raise click.UsageError("--devices applies to local hosts: give their number with --local N")
     config = configuration.load(file, system=system)
@@ -151,8 +153,7 @@ def stop(system: bool) -> None:
     """Stop the daemon; jobs keep running."""
     if os.environ.get("CLUSTERD_HOST") and not system:
         raise click.UsageError("CLUSTERD_HOST names another machine: run clusterd stop there")
-    path = configuration.socket_path(system)
-    with Client(path) as cluster:
+    with Client(configuration.served_socket(system)) as cluster:
         answer = cluster.call("stop")
     pid = answer["pid"]
     deadline_s = time.monotonic() + START_TIMEOUT_S

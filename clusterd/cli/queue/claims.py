@@ -1,4 +1,4 @@
-"""``clusterd claim``: keep devices from the scheduler for some time."""
+"""``clusterd claim`` and ``notice``: keep devices from the scheduler for some time, and tell all users."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from clusterd.cli.common.arguments import point_in_time_s, time_s
-from clusterd.cli.common.output import note, output_option, show_json, show_table
+from clusterd.cli.common.output import note, output_option, print_line, show_json, show_table
 from clusterd.client import Client
 
 
@@ -85,3 +85,20 @@ def _when(row: dict[str, Any]) -> str:
 
 def _clock(at_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s))
+
+
+@click.command()
+@click.argument("text", required=False)
+@click.option("--clear", is_flag=True, help="Take the notice back.")
+def notice(text: str | None, clear: bool) -> None:
+    """Show TEXT to all users, in clusterd ls and top, until it is taken back or replaced.
+
+    Without TEXT, print the current one. Posting is for operators.
+    """
+    if clear and text is not None:
+        raise click.UsageError("--clear takes the notice back: give it alone, or TEXT to replace it")
+    with Client() as cluster:
+        if clear or text is not None:
+            cluster.call("notice", text=text or "")
+        shown = cluster.call("status")["notice"]
+    print_line(shown or "there is no notice")

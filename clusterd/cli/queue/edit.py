@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from clusterd.cli.common.arguments import own_jobs
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.output import note, output_option, show_json
 from clusterd.client import Client
@@ -33,8 +34,9 @@ def edit(job: str, changes: tuple[str, ...]) -> None:
     """
     fields = parse_changes(changes)
     with Client() as cluster:
-        row = cluster.call("edit", job=job, changes=fields)
-    note(f"{row['id']} ({row['name']}): {row['edited'] or 'nothing changes'}")
+        for one in own_jobs(cluster, [job], over=False):
+            row = cluster.call("edit", job=one, changes=fields)
+            note(f"{row['id']} ({row['name']}): {row['edited'] or 'nothing changes'}")
 
 
 @click.command()

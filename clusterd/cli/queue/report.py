@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from clusterd.cli.common.arguments import time_s
-from clusterd.cli.common.output import note, show_csv, show_json, show_table
+from clusterd.cli.common.output import note, output_option, show_json, show_table
 from clusterd.client import Client
 from clusterd.units import duration
 
@@ -16,8 +16,8 @@ from clusterd.units import duration
 @click.command()
 @click.option("--since", default="30d", show_default=True, metavar="TIME", help="As in 12h or 30d; whole days count.")
 @click.option("--by", type=click.Choice(("user", "tenant", "model", "host", "job")), default="user", show_default=True)
-@click.option("-o", "--output", type=click.Choice(("table", "json", "jsonl", "csv")), default="table")
 @click.option("--fair-share", is_flag=True, help="What each user has used lately, and what is due.")
+@output_option
 def report(since: str, by: str, output: str, fair_share: bool) -> None:
     """Print device-hours, utilisation and waiting times by user, tenant, model, host or job.
 
@@ -34,7 +34,7 @@ def report(since: str, by: str, output: str, fair_share: bool) -> None:
     with Client() as cluster:
         rows = cluster.call("report", since_s=begin_s, by=by)
     if output != "table":
-        _show_plain(rows, output, "group")
+        show_json(rows, output)
         return
     headings = [by, "jobs", "device-hours", "utilisation"]
     headings += ["idle device-hours"] if by == "host" else ["submitted", "median wait", "longest wait"]
@@ -42,14 +42,6 @@ def report(since: str, by: str, output: str, fair_share: bool) -> None:
     if rows:
         total = sum(row["device_hours"] for row in rows)
         note(f"{total:.2f} device-hours in the last {since}")
-
-
-def _show_plain(rows: list[dict[str, Any]], output: str, of: str) -> None:
-    if output == "csv":
-        headings = list(rows[0]) if rows else [of]
-        show_csv(headings, [[row[heading] for heading in headings] for row in rows])
-    else:
-        show_json(rows, output)
 
 
 def _line(row: dict[str, Any], by: str) -> list[Any]:
@@ -65,7 +57,7 @@ def _fair_share(output: str) -> None:
     with Client() as cluster:
         rows = cluster.call("fair_share")
     if output != "table":
-        _show_plain(rows, output, "tenant")
+        show_json(rows, output)
         return
     headings = ["tenant", "user", "device-hours", "devices", "tenant has", "due", "user has", "due"]
     parts = ("tenant_used", "tenant_due", "user_used", "user_due")

@@ -20,7 +20,7 @@ METRICS_BYTES_MAX = 1 << 20
 
 @click.command()
 @click.argument("name", shell_complete=complete_job)
-@click.option("--csv", "as_csv", is_flag=True, help="Comma-separated values.")
+@click.option("--csv", "as_csv", is_flag=True, help="The same as -o csv.")
 @click.option("--json", "as_json", is_flag=True, help="The same as -o json.")
 @output_option
 def results(name: str, as_csv: bool, as_json: bool, output: str) -> None:
@@ -31,7 +31,7 @@ def results(name: str, as_csv: bool, as_json: bool, output: str) -> None:
     with Client() as cluster:
         tasks = cluster.call("tasks", array=name)
         found = [_result(cluster, task) for task in tasks]
-    if as_json or output != "table":
+    if as_json or output in ("json", "jsonl"):
         show_json(found, "json" if as_json else output)
         return
     values = list(dict.fromkeys(key for one in found for key in one["values"]))
@@ -49,7 +49,7 @@ def results(name: str, as_csv: bool, as_json: bool, output: str) -> None:
         ]
         for one in found
     ]
-    if as_csv:
+    if as_csv or output == "csv":
         show_csv(headings, rows)
         return
     show_table(headings, [[_short(cell) for cell in row] for row in rows], "no tasks")

@@ -1,4 +1,4 @@
-"""Handlers of claims on devices: their start, end and removal."""
+"""Handlers of claims on devices, their start, end and removal, and of notices to users."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ def on_device_claim_removed(ctx: HandlerContext, event: e.DeviceClaimRemoved) ->
     if ctx.state.device_claims.pop(event.claim, None) is not None:
         ctx.cancel_timer(TimerKind.CLAIM, event.claim)
         update_claims(ctx)
+
+
+def on_notice_posted(ctx: HandlerContext, event: e.NoticePosted) -> None:
+    ctx.state.notice = f"{event.by}: {event.text}" if event.text and event.by else event.text
 
 
 def update_claims(ctx: HandlerContext) -> None:

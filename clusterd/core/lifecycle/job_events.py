@@ -107,6 +107,16 @@ def on_job_requeued(ctx: HandlerContext, event: e.JobRequeued) -> None:
     ctx.pass_due = True
 
 
+def on_job_paused(ctx: HandlerContext, event: e.JobPaused) -> None:
+    if (attempt := ctx.state.jobs[event.job].attempt) is not None:
+        attempt.paused_by = event.by
+
+
+def on_job_unpaused(ctx: HandlerContext, event: e.JobUnpaused) -> None:
+    if (attempt := ctx.state.jobs[event.job].attempt) is not None:
+        attempt.paused_by = None
+
+
 def archivable(state: State, jobs: Iterable[JobId]) -> list[JobId]:
     """Those of the jobs that are over and on which nothing in the state depends.
 

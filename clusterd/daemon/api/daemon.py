@@ -20,8 +20,11 @@ from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.settings import LiveSettings
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
-from clusterd.errors import ClusterError
+from clusterd.errors import ClusterError, UsageError
 from clusterd.types import JobState
+
+NOTICE_MAX = 300
+"""Characters of a notice, which terminals show in a few lines."""
 
 
 class DaemonVerbs:
@@ -47,7 +50,13 @@ class DaemonVerbs:
     @property
     def verbs(self) -> dict[str, Verb]:
         """Methods by verb."""
-        return {"hello": self.hello, "status": self.status, "reload": self.reload, "stop": self.stop}
+        return {
+            "hello": self.hello,
+            "status": self.status,
+            "reload": self.reload,
+            "notice": self.notice,
+            "stop": self.stop,
+        }
 
     async def hello(self, peer: Peer, protocol_version: int = protocol.VERSION) -> dict[str, Any]:
         """Negotiate the protocol version."""
@@ -84,7 +93,7 @@ class DaemonVerbs:
             devices=sum(len(h.devices) for h in state.hosts.values()), leased=len(state.holders),
             events=self._feed.number, scheduling_s=self._engine.scheduling_s,
             recovering=sorted(state.recovering), trouble=self._engine.trouble, set_aside=self._engine.set_aside,
-            web=self._web(),
+            notice=state.notice, web=self._web(),
         )  # fmt: skip
 
     async def reload(self, peer: Peer) -> dict[str, Any]:
@@ -107,6 +116,12 @@ class DaemonVerbs:
             )
         file = str(self._settings.file) if self._settings.file else None
         return {"config": file, "changed": changed, "at_next_start": later}
+
+    async def notice(self, peer: Peer, text: str) -> None:
+        """Show all users a text until another one replaces it; an empty one takes it back."""
+        if not text.isprintable() or len(text) > NOTICE_MAX:
+            raise UsageError(f"a notice is one line of at most {NOTICE_MAX} characters: leave out what does not print")
+        await self._engine.post(e.NoticePosted(at_s=time.time(), text=text, by=peer.user))
 
     async def stop(self, peer: Peer) -> dict[str, Any]:
         """Stop the daemon; jobs go on."""

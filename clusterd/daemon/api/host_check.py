@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -53,7 +54,12 @@ class HostChecks:
         Raises:
             ClusterError: `python` is given, and jobs of this user do not run here.
         """
-        account = self._accounts.of(peer) if python is not None else ""
+        account = ""
+        try:
+            account = self._accounts.of(peer)
+        except ClusterError:
+            if python is not None:
+                raise
         state = self._engine.scheduler.state
         asked = [admission.find_host(state, name) for name in hosts] or list(state.hosts.values())
         names = {host.id for host in asked}
@@ -77,7 +83,11 @@ class HostChecks:
             idle = [d.uuid for d in host.devices if d.kind == "cuda" and not d.foreign and d.id not in state.holders]
             request = CheckHost(peers, mine, tuple(idle) if mine is not None else ())
             of = account if mine is not None else ""
-            return to_map(await self._hosts.request(host.id, request, timeout_s=None, account=of))
+            answer = await self._hosts.request(host.id, request, timeout_s=None, account=of)
+            if of != account and host.reaches(account):  # the login that counts is that of the user's jobs
+                own = await self._hosts.request(host.id, CheckHost({}), timeout_s=None, account=account)
+                answer = replace(answer, login_fault=own.login_fault)
+            return to_map(answer)
 
         answers = await self._each(up, check)
         return [
@@ -164,6 +174,8 @@ def _tried(host: HostId, answer: Row, python: str | None) -> Iterator[Row]:
         yield _row(host, "logout", "ok", "what runs outlives the connection")
     if answer.get("lingers") is not None:
         yield _limits(host, answer)
+    if (fault := answer.get("login_fault")) is not None:
+        yield _row(host, "login", "failed" if fault else "ok", fault or "jobs get the variables of the account's login")
     if python is not None:
         found = answer["environment"]
         has = ", ".join(f"{what} {found[what]}" for what in ("python", "torch") if what in found)

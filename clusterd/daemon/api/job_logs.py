@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import struct
 import time
-from collections.abc import AsyncIterator, Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,9 @@ from clusterd.units import counted, size
 CHUNK_BYTES = 1 << 18
 POLL_S = 0.2
 """Between two looks at a log that did not grow."""
+
+CHANGE = struct.Struct("<Q")
+"""Offset in a log at which it changes between stdout and stderr, as hosts write it."""
 
 ANSWER_S = 10.0
 """For a piece of a log, before what was copied here is shown in its place."""
@@ -52,6 +58,7 @@ class _Wanted:
     rank: int | None
     follow: bool
     last_bytes: int | None
+    apart: bool
     is_last: bool
     """No later attempt will be looked at."""
 
@@ -71,19 +78,21 @@ class JobLogs:
         follow: bool = False,
         after: Position | None = None,
         last_bytes: int | None = None,
+        apart: bool = False,
     ) -> AsyncIterator[dict[str, Any]]:
         """Pieces of one rank's log, or of all: ``{attempt, generation, rank, data, offset}``.
 
         Whoever follows is told what there is to wait for: a piece without data has it as ``says``.
 
-        `follow`: until the job is over; `after`: what came before is left out; `last_bytes`: of each log, at most.
+        `follow`: until the job is over; `after`: what came before is left out; `last_bytes`: of each log, at most;
+        `apart`: pieces of stderr have ``stderr``, where the job was submitted to have it apart.
         """
         state = self._engine.scheduler.state
         known = admission.find_job(state, job, peer.user)
         number = attempt
         if number is None and after is not None and after.attempt:  # 0 described it, and is no attempt
             number = after.attempt
-        wanted = _Wanted(rank, follow, last_bytes, is_last=not follow or attempt is not None)
+        wanted = _Wanted(rank, follow, last_bytes, apart, is_last=not follow or attempt is not None)
         while True:
             if number is None and not known.attempts:
                 if _is_over(known):
@@ -154,6 +163,7 @@ class JobLogs:
             for r in (sorted(hosts) if rank is None else [rank])
         }
         silent: dict[HostId, float] = {}  # since when; infinity: that is told
+        streams: dict[int, list[int]] = {}  # offsets at which a rank's log changes between stdout and stderr
         while True:
             # Looked up before reading: nothing comes after it.
             is_over = attempt.state is AttemptState.ENDED or self._is_archived(job, attempt, generation, at)
@@ -175,7 +185,14 @@ class JobLogs:
                 if answer["data"]:
                     grew = True
                     at[number] = answer["offset"]
-                    yield {"attempt": attempt.number, "generation": generation, "rank": number, **answer}
+                    which = {"attempt": attempt.number, "generation": generation, "rank": number}
+                    if wanted.apart:
+                        changes = streams.setdefault(number, [])
+                        await self._extend(changes, job, which, hosts[number])
+                        for piece in _apart(answer, changes):
+                            yield {**which, **piece}
+                    else:
+                        yield {**which, **answer}
             if not grew:
                 nothing = unknown == len(at) and generation == attempt.generation
                 if nothing and wanted.is_last and attempt.state is AttemptState.ENDED:
@@ -212,6 +229,25 @@ class JobLogs:
 
     def _is_archived(self, job: Job, attempt: Attempt, generation: int, ranks: Iterable[int]) -> bool:
         return all(self._archive.log_file(job.id, attempt.number, generation, rank).exists() for rank in ranks)
+
+    async def _extend(self, changes: list[int], job: Job, which: dict[str, Any], host: HostId) -> None:
+        """Append the offsets of a log's later changes between stdout and stderr, of which the log's reader needs all.
+
+        Raises:
+            ClusterError: the host does not answer.
+        """
+        fetched = self._archive.streams_file(job.id, which["attempt"], which["generation"], which["rank"])
+        while True:
+            begin = len(changes) * CHANGE.size
+            if fetched.exists():
+                answer = await _read_file(fetched, begin)
+            else:
+                wanted = ReadLog(job=job.id, **which, offset=begin, limit=CHUNK_BYTES, streams=True)
+                answer = await self._pull(host, wanted)
+            whole = len(answer["data"]) // CHANGE.size * CHANGE.size
+            changes += (offset for (offset,) in CHANGE.iter_unpack(answer["data"][:whole]))
+            if not whole:
+                return
 
     async def _read(self, job: Job, attempt: Attempt, generation: int, rank: int, offset: int) -> dict[str, Any]:
         archived = self._archive.log_file(job.id, attempt.number, generation, rank)
@@ -303,6 +339,17 @@ class JobLogs:
                 f"job {job.id} has had {counted(len(job.attempts), 'attempt')}; there is no attempt {number}"
             )
         return job.attempts[number - 1]
+
+
+def _apart(piece: dict[str, Any], changes: list[int]) -> Iterator[dict[str, Any]]:
+    """Parts of a piece of a log that are of one stream each; `changes` are offsets at which it changes."""
+    end, data = piece["offset"], piece["data"]
+    begin = end - len(data)
+    first = bisect_right(changes, begin)
+    cuts = [begin, *changes[first : bisect_left(changes, end)], end]
+    for number, (start, stop) in enumerate(pairwise(cuts), first):
+        stderr = {"stderr": True} if number % 2 else {}
+        yield {**piece, "data": data[start - begin : stop - begin], "offset": stop, **stderr}
 
 
 def _is_over(job: Job) -> bool:

@@ -78,7 +78,7 @@ class JobVerbs:
         self._engine, self._hosts, self._feed = engine, hosts, feed
         self._archive, self._workdirs, self._archived = archive, workdirs, archived
         self._host_verbs = HostVerbs(engine, hosts, enrolment)
-        self._queue = QueueVerbs(engine, archived, self.submit, rights)
+        self._queue = QueueVerbs(engine, hosts, archived, self.submit, rights)
         self._claims = ClaimVerbs(engine)
         self._migration_verbs = MigrationVerbs(engine, hosts, feed)
         self._retention_verbs = RetentionVerbs(engine, hosts, archive, workdirs)

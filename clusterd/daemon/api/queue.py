@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -20,13 +21,18 @@ from clusterd.core.state import Job, State
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
 from clusterd.daemon.api.validation import refuse_malformed, refuse_unsatisfiable
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.rights import Rights
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.errors import ClusterError, UsageError
+from clusterd.protocol.requests import SignalRanks
 from clusterd.submission.job_edit import with_changes
-from clusterd.types import JobSpec, JobState
+from clusterd.types import AttemptState, JobKind, JobSpec, JobState
 from clusterd.units import duration
+
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that users send to running jobs; their programs decide what follows."""
 
 Submit = Callable[[Peer, dict[str, Any], dict[str, str]], Awaitable[rows.SubmittedJob]]
 
@@ -34,8 +40,10 @@ Submit = Callable[[Peer, dict[str, Any], dict[str, str]], Awaitable[rows.Submitt
 class QueueVerbs:
     """Answers requests about one submitted job, each with one event."""
 
-    def __init__(self, engine: Engine, archived: ArchivedJobs, submit: Submit, rights: Rights) -> None:
-        self._engine, self._archived, self._submit, self._rights = engine, archived, submit, rights
+    def __init__(
+        self, engine: Engine, hosts: HostRegistry, archived: ArchivedJobs, submit: Submit, rights: Rights
+    ) -> None:
+        self._engine, self._hosts, self._archived, self._submit, self._rights = engine, hosts, archived, submit, rights
         # An edit is computed from the specification of the moment: another one must not come between it and its event.
         self._editing = anyio.Lock()
 
@@ -47,6 +55,9 @@ class QueueVerbs:
             "hold": self.hold,
             "release": self.release,
             "requeue": self.requeue,
+            "pause": self.pause,
+            "unpause": self.unpause,
+            "signal": self.signal,
             "edit": self.edit,
             "resume": self.resume,
             "rerun": self.rerun,
@@ -95,6 +106,51 @@ class QueueVerbs:
             raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}: it does not run")
         await self._engine.post(e.JobRequeued(at_s=time.time(), job=known.id, by=peer.user, hold=bool(hold)))
         return projection.job_row(known, self._state)
+
+    async def pause(self, peer: Peer, job: str) -> rows.Job:
+        """Stop a job until `unpause`: one that can save leaves its devices, a command keeps them, in mid-step."""
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        if known.state is JobState.QUEUED:
+            return await self.hold(peer, job)
+        if known.spec.kind is not JobKind.COMMAND:
+            return await self.requeue(peer, job, hold=True)
+        if known.spec.container:
+            other = f"clusterd requeue --hold {known.id} stops it, and it begins anew"
+            raise ClusterError(f"job {known.id} ({known.spec.name}) runs in a container, which is not paused: {other}")
+        await self._send(known, signal.SIGSTOP, "only what runs is paused")
+        await self._engine.post(e.JobPaused(at_s=time.time(), job=known.id, by=peer.user))
+        return projection.job_row(known, self._state)
+
+    async def unpause(self, peer: Peer, job: str) -> rows.Job:
+        """Let a paused job go on: where it was, or from the queue."""
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        if known.attempt is None or known.held_by is not None:
+            return await self.release(peer, job)
+        if known.attempt.paused_by is None:
+            raise ClusterError(f"job {known.id} ({known.spec.name}) is not paused")
+        await self._send(known, signal.SIGCONT, "it is not paused")
+        await self._engine.post(e.JobUnpaused(at_s=time.time(), job=known.id, by=peer.user))
+        return projection.job_row(known, self._state)
+
+    async def signal(self, peer: Peer, job: str, number: int) -> None:
+        """Send a signal to the processes of a running job, on all of its hosts."""
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        if number not in SIGNALS:
+            named = ", ".join(each.name.removeprefix("SIG") for each in SIGNALS)
+            raise UsageError(f"signal {number} is not sent to jobs, but {named}; clusterd cancel ends one")
+        await self._send(known, number, "signals are for running jobs")
+
+    async def _send(self, job: Job, number: int, otherwise: str) -> None:
+        """Send a signal to the processes of a job on each of its hosts.
+
+        Raises:
+            ClusterError: it does not run, with `otherwise`; a host does not answer.
+        """
+        attempt = job.attempt
+        if attempt is None or attempt.state is not AttemptState.RUNNING:
+            raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.state.value}: {otherwise}")
+        for host in attempt.hosts:
+            await self._hosts.request(host, SignalRanks(job.id, attempt.number, attempt.generation, int(number)))
 
     async def edit(self, peer: Peer, job: str, changes: dict[str, Any]) -> rows.Job:
         """Change what a job asks for.
@@ -176,7 +232,8 @@ class QueueVerbs:
     ) -> rows.SubmittedJob:
         if missing := sorted({*known.spec.secrets} - {*(secrets or {})}):
             raise UsageError(f"job {known.id} ({known.spec.name}) needs the secret {missing[0]}: set that variable")
-        before = replace(known.spec, env={**known.spec.env, **(env or {})}, after=(), interactive=False, **more)
+        alone = replace(known.spec, after=(), interactive=False, is_attached=False, reads_input=False)
+        before = replace(alone, env={**known.spec.env, **(env or {})}, **more)
         spec = _with_changes(before, changes or {})
         return await self._submit(peer, msgspec.to_builtins(spec), secrets or {})
 

@@ -51,7 +51,7 @@ class Terminals:
     @property
     def verbs(self) -> dict[str, Verb]:
         """Methods by verb."""
-        return {"shell_input": self.shell_input}
+        return {"shell_input": self.shell_input, "job_input": self.job_input}
 
     @property
     def streams(self) -> dict[str, Streaming]:
@@ -182,6 +182,25 @@ class Terminals:
             return
         wanted = requests.WriteTerminal(found.name, data, screen, end)
         await self._hosts.request(found.host, wanted, TYPING_S, account=found.account)
+
+    async def job_input(self, peer: Peer, job: str, data: bytes = b"", offset: int = 0, end: bool = False) -> None:
+        """Pass input on to a command, once it runs and when it has read most of what came before.
+
+        Args:
+            offset: of `data` in all input; what came before it must have been passed on.
+            end: nothing comes after it.
+        """
+        known = admission.find_own_job(self._engine.scheduler.state, job, peer.user, peer.is_operator)
+        while True:
+            async for _ in self._until_it_runs(known):
+                pass
+            number, attempt = self._feed.number, _running(known, 0, known.reason)
+            wanted = requests.WriteInput(known.id, attempt.number, attempt.generation, data, offset, end)
+            try:
+                await self._hosts.request(attempt.ranks[0].place.host, wanted, TYPING_S)
+                return
+            except AgentLost:  # once it is back it tells what it has taken by `offset`
+                await self._feed.wait(number)
 
     async def _close(self, number: int) -> None:
         found = self._open.pop(number, None)

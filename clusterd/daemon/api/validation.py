@@ -41,6 +41,10 @@ def refuse_malformed(spec: JobSpec) -> None:
         raise UsageError(f"{wanted.devices} devices cannot be spread evenly over {wanted.nodes} nodes: give a multiple")
     if wanted.nodes > 1 and spec.kind is not JobKind.COMMAND:
         raise UsageError(f"nodes applies to commands: where {spec.kind.value} jobs run is chosen for them")
+    if wanted.tasks > 1 and (spec.kind is not JobKind.COMMAND or spec.container):
+        raise UsageError("tasks applies to commands outside of containers; elastic jobs have a rank on each device")
+    if wanted.tasks > 1 and wanted.tasks % wanted.nodes:
+        raise UsageError(f"{wanted.tasks} tasks cannot be spread evenly over {wanted.nodes} nodes: give a multiple")
     if spec.preemptible and spec.kind is not JobKind.COMMAND:
         raise UsageError(f"preemptible applies to commands: {spec.kind.value} jobs can be suspended anyway")
     if wanted.share > 1 and (spec.kind is not JobKind.COMMAND or wanted.devices != 1 or spec.preemptible):

@@ -29,7 +29,7 @@ from clusterd.protocol.migration import MigrationRequest
 from clusterd.protocol.requests import BuildEnvironment, HasWorkdir, LeasePort, PutWorkdir
 from clusterd.script_seed import SEED_VARIABLE
 from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
-from clusterd.types import TEMPLATE_NAMES, Device, HostId, JobId, JobKind, JobSpec, RankPlace
+from clusterd.types import TEMPLATE_NAMES, AttemptState, Device, HostId, JobId, JobKind, JobSpec, RankPlace
 
 CHUNK_BYTES = 1 << 20
 LAUNCH_TIMEOUT_S = FORK_SERVER_START_TIMEOUT_S + 60.0
@@ -43,6 +43,12 @@ SNAPSHOT_EVERY_S = 2.0
 
 SNAPSHOT_MEMORY_SHARE = 0.25
 """Share of a host's memory that automatic state snapshots may take."""
+
+
+class InputTaken(ClusterError):
+    """The input that a job was submitted with is gone."""
+
+    is_permanent = is_of_job = True
 
 
 class LaunchRequests:
@@ -70,12 +76,18 @@ class LaunchRequests:
             pythons: interpreter on each host, from `prepare`.
         Raises:
             NotStarted: a host does not have a device any more that its ranks were given.
+            InputTaken: an earlier attempt read its input.
             ClusterError: a host is silent or refuses, or data is not where it was said to be.
         """
         state = self._engine.scheduler.state
+        if spec.reads_input:
+            for former in state.jobs[decision.job].attempts[:-1]:
+                if any(was == AttemptState.RUNNING for was, _ in former.history):
+                    raise InputTaken(f"its input went to attempt {former.number}, and is not there a second time")
         address, interface, port = "", "", 0
         first = decision.hosts[0]
-        if spec.kind is not JobKind.COMMAND or len(decision.hosts) > 1:
+        tasks = spec.resources.tasks
+        if spec.kind is not JobKind.COMMAND or len(decision.hosts) > 1 or tasks > 1:
             wanted = LeasePort(decision.job, decision.attempt, decision.generation)
             port = (await self._hosts.request(first, wanted)).port
             if len(decision.hosts) == 1:
@@ -127,6 +139,8 @@ class LaunchRequests:
                 datasets=datasets[host],
                 cores=booked.cores.get(host, 0),
                 memory_bytes=booked.memory_bytes.get(host, 0) if spec.resources.memory_bytes else 0,
+                reads_input=spec.reads_input and node == 0,
+                all_tasks=tasks,
             )
         return requests
 
@@ -180,6 +194,8 @@ class LaunchRequests:
             python=spec.python,
             container=spec.container,
             mounts=spec.mounts,
+            clean_env=spec.clean_env,
+            is_attached=spec.is_attached,
             grace_s=spec.grace_s,
             final=spec.checkpoint_path(job, "final") if spec.checkpoint_directory is not None else None,
         )

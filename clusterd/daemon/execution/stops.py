@@ -104,7 +104,9 @@ class Stops:
     async def _collect(self, decision: d.StopAttempt, ranks: list[int]) -> None:
         """Fetch logs and steps of the attempt, and report the newest step."""
         which = (decision.job, decision.attempt, decision.generation)
-        await self._archive.fetch_attempt(self._hosts, decision.host, *which, ranks)
+        job = self._engine.scheduler.state.jobs.get(decision.job)
+        streams = job is not None and (job.spec.is_attached or job.spec.resources.tasks > 1)
+        await self._archive.fetch_attempt(self._hosts, decision.host, *which, ranks, streams=streams)
         last = await self._archive.last_step(*which) if 0 in ranks else None
         if last is not None:
             await self._engine.report(

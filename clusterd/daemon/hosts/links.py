@@ -109,8 +109,8 @@ class AgentOwners:
         for host in hosts:
             self._owners.setdefault(host.agent, host.id)
 
-    def claim(self, host: HostId, identity: str) -> None:
-        """Make an agent this host's.
+    def check(self, host: HostId, identity: str) -> None:
+        """Check that an agent may become this host's; one that is led already would leave its other link.
 
         Raises:
             HostError: it is another host's.
@@ -118,6 +118,14 @@ class AgentOwners:
         owner = self._owners.get(identity, host)
         if owner != host:
             raise HostError(f"it is {owner} under another name (its agent answers): clusterd host remove {host}")
+
+    def claim(self, host: HostId, identity: str) -> None:
+        """Make an agent this host's.
+
+        Raises:
+            HostError: as `check`.
+        """
+        self.check(host, identity)
         self.release(host)
         self._owners[identity] = host
 

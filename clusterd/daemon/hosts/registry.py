@@ -195,6 +195,7 @@ class HostRegistry:
             on_state=lambda state: self.on_state(host, state),
             on_up=lambda message: self._on_up(host, message),
             on_event=lambda message: self.on_event(host, message),
+            on_identity=lambda identity: self._agents.check(host, identity),
             home_source=lambda: self._agent_home(host),
         )
         managed = _Managed(self._make_link(host, address, "", callbacks), address, options, anyio.CancelScope())

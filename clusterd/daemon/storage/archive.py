@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import AsyncIterator, Container, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -157,6 +158,10 @@ class Archive:
         """Path of the fetched log of a rank that has ended; the file may be missing."""
         return self._attempt(job, attempt) / f"rank-{rank}.{generation}.log"
 
+    def streams_file(self, job: str, attempt: int, generation: int, rank: int) -> Path:
+        """Path of the fetched offsets at which that log changes between stdout and stderr; it may be missing."""
+        return self.log_file(job, attempt, generation, rank).with_suffix(".streams")
+
     def log_begins_at(self, job: str, attempt: int, generation: int, rank: int) -> int:
         """Offset in the rank's log at which the fetched part begins; only the host has the part before."""
         try:
@@ -195,10 +200,13 @@ class Archive:
         attempt: int,
         generation: int,
         ranks: Iterable[int],
+        *,
+        streams: bool = False,
     ) -> None:
         """Copy the end of each rank's log, and the training steps, from the host to the head node.
 
-        A failure is only logged, because the files are still on the host.
+        `streams`: the offsets that tell stdout and stderr apart, too. A failure is only logged, because the files are
+        still on the host.
         """
         which: dict[str, Any] = {
             "job": job, "attempt": attempt, "generation": generation, "offset": 0, "limit": 0
@@ -206,15 +214,26 @@ class Archive:
         try:
             for rank in ranks:
                 wanted = ReadLog(rank=rank, **which)
+                if streams:  # before the log, which stands for both
+                    offsets = self.streams_file(job, attempt, generation, rank)
+                    await self._fetch(hosts, host, replace(wanted, streams=True), offsets, most=sys.maxsize)
                 await self._fetch(hosts, host, wanted, self.log_file(job, attempt, generation, rank))
                 if rank == 0:
                     await self._fetch(hosts, host, ReadSteps(**which), self.steps_file(job, attempt, generation))
         except (ClusterError, OSError) as error:
             log.warning("cannot fetch the logs of attempt %s.%d from %s: %s", job, attempt, host, error)
 
-    async def _fetch(self, hosts: HostRegistry, host: HostId, wanted: ReadLog | ReadSteps, target: Path) -> None:
+    async def _fetch(
+        self,
+        hosts: HostRegistry,
+        host: HostId,
+        wanted: ReadLog | ReadSteps,
+        target: Path,
+        *,
+        most: int = LOG_BYTES_MAX,
+    ) -> None:
         answer = await hosts.request(host, wanted)
-        offset = max(answer.size - LOG_BYTES_MAX, 0)
+        offset = max(answer.size - most, 0)
         partial = target.with_suffix(".partial")
         await anyio.to_thread.run_sync(_write, partial, b"")
         if offset:

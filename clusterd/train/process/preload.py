@@ -7,6 +7,7 @@ can be forked safely.
 from __future__ import annotations
 
 import importlib
+import warnings
 
 MODULES = (
     "torch",
@@ -27,5 +28,8 @@ MODULES = (
     "clusterd.train.rank_main",
 )
 
-for _name in MODULES:
-    importlib.import_module(_name)
+with warnings.catch_warnings():
+    # Under PYTHONWARNINGS=error a deprecation inside of torch would end the import, which is none of the script's.
+    warnings.simplefilter("ignore")
+    for _name in MODULES:
+        importlib.import_module(_name)
