@@ -173,6 +173,7 @@ def test_use_does_not_depend_on_how_often_it_is_counted_nor_on_the_clock(
     found = []
     for parts in (1, cuts):
         lab, jobs = Lab(), list[JobId]()
+        lab.now_s = 1e7
         by_half_life(lab)
         lab.host("a", gpus=4)
         expected = 0.0
