@@ -110,19 +110,16 @@ class Relay:
         self, start: Callable[[Mapping[str, str]], NoReturn], env: Mapping[str, str], prefix: bytes, *, has_input: bool
     ) -> None:
         given: list[tuple[int, int]] = []  # descriptor, and that of the task it becomes
-        ours: list[int] = []
         if has_input:
             source, self._input = os.pipe()
             os.set_blocking(self._input, False)
             given.append((source, 0))
-            ours.append(self._input)
         for number in (1, 2) if self._streams >= 0 or prefix else ():
             output, sink = os.pipe()
             os.set_blocking(output, False)
             self._lines[output] = (number == 2, prefix, bytearray())
             self._selector.register(output, selectors.EVENT_READ)
             given.append((sink, number))
-            ours.append(output)
         pid = os.fork()
         if pid == 0:
             try:
