@@ -50,6 +50,26 @@ class Promise(Struct, frozen=True, kw_only=True):
     after: Annotated[tuple[str, ...], about("Names of the jobs that it waits for.")] = ()
 
 
+class Quantiles(Struct, frozen=True):
+    """Point in time as a distribution; null: not within the time that roll-outs play."""
+
+    p5_s: Annotated[Seconds | None, about("With 5% by then; to `p95_s`, the 90% interval.")]
+    p25_s: Annotated[Seconds | None, about("With 25% by then; to `p75_s`, the 50% interval.")]
+    p50_s: Annotated[Seconds, about("As likely before as after.")]
+    p75_s: Annotated[Seconds | None, about("With 75% by then.")]
+    p95_s: Annotated[Seconds | None, about("With 95% by then.")]
+
+
+class Forecast(Struct, frozen=True, kw_only=True):
+    """Start and end of a job, from roll-outs of the scheduler."""
+
+    at_s: Annotated[Seconds, about("State from which the roll-outs began.")] = 0.0
+    rollouts: Annotated[int, about("Number of roll-outs.")] = 0
+    start: Annotated[Quantiles | None, about("Start; null: not known, or it has started.")] = None
+    end: Annotated[Quantiles | None, about("End; null: not known.")] = None
+    after: Annotated[str, about("Job by whose end, or shrinking, it starts most often; empty: none.")] = ""
+
+
 class ArrayTask(Struct, frozen=True, kw_only=True):
     """Place of a job in an array or sweep."""
 
