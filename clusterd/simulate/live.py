@@ -62,7 +62,8 @@ class LiveSimulation(Simulation):
         self.types = {device.id: device.name for facts in self.facts.values() for device in facts.devices}
         self._queue.now_s = self._from_s = now_s
         self._awaited = set(awaited)
-        first: list[e.Event] = []
+        # A pass is due at once: the newest events may have come after the last one.
+        first: list[e.Event] = [e.TimerFired(**self._queue.stamp(), timer=Timer(TimerKind.PASS))]
         for run in runs:
             self.runs[run.job] = run
             job = state.jobs[run.job]
@@ -75,8 +76,7 @@ class LiveSimulation(Simulation):
                     first.append(e.TrialProposed(**self._queue.stamp(), job=job.id, plan=None))
         for timer, at_s in state.timers.items():
             self._set_timer(timer, at_s)
-        if first:
-            self._handle(first)
+        self._handle(first)
         return self._play(now_s)
 
     def _gathering_s(self, at_s: float) -> float:

@@ -20,6 +20,7 @@ from clusterd.simulate.live import LiveSimulation
 from clusterd.simulate.remaining import Draw
 from clusterd.simulate.runs import Run
 from clusterd.types import JobId
+from clusterd.units import counted
 
 HORIZON_S = 30 * 86400.0
 """Time played at most; what has not happened by then is not known."""
@@ -43,6 +44,7 @@ class Course:
 
     start_s: dict[JobId, float] = field(default_factory=dict)
     end_s: dict[JobId, float] = field(default_factory=dict)
+    plan: dict[JobId, str] = field(default_factory=dict)  # and number of devices, at the start
     after: dict[JobId, JobId] = field(default_factory=dict)  # job by whose end or shrinking the start became possible
 
     def on_batch(self, _: Scheduler, events: Sequence[e.Event], decisions: Sequence[d.Decision]) -> None:
@@ -51,6 +53,8 @@ class Course:
         for decision in decisions:
             if isinstance(decision, d.LaunchAttempt) and decision.job not in self.start_s:
                 self.start_s[decision.job] = events[-1].at_s
+                devices = counted(sum(place.device is not None for place in decision.ranks), "device")
+                self.plan[decision.job] = f"{decision.plan} on {devices}" if decision.plan is not None else devices
                 if others := [job for job in freed if job != decision.job]:
                     self.after[decision.job] = others[-1]
             elif isinstance(decision, d.EndJob):
@@ -65,11 +69,19 @@ def play(state: State, policy: Policy, runs: Iterable[Run], now_s: float, awaite
     return course
 
 
-def roll_out(state: State, policy: Policy, draws: Mapping[JobId, Draw], now_s: float, seed: str) -> Iterator[Course]:
+def roll_out(
+    state: State,
+    policy: Policy,
+    draws: Mapping[JobId, Draw],
+    now_s: float,
+    seed: str,
+    awaited: Iterable[JobId] | None = None,
+) -> Iterator[Course]:
     """Yield one course after another, without end; each draws its run times by its own number.
 
     Args:
         policy: remembers curves from one course to the next.
+        awaited: jobs by whose end a course is over; None: all that are drawn.
     """
     tables, body = state.performance_tables, _encoder.encode(replace(state, performance_tables={}))
     number = 0
@@ -78,15 +90,8 @@ def roll_out(state: State, policy: Policy, draws: Mapping[JobId, Draw], now_s: f
         copy.performance_tables = dict(tables)
         random_ = random.Random(f"{seed} {number}")
         runs = [draw(random_) for draw in draws.values()]
-        yield play(copy, policy, runs, now_s, draws)
+        yield play(copy, policy, runs, now_s, draws if awaited is None else awaited)
         number += 1
-
-
-def live_part(state: State) -> State:
-    """The state without jobs that are over, but for those whose end others wait for."""
-    awaited = {job.partition(":")[0] for queued in state.queue for job in state.jobs[queued].spec.after}
-    jobs = {job.id: job for job in state.jobs.values() if not job.state.is_final or job.id in awaited}
-    return replace(state, jobs=jobs)
 
 
 def summary(courses: Sequence[Course], state: State, jobs: Iterable[JobId], now_s: float) -> dict[JobId, Forecast]:
