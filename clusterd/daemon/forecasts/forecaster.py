@@ -47,7 +47,7 @@ WHAT_IF_CPU_S = 10.0
 LATE = 10.0
 """Multiple of its processor time after which a process counts as hung: it is niced, and the head node may be busy."""
 
-LEAST_S = 15.0
+LEAST_S = 5.0
 """Least time between two forecasts."""
 
 LOOP_SHARE = 200.0
