@@ -21,12 +21,21 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""  # signature
 
 
+class PastJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that is over, as one like it may be submitted again."""
+
+    at_s: float  # of its submission
+    spec: JobSpec
+    ran_s: float
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """State to play forward, and how often."""
 
     now_s: float
     state: bytes  # core.state.State without its performance tables, encoded
     tables: bytes  # dict of performance tables by model, encoded
+    past: bytes  # list of past jobs, encoded
     policy: str
     rollouts: int  # at most
     cpu_s: float  # processor time after which no further roll-out begins

@@ -68,6 +68,7 @@ class Forecast(Struct, frozen=True, kw_only=True):
     start: Annotated[Quantiles | None, about("Start; null: not known, or it has started.")] = None
     end: Annotated[Quantiles | None, about("End; null: not known.")] = None
     after: Annotated[str, about("Job by whose end, or shrinking, it starts most often; empty: none.")] = ""
+    weeks: Annotated[int, about("Past weeks from which later submissions are drawn; 0: none are assumed.")] = 0
 
 
 class ForecastScore(Struct, frozen=True, kw_only=True):

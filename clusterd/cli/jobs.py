@@ -513,7 +513,10 @@ def forecast_lines(job: dict[str, Any]) -> list[str]:
             found.append(f"expected {what}: {text}{after}")
         elif what == "end" or job["state"] == "queued":
             found.append(f"expected {what}: not known")
-    found.append(f"(90% intervals, from {counted(forecast['rollouts'], 'roll-out')} {ago(forecast['at_s'])} ago)")
+    weeks = forecast.get("weeks")
+    later = f"with submissions as in the last {weeks} weeks" if weeks else "without later submissions"
+    made = f"{counted(forecast['rollouts'], 'roll-out')} {later}, {ago(forecast['at_s'])} ago"
+    found.append(f"(90% intervals, from {made})")
     return found
 
 

@@ -19,7 +19,8 @@ from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.policies import POLICIES
 from clusterd.core.state import Inspection, InspectionState, Job, State
 from clusterd.core.view import Policy
-from clusterd.forecasting import Answer, Request, WhatIf, WhatIfAnswer, message, read_message
+from clusterd.forecasting import Answer, PastJob, Request, WhatIf, WhatIfAnswer, message, read_message
+from clusterd.simulate.arrivals import Arrivals
 from clusterd.simulate.remaining import courses_of
 from clusterd.simulate.rollout import Course, roll_out, summary
 from clusterd.types import JobId, JobKind
@@ -29,19 +30,23 @@ LEAST_ROLLOUTS = 5
 
 _requests = msgspec.msgpack.Decoder(Request)
 _states = msgspec.msgpack.Decoder(State)
+_past = msgspec.msgpack.Decoder(list[PastJob])
 _tables = msgspec.msgpack.Decoder(dict[str, PerformanceTable])
 
 
 def answer(request: Request, policy: Policy) -> Answer:
     """Forecasts of all jobs that are not over, or of the what-ifs."""
     state = replace(_states.decode(request.state), performance_tables=_tables.decode(request.tables))
+    arrivals = Arrivals(_past.decode(request.past), request.now_s)
     if request.what_ifs:
         cpu_s = request.cpu_s / len(request.what_ifs)
-        found = tuple(_what_if(each, state, request, policy, cpu_s) for each in request.what_ifs)
+        found = tuple(_what_if(each, state, request, policy, cpu_s, arrivals) for each in request.what_ifs)
         return Answer(what_ifs=found)
     draws = courses_of(state, request.now_s)
-    courses = list(_in_time(roll_out(state, policy, draws, request.now_s, ""), request, request.cpu_s))
-    return Answer(jobs={str(job): one for job, one in summary(courses, state, draws, request.now_s).items()})
+    courses = list(_in_time(roll_out(state, policy, draws, request.now_s, "", None, arrivals), request, request.cpu_s))
+    return Answer(
+        jobs={str(job): one for job, one in summary(courses, state, draws, request.now_s, arrivals.weeks).items()}
+    )
 
 
 def _in_time(courses: Iterator[Course], request: Request, cpu_s: float) -> Iterator[Course]:
@@ -55,14 +60,16 @@ def _in_time(courses: Iterator[Course], request: Request, cpu_s: float) -> Itera
             return
 
 
-def _what_if(wanted: WhatIf, state: State, request: Request, policy: Policy, cpu_s: float) -> WhatIfAnswer:
+def _what_if(
+    wanted: WhatIf, state: State, request: Request, policy: Policy, cpu_s: float, arrivals: Arrivals
+) -> WhatIfAnswer:
     """Forecast of one job if it were submitted now."""
     with_it, job = _with(wanted, state, request.now_s)
     draws = courses_of(with_it, request.now_s)
-    courses = list(_in_time(roll_out(with_it, policy, draws, request.now_s, "", [job]), request, cpu_s))
+    courses = list(_in_time(roll_out(with_it, policy, draws, request.now_s, "", [job], arrivals), request, cpu_s))
     plans = Counter(course.plan[job] for course in courses if job in course.plan)
     return WhatIfAnswer(
-        forecast=summary(courses, with_it, [job], request.now_s).get(job),
+        forecast=summary(courses, with_it, [job], request.now_s, arrivals.weeks).get(job),
         plan=plans.most_common(1)[0][0] if plans else "",
     )
 

@@ -15,9 +15,11 @@ from clusterd.core import events as e
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import State
 from clusterd.core.view import Policy
+from clusterd.forecasting import PastJob
 from clusterd.rows import Forecast, Quantiles
+from clusterd.simulate.arrivals import Arrivals
 from clusterd.simulate.live import LiveSimulation
-from clusterd.simulate.remaining import Draw
+from clusterd.simulate.remaining import Draw, Elapsing
 from clusterd.simulate.runs import Run
 from clusterd.types import JobId
 from clusterd.units import counted
@@ -61,10 +63,25 @@ class Course:
                 self.end_s[decision.job] = events[-1].at_s
 
 
-def play(state: State, policy: Policy, runs: Iterable[Run], now_s: float, awaited: Iterable[JobId]) -> Course:
-    """Play a state forward until the awaited jobs are over; changes the state and the runs."""
+def play(
+    state: State,
+    policy: Policy,
+    runs: Iterable[Run],
+    now_s: float,
+    awaited: Iterable[JobId],
+    later: Iterable[tuple[float, PastJob]] = (),
+) -> Course:
+    """Play a state forward until the awaited jobs are over; changes the state and the runs.
+
+    Args:
+        later: jobs that are submitted meanwhile, with their times.
+    """
     course = Course()
     simulation = LiveSimulation(policy, now_s + HORIZON_S, None, GATHER_SHARE, ROUND_SHARE, course.on_batch)
+    for number, (at_s, past) in enumerate(later):
+        job, name = JobId(f"later {number}"), past.spec.name
+        run = Run(job=job, name=name, steps=past.ran_s, speed=Elapsing(), has_steps=False, keeps_state=False)
+        simulation.submit(at_s, past.spec, run)
     simulation.go_on(state, runs, now_s, awaited)
     return course
 
@@ -76,12 +93,14 @@ def roll_out(
     now_s: float,
     seed: str,
     awaited: Iterable[JobId] | None = None,
+    arrivals: Arrivals | None = None,
 ) -> Iterator[Course]:
     """Yield one course after another, without end; each draws its run times by its own number.
 
     Args:
         policy: remembers curves from one course to the next.
         awaited: jobs by whose end a course is over; None: all that are drawn.
+        arrivals: jobs that are submitted meanwhile; None: none.
     """
     tables, body = state.performance_tables, _encoder.encode(replace(state, performance_tables={}))
     number = 0
@@ -90,15 +109,19 @@ def roll_out(
         copy.performance_tables = dict(tables)
         random_ = random.Random(f"{seed} {number}")
         runs = [draw(random_) for draw in draws.values()]
-        yield play(copy, policy, runs, now_s, draws if awaited is None else awaited)
+        later = arrivals.draw(random_) if arrivals is not None else ()
+        yield play(copy, policy, runs, now_s, draws if awaited is None else awaited, later)
         number += 1
 
 
-def summary(courses: Sequence[Course], state: State, jobs: Iterable[JobId], now_s: float) -> dict[JobId, Forecast]:
+def summary(
+    courses: Sequence[Course], state: State, jobs: Iterable[JobId], now_s: float, weeks: int = 0
+) -> dict[JobId, Forecast]:
     """Forecast of each job by the quantiles of its starts and ends; none of one that most courses never start or end.
 
     Args:
         state: from which the courses began.
+        weeks: from which later submissions were drawn.
     """
     found: dict[JobId, Forecast] = {}
     for job in jobs:
@@ -108,8 +131,9 @@ def summary(courses: Sequence[Course], state: State, jobs: Iterable[JobId], now_
             starts = _quantiles([course.start_s.get(job, math.inf) for course in courses])
         after = Counter(course.after[job] for course in courses if job in course.after).most_common(1)
         if ends is not None or starts is not None:
-            name = state.jobs[JobId(after[0][0])].spec.name if after else ""
-            found[job] = Forecast(at_s=now_s, rollouts=len(courses), start=starts, end=ends, after=name)
+            first = state.jobs.get(after[0][0]) if after else None
+            name = first.spec.name if first is not None else ""
+            found[job] = Forecast(at_s=now_s, rollouts=len(courses), start=starts, end=ends, after=name, weeks=weeks)
     return found
 
 

@@ -4,7 +4,8 @@ python tests/benchmarks/forecasts.py [--json] [--seeds N] [--jobs N] [--rollouts
 
 Commands of some users arrive on 4 hosts of 4 GPUs. Each name has its own median run time, its runs are lognormal about
 it, and users ask for 1.2 to 8 times as long. The first half of the jobs is history; then, at every fifth submission,
-the jobs that are not over are forecast. Widening is learned only from what had happened by then. Slurm's method takes
+the jobs that are not over are forecast. Roll-outs draw later submissions from
+four weeks of history of the same users. Widening is learned only from what had happened by then. Slurm's method takes
 limits for run times and plans the queue in order of arrival, with backfill. Figures are for seeds 1 to N; 101 on are
 for development.
 
@@ -25,6 +26,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -39,6 +41,8 @@ from clusterd.core.state import State
 from clusterd.daemon.forecasts.forecaster import live_part
 from clusterd.daemon.forecasts.outcomes import Outcome, Widening, is_within, learned, pinball_s
 from clusterd.daemon.journal import codec
+from clusterd.forecasting import PastJob
+from clusterd.simulate.arrivals import Arrivals
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.live import LiveSimulation
 from clusterd.simulate.remaining import Elapsing, courses_of
@@ -49,6 +53,8 @@ from tests.benchmarks.report import Report, arguments
 
 HORIZON_S = 1e9
 LONG_WAIT_S = 600.0
+GAP_S = 400.0
+PAST_S = 30 * 86400.0
 
 
 def cluster_of(cluster: str) -> State:
@@ -72,20 +78,21 @@ class Drawn:
     run_s: float
 
 
-def workload(seed: int, jobs: int) -> list[Drawn]:
-    """Jobs of four users with three names each, at about the load that 16 GPUs carry."""
+def workload(seed: int, jobs: int, part: str = "") -> list[Drawn]:
+    """Jobs of four users with three names each, at about the load that 16 GPUs carry; other parts have other jobs."""
     random_ = random.Random(f"forecasts {seed}")
     kinds = [
         (f"u{user}", f"n{user}{name}", random_.lognormvariate(math.log(1800.0), 1.0), random_.choice([1, 1, 2, 4]))
         for user in range(4)
         for name in range(3)
     ]
+    random_ = random.Random(f"forecasts {seed} {part}")
     found, at_s = [], 0.0
     for _ in range(jobs):
         user, name, median_s, devices = random_.choice(kinds)
         run_s = median_s * random_.lognormvariate(0.0, 0.4)
         limit_s = math.ceil(median_s * random_.uniform(1.2, 8.0) / 300.0) * 300.0
-        at_s += random_.expovariate(1.0 / 400.0)
+        at_s += random_.expovariate(1.0 / GAP_S)
         spec = JobSpec(
             name=name,
             user=user,
@@ -163,12 +170,17 @@ def of_seed(seed: int, jobs: int, rollouts: int) -> list[Shown]:
         )
         truth.submit(job.at_s, job.spec, run)
     truth.go_on(cluster_of("4x4:g"), [], 0.0, [JobId(str(number)) for number in range(1, jobs + 1)])
+    # A stationary process: the past of the same weekly hours is another part of it.
+    past = [
+        PastJob(at_s=job.at_s - PAST_S, spec=job.spec, ran_s=job.run_s)
+        for job in workload(seed, int(PAST_S / GAP_S), "past")
+    ]
     policy, found = POLICIES["default"](), list[Shown]()
     for now_s, body in captures.states:
         state = codec.state(body)
         widening = learned(each.outcome for each in found if each.outcome.came_s <= now_s)
         draws = courses_of(state, now_s)
-        courses = [c for c, _ in zip(roll_out(state, policy, draws, now_s, str(seed)), range(rollouts), strict=False)]
+        courses = list(islice(roll_out(state, policy, draws, now_s, str(seed), None, Arrivals(past, now_s)), rollouts))
         slurm = by_limits(state, now_s)
         for job_id, forecast in summary(courses, state, draws, now_s).items():
             for what, times, true in (
@@ -260,6 +272,10 @@ def main() -> None:
         report.add(f"within_90_{name}", coverage(some, 90), at_least=0.85)
         report.add(f"within_50_{name}", coverage(some, 50), at_least=0.45)
         report.add(f"within_90_{name}_unwidened", coverage(some, 90, widened=False))
+        late_ones = [each.outcome for each in some if each.outcome.raw.p95_s is not None]
+        report.add(
+            f"later_than_p95_{name}_unwidened", statistics.fmean(one.came_s > one.raw.p95_s for one in late_ones)
+        )
     widths = [each.outcome.widening.applied(each.outcome.raw, each.outcome.at_s) for each in starts]
     known = [q.p95_s - q.p5_s for q in widths if q.p95_s is not None and q.p5_s is not None]
     report.add("width_90_starts_s", statistics.median(known))

@@ -17,12 +17,14 @@ from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import Job, State
+from clusterd.forecasting import PastJob
+from clusterd.simulate.arrivals import Arrivals
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.generate import Spec, generate
 from clusterd.simulate.live import LiveSimulation
 from clusterd.simulate.loop import Simulation
 from clusterd.simulate.remaining import Elapsing, courses_of, total_time
-from clusterd.simulate.rollout import Course, roll_out, summary
+from clusterd.simulate.rollout import Course, play, roll_out, summary
 from clusterd.simulate.run import believe
 from clusterd.simulate.runs import Run
 from clusterd.simulate.setting import Setting
@@ -198,3 +200,41 @@ def test_earlier_runs_of_the_same_name_tell_how_long_the_next_one_takes() -> Non
     assert 3000.0 < low <= high < 4500.0
     low, high = interval([])
     assert high > 50.0 * low
+
+
+def test_later_submissions_are_those_of_the_same_hours_of_past_weeks() -> None:
+    """Each Monday at 10 a job was submitted: at 9 the next one is expected at 10, and with one week of history none."""
+    now_s, hour_s, week_s = 1e6, 3600.0, 7 * 86400.0
+    random_ = random.Random(1)
+
+    def past(weeks: int) -> Arrivals:
+        jobs = [
+            PastJob(at_s=now_s + hour_s - n * week_s, spec=command("net", 1), ran_s=60.0) for n in range(1, weeks + 2)
+        ]
+        return Arrivals(jobs, now_s)
+
+    known = past(3)
+    assert known.weeks == 3
+    assert [(at_s, job.ran_s) for at_s, job in known.draw(random_)] == [(now_s + hour_s, 60.0)]
+    assert past(1).weeks == 0
+    assert past(1).draw(random_) == []
+
+
+def test_a_job_that_is_submitted_later_can_delay_one_that_waits() -> None:
+    """Of a higher priority, an hour from now, while a job of two hours holds the only device."""
+    state, now_s = cluster_of("1x1:g"), 10.0
+    scheduler = Scheduler()
+    scheduler.state = state
+    limits = {"time_limit_s": 7200.0}
+    for job in ("1", "2"):
+        scheduler.handle(e.JobSubmitted(at_s=1.0, job=JobId(job), spec=command(f"job{job}", 1, **limits)))
+
+    def start_s(later: list[tuple[float, PastJob]]) -> float:
+        runs = [
+            Run(job=JobId(job), name=job, steps=5000.0, speed=Elapsing(), has_steps=False, keeps_state=False)
+            for job in ("1", "2")
+        ]
+        return play(copy_of(state), POLICIES["default"](), runs, now_s, [JobId("2")], later).start_s[JobId("2")]
+
+    urgent = PastJob(at_s=0.0, spec=command("urgent", 1, priority=5), ran_s=1000.0)
+    assert start_s([(3600.0, urgent)]) == pytest.approx(start_s([]) + 1000.0, rel=0.02)

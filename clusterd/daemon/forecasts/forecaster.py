@@ -7,6 +7,7 @@ killed, and the forecasts are not known until the next one answers.
 from __future__ import annotations
 
 import logging
+import math
 import sqlite3
 import sys
 import time
@@ -23,6 +24,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.estimates.attained_service import executed_s
 from clusterd.core.queueing.dependencies import split
 from clusterd.core.scheduler import SideEffects
 from clusterd.core.state import Job, State
@@ -30,7 +32,7 @@ from clusterd.daemon.forecasts.outcomes import OutcomeStore, Widening
 from clusterd.daemon.journal import codec
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError
-from clusterd.forecasting import HEADER_BYTES, Answer, Request, WhatIf, WhatIfAnswer, message
+from clusterd.forecasting import HEADER_BYTES, Answer, PastJob, Request, WhatIf, WhatIfAnswer, message
 from clusterd.rows import Forecast
 from clusterd.types import JobId, JobKind, JobSpec, JobState
 
@@ -59,6 +61,9 @@ AGAIN_S = 600.0
 OLDEST_S = 1800.0
 """Age beyond which a forecast is not shown: nothing is known."""
 
+PAST_DAYS, PAST_AGAIN_S = 29, 3600.0
+"""Age of past jobs like which others may be submitted, and the time after which they are collected anew."""
+
 FAILED_S, FAILED_MOST_S = 60.0, 3600.0
 """Pause after a process that failed, doubled for each further one in a row."""
 
@@ -80,6 +85,7 @@ class Forecaster:
         self._came: dict[str, dict[JobId, float]] = {"start": {}, "end": {}}
         self._cancelled: set[JobId] = set()
         self._asking = anyio.Lock()
+        self._past, self._past_s = b"", -math.inf
         self.trouble = ""
         """Reason why nothing is known; empty if none."""
 
@@ -179,15 +185,25 @@ class Forecaster:
 
     async def _request(self, cpu_s: float, what_ifs: tuple[WhatIf, ...] = ()) -> tuple[Request, float]:
         """Request about the state of now, and the seconds in which the event loop waited for it."""
-        state, begun_s = self._state, time.perf_counter()
+        past = await self._past_jobs()
+        state, now_s, begun_s = self._state, self._clock(), time.perf_counter()
         body = codec.encode(replace(live_part(state), performance_tables={}))
         encoding_s = time.perf_counter() - begun_s
         tables = await anyio.to_thread.run_sync(codec.encode, dict(state.performance_tables))  # they never change
         request = Request(
-            now_s=self._clock(), state=body, tables=tables, policy=self._engine.scheduler.policy.name,
+            now_s=now_s, state=body, tables=tables, past=past, policy=self._engine.scheduler.policy.name,
             rollouts=ROLLOUTS, cpu_s=cpu_s, what_ifs=what_ifs,
         )  # fmt: skip
         return request, encoding_s
+
+    async def _past_jobs(self) -> bytes:
+        """Past jobs of the last weeks, encoded; collected once an hour, as they are told apart by the hour."""
+        now_s = self._clock()
+        if now_s - self._past_s > PAST_AGAIN_S:
+            jobs = [job for job in self._state.jobs.values() if job.submitted_s > now_s - PAST_DAYS * 86400.0]
+            found = [_past_job(job, now_s) for job in jobs if job.state.is_final and job.attempts]
+            self._past, self._past_s = await anyio.to_thread.run_sync(codec.encode, found), now_s
+        return self._past
 
     async def _take(self, answer: Answer, now_s: float) -> None:
         """Make an answer the newest forecasts."""
@@ -235,6 +251,12 @@ def what_if(spec: JobSpec, jobs: Iterable[Job]) -> WhatIf | str:
         return f"no job {spec.name} with this command has been inspected yet: clusterd estimate tells its speed"
     newest = max(like, key=lambda job: job.submitted_s)
     return WhatIf(spec=spec, shape=newest.inspection.shape, model=newest.inspection.model)
+
+
+def _past_job(job: Job, now_s: float) -> PastJob:
+    """The job as a command on what it asked for, which runs as long."""
+    spec = replace(job.spec, kind=JobKind.COMMAND, command=("past",), env={}, after=(), datasets={}, snapshot=None)
+    return PastJob(at_s=job.submitted_s, spec=spec, ran_s=executed_s(job, now_s))
 
 
 def live_part(state: State) -> State:

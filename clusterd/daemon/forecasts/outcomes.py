@@ -10,7 +10,7 @@ import math
 import sqlite3
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import anyio
@@ -27,7 +27,7 @@ LEARNED_FROM = 500
 LEAST_OUTCOMES = 20
 """Outcomes from which on intervals are widened or narrowed."""
 
-NARROWEST, WIDEST = 0.5, 10.0
+NARROWEST, WIDEST = 0.25, 10.0
 """Limits of the widening factor: a burst of odd jobs must not make intervals useless for weeks."""
 
 HORIZONS = {"10m": 600.0, "2h": 7200.0, "1d": 86400.0, "later": math.inf}
@@ -38,7 +38,8 @@ SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _SCHEMA = """
     CREATE TABLE IF NOT EXISTS forecasts (
         job TEXT NOT NULL, what TEXT NOT NULL, kind TEXT NOT NULL, at_s REAL NOT NULL, p5_s REAL, p25_s REAL,
-        p50_s REAL NOT NULL, p75_s REAL, p95_s REAL, wide50 REAL NOT NULL, wide90 REAL NOT NULL, came_s REAL,
+        p50_s REAL NOT NULL, p75_s REAL, p95_s REAL, wide5 REAL NOT NULL, wide25 REAL NOT NULL, wide75 REAL NOT NULL,
+        wide95 REAL NOT NULL, came_s REAL,
         PRIMARY KEY (job, what, at_s)
     ) WITHOUT ROWID;
 """
@@ -46,24 +47,26 @@ _SCHEMA = """
 
 @dataclass(frozen=True, slots=True)
 class Widening:
-    """Factors on the distance of an interval's ends from the median, as past errors ask for (split conformal)."""
+    """Factors on the distances of an interval's ends from the median, as past errors ask for (split conformal).
 
-    of50: float = 1.0
-    of90: float = 1.0
+    Each side has its own: jobs that are submitted later make starts late, never early.
+    """
+
+    p5: float = 1.0
+    p25: float = 1.0
+    p75: float = 1.0
+    p95: float = 1.0
 
     def applied(self, raw: Quantiles, now_s: float) -> Quantiles:
         """Quantiles with the intervals scaled; nothing is before now."""
-        p5_s, p25_s = (
-            None if x is None else max(raw.p50_s - factor * (raw.p50_s - x), min(now_s, raw.p50_s))
-            for x, factor in ((raw.p5_s, self.of90), (raw.p25_s, self.of50))
-        )
-        p75_s, p95_s = (
-            None if x is None else raw.p50_s + factor * (x - raw.p50_s)
-            for x, factor in ((raw.p75_s, self.of50), (raw.p95_s, self.of90))
-        )
+        middle_s, floor_s = raw.p50_s, min(now_s, raw.p50_s)
+        p5_s = None if raw.p5_s is None else max(middle_s - self.p5 * (middle_s - raw.p5_s), floor_s)
+        p25_s = None if raw.p25_s is None else max(middle_s - self.p25 * (middle_s - raw.p25_s), floor_s)
+        p75_s = None if raw.p75_s is None else middle_s + self.p75 * (raw.p75_s - middle_s)
+        p95_s = None if raw.p95_s is None else middle_s + self.p95 * (raw.p95_s - middle_s)
         p5_s = min(p5_s, p25_s) if p5_s is not None and p25_s is not None else p5_s
         p95_s = max(p95_s, p75_s) if p95_s is not None and p75_s is not None else p95_s
-        return Quantiles(p5_s, p25_s, raw.p50_s, p75_s, p95_s)
+        return Quantiles(p5_s, p25_s, middle_s, p75_s, p95_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +80,13 @@ class Outcome:
     widening: Widening  # that applied
     came_s: float
 
-    def error(self, low_s: float | None, high_s: float | None) -> float:
-        """Distance of the outcome from the median, in distances of the interval's end on that side."""
-        end_s = high_s if self.came_s >= self.raw.p50_s else low_s
-        if end_s is None:
+    def error(self, end_s: float | None) -> float:
+        """Distance of the outcome beyond the median, in distances of an interval's end; negative: on the other side."""
+        if end_s is None:  # infinitely far
             return 0.0
-        return abs(self.came_s - self.raw.p50_s) / max(abs(end_s - self.raw.p50_s), 1.0)
+        distance_s = end_s - self.raw.p50_s
+        # Ends closer than a second say nothing of their side: the outcome's own seconds count.
+        return (self.came_s - self.raw.p50_s) / distance_s if abs(distance_s) >= 1.0 else abs(self.came_s - end_s)
 
 
 def learned(outcomes: Iterable[Outcome]) -> dict[str, Widening]:
@@ -93,15 +97,20 @@ def learned(outcomes: Iterable[Outcome]) -> dict[str, Widening]:
         by_what.setdefault(one.what, []).append(one)
     for what, some in by_what.items():
         if len(some) >= LEAST_OUTCOMES:
-            of50 = _quantile(sorted(one.error(one.raw.p25_s, one.raw.p75_s) for one in some), 0.5)
-            of90 = _quantile(sorted(one.error(one.raw.p5_s, one.raw.p95_s) for one in some), 0.9)
-            found[what] = Widening(min(max(of50, NARROWEST), WIDEST), min(max(of90, NARROWEST), WIDEST))
+            found[what] = Widening(
+                p5=_factor((one.error(one.raw.p5_s) for one in some), 0.95),
+                p25=_factor((one.error(one.raw.p25_s) for one in some), 0.75),
+                p75=_factor((one.error(one.raw.p75_s) for one in some), 0.75),
+                p95=_factor((one.error(one.raw.p95_s) for one in some), 0.95),
+            )
     return found
 
 
-def _quantile(ordered: list[float], share: float) -> float:
-    """Quantile with the correction of conformal prediction for a finite sample."""
-    return ordered[min(math.ceil((len(ordered) + 1) * share), len(ordered)) - 1]
+def _factor(errors: Iterable[float], share: float) -> float:
+    """Quantile of errors, with the correction of conformal prediction for a finite sample, within the limits."""
+    ordered = sorted(errors)
+    found = ordered[min(math.ceil((len(ordered) + 1) * share), len(ordered)) - 1]
+    return min(max(found, NARROWEST), WIDEST)
 
 
 def scores(outcomes: Iterable[Outcome]) -> list[ForecastScore]:
@@ -177,8 +186,10 @@ class OutcomeStore:
                 self._ahead_s[job, what] = ahead_s
                 used = self.widening.get(what, Widening())
                 five = (times.p5_s, times.p25_s, times.p50_s, times.p75_s, times.p95_s)
-                found.append((job, what, kinds[job], forecast.at_s, *five, used.of50, used.of90))
-        await self._write("INSERT OR REPLACE INTO forecasts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)", found)
+                found.append((job, what, kinds[job], forecast.at_s, *five, *astuple(used)))
+        await self._write(
+            "INSERT OR REPLACE INTO forecasts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)", found
+        )
 
     async def came(self, what: str, at_s: Mapping[JobId, float]) -> None:
         """Record starts or ends, and learn from them."""
@@ -205,13 +216,13 @@ class OutcomeStore:
 
     def _outcomes(self, newest: int = -1) -> list[Outcome]:
         found = self._database.execute(
-            "SELECT what, kind, at_s, p5_s, p25_s, p50_s, p75_s, p95_s, wide50, wide90, came_s FROM forecasts"
-            " WHERE came_s IS NOT NULL ORDER BY came_s DESC LIMIT ?",
+            "SELECT what, kind, at_s, p5_s, p25_s, p50_s, p75_s, p95_s, wide5, wide25, wide75, wide95, came_s"
+            " FROM forecasts WHERE came_s IS NOT NULL ORDER BY came_s DESC LIMIT ?",
             (newest,),
         )
         return [
-            Outcome(what, kind, at_s, Quantiles(*five), Widening(of50, of90), came_s)
-            for what, kind, at_s, *five, of50, of90, came_s in found.fetchall()
+            Outcome(what, kind, at_s, Quantiles(*some[:5]), Widening(*some[5:]), came_s)
+            for what, kind, at_s, *some, came_s in found.fetchall()
         ]
 
     async def _write(self, statement: str, values: list[tuple[object, ...]]) -> None:
