@@ -74,6 +74,11 @@ class LiveSimulation(Simulation):
                 self._take_over(run, job, job.attempt)
                 if job.trials.is_running:
                     first.append(e.TrialProposed(**self._queue.stamp(), job=job.id, plan=None))
+        for host in state.hosts.values():
+            for job_id, attempt, generation in host.orphans:
+                about: dict[str, Any] = {"job": job_id, "attempt": attempt, "generation": generation, "host": host.id}
+                stop = d.StopAttempt(cause=e.NO_EVENT, reason="", **about, grace_s=0.0)
+                self._queue.add(now_s, "stopped", stop)
         for timer, at_s in state.timers.items():
             self._set_timer(timer, at_s)
         self._handle(first)

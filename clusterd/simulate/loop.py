@@ -142,10 +142,9 @@ class Simulation(World):
         self._go(run, decision.plan, decision.ranks, self._queue.now_s + delay_s)
 
     def _do_StopAttempt(self, decision: d.StopAttempt) -> None:  # noqa: N802
-        run = self.runs[decision.job]
-        job = self.scheduler.state.jobs[decision.job]
-        attempt = job.attempt
-        if attempt is not None and attempt.generation == decision.generation and run.end_s is None:
+        run, job = self.runs.get(decision.job), self.scheduler.state.jobs.get(decision.job)
+        attempt = job.attempt if job is not None else None
+        if run is not None and attempt is not None and attempt.generation == decision.generation and run.end_s is None:
             if attempt.stop.outcome is not None and attempt.stop.outcome.value != "preempted":
                 self._fall_back(run)
             run.go_to(self._queue.now_s)
@@ -163,7 +162,8 @@ class Simulation(World):
 
     def _do_EndJob(self, decision: d.EndJob) -> None:  # noqa: N802
         self._awaited.discard(decision.job)
-        run = self.runs[decision.job]
+        if (run := self.runs.get(decision.job)) is None:
+            return  # a job that cannot start in this course, and is not to any more
         self._usage.end(run)
         if run.end_s is None:
             run.refused = decision.reason

@@ -135,10 +135,11 @@ def _measured(job: Job, table: PerformanceTable, state: State) -> tuple[tuple[Pl
     if attempt is None or attempt.plan is None or step_time_s is None or job.progress.step < STEPS_TO_TRUST:
         return None, 1.0
     hosts: dict[str, list[str]] = {}
-    names = {device.id: device.name for host in attempt.hosts for device in state.hosts[host].devices}
+    there = [state.hosts[host] for host in attempt.hosts if host in state.hosts]
+    names = {device.id: device.name for host in there for device in host.devices}
     for rank in attempt.ranks.values():
         if rank.place.device is not None:
-            hosts.setdefault(rank.place.host, []).append(names[rank.place.device])
+            hosts.setdefault(rank.place.host, []).append(names.get(rank.place.device, "lost"))
     shape = tuple(sorted(map(len, hosts.values()), reverse=True))
     known = _estimate(table, attempt.plan, list(hosts.values()))
     return (attempt.plan, shape), step_time_s / known.step_time_s if known is not None else 1.0

@@ -163,11 +163,11 @@ class World:
         ]
 
     def _when_stopped(self, payload: d.StopAttempt) -> list[e.Event]:
-        run = self.runs[payload.job]
+        run = self.runs.get(payload.job)  # None: old ranks of a job that is over
         events: list[e.Event] = []
         attempt = self.scheduler.state.attempt(payload.job, payload.attempt, payload.generation)
         ends: tuple[RankReport, ...] = ()
-        if attempt is not None and run.end_s is None:
+        if run is not None and attempt is not None and run.end_s is None:
             here = [n for n, rank in attempt.ranks.items() if rank.place.host == payload.host and rank.end is None]
             ends = tuple(RankReport(rank=n, end=_STOPPED) for n in here)
             if (
@@ -255,7 +255,8 @@ class World:
         by_host: dict[HostId, list[str]] = {}
         for place in places:
             if place.device is not None:
-                by_host.setdefault(place.host, []).append(self.types[place.device])
+                # A device may be lost while its host still runs the rank.
+                by_host.setdefault(place.host, []).append(self.types.get(place.device, "lost"))
         step_time_s = run.speed.pace_s(plan, list(by_host.values()))
         if step_time_s is None:
             shape = [len(kinds) for kinds in by_host.values()]

@@ -62,3 +62,8 @@ def test_when_a_job_starts_is_told_while_it_can_be_and_not_known_afterwards(clus
 
     cluster.run("cancel", "--wait", first)
     cluster.wait_for(second, lambda row: row["state"] == "finished")
+    until(lambda: {row["what"] for row in cluster.call("forecasts")} == {"start", "end"}, explain=cluster.log)
+    report = cluster.run("report", "--forecasts").stdout
+    assert "WITHIN 90%" in report
+    assert "start" in report
+    assert 'clusterd_forecasts{what="start",kind="command"' in cluster.run("metrics").stdout

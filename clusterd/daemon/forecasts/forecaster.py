@@ -86,8 +86,6 @@ class Forecaster:
         self._cancelled: set[JobId] = set()
         self._asking = anyio.Lock()
         self._past, self._past_s = b"", -math.inf
-        self.trouble = ""
-        """Reason why nothing is known; empty if none."""
 
     @property
     def _state(self) -> State:
@@ -140,7 +138,7 @@ class Forecaster:
                     process = process or await _Process.start()
                     request, encoding_s = await self._request(CPU_S)
                     answer = await process.ask(request)
-                    failed, self.trouble = 0, ""
+                    failed = 0
                     await self._take(answer, request.now_s)
                     await anyio.sleep(LOOP_SHARE * encoding_s)
                 except ClusterError as error:
@@ -148,7 +146,7 @@ class Forecaster:
                     self._news |= {*self._state.queue, *self._state.active}
                     if process is not None:
                         await process.end()
-                    process, failed, self.trouble = None, failed + 1, str(error)
+                    process, failed = None, failed + 1
                     log.error("%s; starts and ends of jobs are not known", error)
                     await anyio.sleep(min(FAILED_S * 2.0 ** (failed - 1), FAILED_MOST_S))
         finally:

@@ -25,10 +25,11 @@ LEARNED_FROM = 500
 """Newest outcomes from which the widening is learned."""
 
 LEAST_OUTCOMES = 20
-"""Outcomes from which on intervals are widened or narrowed."""
+"""Outcomes from which on intervals are widened."""
 
-NARROWEST, WIDEST = 0.25, 10.0
-"""Limits of the widening factor: a burst of odd jobs must not make intervals useless for weeks."""
+NARROWEST, WIDEST = 1.0, 10.0
+"""Limits of the widening factor: outcomes of one hour resemble each other, so a few of them are no reason to be surer
+than the roll-outs; and a burst of odd jobs must not make intervals useless for weeks."""
 
 HORIZONS = {"10m": 600.0, "2h": 7200.0, "1d": 86400.0, "later": math.inf}
 """Largest time from a forecast to its median, by the name of the class in reports."""
