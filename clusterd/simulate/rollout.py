@@ -27,7 +27,7 @@ from clusterd.units import counted
 HORIZON_S = 30 * 86400.0
 """Time played at most; what has not happened by then is not known."""
 
-ROUND_SHARE = 1.0 / 30.0
+ROUND_SHARE = 0.1
 """Least time between two passes in which nothing has happened, as a share of the time played: it bounds the relative
 error of a start that waits for time alone, and without it a day would have 2,880 passes."""
 
