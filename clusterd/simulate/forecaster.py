@@ -26,7 +26,7 @@ from clusterd.simulate.rollout import Course, roll_out, summary
 from clusterd.types import JobId, JobKind
 
 LEAST_ROLLOUTS = 5
-"""Roll-outs that are made however long they take: of fewer there are no quantiles."""
+"""Roll-outs that are made at least, each cut off after its share of the time: of fewer there are no quantiles."""
 
 _requests = msgspec.msgpack.Decoder(Request)
 _states = msgspec.msgpack.Decoder(State)
@@ -43,7 +43,13 @@ def answer(request: Request, policy: Policy) -> Answer:
         found = tuple(_what_if(each, state, request, policy, cpu_s, arrivals) for each in request.what_ifs)
         return Answer(what_ifs=found)
     draws = courses_of(state, request.now_s)
-    courses = list(_in_time(roll_out(state, policy, draws, request.now_s, "", None, arrivals), request, request.cpu_s))
+    courses = list(
+        _in_time(
+            roll_out(state, policy, draws, request.now_s, "", None, arrivals, request.cpu_s / LEAST_ROLLOUTS),
+            request,
+            request.cpu_s,
+        )
+    )
     return Answer(
         jobs={str(job): one for job, one in summary(courses, state, draws, request.now_s, arrivals.weeks).items()}
     )
@@ -66,7 +72,11 @@ def _what_if(
     """Forecast of one job if it were submitted now."""
     with_it, job = _with(wanted, state, request.now_s)
     draws = courses_of(with_it, request.now_s)
-    courses = list(_in_time(roll_out(with_it, policy, draws, request.now_s, "", [job], arrivals), request, cpu_s))
+    courses = list(
+        _in_time(
+            roll_out(with_it, policy, draws, request.now_s, "", [job], arrivals, cpu_s / LEAST_ROLLOUTS), request, cpu_s
+        )
+    )
     plans = Counter(course.plan[job] for course in courses if job in course.plan)
     return WhatIfAnswer(
         forecast=summary(courses, with_it, [job], request.now_s, arrivals.weeks).get(job),

@@ -46,9 +46,10 @@ class LiveSimulation(Simulation):
         gather_share: float = 0.0,
         round_share: float = 0.0,
         on_batch: OnBatch | None = None,
+        passes_s: float = math.inf,
     ) -> None:
         nothing = Setting(Cluster(()), Workload(()), Truth({}), {}, move_s=move_s, horizon_s=horizon_s)
-        super().__init__(nothing, policy, on_batch)
+        super().__init__(nothing, policy, on_batch, passes_s)
         self._gather_share, self._round_share, self._from_s = gather_share, round_share, 0.0
 
     def go_on(self, state: State, runs: Iterable[Run], now_s: float, awaited: Iterable[JobId]) -> Result:

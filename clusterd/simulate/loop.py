@@ -48,9 +48,9 @@ class Simulation(World):
             turns = turns + 1 if at_s == self._queue.now_s else 0
             if turns > TURNS_MAX:
                 raise ArithmeticError(f"{self.policy.name} changes its mind for ever at {at_s:.3f} s: no time passes")
-            if at_s > self.setting.horizon_s:
-                self._advance(self.setting.horizon_s)
-                end_s = self.setting.horizon_s
+            if at_s > self.setting.horizon_s or self.policy.total_s > self.passes_s:
+                end_s = min(self.setting.horizon_s, at_s)
+                self._advance(end_s)
                 break
             events: list[e.Event] = []
             at_s += self._gathering_s(at_s)

@@ -70,14 +70,16 @@ def play(
     now_s: float,
     awaited: Iterable[JobId],
     later: Iterable[tuple[float, PastJob]] = (),
+    passes_s: float = math.inf,
 ) -> Course:
     """Play a state forward until the awaited jobs are over; changes the state and the runs.
 
     Args:
         later: jobs that are submitted meanwhile, with their times.
+        passes_s: processor time after which the course is cut off; what has not happened by then is not known.
     """
     course = Course()
-    simulation = LiveSimulation(policy, now_s + HORIZON_S, None, GATHER_SHARE, ROUND_SHARE, course.on_batch)
+    simulation = LiveSimulation(policy, now_s + HORIZON_S, None, GATHER_SHARE, ROUND_SHARE, course.on_batch, passes_s)
     for number, (at_s, past) in enumerate(later):
         job, name = JobId(f"later {number}"), past.spec.name
         run = Run(job=job, name=name, steps=past.ran_s, speed=Elapsing(), has_steps=False, keeps_state=False)
@@ -94,6 +96,7 @@ def roll_out(
     seed: str,
     awaited: Iterable[JobId] | None = None,
     arrivals: Arrivals | None = None,
+    passes_s: float = math.inf,
 ) -> Iterator[Course]:
     """Yield one course after another, without end; each draws its run times by its own number.
 
@@ -101,6 +104,7 @@ def roll_out(
         policy: remembers curves from one course to the next.
         awaited: jobs by whose end a course is over; None: all that are drawn.
         arrivals: jobs that are submitted meanwhile; None: none.
+        passes_s: see `play`.
     """
     tables, body = state.performance_tables, _encoder.encode(replace(state, performance_tables={}))
     number = 0
@@ -110,7 +114,7 @@ def roll_out(
         random_ = random.Random(f"{seed} {number}")
         runs = [draw(random_) for draw in draws.values()]
         later = arrivals.draw(random_) if arrivals is not None else ()
-        yield play(copy, policy, runs, now_s, draws if awaited is None else awaited, later)
+        yield play(copy, policy, runs, now_s, draws if awaited is None else awaited, later, passes_s)
         number += 1
 
 
@@ -140,7 +144,10 @@ def summary(
 def _quantiles(times_s: Sequence[float]) -> Quantiles | None:
     """Quantiles of some points in time; None: most of them never come."""
     ordered = sorted(times_s)
-    at = [ordered[min(int(share * len(ordered)), len(ordered) - 1)] for share in SHARES]
+    # Ranks of n + 1: between the smallest and the largest of 20 lie 90% of what comes. In doubt outwards.
+    ranks = [share * (len(ordered) + 1) for share in SHARES]
+    outer = [math.floor(ranks[0]), math.floor(ranks[1]), round(ranks[2]), math.ceil(ranks[3]), math.ceil(ranks[4])]
+    at = [ordered[min(max(rank, 1), len(ordered)) - 1] for rank in outer]
     if math.isinf(at[2]):
         return None
     p5_s, p25_s, p50_s, p75_s, p95_s = (time_s if time_s < math.inf else None for time_s in at)

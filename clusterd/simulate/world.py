@@ -42,18 +42,22 @@ class _Timed:
     def __init__(self, policy: Policy) -> None:
         self.policy, self.name, self.interval_s = policy, policy.name, policy.interval_s
         self.seconds: list[float] = []
+        self.total_s = 0.0
 
     def propose(self, view: View) -> Proposal:
         began_s = time.process_time()
         proposal = self.policy.propose(view)
         self.seconds.append(time.process_time() - began_s)
+        self.total_s += self.seconds[-1]
         return proposal
 
 
 class World:
     """The cluster and its jobs at one instant of virtual time, and all pending events."""
 
-    def __init__(self, setting: Setting, policy: Policy, on_batch: OnBatch | None) -> None:
+    def __init__(self, setting: Setting, policy: Policy, on_batch: OnBatch | None, passes_s: float = math.inf) -> None:
+        """`passes_s`: processor time of passes after which the run is cut off."""
+        self.passes_s = passes_s
         self.setting, self.costs = setting, setting.costs(policy.name)
         self.policy = _Timed(policy)
         self.scheduler = Scheduler(self.policy)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import msgspec
 import pytest
@@ -162,6 +163,17 @@ def test_a_roll_out_names_the_job_whose_end_lets_another_start() -> None:
     assert start is not None and end is not None
     assert start.p50_s == pytest.approx(end.p50_s, rel=0.05)
     assert scheduler.state.jobs[second].attempts == [], "nothing of it happens to the live state"
+
+
+def test_what_a_roll_out_has_no_time_to_play_is_not_known() -> None:
+    state, policy = cluster_of("1x1:g"), POLICIES["default"]()
+    scheduler = Scheduler(policy)
+    scheduler.state = state
+    for number in range(4):
+        scheduler.handle(e.JobSubmitted(at_s=1.0, job=JobId(str(number)), spec=command("net", 1)))
+    draws = courses_of(state, 10.0)
+    courses = list(islice(roll_out(state, policy, draws, 10.0, "seed", passes_s=0.0), 5))
+    assert JobId("3") not in summary(courses, state, draws, 10.0)
 
 
 def test_the_same_seed_gives_the_same_courses() -> None:
