@@ -256,9 +256,9 @@ def encode_ms(jobs: int) -> float:
 def main() -> None:
     """Measure and print."""
     parser = arguments(__doc__)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=60)
+    parser.add_argument("--jobs", type=int, default=80)
     parser.add_argument("--rollouts", type=int, default=20)
     parser.add_argument("--only-accuracy", action="store_true", help="leave the times out")
     given = parser.parse_args()
