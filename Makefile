@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-BENCHMARKS := cli load model migration placement proofs scheduler simulate prediction tui
+BENCHMARKS := cli forecasts load model migration placement proofs scheduler simulate prediction tui
 export OMP_NUM_THREADS ?= 1
 # Hundreds of processes that import the same modules: compiled once.
 unexport PYTHONDONTWRITEBYTECODE

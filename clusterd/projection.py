@@ -58,7 +58,7 @@ def _shown() -> tuple[Key, ...]:
     return tuple(key for key in keys_of(JobSpec) if key.row)
 
 
-def job_row(job: Job, state: State, **others: Any) -> rows.Job:
+def job_row(job: Job, state: State, forecast: rows.Forecast | None = None, **others: Any) -> rows.Job:
     """Row of a job, as `clusterd ls` lists it."""
     last, running, shape = job.attempts[-1] if job.attempts else None, job.attempt, job.inspection.shape or {}
     progress = job.progress
@@ -79,7 +79,8 @@ def job_row(job: Job, state: State, **others: Any) -> rows.Job:
         hosts=last.hosts if last else (),
         holds_devices=running is not None,
         on_loan=_on_loan(job),
-        promise=promise_row(job.id, state),
+        promise=promise_row(job.id, state, forecast),
+        forecast=forecast,
         step=progress.step,
         steps=shape.get("steps"),
         first_loss=progress.first_loss,
@@ -115,13 +116,18 @@ def _on_loan(job: Job) -> int:
     return on_loan(job, len(job.attempt.devices))
 
 
-def promise_row(job: JobId, state: State) -> rows.Promise | None:
-    """Expected and promised start of a queued job, and the jobs that it waits for; None: it has no reservation."""
+def promise_row(job: JobId, state: State, forecast: rows.Forecast | None = None) -> rows.Promise | None:
+    """Expected and promised start of a queued job, and the jobs that it waits for; None: it has no reservation.
+
+    A forecast by roll-outs is the only expected start that is shown where there is one.
+    """
     promise = state.reservation
     if promise is None or promise.job != job:
         return None
     after = tuple(state.jobs[other].spec.name for other in promise.after)
-    return rows.Promise(at_s=promise.at_s if promise.is_foreseen else None, latest_s=promise.latest_s, after=after)
+    at_s = promise.at_s if promise.is_foreseen else None
+    at_s = forecast.start.p50_s if forecast is not None and forecast.start is not None else at_s
+    return rows.Promise(at_s=at_s, latest_s=promise.latest_s, after=after)
 
 
 def order(state: State) -> Order:
@@ -360,6 +366,7 @@ def change_row(
     decisions: Iterable[Decision],
     link: Callable[[HostId], Row] = lambda host: {},
     side_effects: SideEffects = NO_SIDE_EFFECTS,
+    forecast: Callable[[Job], rows.Forecast | None] = lambda job: None,
 ) -> rows.Change:
     """Row of a handled batch, with the current rows of every job and host that it changed."""
     events, decisions = list(events), list(decisions)
@@ -380,7 +387,7 @@ def change_row(
         number=number, at_s=events[-1].at_s if events else 0.0,
         events=tuple(event_row(event, state) for event in events),
         decisions=tuple(decision_row(decision) for decision in decisions),
-        jobs=tuple(job_row(state.jobs[job], state) for job in jobs if job in state.jobs),
+        jobs=tuple(job_row(known, state, forecast(known)) for job in jobs if (known := state.jobs.get(job))),
         hosts=tuple(host_row(state, state.hosts[host], link(host)) for host in hosts if host in state.hosts),
         gone=tuple(host for host in hosts if host not in state.hosts), order=order_row(side_effects.order),
         recovering=sorted(state.recovering), notice=state.notice,

@@ -50,6 +50,40 @@ class Promise(Struct, frozen=True, kw_only=True):
     after: Annotated[tuple[str, ...], about("Names of the jobs that it waits for.")] = ()
 
 
+class Quantiles(Struct, frozen=True):
+    """Point in time as a distribution; null: not within the time that roll-outs play."""
+
+    p5_s: Annotated[Seconds | None, about("With 5% by then; to `p95_s`, the 90% interval.")]
+    p25_s: Annotated[Seconds | None, about("With 25% by then; to `p75_s`, the 50% interval.")]
+    p50_s: Annotated[Seconds, about("As likely before as after.")]
+    p75_s: Annotated[Seconds | None, about("With 75% by then.")]
+    p95_s: Annotated[Seconds | None, about("With 95% by then.")]
+
+
+class Forecast(Struct, frozen=True, kw_only=True):
+    """Start and end of a job, from roll-outs of the scheduler."""
+
+    at_s: Annotated[Seconds, about("State from which the roll-outs began.")] = 0.0
+    rollouts: Annotated[int, about("Number of roll-outs.")] = 0
+    start: Annotated[Quantiles | None, about("Start; null: not known, or it has started.")] = None
+    end: Annotated[Quantiles | None, about("End; null: not known.")] = None
+    after: Annotated[str, about("Job by whose end, or shrinking, it starts most often; empty: none.")] = ""
+    weeks: Annotated[int, about("Past weeks from which later submissions are drawn; 0: none are assumed.")] = 0
+
+
+class ForecastScore(Struct, frozen=True, kw_only=True):
+    """Calibration of past forecasts of one class."""
+
+    what: Annotated[str, about("`start` or `end`.")]
+    kind: Annotated[str, about("Kind of the jobs.")]
+    horizon: Annotated[str, about("Largest time from the forecast to its median: `10m`, `2h`, `1d` or `later`.")]
+    count: Annotated[int, about("Forecasts with an outcome.")] = 0
+    within50: Annotated[float, about("Share of outcomes within the 50% interval.")] = 0.0
+    within90: Annotated[float, about("Share of outcomes within the 90% interval.")] = 0.0
+    width90_s: Annotated[Seconds | None, about("Median width of the 90% interval.")] = None
+    pinball_s: Annotated[Seconds, about("Mean pinball loss of the five quantiles.")] = 0.0
+
+
 class ArrayTask(Struct, frozen=True, kw_only=True):
     """Place of a job in an array or sweep."""
 
@@ -116,6 +150,7 @@ class Job(Struct, frozen=True, kw_only=True):
     holds_devices: Annotated[bool, about("Still holds them.")] = False
     on_loan: Annotated[int, about("Devices beyond its request, which go to whoever waits for them.")] = 0
     promise: Annotated[Promise | None, about("Its reservation: expected and promised start.")] = None
+    forecast: Annotated[Forecast | None, about("Start and end by roll-outs; null: not known.")] = None
     step: Annotated[int, about("Newest step.")] = 0
     steps: Annotated[int | None, about("All steps.")] = None
     first_loss: Annotated[float | None, about("Loss of the first step.")] = None
@@ -390,6 +425,17 @@ class Baseline(Struct, frozen=True, kw_only=True):
     jobs: tuple[Job, ...] = ()
     hosts: tuple[Host, ...] = ()
     order: dict[str, QueuePlace | None] = {}
+
+
+class Expectation(Struct, frozen=True, kw_only=True):
+    """Start and end of a job, if it were submitted now."""
+
+    name: Annotated[str, about("Name.")]
+    devices: Annotated[int, about("Devices asked for.")] = 0
+    guaranteed: Annotated[bool, about("With a guarantee.")] = False
+    forecast: Annotated[Forecast | None, about("Start and end; null: not known.")] = None
+    plan: Annotated[str, about("Plan and devices with which it starts most often.")] = ""
+    why: Annotated[str, about("Why nothing is known; empty: something is.")] = ""
 
 
 class SubmittedJob(Struct, frozen=True, kw_only=True):

@@ -128,7 +128,7 @@ class Resources:
             return False
         if self.compute_capability and not has_capability(compute_capability, self.compute_capability):
             return False
-        return self.device_name.lower() in name.lower()
+        return not self.device_name or self.device_name.lower() in name.lower()
 
     @property
     def per_node(self) -> int:

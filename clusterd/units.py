@@ -163,9 +163,26 @@ def start_text(
     return f"starts{ends}; nothing tells when that is"
 
 
+def expected_text(p5_s: float | None, p50_s: float, p95_s: float | None, clock: Callable[[float], str]) -> str:
+    """Point in time with its 90% interval: ``16:40, between 16:10 and 18:30``.
+
+    Args:
+        p5_s, p95_s: ends of the interval; None: not known.
+        clock: text of a point in time.
+    """
+    middle = clock(p50_s)
+    low, high = ("" if at_s is None else clock(at_s) for at_s in (p5_s, p95_s))
+    if low == high == middle:
+        return middle
+    if low and high:
+        return f"{middle}, between {low} and {high}"
+    return f"{middle}, not before {low}" if low else middle
+
+
 TIMES = {
     "at_s", "since_s", "submitted_s", "queued_s", "created_s", "started_s", "ended_s", "progressed_s", "idle_since_s",
-    "latest_s", "from_s", "until_s", "reclaim_at_s", "not_before_s", "ends_by_s",
+    "latest_s", "p5_s", "p25_s", "p50_s", "p75_s", "p95_s", "from_s", "until_s", "reclaim_at_s", "not_before_s",
+    "ends_by_s",
 }  # fmt: skip
 """Fields of rows that are points in time, as seconds since the epoch; all other names in ``_s`` are durations."""
 

@@ -7,6 +7,7 @@ import click
 EXAMPLES = {
     "submit": "clusterd submit job.toml --gpus 2 --sweep LR=1e-3,3e-4",
     "ls": "clusterd ls 'gpt_*' --user . --since 1d",
+    "when": "clusterd when job.toml --gpus 1,2,4 --guaranteed",
     "why": "clusterd why gpt-small",
     "show": "clusterd show gpt-small -o json",
     "logs": "clusterd logs -f gpt-small",

@@ -31,7 +31,7 @@ from clusterd.cli.common.output import (
 from clusterd.client import Client, refusal
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.calls import Failure
-from clusterd.units import counted, duration, start_text
+from clusterd.units import counted, duration, expected_text, start_text
 
 SILENT_S, SILENT_STEPS = 60.0, 20
 """A job counts as silent after this long and this many step times without a step."""
@@ -51,6 +51,7 @@ LINES_MAX = 20
 @click.option("--since", metavar="TIME", help="Only jobs submitted within this time, finished ones too, as in 12h.")
 @click.option("-n", "--limit", type=click.IntRange(1), help="At most so many jobs, the newest.")
 @click.option("--tasks", is_flag=True, help="A line for each task of arrays and sweeps.")
+@click.option("-l", "--long", "with_forecast", is_flag=True, help="Expected start and end, with 90% intervals.")
 @output_option
 def ls(
     jobs: tuple[str, ...],
@@ -60,6 +61,7 @@ def ls(
     since: str | None,
     limit: int | None,
     tasks: bool,
+    with_forecast: bool,
     output: str,
 ) -> None:
     """List active jobs, with --all also finished ones; JOBS limits the list to names, ids or patterns.
@@ -88,6 +90,10 @@ def ls(
     rows = rows if jobs or state is not None or tasks else _folded(rows, arrays)
     headings = ["id", "name", "state", "plan", "devices", "step", "left", "loss", "elapsed", "age", "reason"]
     lines = [_array_line(row) if "tasks" in row else _line(row) for row in rows]
+    if with_forecast:
+        headings[-1:-1] = ["expected start", "expected end"]
+        for row, line in zip(rows, lines, strict=True):
+            line[-1:-1] = [_expected(row, what) for what in ("start", "end")]
     if len({row["user"] for row in rows}) > 1:
         headings.insert(1, "user")
         for row, line in zip(rows, lines, strict=True):
@@ -515,8 +521,8 @@ def why(job: str, output: str) -> None:
         print_line(f"  {silence}")
     if answer["state"] == "running" and (left := _left(answer)):
         print_line(f"  has run for {_elapsed(answer)}, ends in {left}")
-    if promise := promised(answer):
-        print_line(f"  {promise}")
+    for text in filter(None, (*forecast_lines(answer), promised(answer))):
+        print_line(f"  {text}")
     if loan := answer.get("on_loan"):  # absent from the reply of an older daemon
         held = len(answer["devices"])
         print_line(f"  holds {held} devices, asked for {held - loan}: {loan} on loan until another job waits for them")
@@ -557,11 +563,54 @@ def _until(answer: dict[str, Any], holder: str) -> str:
     return ""
 
 
+def forecast_lines(job: dict[str, Any]) -> list[str]:
+    """Sentences about the expected start and end of a job, and how they were made."""
+    forecast = job.get("forecast")
+    if "forecast" not in job or job["state"] not in ("queued", "running"):  # absent from an older daemon's reply
+        return []
+    if forecast is None:
+        return ["expected start and end: not known"] if job["state"] == "queued" else []
+    found = []
+    for what in ("start", "end"):
+        if (times := forecast[what]) is not None:
+            text = expected_text(times["p5_s"], times["p50_s"], times["p95_s"], _clock)
+            after = f"; after {forecast['after']} ends or shrinks" if what == "start" and forecast["after"] else ""
+            found.append(f"expected {what}: {text}{after}")
+        elif what == "end" or job["state"] == "queued":
+            found.append(f"expected {what}: not known")
+    weeks = forecast.get("weeks")
+    later = f"with submissions as in the last {weeks} weeks" if weeks else "without later submissions"
+    made = f"{counted(forecast['rollouts'], 'roll-out')} {later}, {ago(forecast['at_s'])} ago"
+    found.append(f"(90% intervals, from {made})")
+    return found
+
+
+def _expected(row: dict[str, Any], what: str) -> str:
+    """Cell of an expected start or end; empty: it is over, or has started."""
+    forecast = row.get("forecast")  # absent from the reply of an older daemon, and from the line of an array
+    if row.get("ended_s") or (what == "start" and row.get("started_s") and row["state"] != "queued") or "tasks" in row:
+        return ""
+    return expected_cell(forecast, what)
+
+
+def expected_cell(forecast: dict[str, Any] | None, what: str) -> str:
+    """Text of a start or an end: ``16:40 (16:10-18:30)``."""
+    if not forecast or forecast[what] is None:
+        return "not known"
+    low, middle, high = (forecast[what][name] for name in ("p5_s", "p50_s", "p95_s"))
+    around = f"{_clock(low) if low is not None else ''}-{_clock(high) if high is not None else ''}"
+    return f"{_clock(middle)} ({around})"
+
+
 def promised(job: dict[str, Any]) -> str:
     """Sentence about the start of a queued job; empty without a reservation."""
     promise = job.get("promise")
     if not promise:
         return ""
+    if (job.get("forecast") or {}).get("start"):  # which says when it is expected
+        latest_s = promise["latest_s"]
+        known = latest_s is not None and latest_s >= time.time()
+        return f"promised: by {_clock(latest_s)} at the latest; nobody behind it may delay it" if known else ""
     return start_text(promise["at_s"], promise["latest_s"], promise["after"], time.time(), _clock)
 
 

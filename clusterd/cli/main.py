@@ -25,6 +25,7 @@ _GROUPS = {
         "run": ("submit", "run", "Run a command on the cluster: streams its log, returns its exit code."),
         "shell": ("interactive.shell", "shell", "Open a shell with its own devices, or inside a running job."),
         "ls": ("jobs", "ls", "List jobs."),
+        "when": ("queue.when", "when", "Compare when a job would start and end, before submitting it."),
         "why": ("jobs", "why", "Explain a job's state."),
         "show": ("jobs", "show", "Show all details of one job."),
         "logs": ("jobs", "logs", "Print a job's output."),

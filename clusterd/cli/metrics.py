@@ -39,8 +39,8 @@ def _text() -> str:
     """All metrics in the Prometheus text format."""
     with Client() as cluster:
         status, hosts, jobs = cluster.call("status"), cluster.call("hosts"), cluster.call("jobs", all=True)
-        usage = cluster.call("usage", minutes=USAGE_MINUTES)
-    return prometheus_text(status, hosts, jobs, usage)
+        usage, forecasts = cluster.call("usage", minutes=USAGE_MINUTES), cluster.call("forecasts")
+    return prometheus_text(status, hosts, jobs, usage, forecasts)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from clusterd.core.booked import Booked
 from clusterd.core.claim_calendar import ClaimCalendar
@@ -114,6 +114,7 @@ class View:
         self.calendar = ClaimCalendar(state, now_s)
         self.free = Ledger(state.hosts.values(), state.holders, _shared(state))
         self.quotas = Quotas(state, self.running)
+        self.of_request: dict[object, Any] = {}  # what hosts could do for a request if nothing ran: see `requirements`
 
     def leaving(self, attempt: Attempt) -> str:
         """Message naming the drained hosts of an attempt, else its claimed devices; empty: none."""

@@ -61,10 +61,12 @@ _USE = Rule(Callers.USERS)
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("hello", "status", "backups", "jobs", "history", "watch", "hosts", "host", "claims"), _LOOK),
-    **dict.fromkeys(("arrays", "tasks", "measurements_export", "usage", "report", "fair_share"), _LOOK),
+    **dict.fromkeys(("arrays", "tasks", "measurements_export", "usage", "report", "fair_share", "forecasts"), _LOOK),
     **dict.fromkeys(("job", "why", "wait", "plans", "profile"), _DETAILS),
     **dict.fromkeys(("logs", "steps"), _OUTPUT),
-    **dict.fromkeys(("login", "submit", "dry_run", "estimate", "snapshot_has", "snapshot_put", "host_check"), _USE),
+    **dict.fromkeys(
+        ("login", "submit", "dry_run", "when", "estimate", "snapshot_has", "snapshot_put", "host_check"), _USE
+    ),
     **dict.fromkeys(
         ("cancel", "hold", "release", "requeue", "priority", "edit", "migrate", "unpin", "resume", "rerun", "signal"),
         _USE,
@@ -103,7 +105,7 @@ _ROW_SHOWN = {
 }  # fmt: skip
 """Fields of a job's row that ``own`` shows, so that it stays true what holds the devices."""
 
-_NULLABLE = {"array", "promise", "migrating", "steps", "exit_code", "foreseen_steps"}
+_NULLABLE = {"array", "promise", "forecast", "migrating", "steps", "exit_code", "foreseen_steps"}
 """Fields of a job's row that are null where there is none."""
 
 _SAYS_WHY_IT_ENDED = {"EndJob", "RequeueJob", "StopAttempt"}

@@ -41,6 +41,8 @@ from clusterd.daemon.execution.executor import Executor
 from clusterd.daemon.execution.launching import LaunchRequests
 from clusterd.daemon.execution.migrations import Migrations
 from clusterd.daemon.execution.model_description import ModelInspector
+from clusterd.daemon.forecasts.forecaster import Forecaster
+from clusterd.daemon.forecasts.outcomes import OutcomeStore
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.joined import JoinedHosts
 from clusterd.daemon.hosts.link_factory import LinkFactory
@@ -156,6 +158,9 @@ class Daemon:
             models = PerformanceModels(engine, measurements)
             classifier = SubmissionClassifier(engine, archived_jobs)
             profiler = Profiler(engine, models, classifier, trials=config.trials)
+            outcomes = OutcomeStore(config.state_dir / "forecasts.db")
+            stack.callback(outcomes.close)
+            forecaster = Forecaster(engine, outcomes)
             notifier = Notifier(config.notify, state) if config.notify is not None else None
 
             # --- execution
@@ -167,7 +172,10 @@ class Daemon:
 
             # --- handlers of batches and of agents' reports
             engine.subscribe(lambda *_: newest_event.write(*engine.newest()))
-            engine.subscribe(lambda events, decisions: feed.add(events, decisions, scheduler.side_effects))
+            engine.subscribe(
+                lambda events, decisions: feed.add(events, decisions, forecaster.with_news(scheduler.side_effects))
+            )
+            engine.subscribe(forecaster.handled)
             if notifier is not None:
                 engine.subscribe(notifier.handled)
             engine.subscribe(lambda _, decisions: executor.carry_out(decisions))
@@ -189,7 +197,7 @@ class Daemon:
             daemon = DaemonVerbs(settings, engine, archived_jobs, feed, stop, pages_row)
             jobs = JobVerbs(
                 config, engine, hosts, archive, workdirs, archived_jobs, feed, enrolment, accounts, rights,
-                daemon.status_row,
+                forecaster, daemon.status_row,
             )  # fmt: skip
             performance = PerformanceVerbs(
                 engine, models, profiler.forget, measurements, jobs.admit, inspector.describe_unsubmitted
@@ -197,7 +205,7 @@ class Daemon:
             terminals = Terminals(engine, hosts, archive, feed)
             checks = HostChecks(engine, hosts, accounts)
             joins = JoinVerbs(config, joined, leader.daemon_id)
-            reports = UsageVerbs(usage, state, archived_jobs)
+            reports = UsageVerbs(usage, state, archived_jobs, outcomes)
             groups = (daemon, jobs, accounts, performance, terminals, checks, BackupVerbs(backups), reports, joins)
             verbs = {verb: method for group in groups for verb, method in group.verbs.items()}
             streams = {**jobs.streams, **terminals.streams, **joins.streams}
@@ -233,7 +241,7 @@ class Daemon:
             await engine.post(started)
             for run in (timers.run, profiler.run, terminals.run):
                 tasks.start_soon(run)
-            for run in (usage.run, archived_jobs.run, workdirs.run, log_tails.run, backups.run):
+            for run in (usage.run, archived_jobs.run, workdirs.run, log_tails.run, backups.run, forecaster.run):
                 tasks.start_soon(guarded, run)
             if config.idle_after_s:
                 tasks.start_soon(guarded, idle_jobs.run)

@@ -35,20 +35,26 @@ class Simulation(World):
         self._begin(start_s)
         for number, arrival in enumerate(self.setting.workload.arrivals, 1):
             self._queue.add(arrival.at_s, "arrival", (JobId(str(number)), arrival))
+            self._awaited.add(JobId(str(number)))
         for one in self.setting.disturbances:
             self._queue.add(one.at_s, "disturbance", one)
+        return self._play(start_s)
+
+    def _play(self, start_s: float) -> Result:
+        """Go from event to event until no awaited job is left."""
         end_s = start_s
         turns = idle = 0
-        while (at_s := self._queue.next_s()) is not None and self._unfinished and idle < IDLE_MAX:
+        while (at_s := self._queue.next_s()) is not None and self._awaited and idle < IDLE_MAX:
             turns = turns + 1 if at_s == self._queue.now_s else 0
             if turns > TURNS_MAX:
                 raise ArithmeticError(f"{self.policy.name} changes its mind for ever at {at_s:.3f} s: no time passes")
-            if at_s > self.setting.horizon_s:
-                self._advance(self.setting.horizon_s)
-                end_s = self.setting.horizon_s
+            if at_s > self.setting.horizon_s or self.policy.total_s > self.passes_s:
+                end_s = min(self.setting.horizon_s, at_s)
+                self._advance(end_s)
                 break
-            self._advance(at_s)
             events: list[e.Event] = []
+            at_s += self._gathering_s(at_s)
+            self._advance(at_s)
             for kind, payload in self._queue.take_until(at_s):
                 events += getattr(self, f"_when_{kind}")(payload)
             if events:
@@ -57,23 +63,27 @@ class Simulation(World):
                     end_s, idle = at_s, 0
                 else:
                     idle += 1
-        over = {run.arrival.name: self.scheduler.state.jobs[run.job] for run in self.runs.values() if run.end_s is None}
+        over = {run.name: self.scheduler.state.jobs[run.job] for run in self.runs.values() if run.end_s is None}
         failed = {name: job.reason for name, job in over.items() if job.state.is_final}
         is_cut = end_s >= self.setting.horizon_s
         stuck = {name: job.reason for name, job in over.items() if not (job.state.is_final or is_cut)}
         return Result(
             policy=self.policy.name,
-            runs=list(self.runs.values()),
+            runs=self._arrived,
             ended_s=end_s,
             started_s=start_s,
             device_s=self._usage.device_s,
             idle_s=self._usage.idle_s,
-            devices=self.setting.cluster.devices,
+            devices=len(self.types),
             passes=len(self.policy.seconds),
             pass_s=self.policy.seconds,
             failed=failed,
             stuck=stuck,
         )
+
+    def _gathering_s(self, at_s: float) -> float:
+        """Time by which the first event of a batch waits for later ones."""
+        return 0.0
 
     def _begin(self, at_s: float) -> None:
         self._queue.now_s = at_s
@@ -91,14 +101,14 @@ class Simulation(World):
         passed_s = at_s - self._queue.now_s
         if passed_s > 0:
             leased = len(self.scheduler.state.holders)
-            self._usage.add(passed_s, leased, self.setting.cluster.devices - leased)
+            self._usage.add(passed_s, leased, len(self.types) - leased)
             self._queue.now_s = at_s
 
     def _progress(self) -> list[e.Event]:
         events: list[e.Event] = []
         for run in self._usage.running.values():
             run.go_to(self._queue.now_s)
-            if run.rate > 0 and run.done > 0:
+            if run.rate > 0 and run.done > 0 and run.has_steps:
                 events.append(
                     e.AttemptProgressed(
                         **self._queue.stamp(),
@@ -129,14 +139,12 @@ class Simulation(World):
         run.first_start_s = self._queue.now_s if run.first_start_s is None else run.first_start_s
         run.attempt, run.devices = decision.attempt, len(decision.ranks)
         self._queue.add(self._queue.now_s, "launched", decision)
-        assert decision.plan is not None
         self._go(run, decision.plan, decision.ranks, self._queue.now_s + delay_s)
 
     def _do_StopAttempt(self, decision: d.StopAttempt) -> None:  # noqa: N802
-        run = self.runs[decision.job]
-        job = self.scheduler.state.jobs[decision.job]
-        attempt = job.attempt
-        if attempt is not None and attempt.generation == decision.generation and run.end_s is None:
+        run, job = self.runs.get(decision.job), self.scheduler.state.jobs.get(decision.job)
+        attempt = job.attempt if job is not None else None
+        if run is not None and attempt is not None and attempt.generation == decision.generation and run.end_s is None:
             if attempt.stop.outcome is not None and attempt.stop.outcome.value != "preempted":
                 self._fall_back(run)
             run.go_to(self._queue.now_s)
@@ -147,11 +155,15 @@ class Simulation(World):
             self._queue.add(self._queue.now_s, "stopped", decision)
 
     def _do_RequeueJob(self, decision: d.RequeueJob) -> None:  # noqa: N802
-        self._usage.requeue(self.runs[decision.job])
+        run = self.runs[decision.job]
+        self._usage.requeue(run)
+        if not run.keeps_state:
+            run.done = run.saved = 0.0
 
     def _do_EndJob(self, decision: d.EndJob) -> None:  # noqa: N802
-        self._unfinished -= 1
-        run = self.runs[decision.job]
+        self._awaited.discard(decision.job)
+        if (run := self.runs.get(decision.job)) is None:
+            return  # a job that cannot start in this course, and is not to any more
         self._usage.end(run)
         if run.end_s is None:
             run.refused = decision.reason
@@ -171,7 +183,7 @@ class Simulation(World):
         assert before.plan is not None
         old = Side(before.plan, list(before.hosts.values()))
         new = Side(attempt.plan, [place.host for place in places])
-        downtime_s = self.costs.downtime_s(run.model.parameters, old, new)
+        downtime_s = self.costs.downtime_s(run.speed.parameters, old, new)
         run.devices = len(places)
         self._queue.add(self._queue.now_s + downtime_s, "moved", (decision, downtime_s))
         self._go(run, attempt.plan, places, self._queue.now_s + downtime_s)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from clusterd.simulate.runs import Result, Run
+from clusterd.simulate.runs import Result, TraceRun
 from clusterd.simulate.workload import asked_step_s
 
 
@@ -61,22 +61,22 @@ def figures(result: Result) -> dict[str, Any]:
     }
 
 
-def _completion_s(run: Run, end_s: float) -> float:
+def _completion_s(run: TraceRun, end_s: float) -> float:
     return max((run.end_s if run.end_s is not None else end_s) - run.arrival.at_s, 1e-9)
 
 
-def _asked_s(run: Run) -> float:
+def _asked_s(run: TraceRun) -> float:
     return run.arrival.steps * asked_step_s(run.model, run.arrival)
 
 
-def _met(run: Run, alone_s: float) -> bool:
+def _met(run: TraceRun, alone_s: float) -> bool:
     """True if the job ran, from its first start to its completion, at least as fast as its request would."""
     if run.end_s is None or run.first_start_s is None:
         return False
     return run.end_s - run.first_start_s <= alone_s * (1.0 + 1e-6) + 1e-6
 
 
-def _contention(runs: Sequence[Run], end_s: float, devices: int) -> list[float]:
+def _contention(runs: Sequence[TraceRun], end_s: float, devices: int) -> list[float]:
     """Jobs per device averaged over each job's life, at least 1."""
     changes: list[tuple[float, int]] = []
     for run in runs:

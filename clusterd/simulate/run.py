@@ -35,7 +35,7 @@ def check_policies(names: Sequence[str]) -> None:
 
 def simulate(setting: Setting, policy: str, on_batch: OnBatch | None = None) -> Result:
     """Run one workload under one policy."""
-    return Simulation(setting, policy, on_batch).run()
+    return Simulation(setting, POLICIES[policy](), on_batch).run()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from clusterd.plans.plan import Plan
 from clusterd.simulate.truth import ModelTruth
 from clusterd.simulate.workload import Arrival
 from clusterd.types import JobId
@@ -18,13 +21,27 @@ class Disturbance:
     kind: str  # "down", "up", "drain", "undrain"
 
 
-@dataclass(slots=True)
-class Run:
-    """True progress of one job."""
+class Speed(Protocol):
+    """True speed of a job."""
 
-    arrival: Arrival
+    @property
+    def parameters(self) -> int:
+        """Parameters of its model, by which migrations are priced."""
+
+    def pace_s(self, plan: Plan | None, hosts: Sequence[Sequence[str]]) -> float | None:
+        """Seconds per step of a plan with these device types on each host; None: it is not known to run there."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """True progress of one job; of one without steps, a step is a second."""
+
     job: JobId
-    model: ModelTruth
+    name: str
+    steps: float  # from start to end
+    speed: Speed
+    has_steps: bool = True  # and reports them
+    keeps_state: bool = True  # it goes on from its last step after it was stopped for others
     done: float = 0.0  # steps
     saved: float = 0.0  # steps that a fault does not take away
     rate: float = 0.0  # steps per second; 0: it stands
@@ -43,8 +60,16 @@ class Run:
     def go_to(self, now_s: float) -> None:
         """Count the steps made until this time."""
         if self.rate > 0 and now_s > self.since_s:
-            self.done = min(self.done + (now_s - self.since_s) * self.rate, float(self.arrival.steps))
+            self.done = min(self.done + (now_s - self.since_s) * self.rate, self.steps)
             self.since_s = now_s
+
+
+@dataclass(slots=True, kw_only=True)
+class TraceRun(Run):
+    """True progress of a job of a trace."""
+
+    arrival: Arrival
+    model: ModelTruth
 
 
 @dataclass(slots=True)
@@ -52,7 +77,7 @@ class Result:
     """Result of one simulated run."""
 
     policy: str
-    runs: list[Run]
+    runs: list[TraceRun]
     ended_s: float  # the last event, or the horizon
     started_s: float  # the first arrival
     device_s: float  # leased, in all

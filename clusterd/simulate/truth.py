@@ -44,6 +44,10 @@ class ModelTruth:
         """Seconds per step of a plan on a shape; None where it is not known to run."""
         return self.step_times_s.get((plan, device_type, tuple(sorted(shape, reverse=True))))
 
+    def pace_s(self, plan: Plan | None, hosts: Sequence[Sequence[str]]) -> float | None:
+        """Seconds per step of a plan with these device types on each host; None where it is not known to run."""
+        return mixed_step_time_s(self, plan, hosts) if plan is not None else None
+
     def best(self, devices: int, device_type: str | None = None) -> tuple[Key, float] | None:
         """The fastest plan and shape with this many devices."""
         some = [

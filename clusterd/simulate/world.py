@@ -16,14 +16,13 @@ from typing import Any
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.view import Policy, Proposal, View
 from clusterd.plans.plan import Plan
 from clusterd.simulate.event_queue import EventQueue
-from clusterd.simulate.runs import Disturbance, Run
+from clusterd.simulate.runs import Disturbance, Run, TraceRun
 from clusterd.simulate.setting import Setting
-from clusterd.simulate.truth import ModelTruth, mixed_step_time_s
+from clusterd.simulate.truth import ModelTruth
 from clusterd.simulate.usage import Usage
 from clusterd.simulate.workload import Arrival
 from clusterd.types import HostFacts, HostId, JobId, JobKind, JobSpec, RankEnd, RankPlace, RankReport, Reason, Resources
@@ -43,30 +42,35 @@ class _Timed:
     def __init__(self, policy: Policy) -> None:
         self.policy, self.name, self.interval_s = policy, policy.name, policy.interval_s
         self.seconds: list[float] = []
+        self.total_s = 0.0
 
     def propose(self, view: View) -> Proposal:
         began_s = time.process_time()
         proposal = self.policy.propose(view)
         self.seconds.append(time.process_time() - began_s)
+        self.total_s += self.seconds[-1]
         return proposal
 
 
 class World:
     """The cluster and its jobs at one instant of virtual time, and all pending events."""
 
-    def __init__(self, setting: Setting, policy: str, on_batch: OnBatch | None) -> None:
-        self.setting, self.costs = setting, setting.costs(policy)
-        self.policy = _Timed(POLICIES[policy]())
+    def __init__(self, setting: Setting, policy: Policy, on_batch: OnBatch | None, passes_s: float = math.inf) -> None:
+        """`passes_s`: processor time of passes after which the run is cut off."""
+        self.passes_s = passes_s
+        self.setting, self.costs = setting, setting.costs(policy.name)
+        self.policy = _Timed(policy)
         self.scheduler = Scheduler(self.policy)
         self.facts: dict[HostId, HostFacts] = setting.cluster.facts()
         self.types = {device.id: device.name for facts in self.facts.values() for device in facts.devices}
         self.down: dict[HostId, list[d.StopAttempt]] = {}  # stops that wait for the host
         self.runs: dict[JobId, Run] = {}
+        self._arrived: list[TraceRun] = []
         self._queue = EventQueue(setting.round_s)
         self._usage = Usage()
         self._on_batch = on_batch
         self._named: dict[str, JobId] = {}
-        self._unfinished = len(setting.workload.arrivals)
+        self._awaited: set[JobId] = set()  # jobs that are not over; without one the run is over
         self._shapes: dict[str, dict[str, Any]] = {}
         self._ticks = False  # the end of this round is awaited
 
@@ -81,8 +85,12 @@ class World:
         job, arrival = payload
         model = self.setting.truth.models[arrival.model]
         self._named[arrival.name] = job
-        self.runs[job] = Run(arrival, job, model, waited_s=self._queue.now_s - arrival.at_s)
-        self._usage.waiting[job] = self.runs[job]
+        late_s = self._queue.now_s - arrival.at_s
+        run = TraceRun(
+            job=job, name=arrival.name, steps=arrival.steps, speed=model, arrival=arrival, model=model, waited_s=late_s
+        )
+        self._arrived.append(run)
+        self.runs[job] = self._usage.waiting[job] = run
         spec = JobSpec(
             name=arrival.name,
             kind=JobKind.ELASTIC,
@@ -127,7 +135,7 @@ class World:
         if run.version != version or self.scheduler.state.jobs[job].attempt is None:
             return []
         run.go_to(self._queue.now_s)
-        run.done, run.end_s, run.rate = float(run.arrival.steps), self._queue.now_s, 0.0
+        run.done, run.end_s, run.rate = run.steps, self._queue.now_s, 0.0
         run.version += 1
         if self._queue.observed_s(self._queue.now_s) > self._queue.now_s:
             self._queue.add(self._queue.observed_s(self._queue.now_s), "ended", job)
@@ -159,14 +167,19 @@ class World:
         ]
 
     def _when_stopped(self, payload: d.StopAttempt) -> list[e.Event]:
-        run = self.runs[payload.job]
+        run = self.runs.get(payload.job)  # None: old ranks of a job that is over
         events: list[e.Event] = []
         attempt = self.scheduler.state.attempt(payload.job, payload.attempt, payload.generation)
         ends: tuple[RankReport, ...] = ()
-        if attempt is not None and run.end_s is None:
+        if run is not None and attempt is not None and run.end_s is None:
             here = [n for n, rank in attempt.ranks.items() if rank.place.host == payload.host and rank.end is None]
             ends = tuple(RankReport(rank=n, end=_STOPPED) for n in here)
-            if attempt.stop.outcome is not None and attempt.stop.outcome.value == "preempted" and run.done > run.saved:
+            if (
+                attempt.stop.outcome is not None
+                and attempt.stop.outcome.value == "preempted"
+                and run.keeps_state
+                and run.done > run.saved
+            ):
                 run.saved = run.done
                 which: dict[str, Any] = {"job": payload.job, "attempt": payload.attempt, "step": int(run.done)}
                 events.append(e.CheckpointTaken(**self._queue.stamp(), **which, path="simulated"))
@@ -194,7 +207,7 @@ class World:
         """End of a round: steps begun in it and not completed are lost."""
         for run in self._usage.running.values():
             run.go_to(self._queue.now_s)
-            if run.rate > 0 and run.done < run.arrival.steps:
+            if run.rate > 0 and run.done < run.steps:
                 run.done = math.floor(run.done + 1e-6)
                 self._foresee(run)
         self._ticks = False
@@ -241,16 +254,17 @@ class World:
 
     # --- how a job goes on --------------------------------------------------------------------------------------------
 
-    def _go(self, run: Run, plan: Plan, places: Sequence[RankPlace], from_s: float) -> None:
+    def _go(self, run: Run, plan: Plan | None, places: Sequence[RankPlace], from_s: float) -> None:
         """Continue the job under this plan on these devices."""
         by_host: dict[HostId, list[str]] = {}
         for place in places:
-            assert place.device is not None
-            by_host.setdefault(place.host, []).append(self.types[place.device])
-        step_time_s = mixed_step_time_s(run.model, plan, list(by_host.values()))
+            if place.device is not None:
+                # A device may be lost while its host still runs the rank.
+                by_host.setdefault(place.host, []).append(self.types.get(place.device, "lost"))
+        step_time_s = run.speed.pace_s(plan, list(by_host.values()))
         if step_time_s is None:
             shape = [len(kinds) for kinds in by_host.values()]
-            raise AssertionError(f"{run.arrival.name}: {plan} on {shape} was not on offer, and was chosen")
+            raise AssertionError(f"{run.name}: {plan} on {shape} was not on offer, and was chosen")
         run.rate, run.since_s = 1.0 / step_time_s, from_s
         self._foresee(run)
         self._tick()
@@ -258,5 +272,5 @@ class World:
     def _foresee(self, run: Run) -> None:
         """Schedule the completion of a job at its current rate."""
         run.version += 1
-        left_s = (run.arrival.steps - run.done) / run.rate
+        left_s = (run.steps - run.done) / run.rate
         self._queue.add(max(run.since_s, self._queue.now_s) + left_s, "done", (run.job, run.version))

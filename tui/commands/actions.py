@@ -16,7 +16,7 @@ from clusterd.rows import Cancelled, CheckpointWritten, Explanation, MigrationPr
 from clusterd.tui.commands.parsing import absolute_path, existing_file, job_files, something, whole_number
 from clusterd.tui.commands.port import AppPort
 from clusterd.tui.model import rows
-from clusterd.tui.model.columns import promise_text
+from clusterd.tui.model.columns import forecast_texts, start_facts
 from clusterd.tui.model.lines import Line, clock, line, printable
 from clusterd.units import counted, duration
 
@@ -81,8 +81,9 @@ class ClusterCommands:
         answer = rows.read(Explanation, await self._app.shared.source.call("why", job=job.id))
         now_s = self._app.shared.clock()
         made = [line((f"{job.name} ({job.id}) is {answer.state}: ", "bold"), (printable(answer.reason), "warn"))]
-        if job.promise is not None:
-            made.append(line(("start      ", "dim"), printable(promise_text(job.promise, now_s))))
+        made += [line(("start      ", "dim"), printable(text)) for text in start_facts(job, now_s)]
+        if (end := forecast_texts(job, now_s).get("end")) is not None:
+            made.append(line(("end        ", "dim"), printable(end)))
         if job.on_loan:
             held = len(job.devices)
             made.append(

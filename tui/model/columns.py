@@ -15,7 +15,7 @@ from clusterd.tui.model.event_words import readable_kind, short_plan
 from clusterd.tui.model.fleet import tiles
 from clusterd.tui.model.lines import Line, clock, line, printable
 from clusterd.tui.model.state_styles import Look, job_colour
-from clusterd.units import duration, size, start_text
+from clusterd.units import duration, expected_text, size, start_text
 
 R = TypeVar("R")
 
@@ -116,6 +116,28 @@ def promise_text(promise: rows.Promise, now_s: float) -> str:
     return start_text(promise.at_s, promise.latest_s, promise.after, now_s, lambda at_s: clock(at_s, now_s))
 
 
+def forecast_texts(job: rows.Job, now_s: float) -> dict[str, str]:
+    """Expected start and end of a job, as far as roll-outs tell them."""
+    forecast, found = job.forecast, {}
+    for what, times in (("start", forecast.start), ("end", forecast.end)) if forecast is not None else ():
+        if times is not None:
+            found[what] = expected_text(times.p5_s, times.p50_s, times.p95_s, lambda at_s: clock(at_s, now_s))
+    if forecast is not None and forecast.after and "start" in found:
+        found["start"] += f"; after {forecast.after} ends or shrinks"
+    return found
+
+
+def start_facts(job: rows.Job, now_s: float) -> list[str]:
+    """Sentences about the start of a queued job: expected by roll-outs, and promised."""
+    expected = forecast_texts(job, now_s).get("start")
+    promise = job.promise
+    if expected is None:
+        return [promise_text(promise, now_s)] if promise is not None else []
+    if promise is None or promise.latest_s is None or promise.latest_s < now_s:
+        return [expected]
+    return [expected, f"promised by {clock(promise.latest_s, now_s)} at the latest"]
+
+
 def _text(text: str, style: str = "") -> Line:
     return ((printable(text), style),) if text else ()
 
@@ -190,8 +212,8 @@ def _why(job: rows.Job, frame: CellContext) -> Line:
         if left_s is None and job.ends_by_s is not None:
             left_s, at_most = max(job.ends_by_s - frame.now_s, 0.0), "<"
         return _text("" if left_s is None else f"{at_most}{duration(left_s)} left")
-    if job.promise is not None:
-        return _text(promise_text(job.promise, frame.now_s), "dim")
+    if job.state == "queued" and (facts := start_facts(job, frame.now_s)):
+        return _text(f"{'' if job.forecast is None else 'starts '}{facts[0]}", "dim")
     failed = job.state == "failed"
     return _text("" if job.state == "finished" else job.reason, "bad" if failed else "dim")
 

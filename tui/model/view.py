@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from clusterd.criterion import Criterion
 from clusterd.tui.model import rows
-from clusterd.tui.model.columns import compact_devices, promise_text, ran_s, time_left_s, waited_s
+from clusterd.tui.model.columns import compact_devices, forecast_texts, ran_s, start_facts, time_left_s, waited_s
 from clusterd.tui.model.fleet import fleet_totals
 from clusterd.tui.model.lines import Line, clock, fit, line, printable, width
 from clusterd.tui.model.model import Model
@@ -187,8 +187,10 @@ def _queue_position(job: rows.Job, model: Model, now_s: float) -> list[Line]:
         if ahead and place is not None and place.after == ahead[-1].id and place.criterion in list(Criterion):
             why = Criterion[place.criterion.upper()].sentence
             made.append(_fact("", printable(f"{ahead[-1].name} comes just before it, because {why}")))
-    if job.promise is not None:
-        made.append(_fact("start", printable(promise_text(job.promise, now_s))))
+    for index, text in enumerate(start_facts(job, now_s)):
+        made.append(_fact("" if index else "start", printable(text)))
+    if (end := forecast_texts(job, now_s).get("end")) is not None:
+        made.append(_fact("end", printable(end)))
     held = {other.name: len(other.devices) for other in model.jobs.values() if other.holds_devices and other.devices}
     if held:
         most = sorted(held.items(), key=lambda item: -item[1])

@@ -17,8 +17,9 @@ from clusterd.units import duration
 @click.option("--since", default="30d", show_default=True, metavar="TIME", help="As in 12h or 30d; whole days count.")
 @click.option("--by", type=click.Choice(("user", "tenant", "model", "host", "job")), default="user", show_default=True)
 @click.option("--fair-share", is_flag=True, help="What each user has used lately, and what is due.")
+@click.option("--forecasts", is_flag=True, help="How forecasts of starts and ends came true, over the last 90 days.")
 @output_option
-def report(since: str, by: str, output: str, fair_share: bool) -> None:
+def report(since: str, by: str, fair_share: bool, forecasts: bool, output: str) -> None:
     """Print device-hours, utilisation and waiting times by user, tenant, model, host or job.
 
     Utilisation is the share of a device's leased time in which it worked: a GPU's by its driver, that of CPU devices by
@@ -32,9 +33,12 @@ def report(since: str, by: str, output: str, fair_share: bool) -> None:
         return
     begin_s = time.time() - time_s("--since", since)
     with Client() as cluster:
-        rows = cluster.call("report", since_s=begin_s, by=by)
+        rows = cluster.call("forecasts") if forecasts else cluster.call("report", since_s=begin_s, by=by)
     if output != "table":
         show_json(rows, output)
+        return
+    if forecasts:
+        _show_calibration(rows)
         return
     headings = [by, "jobs", "device-hours", "utilisation"]
     headings += ["idle device-hours"] if by == "host" else ["submitted", "median wait", "longest wait"]
@@ -42,6 +46,17 @@ def report(since: str, by: str, output: str, fair_share: bool) -> None:
     if rows:
         total = sum(row["device_hours"] for row in rows)
         note(f"{total:.2f} device-hours in the last {since}")
+
+
+def _show_calibration(rows: list[dict[str, Any]]) -> None:
+    headings = ["forecast", "kind", "ahead", "number", "within 50%", "within 90%", "width of 90%", "pinball loss"]
+    lines = [
+        [row["what"], row["kind"], "later" if row["horizon"] == "later" else f"<{row['horizon']}", row["count"],
+         f"{row['within50']:.0%}", f"{row['within90']:.0%}",
+         "" if row["width90_s"] is None else duration(row["width90_s"]), duration(row["pinball_s"])]
+        for row in rows
+    ]  # fmt: skip
+    show_table(headings, lines, "no forecast has come true or not yet")
 
 
 def _line(row: dict[str, Any], by: str) -> list[Any]:

@@ -15,6 +15,7 @@ from clusterd.core.allocation.requirements import (
     empty_hosts,
     least_devices,
     never,
+    serving,
     shortage,
 )
 from clusterd.core.booked import Placement
@@ -51,10 +52,9 @@ def allocate(job: Job, view: View, free: Ledger | None = None) -> Grant | Refusa
     wanted = job.spec.resources
     if job.not_before_s > view.now_s:
         return Refusal(job.id, job.reason)
-    known = admitted_devices(job, view)
-    impossible = never(job, view, known)
-    if impossible:
-        return impossible
+    known, impossible = serving(job, view)
+    if impossible is not None:
+        return Refusal(job.id, impossible)
     beyond = view.quotas.why_not(job.spec, least_devices(job))
     if beyond is not None:
         return Refusal(job.id, beyond)

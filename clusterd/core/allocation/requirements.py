@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
 
 from clusterd.core.estimates.request_forecast import requested_plans
 from clusterd.core.host import Host
 from clusterd.core.ledger import HostFree
-from clusterd.core.placement.place import candidates, fitting, holds, kinds_for, per_device
+from clusterd.core.placement.place import fitting, holds, kinds_for, per_device
 from clusterd.core.state import Job
 from clusterd.core.view import Refusal, View
 from clusterd.types import Device, JobKind, Resources
 from clusterd.units import counted, size
+
+Answer = TypeVar("Answer")
 
 
 def unsatisfiable(job: Job, view: View) -> str | None:
@@ -20,6 +24,27 @@ def unsatisfiable(job: Job, view: View) -> str | None:
         return None
     impossible = never(job, view, admitted_devices(job, view))
     return impossible.reason if impossible else beyond_every_host(job, view)
+
+
+def _remembered(job: Job, view: View, make: Callable[[Job, View], Answer]) -> Answer:
+    """Answer that follows from the hosts and the request alone, made once in a pass for all jobs that ask alike."""
+    spec = job.spec
+    key = (make, spec.resources, spec.kind, spec.container, job.pinned, tuple(job.failures.excluded_hosts))
+    if key not in view.of_request:
+        view.of_request[key] = make(job, view)
+    answer: Answer = view.of_request[key]
+    return answer
+
+
+def serving(job: Job, view: View) -> tuple[list[Device], str | None]:
+    """Devices of all hosts that serve the job's request, and the reason why only another host could; None: none."""
+    return _remembered(job, view, _serving)
+
+
+def _serving(job: Job, view: View) -> tuple[list[Device], str | None]:
+    known = admitted_devices(job, view)
+    impossible = never(job, view, known)
+    return known, impossible.reason if impossible is not None else None
 
 
 def admitted_devices(job: Job, view: View) -> list[Device]:
@@ -135,10 +160,10 @@ def _labels_there(view: View) -> str:
 
 def shortage(job: Job, view: View, devices: int) -> Refusal:
     """Refusal of a job for which too little is free now, or would be even if nothing else ran."""
-    beyond = beyond_every_host(job, view)
+    beyond = _remembered(job, view, beyond_every_host)
     if beyond:
         return Refusal(job.id, beyond)
-    if not candidates(job, view.free):
+    if not any(job.admits(host) for host in view.free.hosts.values()):
         return Refusal(job.id, _no_host(job, view), devices=devices)
     return Refusal(job.id, _short_of(job), devices=devices, is_shortage=True)
 

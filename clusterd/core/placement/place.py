@@ -52,6 +52,8 @@ def place(job: Job, free: Ledger, count: int, group: int, nodes: int | None) -> 
     """
     if count == 0:
         return _cores_only(job, free)
+    if free.total < count:
+        return None
     for kind in kinds_for(job):
         by_host = [(h, fitting(job, h, kind)) for h in candidates(job, free)]
         chosen = _pack(by_host, count, group) if nodes is None else _spread_evenly(by_host, count, nodes)

@@ -36,6 +36,7 @@ from clusterd.daemon.api.server import Streaming, Verb
 from clusterd.daemon.api.validation import refuse_malformed, refuse_secrets, refuse_unsatisfiable
 from clusterd.daemon.api.watch import Baselines, Change, Feed, SharedRow
 from clusterd.daemon.api.workdirs import WorkdirVerbs
+from clusterd.daemon.forecasts.forecaster import Forecaster, what_if
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
@@ -71,9 +72,11 @@ class JobVerbs:
         enrolment: HostKeyEnrolment,
         accounts: Accounts,
         rights: Rights,
+        forecaster: Forecaster,
         status: Callable[[], rows.Status],
     ) -> None:
         """`status`: of the daemon, for watchers."""
+        self._forecaster = forecaster
         self._datasets, self._rights, self._status = config.datasets, rights, status
         self._engine, self._hosts, self._feed = engine, hosts, feed
         self._archive, self._workdirs, self._archived = archive, workdirs, archived
@@ -99,6 +102,7 @@ class JobVerbs:
         return {
             "submit": self.submit,
             "dry_run": self.dry_run,
+            "when": self.when,
             "jobs": self.jobs,
             "job": self.job,
             "why": self.why,
@@ -164,6 +168,30 @@ class JobVerbs:
         answers = await rehearse(self._engine.scheduler, events)
         return answers if also is not None else answers[0]
 
+    async def when(
+        self, peer: Peer, spec: dict[str, Any], also: list[dict[str, Any]] | None = None
+    ) -> list[rows.Expectation]:
+        """Forecast start and end of a job, and of others in its place, each as if it alone were submitted now."""
+        known = [self.admit(peer, each, need_workdir=False) for each in (spec, *(also or ()))][:WHAT_IFS_MAX]
+        for each in known:
+            refuse_unsatisfiable(each, self._state, "nothing would start it")
+        asked = [what_if(each, self._state.jobs.values()) for each in known]
+        answers = iter(await self._forecaster.what_if([one for one in asked if not isinstance(one, str)]))
+        found = []
+        for each, one in zip(known, asked, strict=True):
+            wanted: dict[str, Any] = {
+                "name": each.name,
+                "devices": each.resources.devices,
+                "guaranteed": each.guaranteed,
+            }
+            if isinstance(one, str):
+                found.append(rows.Expectation(**wanted, why=one))
+                continue
+            answer = next(answers)
+            why = "" if answer.forecast is not None else "most roll-outs never start or end it"
+            found.append(rows.Expectation(**wanted, forecast=answer.forecast, plan=answer.plan, why=why))
+        return found
+
     def admit(self, peer: Peer, spec: dict[str, Any], need_workdir: bool = True) -> JobSpec:
         """Check a submitted job and make it its user's.
 
@@ -201,7 +229,7 @@ class JobVerbs:
             if number % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
                 await anyio.lowlevel.checkpoint()  # others are served meanwhile: there may be many thousands
             place = places.get(job.id) if job.state is JobState.QUEUED else None
-            found.append(projection.job_row(job, self._state, place=place))
+            found.append(projection.job_row(job, self._state, self._forecaster.of(job), place=place))
         return found
 
     async def _listed(self, all: bool, before: str | None = None) -> list[Job]:
@@ -252,7 +280,7 @@ class JobVerbs:
     def _placed(self, job: Job) -> dict[str, Any]:
         """Fields of a job and of its place."""
         place = projection.place_row(job.id, self._state)
-        return {**asdict(projection.job_row(job, self._state)), **asdict(place)}
+        return {**asdict(projection.job_row(job, self._state, self._forecaster.of(job))), **asdict(place)}
 
     async def _decisions(self, job: str) -> tuple[rows.Decision, ...]:
         found = await self._engine.journal.query(
@@ -329,7 +357,7 @@ class JobVerbs:
 
     async def _baseline_item(self, peer: Peer, jobs: list[Job], number: int, is_first: bool) -> Any:
         """The state with the first jobs of a baseline, or further jobs as a change without events; for any peer."""
-        found = tuple(projection.job_row(job, self._state) for job in jobs)
+        found = tuple(projection.job_row(job, self._state, self._forecaster.of(job)) for job in jobs)
         if not is_first:
             return replace_fields(projection.change_row(self._state, number, (), ()), jobs=found)
         hosts, order = tuple(await self._host_verbs.hosts(peer)), projection.order_row(self._state.order)
@@ -347,10 +375,14 @@ class JobVerbs:
                 change.decisions,
                 self._hosts.link_row,
                 change.side_effects,
+                self._forecaster.of,
             )
             change.row = SharedRow(row, change.number)
         return change.row
 
+
+WHAT_IFS_MAX = 16
+"""Jobs that one question compares."""
 
 WHY_MAX = 500
 """Characters of a reason that a user gives."""

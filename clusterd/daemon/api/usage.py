@@ -12,6 +12,7 @@ from clusterd.core.fair_share import Quotas
 from clusterd.core.state import Job, State, Used
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
+from clusterd.daemon.forecasts.outcomes import OutcomeStore
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.daemon.storage.usage import RETENTION_MINUTES, JobUse, UsageStore
 from clusterd.errors import UsageError
@@ -55,13 +56,14 @@ class _Counted:
 class UsageVerbs:
     """Answers from the store of use and from the state."""
 
-    def __init__(self, store: UsageStore, state: State, archived: ArchivedJobs) -> None:
-        self._store, self._state, self._archived = store, state, archived
+    def __init__(self, store: UsageStore, state: State, archived: ArchivedJobs, outcomes: OutcomeStore) -> None:
+        self._store, self._state, self._archived, self._outcomes = store, state, archived, outcomes
 
     @property
     def verbs(self) -> dict[str, Verb]:
         """Verbs by name."""
-        return {"usage": self.usage, "report": self.report, "fair_share": self.fair_share}
+        verbs = (self.usage, self.report, self.fair_share, self.forecasts)
+        return {verb.__name__: verb for verb in verbs}
 
     async def usage(self, peer: Peer, minutes: int = 60) -> rows.Usage:
         """Newest sample of each host, and the last minutes of each device.
@@ -74,6 +76,10 @@ class UsageVerbs:
             hosts={host: to_map(sample) for host, sample in latest.items() if sample is not None},
             devices=await self._store.minutes(min(max(minutes, 0), RETENTION_MINUTES)),
         )
+
+    async def forecasts(self, peer: Peer) -> list[rows.ForecastScore]:
+        """Calibration of past forecasts of starts and ends, by kind of job and horizon."""
+        return await self._outcomes.scores()
 
     async def report(self, peer: Peer, since_s: float, by: str = "user") -> list[rows.UsageReport]:
         """Device-hours, utilisation and waiting times since the day of a time, a row for each group.

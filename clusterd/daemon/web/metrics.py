@@ -17,18 +17,25 @@ USAGE_MINUTES = 2
 
 
 def prometheus_text(
-    status: dict[str, Any], hosts: list[dict[str, Any]], jobs: list[dict[str, Any]], usage: dict[str, Any]
+    status: dict[str, Any],
+    hosts: list[dict[str, Any]],
+    jobs: list[dict[str, Any]],
+    usage: dict[str, Any],
+    forecasts: list[dict[str, Any]],
 ) -> str:
     """All metrics, from the answers of these verbs."""
     lines: list[str] = []
-    for name, help_text, samples in _families(status, hosts, jobs, usage):
+    for name, help_text, samples in [*_families(status, hosts, jobs, usage), *_calibration(forecasts)]:
         lines.append(f"# HELP clusterd_{name} {help_text}\n# TYPE clusterd_{name} gauge\n")
         lines += [f"clusterd_{name}{labels_text(labels)} {value:.17g}\n" for labels, value in samples]
     return "".join(lines)
 
 
 def _families(
-    status: dict[str, Any], hosts: list[dict[str, Any]], jobs: list[dict[str, Any]], usage: dict[str, Any]
+    status: dict[str, Any],
+    hosts: list[dict[str, Any]],
+    jobs: list[dict[str, Any]],
+    usage: dict[str, Any],
 ) -> Iterator[tuple[str, str, list[Sample]]]:
     yield "start_time_seconds", "When the daemon started, in Unix time.", [({}, status["started_s"])]
     states = [state.value for state in HostState]
@@ -67,6 +74,19 @@ def _families(
     ):
         labelled = [({k: job[k] for k in ("id", "name", "user", "tenant")}, job[key]) for job in running]
         yield name, help_text, [(labels, value) for labels, value in labelled if value is not None]
+
+
+def _calibration(forecasts: list[dict[str, Any]]) -> Iterator[tuple[str, str, list[Sample]]]:
+    labelled = [({key: row[key] for key in ("what", "kind", "horizon")}, row) for row in forecasts]
+    yield "forecasts", "Past forecasts with an outcome.", [(labels, row["count"]) for labels, row in labelled]
+    for share in (50, 90):
+        samples = [(labels, row[f"within{share}"]) for labels, row in labelled]
+        yield f"forecasts_within_{share}_ratio", f"Share of outcomes within the {share}% interval.", samples
+    for name, key, help_text in (
+        ("forecast_width_seconds", "width90_s", "Median width of the 90% interval."),
+        ("forecast_pinball_seconds", "pinball_s", "Mean pinball loss of five quantiles."),
+    ):
+        yield name, help_text, [(labels, row[key]) for labels, row in labelled if row[key] is not None]
 
 
 def _gpu_errors(hosts: list[dict[str, Any]]) -> Iterator[tuple[str, str, list[Sample]]]:

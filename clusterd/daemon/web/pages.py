@@ -42,6 +42,7 @@ ROUTES: dict[tuple[str, ...], str] = {
     ("history",): "history",
     ("usage",): "usage",
     ("report",): "report",
+    ("forecasts",): "forecasts",
 }
 """Verbs by their addresses below ``/api``; other arguments are in the query."""
 
@@ -119,7 +120,7 @@ class Pages:
     async def _metrics(self) -> str:
         status, hosts = await self._call("status", {}), await self._call("hosts", {})
         jobs, usage = await self._call("jobs", {"all": True}), await self._call("usage", {"minutes": USAGE_MINUTES})
-        return prometheus_text(status, hosts, jobs, usage)
+        return prometheus_text(status, hosts, jobs, usage, await self._call("forecasts", {}))
 
 
 def _named(route: tuple[str, ...], path: tuple[str, ...]) -> dict[str, Any] | None:

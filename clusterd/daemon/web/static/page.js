@@ -36,6 +36,12 @@ function duration(seconds) {
 }
 
 const clock = seconds => new Date(seconds * 1000).toLocaleString();
+const expected = (job, what) => {
+  const times = job.forecast && job.forecast[what];
+  if (!times) return job.state === "queued" ? "not known" : "";
+  const ends = times.p5_s !== null && times.p95_s !== null ? `, between ${clock(times.p5_s)} and ${clock(times.p95_s)}` : "";
+  return clock(times.p50_s) + ends + (what === "start" && job.forecast.after ? `; after ${job.forecast.after} ends or shrinks` : "");
+};
 const size = bytes => bytes === null || bytes === undefined ? "" : `${number(bytes / 2 ** 30, 3)} GiB`;
 const jobLink = (id, text) => element("a", {href: "/jobs/" + encodeURIComponent(id)}, text || id);
 
@@ -184,6 +190,7 @@ async function page(name) {
     ["command", job.spec.command && job.spec.command.length ? element("code", {}, job.spec.command.join(" ")) : ""],
     ["devices", job.devices.join(", ") || `asks for ${job.asked}`], ["plan", job.plan], ["step", progress(job)], ["loss", number(job.loss)],
     ["step time", job.step_time_s ? `${number(job.step_time_s)} s` : ""], ["time left", left(job)], ["submitted", clock(job.submitted_s)],
+    ["expected start", job.state === "queued" ? expected(job, "start") : ""], ["expected end", job.ended_s ? "" : expected(job, "end")],
     ["started", job.started_s ? clock(job.started_s) : ""], ["ended", job.ended_s ? clock(job.ended_s) : ""], ["exit code", job.exit_code === null ? "" : String(job.exit_code)]];
   const shown = facts.filter(([, value]) => value).flatMap(([title, value]) => [element("dt", {}, title), element("dd", {}, value)]);
   const attempts = [["attempt", one => String(one.number)], ["state", one => one.state], ["plan", one => one.plan || ""],
