@@ -620,7 +620,7 @@ class UsageReport(Struct, frozen=True, kw_only=True):
 
 
 class FairShare(Struct, frozen=True, kw_only=True):
-    """What one user of a tenant has used lately, and what is due among those who want devices."""
+    """Use of one user of a tenant lately, and the parts due among those who want devices."""
 
     tenant: Annotated[str, about("Tenant.")]
     user: Annotated[str, about("User.")]

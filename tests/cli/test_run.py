@@ -144,7 +144,7 @@ def test_input_goes_on_after_a_restart_of_the_daemon(shared_cluster: RunningClus
 
 
 def test_input_that_is_cut_off_is_not_taken_for_all_of_it(shared_cluster: RunningCluster) -> None:
-    running = watched(shared_cluster, "sh", "-c", "head -n 1; cat > all; echo done")
+    running = watched(shared_cluster, "sh", "-c", "head -n 1; cat > /dev/null; echo done")
     running.stdin.write("one\n")
     running.stdin.flush()
     assert running.stdout.readline() == "one\n"
@@ -156,7 +156,7 @@ def test_input_that_is_cut_off_is_not_taken_for_all_of_it(shared_cluster: Runnin
 
 
 def test_a_second_attempt_does_not_start_without_its_input(shared_cluster: RunningCluster) -> None:
-    running = watched(shared_cluster, "sh", "-c", "head -n 1; cat > all; echo done")
+    running = watched(shared_cluster, "sh", "-c", "head -n 1; cat > /dev/null; echo done")
     running.stdin.write("one\n")
     running.stdin.flush()
     assert running.stdout.readline() == "one\n"

@@ -108,7 +108,7 @@ class UsageVerbs:
         return [_row(group, groups[group], waits.get(group, [])) for group in sorted(groups)]
 
     async def fair_share(self, peer: Peer) -> list[rows.FairShare]:
-        """What the users of each tenant have used lately, as the newest pass counted it, and what is due to them."""
+        """Use of each user of each tenant lately, as the newest pass counted it, and the parts due to them."""
         state = self._state
         queued = [state.jobs[job] for job in state.queue]
         quotas = Quotas(state, map(state.jobs.__getitem__, state.active))
