@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import anyio
@@ -27,6 +27,7 @@ from clusterd.daemon.api.server import Peer
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
 from clusterd.errors import ClusterError
+from clusterd.forecasting import Answer, Request
 from clusterd.ssh.resolve import Route
 from clusterd.types import HostId
 from tests.soak.clock import InlineExecutor
@@ -205,6 +206,22 @@ class Enrolment:
         return HostId(address)
 
 
+class NoRollOuts:
+    """Stands in for the process that plays roll-outs, which would not run on the clock of the simulation."""
+
+    @classmethod
+    async def start(cls) -> Self:
+        """Start nothing."""
+        return cls()
+
+    async def ask(self, _request: Request) -> Answer:
+        """Know nothing of any job."""
+        return Answer()
+
+    async def end(self) -> None:
+        """End nothing."""
+
+
 async def _no_signals(*_: object) -> None:
     await anyio.sleep_forever()
 
@@ -238,6 +255,7 @@ def simulated_surroundings(current: Callable[[], Life], network: Network, seed: 
         "clusterd.daemon.storage.archived_jobs.ENDED_MAX": 3,
         "clusterd.daemon.storage.archived_jobs.LEAST_S": 20.0,
         "clusterd.daemon.storage.archived_jobs.RECALLED_S": 30.0,
+        "clusterd.daemon.forecasts.forecaster._Process": NoRollOuts,
         "clusterd.ssh.host.attach": network.attach,
         "clusterd.ssh.host.bundle": lambda: SimpleNamespace(version=AGENT_VERSION),
         "clusterd.ssh.host.random": SimpleNamespace(Random=lambda: random.Random(jitter.random())),

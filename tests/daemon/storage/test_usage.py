@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from clusterd.daemon.api.usage import UsageVerbs
+from clusterd.daemon.forecasts.outcomes import OutcomeStore
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.daemon.storage.usage import RETENTION_DAYS, UsageStore
 from clusterd.errors import UsageError
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.anyio
 PEER = None
 
 NONE_ARCHIVED = ArchivedJobs(None, 1.0)  # type: ignore[arg-type]
+NO_OUTCOMES = cast(OutcomeStore, None)
 
 
 class Clock:
@@ -73,7 +76,7 @@ async def test_the_report_tells_hours_utilisation_and_idle_devices(tmp_path: Pat
     begin_s = clock.now_s - 100.0
     store.count()
     await minutes(store, lab, clock, 0.5, 60)
-    verbs = UsageVerbs(store, lab.scheduler.state, NONE_ARCHIVED)
+    verbs = UsageVerbs(store, lab.scheduler.state, NONE_ARCHIVED, NO_OUTCOMES)
     (ann,) = await verbs.report(PEER, begin_s, by="user")  # type: ignore[arg-type]
     assert (ann.group, ann.jobs) == ("ann", 1)
     assert ann.device_hours == pytest.approx(1.0)
@@ -99,7 +102,7 @@ async def test_a_host_that_reports_nothing_is_counted_without_a_utilisation(
     for _ in range(60):
         clock.now_s += 10.0
         store.count()
-    (ann,) = await UsageVerbs(store, lab.scheduler.state, NONE_ARCHIVED).report(PEER, clock.now_s - 3600)  # type: ignore[arg-type]
+    (ann,) = await UsageVerbs(store, lab.scheduler.state, NONE_ARCHIVED, NO_OUTCOMES).report(PEER, clock.now_s - 3600)  # type: ignore[arg-type]
     assert ann.device_hours == pytest.approx(1 / 6)
     assert ann.utilisation is None
     store.close()
@@ -112,7 +115,7 @@ async def test_time_in_which_the_daemon_did_not_run_is_not_counted(tmp_path: Pat
     store.count()
     clock.now_s -= 3600.0
     store.count()
-    (ann,) = await UsageVerbs(store, lab.scheduler.state, NONE_ARCHIVED).report(PEER, clock.now_s - 7200)  # type: ignore[arg-type]
+    (ann,) = await UsageVerbs(store, lab.scheduler.state, NONE_ARCHIVED, NO_OUTCOMES).report(PEER, clock.now_s - 7200)  # type: ignore[arg-type]
     assert ann.device_hours <= 1 / 60
     store.close()
 

@@ -27,6 +27,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("users_script")
     module.__file__ = "/home/ann/users_script.py"
     monkeypatch.setitem(sys.modules, "users_script", module)
+    monkeypatch.setattr(variables, "VARIABLES_MAX", 1 << 20)  # those of all modules of tests count, too
     return module
 
 
