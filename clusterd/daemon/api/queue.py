@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from clusterd.daemon.rights import Rights
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.requests import SignalRanks
+from clusterd.ssh.host import AgentRefused
 from clusterd.submission.job_edit import with_changes
 from clusterd.types import AttemptState, JobKind, JobSpec, JobState
 from clusterd.units import duration
@@ -122,6 +124,11 @@ class QueueVerbs:
         await self._engine.post(e.JobPaused(at_s=time.time(), job=known.id, by=peer.user))
         try:
             await self._send(known, signal.SIGSTOP, "only what runs is paused")
+        except AgentRefused:  # as one of an older version: it stopped nothing, and hosts before it go on
+            with suppress(ClusterError):
+                await self._send(known, signal.SIGCONT, "it is not paused")
+            await self._engine.post(e.JobUnpaused(at_s=time.time(), job=known.id, by=peer.user))
+            raise
         except ClusterError as error:
             again = f"clusterd unpause {known.id} lets it go on, clusterd pause {known.id} tries again"
             raise ClusterError(f"job {known.id} ({known.spec.name}) may run on some hosts: {error}: {again}") from None

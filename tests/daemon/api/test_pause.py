@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from signal import SIGCONT, SIGSTOP
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,33 +13,54 @@ from clusterd.core.events import Event
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.queue import QueueVerbs
 from clusterd.errors import ClusterError
+from clusterd.ssh.host import AgentRefused
 from tests.core.conftest import Lab
+
+
+class Paused:
+    """A command on two hosts, of which the second one answers with `error`, and the signals that the first one got."""
+
+    def __init__(self, error: ClusterError) -> None:
+        self.lab, self.sent = Lab(), list[int]()
+        self.error: ClusterError | None = error
+        for host in ("a", "b"):
+            self.lab.host(host, gpus=1)
+        self.job, _ = self.lab.submit(nodes=2, devices=2, user="u")
+        self.lab.run(self.job)
+        engine = SimpleNamespace(scheduler=self.lab.scheduler, post=self._post)
+        hosts = SimpleNamespace(request=self._request)
+        self._verbs = QueueVerbs(cast(Any, engine), cast(Any, hosts), *(cast(Any, None),) * 3)
+
+    async def _request(self, host: str, signal: Any) -> None:
+        if host == "b" and self.error is not None:
+            raise self.error
+        if host == "a":
+            self.sent.append(signal.number)
+
+    async def _post(self, event: Event) -> None:
+        self.lab.tell(event)
+
+    def call(self, verb: str) -> None:
+        """The user's request."""
+        anyio.run(self._verbs.verbs[verb], Peer(user="u", uid=1000, is_operator=False), self.job)
 
 
 def test_a_pause_that_one_host_does_not_hear_of_can_be_undone() -> None:
     """Regression: processes of the other host stood still, the job counted as running, and unpause refused."""
-    lab = Lab()
-    for host in ("a", "b"):
-        lab.host(host, gpus=1)
-    job, _ = lab.submit(nodes=2, devices=2, user="u")
-    lab.run(job)
-    sent: list[tuple[str, int]] = []
-    deaf = {"b"}
+    paused = Paused(ClusterError("b does not answer"))
+    with pytest.raises(ClusterError, match=rf"b does not answer: clusterd unpause {paused.job} lets it go on"):
+        paused.call("pause")
+    assert paused.lab.attempt(paused.job).paused_by == "u"
+    paused.error = None
+    paused.call("unpause")
+    assert paused.sent == [SIGSTOP, SIGCONT]
+    assert paused.lab.attempt(paused.job).paused_by is None
 
-    async def request(host: str, signal: Any) -> None:
-        if host in deaf:
-            raise ClusterError(f"{host} does not answer")
-        sent.append((host, signal.number))
 
-    async def post(event: Event) -> None:
-        lab.tell(event)
-
-    engine = SimpleNamespace(scheduler=lab.scheduler, post=post)
-    verbs = QueueVerbs(cast(Any, engine), cast(Any, SimpleNamespace(request=request)), *(cast(Any, None),) * 3)
-    peer = Peer(user="u", uid=1000, is_operator=False)
-    with pytest.raises(ClusterError, match=rf"b does not answer: clusterd unpause {job} lets it go on"):
-        anyio.run(verbs.pause, peer, job)
-    deaf.clear()
-    anyio.run(verbs.unpause, peer, job)
-    assert [(host, number) for host, number in sent if host == "a"] == [("a", 19), ("a", 18)]
-    assert lab.attempt(job).paused_by is None
+def test_a_pause_that_one_agent_refuses_is_none() -> None:
+    """As one of an older version: it could not let the job go on either."""
+    paused = Paused(AgentRefused("verb", "this agent knows no 'signal'"))
+    with pytest.raises(AgentRefused, match="knows no 'signal'"):
+        paused.call("pause")
+    assert paused.sent == [SIGSTOP, SIGCONT]
+    assert paused.lab.attempt(paused.job).paused_by is None
