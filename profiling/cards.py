@@ -68,11 +68,13 @@ CARDS: Mapping[str, Card] = {
 
 
 def card(name: str) -> Card | None:
-    """Data sheet of a GPU by its name as NVML reports it; None if none is known.
+    """Data sheet of a GPU by its name as NVML reports it; None if none is known, as of a MIG slice.
 
     The entry with the most words of which each stands in the name.
     """
     words = _words(name)
+    if "mig" in words:  # a part of the card, at a part of its rates
+        return None
     matching = [entry for entry in CARDS if _words(entry) <= words]
     return CARDS[max(matching, key=lambda entry: len(_words(entry)))] if matching else None
 

@@ -218,7 +218,7 @@ def _no_host(job: Job, view: View) -> str:
     """Message why no admitted host is usable; stable while that is so, as every new reason is recorded."""
     why = [text for host in view.hosts.values() if job.admits(host) and (text := host.unusable)]
     if not why:
-        return f"every host is left out for it: clusterd why {job.id}"
+        return "every host is left out for it: clusterd why tells the reasons"  # one answer for all that ask alike
     more = f" and {len(why) - HOSTS_NAMED} more are no better" if len(why) > HOSTS_NAMED else ""
     return f"waits for a host: {', '.join(why[:HOSTS_NAMED])}{more}"
 

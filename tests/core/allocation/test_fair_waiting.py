@@ -13,7 +13,7 @@ from clusterd.core import events as e
 from clusterd.core.allocation.migration_cost import DEFAULT_THRESHOLDS
 from clusterd.core.events import Timer, TimerKind
 from clusterd.plans.plan import Plan
-from clusterd.types import JobId, JobKind
+from clusterd.types import HostId, JobId, JobKind
 from tests.core.conftest import Lab
 from tests.core.policies.test_default import known, moved, progress, submit
 
@@ -431,3 +431,11 @@ def test_no_stream_of_equal_or_lower_priority_starves_a_job(arrivals: list[Arriv
         arrive(arrival)
         finish_until(lab.now_s + arrival[0])
     assert lab.state(watched) != "queued" or lab.now_s <= bound_s, "it waits for jobs that came after it"
+
+
+def test_of_two_jobs_that_ask_alike_none_is_told_of_the_other(lab: Lab) -> None:
+    """Regression: the answer was made once for both, and sent the user of the second to the first."""
+    lab.tell(e.HostAdded(**lab.at(), host=HostId("a")))
+    jobs = [lab.submit(hosts=(HostId("b"),))[0] for _ in range(2)]
+    for job in jobs:
+        assert lab.why(job) == "every host is left out for it: clusterd why tells the reasons"
