@@ -9,6 +9,9 @@ import msgspec
 from clusterd.rows import Forecast
 from clusterd.types import JobSpec
 
+SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
+"""Shares of roll-outs by which a start or an end has come, in the order of `rows.Quantiles`."""
+
 HEADER_BYTES = 4
 """Length of a message, before it, most significant byte first."""
 
@@ -34,7 +37,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     now_s: float
     state: bytes  # core.state.State without its performance tables, encoded
-    tables: bytes  # dict of performance tables by model, encoded
+    tables: dict[str, bytes]  # performance tables by model, each encoded
     past: bytes  # list of past jobs, encoded
     policy: str
     rollouts: int  # at most

@@ -163,20 +163,22 @@ def start_text(
     return f"starts{ends}; nothing tells when that is"
 
 
-def expected_text(p5_s: float | None, p50_s: float, p95_s: float | None, clock: Callable[[float], str]) -> str:
-    """Point in time with its 90% interval: ``16:40, between 16:10 and 18:30``.
+def expected_text(
+    p5_s: float | None, p50_s: float, p95_s: float | None, clock: Callable[[float], str], after: str = ""
+) -> str:
+    """Point in time with its 90% interval: ``16:40, between 16:10 and 18:30; after gpt-wide ends or shrinks``.
 
     Args:
         p5_s, p95_s: ends of the interval; None: not known.
         clock: text of a point in time.
+        after: job that is waited for; empty: none.
     """
     middle = clock(p50_s)
     low, high = ("" if at_s is None else clock(at_s) for at_s in (p5_s, p95_s))
-    if low == high == middle:
-        return middle
-    if low and high:
-        return f"{middle}, between {low} and {high}"
-    return f"{middle}, not before {low}" if low else middle
+    around = ""
+    if low and not low == high == middle:
+        around = f", between {low} and {high}" if high else f", not before {low}"
+    return f"{middle}{around}{f'; after {after} ends or shrinks' if after else ''}"
 
 
 TIMES = {

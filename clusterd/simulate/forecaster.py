@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
 
@@ -21,7 +21,7 @@ from clusterd.core.state import Inspection, InspectionState, Job, State
 from clusterd.core.view import Policy
 from clusterd.forecasting import Answer, PastJob, Request, WhatIf, WhatIfAnswer, message, read_message
 from clusterd.simulate.arrivals import Arrivals
-from clusterd.simulate.remaining import courses_of
+from clusterd.simulate.remaining import Draw, courses_of
 from clusterd.simulate.rollout import Course, roll_out, summary
 from clusterd.types import JobId, JobKind
 
@@ -31,39 +31,45 @@ LEAST_ROLLOUTS = 5
 _requests = msgspec.msgpack.Decoder(Request)
 _states = msgspec.msgpack.Decoder(State)
 _past = msgspec.msgpack.Decoder(list[PastJob])
-_tables = msgspec.msgpack.Decoder(dict[str, PerformanceTable])
+_table = msgspec.msgpack.Decoder(PerformanceTable)
 
 
 def answer(request: Request, policy: Policy) -> Answer:
     """Forecasts of all jobs that are not over, or of the what-ifs."""
-    state = replace(_states.decode(request.state), performance_tables=_tables.decode(request.tables))
+    tables = {model: _table.decode(body) for model, body in request.tables.items()}
+    state = replace(_states.decode(request.state), performance_tables=tables)
     arrivals = Arrivals(_past.decode(request.past), request.now_s)
     if request.what_ifs:
         cpu_s = request.cpu_s / len(request.what_ifs)
         found = tuple(_what_if(each, state, request, policy, cpu_s, arrivals) for each in request.what_ifs)
         return Answer(what_ifs=found)
     draws = courses_of(state, request.now_s)
-    courses = list(
-        _in_time(
-            roll_out(state, policy, draws, request.now_s, "", None, arrivals, request.cpu_s / LEAST_ROLLOUTS),
-            request,
-            request.cpu_s,
-        )
-    )
+    courses = _in_time(request, request.cpu_s, state, policy, draws, draws, arrivals)
     return Answer(
         jobs={str(job): one for job, one in summary(courses, state, draws, request.now_s, arrivals.weeks).items()}
     )
 
 
-def _in_time(courses: Iterator[Course], request: Request, cpu_s: float) -> Iterator[Course]:
+def _in_time(
+    request: Request,
+    cpu_s: float,
+    state: State,
+    policy: Policy,
+    draws: Mapping[JobId, Draw],
+    awaited: Iterable[JobId],
+    arrivals: Arrivals,
+) -> list[Course]:
     """Courses until their number, or the processor time, is used up, or the daemon is gone."""
     parent, begun_s = os.getppid(), time.process_time()
-    for number, course in enumerate(islice(courses, request.rollouts), 1):
-        yield course
+    rolled = roll_out(state, policy, draws, request.now_s, "", awaited, arrivals, cpu_s / LEAST_ROLLOUTS)
+    courses: list[Course] = []
+    for course in islice(rolled, request.rollouts):
+        courses.append(course)
         if os.getppid() != parent:
             sys.exit(0)
-        if number >= LEAST_ROLLOUTS and time.process_time() - begun_s > cpu_s:
-            return
+        if len(courses) >= LEAST_ROLLOUTS and time.process_time() - begun_s > cpu_s:
+            break
+    return courses
 
 
 def _what_if(
@@ -72,11 +78,7 @@ def _what_if(
     """Forecast of one job if it were submitted now."""
     with_it, job = _with(wanted, state, request.now_s)
     draws = courses_of(with_it, request.now_s)
-    courses = list(
-        _in_time(
-            roll_out(with_it, policy, draws, request.now_s, "", [job], arrivals, cpu_s / LEAST_ROLLOUTS), request, cpu_s
-        )
-    )
+    courses = _in_time(request, cpu_s, with_it, policy, draws, [job], arrivals)
     plans = Counter(course.plan[job] for course in courses if job in course.plan)
     return WhatIfAnswer(
         forecast=summary(courses, with_it, [job], request.now_s, arrivals.weeks).get(job),

@@ -15,7 +15,7 @@ from clusterd.core import events as e
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import State
 from clusterd.core.view import Policy
-from clusterd.forecasting import PastJob
+from clusterd.forecasting import SHARES, PastJob
 from clusterd.rows import Forecast, Quantiles
 from clusterd.simulate.arrivals import Arrivals
 from clusterd.simulate.live import LiveSimulation
@@ -33,9 +33,6 @@ error of a start that waits for time alone, and without it a day would have 2,88
 
 GATHER_SHARE = 0.002
 """Time within which events are one batch, as a share of the time played: it bounds the relative error of each start."""
-
-SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
-"""Shares of the roll-outs by which a start or an end has come, in the order of `Quantiles`."""
 
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(State)
 

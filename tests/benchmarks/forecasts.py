@@ -43,30 +43,18 @@ from clusterd.daemon.forecasts.outcomes import Outcome, Widening, is_within, lea
 from clusterd.daemon.journal import codec
 from clusterd.forecasting import PastJob
 from clusterd.simulate.arrivals import Arrivals
-from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.live import LiveSimulation
 from clusterd.simulate.remaining import Elapsing, courses_of
 from clusterd.simulate.rollout import Course, roll_out, summary
 from clusterd.simulate.runs import Run
 from clusterd.types import JobId, JobSpec, Resources
 from tests.benchmarks.report import Report, arguments
+from tests.simulate.clusters import cluster_of
 
 HORIZON_S = 1e9
 LONG_WAIT_S = 600.0
 GAP_S = 400.0
 PAST_S = 30 * 86400.0
-
-
-def cluster_of(cluster: str) -> State:
-    """State of an empty cluster."""
-    scheduler = Scheduler()
-    facts = parse_cluster(cluster).facts()
-    scheduler.handle(
-        e.DaemonStarted(at_s=0.0, epoch=1),
-        *(e.HostAdded(at_s=0.0, host=host) for host in facts),
-        *(e.HostConnected(at_s=0.0, host=host, facts=each) for host, each in facts.items()),
-    )
-    return scheduler.state
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from clusterd.simulate.run import believe
 from clusterd.simulate.runs import Run
 from clusterd.simulate.setting import Setting
 from clusterd.types import AttemptState, JobId, JobSpec, Resources
+from tests.simulate.clusters import cluster_of
 
 FOR_EVER_S = 1e9
 
@@ -80,17 +81,6 @@ def went_on(capture: Capture, **changes: float) -> tuple[Course, Course]:
         {job: at_s for job, at_s in capture.course.end_s.items() if job in awaited},
     )
     return course, true
-
-
-def cluster_of(cluster: str) -> State:
-    scheduler = Scheduler()
-    facts = parse_cluster(cluster).facts()
-    scheduler.handle(
-        e.DaemonStarted(at_s=0.0, epoch=1),
-        *(e.HostAdded(at_s=0.0, host=host) for host in facts),
-        *(e.HostConnected(at_s=0.0, host=host, facts=each) for host, each in facts.items()),
-    )
-    return scheduler.state
 
 
 def command(name: str, devices: int, **others: object) -> JobSpec:

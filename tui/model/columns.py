@@ -118,13 +118,13 @@ def promise_text(promise: rows.Promise, now_s: float) -> str:
 
 def forecast_texts(job: rows.Job, now_s: float) -> dict[str, str]:
     """Expected start and end of a job, as far as roll-outs tell them."""
-    forecast, found = job.forecast, {}
-    for what, times in (("start", forecast.start), ("end", forecast.end)) if forecast is not None else ():
-        if times is not None:
-            found[what] = expected_text(times.p5_s, times.p50_s, times.p95_s, lambda at_s: clock(at_s, now_s))
-    if forecast is not None and forecast.after and "start" in found:
-        found["start"] += f"; after {forecast.after} ends or shrinks"
-    return found
+    if (forecast := job.forecast) is None:
+        return {}
+    return {
+        what: expected_text(times.p5_s, times.p50_s, times.p95_s, lambda at_s: clock(at_s, now_s), after)
+        for what, times, after in (("start", forecast.start, forecast.after), ("end", forecast.end, ""))
+        if times is not None
+    }
 
 
 def start_facts(job: rows.Job, now_s: float) -> list[str]:

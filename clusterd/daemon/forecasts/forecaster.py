@@ -11,7 +11,7 @@ import math
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from subprocess import PIPE
@@ -25,6 +25,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.estimates.attained_service import executed_s
+from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.queueing.dependencies import split
 from clusterd.core.scheduler import SideEffects
 from clusterd.core.state import Job, State
@@ -67,8 +68,6 @@ PAST_DAYS, PAST_AGAIN_S = 29, 3600.0
 FAILED_S, FAILED_MOST_S = 60.0, 3600.0
 """Pause after a process that failed, doubled for each further one in a row."""
 
-MESSAGE_MOST = 1 << 30
-
 
 class Forecaster:
     """Newest forecast of each job.
@@ -86,6 +85,7 @@ class Forecaster:
         self._cancelled: set[JobId] = set()
         self._asking = anyio.Lock()
         self._past, self._past_s = b"", -math.inf
+        self._tables: dict[str, tuple[PerformanceTable, bytes]] = {}  # by model: tables never change, but are replaced
 
     @property
     def _state(self) -> State:
@@ -186,13 +186,22 @@ class Forecaster:
         past = await self._past_jobs()
         state, now_s, begun_s = self._state, self._clock(), time.perf_counter()
         body = codec.encode(replace(live_part(state), performance_tables={}))
+        tables = self._encoded(state.performance_tables)
         encoding_s = time.perf_counter() - begun_s
-        tables = await anyio.to_thread.run_sync(codec.encode, dict(state.performance_tables))  # they never change
         request = Request(
             now_s=now_s, state=body, tables=tables, past=past, policy=self._engine.scheduler.policy.name,
             rollouts=ROLLOUTS, cpu_s=cpu_s, what_ifs=what_ifs,
         )  # fmt: skip
         return request, encoding_s
+
+    def _encoded(self, tables: Mapping[str, PerformanceTable]) -> dict[str, bytes]:
+        """Performance tables by model, each encoded when it is new."""
+        known = self._tables
+        self._tables = {
+            model: known[model] if model in known and known[model][0] is table else (table, codec.encode(table))
+            for model, table in tables.items()
+        }
+        return {model: body for model, (_, body) in self._tables.items()}
 
     async def _past_jobs(self) -> bytes:
         """Past jobs of the last weeks, encoded; collected once an hour, as they are told apart by the hour."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from clusterd.forecasting import SHARES
 from clusterd.rows import Forecast, ForecastScore, Quantiles
 from clusterd.types import JobId
 
@@ -33,8 +34,6 @@ than the roll-outs; and a burst of odd jobs must not make intervals useless for 
 
 HORIZONS = {"10m": 600.0, "2h": 7200.0, "1d": 86400.0, "later": math.inf}
 """Largest time from a forecast to its median, by the name of the class in reports."""
-
-SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 _SCHEMA = """
     CREATE TABLE IF NOT EXISTS forecasts (
