@@ -356,7 +356,9 @@ def cancel(
     with Client() as cluster:
         chosen = own_jobs(cluster, jobs or ["*"], over=False)
         if state is not None:
-            chosen = [job for job in chosen if cluster.call("job", job=job)["state"] == state]
+            states = {row["id"]: row["state"] for row in cluster.call("jobs")}
+            # One that is over, or that is not there, is looked up, and refused, by itself.
+            chosen = [job for job in chosen if (states.get(job) or cluster.call("job", job=job)["state"]) == state]
         if not chosen:
             raise UsageError(f"none of them is {state}: clusterd ls --state {state}")
         first, *others = chosen
@@ -573,9 +575,9 @@ def forecast_lines(job: dict[str, Any]) -> list[str]:
     found = []
     for what in ("start", "end"):
         if (times := forecast[what]) is not None:
-            text = expected_text(times["p5_s"], times["p50_s"], times["p95_s"], _clock)
-            after = f"; after {forecast['after']} ends or shrinks" if what == "start" and forecast["after"] else ""
-            found.append(f"expected {what}: {text}{after}")
+            after = forecast["after"] if what == "start" else ""
+            text = expected_text(times["p5_s"], times["p50_s"], times["p95_s"], _clock, after)
+            found.append(f"expected {what}: {text}")
         elif what == "end" or job["state"] == "queued":
             found.append(f"expected {what}: not known")
     weeks = forecast.get("weeks")

@@ -68,8 +68,7 @@ RULES: dict[str, Rule] = {
         ("login", "submit", "dry_run", "when", "estimate", "snapshot_has", "snapshot_put", "host_check"), _USE
     ),
     **dict.fromkeys(
-        ("cancel", "hold", "release", "requeue", "priority", "edit", "migrate", "unpin", "resume", "rerun", "signal"),
-        _USE,
+        ("cancel", "hold", "release", "requeue", "priority", "edit", "migrate", "unpin", "resume", "rerun"), _USE
     ),
     **dict.fromkeys(("checkpoint", "forget", "files", "file", "shell", "shell_input", "forward"), _USE),
     **dict.fromkeys(("job_input", "signal", "pause", "unpause"), _USE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 
 from clusterd.exit_reasons import Reason
@@ -45,6 +46,10 @@ class ServerState:
 @dataclass(frozen=True)
 class ServerHello(Request[ServerState], verb="hello"):
     """First request of an agent."""
+
+
+STREAM_CHANGE = struct.Struct("<Q")
+"""Offset in a log at which it changes from stdout, which begins, to stderr or back."""
 
 
 @dataclass(frozen=True, kw_only=True)

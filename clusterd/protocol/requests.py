@@ -100,7 +100,7 @@ class ReadLog(OfAttempt, Request[Chunk], verb="logs"):
     rank: int
     offset: int
     limit: int
-    streams: bool = False  # instead, the offsets at which it changes between stdout and stderr, 8 bytes each
+    streams: bool = False  # instead, where it changes between stdout and stderr: `forkserver.STREAM_CHANGE`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,10 @@ from clusterd.ssh.resolve import Route, fill
 KEEPALIVE_S = 15.0
 KEEPALIVES_MISSED_MAX = 3
 AUTHENTICATION_S = 20.0
-KEYBOARD = "keyboard-interactive"
 """Added to the connect timeout, as SSH agents may ask their user and servers a directory service."""
+
+KEYBOARD = "keyboard-interactive"
+"""Way of authentication by which a server asks what only a person can answer."""
 
 Tunnel = asyncssh.SSHClientConnection
 

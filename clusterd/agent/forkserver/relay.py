@@ -11,13 +11,13 @@ import os
 import resource
 import selectors
 import signal
-import struct
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from clusterd.agent.host.rank_input import FRAME
+from clusterd.protocol.forkserver import STREAM_CHANGE
 
 CHUNK_BYTES = 1 << 16
 
@@ -27,9 +27,6 @@ PIPE_BYTES_MAX = 1 << 20
 OTHERS_S = 5.0
 """Once a task has failed, the others have this long after SIGTERM: they would wait for it for ever."""
 
-OFFSET = struct.Struct("<Q")
-"""Offset in the log at which the output changes from stdout, which begins, to stderr or back."""
-
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that are sent to all processes of a session, so to the tasks as well; their end is the relay's."""
 
@@ -38,7 +35,7 @@ class Relay:
     """Tasks of one command, and their pipes.
 
     Args:
-        streams: path of the file of offsets (`OFFSET`); empty: stdout and stderr stay as they are.
+        streams: path of the file of offsets (`STREAM_CHANGE`); empty: stdout and stderr stay as they are.
         input_pipe: path of a named pipe with input for the first task; empty: there is none.
         labels: lines have the number of their task before them.
         ends_others: once a task has failed, the others are ended.
@@ -167,7 +164,7 @@ class Relay:
     def _write(self, data: bytes, is_stderr: bool) -> None:
         if self._streams >= 0 and data and is_stderr != self._is_stderr:
             # Before the data, so that whoever reads these first knows of each change.
-            os.write(self._streams, OFFSET.pack(os.fstat(1).st_size))
+            os.write(self._streams, STREAM_CHANGE.pack(os.fstat(1).st_size))
             self._is_stderr = is_stderr
         sink = 2 if is_stderr and self._streams < 0 else 1
         while data:

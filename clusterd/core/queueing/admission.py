@@ -9,10 +9,10 @@ from clusterd.core.data_locality import places_of
 from clusterd.core.host import Host
 from clusterd.core.queueing.arrays import find_task, tasks_of
 from clusterd.core.queueing.dependencies import CONDITIONS, CORRESPONDING, SINGLETON, is_satisfied
-from clusterd.core.state import Job, State
+from clusterd.core.state import Attempt, Job, State
 from clusterd.errors import ClusterError, UsageError
 from clusterd.keys import keys_of
-from clusterd.types import ArrayTask, HostId, JobId, JobKind, JobSpec, JobState
+from clusterd.types import ArrayTask, AttemptState, HostId, JobId, JobKind, JobSpec, JobState
 
 
 def find_job(state: State, text: str, user: str) -> Job:
@@ -244,6 +244,17 @@ def may_submit(spec: JobSpec) -> None:
 def hosts_without_login(state: State, account: str) -> dict[HostId, str]:
     """Hosts on which an account's jobs may not run, with the reason."""
     return {host.id: why for host in state.hosts.values() if (why := host.without_login(account))}
+
+
+def running_attempt(job: Job, otherwise: str) -> Attempt:
+    """The attempt of a job that runs.
+
+    Raises:
+        ClusterError: it does not run, with `otherwise`.
+    """
+    if job.attempt is None or job.attempt.state is not AttemptState.RUNNING:
+        raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.state.value}: {otherwise}")
+    return job.attempt
 
 
 def refuse_if_over(job: Job) -> None:

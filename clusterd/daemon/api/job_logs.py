@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -23,6 +22,7 @@ from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive, Tail
 from clusterd.errors import AgentLost, ClusterError, UsageError
+from clusterd.protocol.forkserver import STREAM_CHANGE
 from clusterd.protocol.requests import ReadLog, ReadSteps
 from clusterd.ssh.host import AgentRefused
 from clusterd.types import AttemptState, HostId, HostState, JobState
@@ -31,9 +31,6 @@ from clusterd.units import counted, size
 CHUNK_BYTES = 1 << 18
 POLL_S = 0.2
 """Between two looks at a log that did not grow."""
-
-CHANGE = struct.Struct("<Q")
-"""Offset in a log at which it changes between stdout and stderr, as hosts write it."""
 
 ANSWER_S = 10.0
 """For a piece of a log, before what was copied here is shown in its place."""
@@ -238,14 +235,14 @@ class JobLogs:
         """
         fetched = self._archive.streams_file(job.id, which["attempt"], which["generation"], which["rank"])
         while True:
-            begin = len(changes) * CHANGE.size
+            begin = len(changes) * STREAM_CHANGE.size
             if fetched.exists():
                 answer = await _read_file(fetched, begin)
             else:
                 wanted = ReadLog(job=job.id, **which, offset=begin, limit=CHUNK_BYTES, streams=True)
                 answer = await self._pull(host, wanted)
-            whole = len(answer["data"]) // CHANGE.size * CHANGE.size
-            changes += (offset for (offset,) in CHANGE.iter_unpack(answer["data"][:whole]))
+            whole = len(answer["data"]) // STREAM_CHANGE.size * STREAM_CHANGE.size
+            changes += (offset for (offset,) in STREAM_CHANGE.iter_unpack(answer["data"][:whole]))
             if not whole:
                 return
 

@@ -18,7 +18,7 @@ from clusterd.core.queueing import admission
 from clusterd.core.queueing.arrays import tasks_of
 from clusterd.core.queueing.dependencies import awaits
 from clusterd.core.queueing.edits import EDITABLE, described, refused_now
-from clusterd.core.state import Attempt, Job, State
+from clusterd.core.state import Job, State
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
 from clusterd.daemon.api.validation import refuse_malformed, refuse_unsatisfiable
@@ -30,7 +30,7 @@ from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.requests import SignalRanks
 from clusterd.ssh.host import AgentRefused
 from clusterd.submission.job_edit import with_changes
-from clusterd.types import AttemptState, JobKind, JobSpec, JobState
+from clusterd.types import JobKind, JobSpec, JobState
 from clusterd.units import duration
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -119,7 +119,7 @@ class QueueVerbs:
         if known.spec.container:
             other = f"clusterd requeue --hold {known.id} stops it, and it begins anew"
             raise ClusterError(f"job {known.id} ({known.spec.name}) runs in a container, which is not paused: {other}")
-        _running(known, "only what runs is paused")
+        admission.running_attempt(known, "only what runs is paused")
         # Recorded first: stopped processes of a job that counts as running could not be let go on.
         await self._engine.post(e.JobPaused(at_s=time.time(), job=known.id, by=peer.user))
         try:
@@ -159,7 +159,7 @@ class QueueVerbs:
         Raises:
             ClusterError: it does not run, with `otherwise`; a host does not answer.
         """
-        attempt = _running(job, otherwise)
+        attempt = admission.running_attempt(job, otherwise)
         for host in attempt.hosts:
             await self._hosts.request(host, SignalRanks(job.id, attempt.number, attempt.generation, int(number)))
 
@@ -301,17 +301,6 @@ class QueueVerbs:
             if ran_s >= spec.time_limit_s:
                 raise UsageError(f"it has run for {duration(ran_s)} already: clusterd cancel {job.id} ends it")
         return spec
-
-
-def _running(job: Job, otherwise: str) -> Attempt:
-    """The job's attempt.
-
-    Raises:
-        ClusterError: it does not run, with `otherwise`.
-    """
-    if job.attempt is None or job.attempt.state is not AttemptState.RUNNING:
-        raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.state.value}: {otherwise}")
-    return job.attempt
 
 
 def _with_changes(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:

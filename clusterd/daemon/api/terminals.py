@@ -223,9 +223,7 @@ def _running(job: Job, rank: int, where: str) -> Attempt:
     Raises:
         ClusterError: none runs; `where` says what it is needed for. UsageError: it has no such rank.
     """
-    attempt = job.attempt
-    if attempt is None or attempt.state is not AttemptState.RUNNING:
-        raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.state.value}: {where}")
+    attempt = admission.running_attempt(job, where)
     if rank not in attempt.ranks:
         raise UsageError(f"job {job.id} ({job.spec.name}) has no rank {rank}: 0 to {max(attempt.ranks)}")
     return attempt
