@@ -167,12 +167,14 @@ def test_srun_runs_a_step_for_each_task(shared_cluster: RunningCluster) -> None:
         "srun sh -c 'exit $((SLURM_PROCID + 3))'; echo code $?\n"
         "bash -c 'srun -N 2 hostname'; echo refused $?\n"
         "srun -n 2 no-such-program; echo absent $?\n"
+        "srun -o here.txt hostname; echo elsewhere $?\n"
     )
     done = shared_cluster.run("submit", "--wait", input=text)
     lines = shared_cluster.run("logs", done.stdout.split()[0]).stdout.splitlines()
     assert {"task 0 of 2, 1 core", "task 1 of 2, 1 core"} <= set(lines)
     assert {"0: three", "1: three", "2: three"} <= set(lines)
-    assert {"from a pipe", "code 4", "refused 1", "absent 127"} <= set(lines)
+    assert {"from a pipe", "code 4", "refused 1", "absent 127", "elsewhere 1"} <= set(lines)
+    assert any("srun: --output is not done here: write > FILE behind the command" in line for line in lines)
 
 
 def test_an_array_of_scripts_knows_its_size(shared_cluster: RunningCluster) -> None:

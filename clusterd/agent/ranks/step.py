@@ -15,8 +15,19 @@ _ALONE = frozenset(
 )  # fmt: skip
 """Options without a value, or with one behind ``=``."""
 
-_LETTERS = {"n": "ntasks", "N": "nodes", "c": "cpus-per-task", "l": "label", "K": "kill-on-bad-exit", "D": "chdir"}
+_LETTERS = {
+    "n": "ntasks", "N": "nodes", "c": "cpus-per-task", "l": "label", "K": "kill-on-bad-exit", "D": "chdir",
+    "o": "output", "e": "error", "i": "input", "w": "nodelist", "x": "exclude", "r": "relative",
+}  # fmt: skip
 _ALONE_LETTERS = "luKOQvqEksHXZ"
+
+_HERE = "a step runs on every node of the script"
+_INSTEAD = {
+    "output": "write > FILE behind the command", "error": "write 2> FILE behind the command",
+    "input": "write < FILE behind the command", "multi-prog": "start each program by an srun of its own",
+    "nodelist": _HERE, "exclude": _HERE, "relative": _HERE,
+}  # fmt: skip
+"""What does here what these options would; a step without it would do something else."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,6 +35,9 @@ def main(arguments: Sequence[str]) -> int:
     options, argv = parse(arguments)
     if not argv:
         log_line("srun: no command is given")
+        return 1
+    if unlike := [name for name in options if name in _INSTEAD]:
+        log_line(f"srun: --{unlike[0]} is not done here: {_INSTEAD[unlike[0]]}")
         return 1
     nodes = _number(os.environ, "SLURM_NNODES")
     all_tasks = _number(os.environ, "SLURM_NTASKS")
