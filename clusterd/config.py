@@ -19,7 +19,7 @@ from clusterd.errors import ConfigError, UsageError
 from clusterd.keys import Key, data_folders
 from clusterd.toml import check_keys, read_toml
 from clusterd.trusted_paths import UnsafePath, check_file
-from clusterd.types import Limits, Tenant
+from clusterd.types import Limits, Reclaim, Tenant
 
 Setting = TypeVar("Setting")
 
@@ -184,8 +184,10 @@ class Config:
                                           name="workdir_max")] = 256 << 20
     idle_after_s: Annotated[float, Key(k.DURATION, "Warn of jobs whose devices do nothing for this long; 0: never.",
                                        name="idle_after")] = 3600.0
-    reclaim_idle_s: Annotated[float | None, Key(k.DURATION, "End shells whose devices do nothing for this long.",
+    reclaim_idle_s: Annotated[float | None, Key(k.DURATION, "Reclaim devices that do nothing for this long.",
                                                 "never", name="reclaim_idle")] = None
+    reclaim: Annotated[Reclaim, Key(k.one_of(Reclaim), "From whom: shells, which end; elastic jobs too, which "
+                                    "shrink; or all, which are suspended, or end.")] = Reclaim.SHELLS
     fair_share_half_life_s: Annotated[float, Key(
         k.DURATION, "Device-hours count half after this long, for fair shares; 0: what is held counts alone.",
         name="fair_share_half_life")] = 7 * 86400.0

@@ -38,6 +38,15 @@ class JobKind(StrEnum):
     ELASTIC = "elastic"  # uses clusterd.train: any plan, live migration
 
 
+class Reclaim(StrEnum):
+    """Measures against jobs whose devices do nothing, each harder than the one above it."""
+
+    SHELLS = "shells"  # shells end, nothing is done to other jobs
+    SHRINK = "shrink"  # elastic jobs keep one device
+    SUSPEND = "suspend"  # and jobs that can go on later are held in the queue
+    END = "end"
+
+
 class JobState(StrEnum):
     """State of a job; `clusterd.core.transitions` has the allowed transitions."""
 

@@ -24,6 +24,7 @@ from clusterd.types import (
     JobSpec,
     RankEnd,
     RankReport,
+    Reclaim,
     Tenant,
 )
 
@@ -438,7 +439,8 @@ class IdlenessObserved(Event):
     job: JobId
     attempt: int
     since_s: float | None
-    reclaim_at_s: float | None = None  # end of a reservation that stays idle
+    reclaim_at_s: float | None = None  # when something is done about it; None: never
+    reclaim: Reclaim = Reclaim.SHELLS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ from clusterd.types import (
     JobState,
     RankEnd,
     RankPlace,
+    Reclaim,
     Tenant,
 )
 
@@ -267,6 +268,7 @@ class Attempt:
     state: AttemptState = AttemptState.LAUNCHING
     step: int = 0  # newest that was reported
     idle_since_s: float | None = None  # since when its devices do nothing, once that is long; None: they work
+    reclaim: Reclaim = Reclaim.SHELLS  # what is done with it if they stay so
     paused_by: str | None = None  # user who had its processes stopped where they are; None: they run
     ended_s: float | None = None
     stop: Stop = field(default_factory=Stop)

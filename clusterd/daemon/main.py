@@ -151,7 +151,7 @@ class Daemon:
             replicas = SnapshotReplicas(engine, hosts, data_key)
             usage = UsageStore(config.state_dir / "usage.db", state)
             stack.callback(usage.close)
-            idle_jobs = IdleJobs(engine, usage.busy, config.idle_after_s, config.reclaim_idle_s)
+            idle_jobs = IdleJobs(engine, usage.busy, config.idle_after_s, config.reclaim_idle_s, config.reclaim)
             log_tails = LogTails(engine, hosts, archive)
             backups = Backups(config.state_dir, self._config_file, engine, journal, dialer, enrolment)
             measurements = config.state_dir / "measurements.db"
