@@ -148,6 +148,7 @@ class Resources:
 _INT_MAX = (1 << 31) - 1
 _LIMIT = k.within(0, _INT_MAX)
 _QUOTA = k.within(0, (1 << 63) - 1, "it must be a number of devices")
+_BUDGET = k.limited(k.NUMBER, lambda x: 0 <= x <= sys.float_info.max, "it must be a number of hours", schema={"ge": 0})
 _ABOVE_ZERO = k.limited(
     k.NUMBER, lambda x: 0 < x <= sys.float_info.max, "it must be a number above 0", schema={"gt": 0}
 )
@@ -160,6 +161,8 @@ class Tenant:
     # fmt: off
     quota: Annotated[int | None, Key(_QUOTA, "Most devices that its jobs hold at a time.", "no limit")] = None
     share: Annotated[float, Key(_ABOVE_ZERO, "Weight among the tenants that compete for devices.")] = 1.0
+    device_hours: Annotated[float | None, Key(_BUDGET, "Device-hours that its jobs may use in a calendar month.",
+                                              "no limit")] = None
     members: Annotated[tuple[str, ...] | None, Key(k.NAMES, 'Users and "@groups" that may submit for it.',
                                                    'operators, of "default" everybody')] = None
     # fmt: on
@@ -167,13 +170,15 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one user; operators have none but `devices`."""
+    """Limits of one user; operators have none but `devices` and `device_hours`."""
 
     # fmt: off
     priority: Annotated[int, Key(k.within(-(1 << 31), _INT_MAX), "Highest priority that may be given to a job.")] = 0
     guaranteed_devices: Annotated[int, Key(_LIMIT, "Devices that the guaranteed jobs that are not over may ask for, "
                                            "together.")] = 0
     devices: Annotated[int | None, Key(_LIMIT, "Devices that the jobs may hold at a time.", "no limit")] = None
+    device_hours: Annotated[float | None, Key(_BUDGET, "Device-hours that the jobs may use in a calendar month.",
+                                              "no limit")] = None
     queued_jobs: Annotated[int, Key(_LIMIT, "Jobs that may be queued.")] = 10_000
     # fmt: on
 

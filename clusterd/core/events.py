@@ -48,6 +48,8 @@ class DaemonStarted(Event):
     tenants: dict[str, Tenant] = field(default_factory=dict)
     device_limits: dict[str, int] = field(default_factory=dict)  # see `State`
     half_life_s: float = 0.0  # see `State`
+    budgets: dict[str, float] = field(default_factory=dict)  # see `State`
+    device_weights: dict[str, float] = field(default_factory=dict)  # see `State`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,8 @@ class SettingsReloaded(Event):
     tenants: dict[str, Tenant]
     device_limits: dict[str, int]
     half_life_s: float = 0.0
+    budgets: dict[str, float] = field(default_factory=dict)
+    device_weights: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

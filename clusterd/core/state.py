@@ -451,7 +451,8 @@ class Used:
     """Devices that a user has used, by `fair_share.charge`."""
 
     device_s: float = 0.0  # of which each half-life takes half
-    devices: int = 0  # held since then
+    month_s: float = 0.0  # device-seconds of this calendar month
+    devices: float = 0.0  # held since then, by weight
     at_s: float = 0.0
 
 
@@ -468,7 +469,9 @@ class State:
     tenants: dict[str, Tenant] = field(default_factory=dict)
     device_limits: dict[str, int] = field(default_factory=dict)  # devices held at a time, by user; "": all others
     half_life_s: float = 0.0  # of what was used, for fair shares; 0: shares are of what is held
-    used: dict[str, dict[str, Used]] = field(default_factory=dict)  # by tenant and user; empty without a half-life
+    budgets: dict[str, float] = field(default_factory=dict)  # device-hours a month, by user; "": all others
+    device_weights: dict[str, float] = field(default_factory=dict)  # by part of the type's name; 1: all others
+    used: dict[str, dict[str, Used]] = field(default_factory=dict)  # by tenant and user, if anything depends on it
     move_costs_s: dict[str, float] = field(default_factory=dict)  # by model: moving average of downtimes
     restart_costs_s: dict[str, float] = field(default_factory=dict)  # likewise, of migrations through host memory
     timers: dict[Timer, float] = field(default_factory=dict)

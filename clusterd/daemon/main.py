@@ -233,12 +233,8 @@ class Daemon:
             if socket.parent != config.state_dir:
                 link.symlink_to(socket)
             tasks.start_soon(engine.run)
-            tenants, limits = dict(config.tenants), configuration.device_limits(config)
-            started = e.DaemonStarted(
-                at_s=time.time(), epoch=leader.epoch, tenants=tenants, device_limits=limits,
-                half_life_s=config.fair_share_half_life_s,
-            )  # fmt: skip
-            await engine.post(started)
+            agreed = configuration.agreements(config)
+            await engine.post(e.DaemonStarted(at_s=time.time(), epoch=leader.epoch, **agreed))
             for run in (timers.run, profiler.run, terminals.run):
                 tasks.start_soon(run)
             for run in (usage.run, archived_jobs.run, workdirs.run, log_tails.run, backups.run, forecaster.run):

@@ -279,7 +279,7 @@ def recover(ctx: HandlerContext, attempt: Attempt) -> None:
         answer = recovery.migrate_back(job, attempt, view)
     if isinstance(answer, Refusal):
         stopping.stop(ctx, attempt, Outcome.HOST_LOST, answer.reason)
-    elif objection := migrations.objection(ctx.state, job, answer, after_loss=True):
+    elif objection := migrations.objection(ctx.state, job, answer, ctx.now_s, after_loss=True):
         stopping.stop(ctx, attempt, Outcome.HOST_LOST, objection)
     else:
         lacks_memory = recovery.lacks_memory(job, attempt, answer, view.hosts)

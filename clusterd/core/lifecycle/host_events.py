@@ -20,16 +20,20 @@ RECOVERY_S = 20.0
 """After the daemon's start nothing is placed until each host in use has reported, or for this long."""
 
 
+def _take_settings(ctx: HandlerContext, event: e.DaemonStarted | e.SettingsReloaded) -> None:
+    state = ctx.state
+    state.tenants, state.device_limits, state.half_life_s = event.tenants, event.device_limits, event.half_life_s
+    state.budgets, state.device_weights = event.budgets, event.device_weights
+
+
 def on_settings_reloaded(ctx: HandlerContext, event: e.SettingsReloaded) -> None:
-    ctx.state.tenants, ctx.state.device_limits = event.tenants, event.device_limits
-    ctx.state.half_life_s = event.half_life_s
+    _take_settings(ctx, event)
     ctx.pass_due = True
 
 
 def on_daemon_started(ctx: HandlerContext, event: e.DaemonStarted) -> None:
     ctx.state.epoch = event.epoch
-    ctx.state.tenants, ctx.state.device_limits = event.tenants, event.device_limits
-    ctx.state.half_life_s = event.half_life_s
+    _take_settings(ctx, event)
     for host in ctx.state.hosts.values():
         if host.state is not HostState.LOST:
             host.go(HostState.CONNECTING, event.at_s, "the daemon has just started")

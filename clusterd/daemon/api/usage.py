@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from clusterd import rows
-from clusterd.core.fair_share import Quotas
+from clusterd.core.fair_share import Quotas, budgets
 from clusterd.core.state import Job, State, Used
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
@@ -111,13 +111,15 @@ class UsageVerbs:
         """Use of each user of each tenant lately, as the newest pass counted it, and the parts due to them."""
         state = self._state
         queued = [state.jobs[job] for job in state.queue]
-        quotas = Quotas(state, map(state.jobs.__getitem__, state.active))
+        now_s = time.time()
+        quotas = Quotas(state, map(state.jobs.__getitem__, state.active), now_s)
         tenants, users = quotas.tenant_shares(queued).parts, quotas.user_shares(queued)
         known = {(tenant, user) for tenant, used in state.used.items() for user in used}
         known |= {(job.spec.tenant, job.spec.user) for job in queued}
         found = []
         for tenant, user in sorted(known):
             used = state.used.get(tenant, {}).get(user, Used())
+            budget = min(budgets(state, tenant, user, now_s), key=lambda each: each.left_hours, default=None)
             tenant_used, tenant_due = tenants.get(tenant, (None, None))
             user_used, user_due = users[tenant].parts.get(user, (None, None)) if tenant in users else (None, None)
             found.append(
@@ -126,6 +128,9 @@ class UsageVerbs:
                     user=user,
                     device_hours=used.device_s / 3600,
                     devices=used.devices,
+                    month_hours=used.month_s / 3600,
+                    budget_hours=budget.hours if budget is not None else None,
+                    budget_left_hours=budget.left_hours if budget is not None else None,
                     tenant_used=tenant_used,
                     tenant_due=tenant_due,
                     user_used=user_used,
