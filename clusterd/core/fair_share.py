@@ -41,7 +41,7 @@ def charge(state: State, now_s: float) -> None:
     for tenant, users in list(state.used.items()):
         for user, used in list(users.items()):
             for_s = max(now_s - used.at_s, 0.0)
-            used.month_s = (used.month_s if used.at_s >= month_s else 0.0) + used.devices * min(for_s, now_s - month_s)
+            used.month_s = _in_month(used, month_s, now_s)
             if state.half_life_s:
                 left = 0.5 ** (for_s / state.half_life_s)
                 used.device_s = used.device_s * left + used.devices * state.half_life_s / math.log(2.0) * (1.0 - left)
@@ -68,18 +68,25 @@ class Budget:
 
 
 def budgets(state: State, tenant: str, user: str, now_s: float) -> Iterator[Budget]:
-    """Budgets that jobs of a user of a tenant draw on, with what the newest pass of this month counted."""
+    """Budgets that jobs of a user of a tenant draw on."""
     of_tenant, of_user = state.tenants.get(tenant, _PLAIN).device_hours, state.budgets.get(user, state.budgets.get(""))
     if of_tenant is not None:
-        yield Budget(f"tenant {tenant}", "", of_tenant, _hours(state.used.get(tenant, {}).values(), now_s))
+        yield Budget(f"tenant {tenant}", "", of_tenant, month_hours(state.used.get(tenant, {}).values(), now_s))
     if of_user is not None:
         mine = (users[user] for users in state.used.values() if user in users)
-        yield Budget(user, user, of_user, _hours(mine, now_s))
+        yield Budget(user, user, of_user, month_hours(mine, now_s))
 
 
-def _hours(use: Iterable[Used], now_s: float) -> float:
+def month_hours(use: Iterable[Used], now_s: float) -> float:
+    """Device-hours of this calendar month."""
     month_s = _month(now_s).timestamp()
-    return sum(used.month_s for used in use if used.at_s >= month_s) / 3600.0
+    return sum(_in_month(used, month_s, now_s) for used in use) / 3600.0
+
+
+def _in_month(used: Used, month_s: float, now_s: float) -> float:
+    """Device-seconds since the month began, those included that were not charged yet."""
+    before_s = used.month_s if used.at_s >= month_s else 0.0
+    return before_s + used.devices * max(now_s - max(used.at_s, month_s), 0.0)
 
 
 def why_spent(state: State, tenant: str, user: str, now_s: float) -> str | None:

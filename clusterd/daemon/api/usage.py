@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from clusterd import rows
-from clusterd.core.fair_share import Quotas, budgets
+from clusterd.core.fair_share import Quotas, budgets, month_hours
 from clusterd.core.state import Job, State, Used
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
@@ -128,7 +128,7 @@ class UsageVerbs:
                     user=user,
                     device_hours=used.device_s / 3600,
                     devices=used.devices,
-                    month_hours=used.month_s / 3600,
+                    month_hours=month_hours([used], now_s),
                     budget_hours=budget.hours if budget is not None else None,
                     budget_left_hours=budget.left_hours if budget is not None else None,
                     tenant_used=tenant_used,
