@@ -50,6 +50,7 @@ NOTIFICATIONS = (
     "job queued again",
     "job idle",
     "job not saved",
+    "booking released",
     "host lost",
     "host back",
 )

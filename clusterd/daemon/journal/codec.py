@@ -80,8 +80,9 @@ _SHAPE_BYTES = 8
 
 ADDED = frozenset(
     {
-        "Attempt.paused_by", "JobSpec.clean_env", "JobSpec.is_attached", "JobSpec.reads_input", "Resources.tasks",
-        "State.half_life_s", "State.notice", "State.used",
+        "Attempt.paused_by", "DeviceClaim.owner", "DeviceClaim.unused", "JobSpec.booking", "JobSpec.clean_env",
+        "JobSpec.is_attached", "JobSpec.reads_input", "Resources.tasks", "State.booked_s", "State.half_life_s",
+        "State.notice", "State.used",
     }
 )  # fmt: skip
 """Fields of the state that later versions added, as TYPE.FIELD: their default says what was so before."""
