@@ -630,3 +630,17 @@ class FairShare(Struct, frozen=True, kw_only=True):
     tenant_due: Annotated[float | None, about("Part that is due to the tenant.")]
     user_used: Annotated[float | None, about("Part of what the tenant's users who want devices have used.")]
     user_due: Annotated[float | None, about("Part that is due to the user.")]
+
+
+class CalendarEntry(Struct, frozen=True, kw_only=True):
+    """Use of one host for some time: by a job, a booking, a claim, or its end."""
+
+    what: Annotated[str, about("`running`, `expected` (a job that waits), `booking`, `claim` or `leaves`.")]
+    host: Annotated[str, about("Host; empty: not known yet.")] = ""
+    devices: Annotated[tuple[str, ...], about("Devices; empty: not known yet, or all.")] = ()
+    from_s: Annotated[Seconds, about("Start; of a job that waits, as likely before as after.")] = 0.0
+    until_s: Annotated[Seconds | None, about("End; of a job, expected or by its time limit; null: not known.")] = None
+    user: Annotated[str, about("User.")] = ""
+    job: Annotated[str | None, about("Job.")] = None
+    claim: Annotated[str | None, about("Booking or claim.")] = None
+    text: Annotated[str, about("The entry in words.")] = ""

@@ -43,6 +43,7 @@ EXAMPLES = {
     "claim add": "clusterd claim gpu01:3 --from 14:00 --for 2h --reason 'new fan'",
     "claim ls": "clusterd claim ls",
     "claim rm": "clusterd claim rm 3",
+    "calendar": "clusterd calendar --days 7 --host gpu01",
     "book add": "clusterd book --gpus a100:4 --from 'mon 9:00' --for 4h",
     "book ls": "clusterd book ls",
     "book cancel": "clusterd book cancel 3",

@@ -62,6 +62,7 @@ _USE = Rule(Callers.USERS)
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("hello", "status", "backups", "jobs", "history", "watch", "hosts", "host", "claims"), _LOOK),
     **dict.fromkeys(("arrays", "tasks", "measurements_export", "usage", "report", "fair_share", "forecasts"), _LOOK),
+    "calendar": _LOOK,
     **dict.fromkeys(("job", "why", "wait", "plans", "profile"), _DETAILS),
     **dict.fromkeys(("logs", "steps"), _OUTPUT),
     **dict.fromkeys(

@@ -40,6 +40,45 @@ def test_a_booking_from_its_making_to_its_cancellation(shared_cluster: RunningCl
     assert "booking 1 was removed" in cluster.run("history").stdout
 
 
+@pytest.mark.parametrize("columns", [80, 160])
+def test_the_calendar_shows_who_is_expected_where(
+    shared_cluster: RunningCluster, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = shared_cluster
+    cluster.wait_until_up(2)
+    there = ("--no-snapshot", "-d", "--devices", "1", "--time", "2h", "--host", "local1")
+    job = cluster.run("run", *there, "--name", "study", "--", "sleep", "1000").stdout.strip()
+    cluster.wait_for(job, lambda row: row["state"] == "running")
+    made = cluster.run("book", "--devices", "2", "--on", "local0", "--from", "+1h", "--for", "2h", "--name", "paper")
+    booking = made.stderr.partition(":")[0].removeprefix("booking ")
+    own = cluster.run("run", *there[:3], "1", "--booking", booking, "--name", "own", "--", "true").stdout.strip()
+    monkeypatch.setitem(cluster.environment, "COLUMNS", str(columns))
+    shown = cluster.run("calendar").stdout
+    me = cluster.call("hello")["user"]
+    heading, *lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert heading == "HOST FROM UNTIL DEVICES USER WHAT"
+    assert all(len(line) <= columns for line in shown.splitlines())
+    at_s = {row["text"]: (row["from_s"], row["until_s"]) for row in cluster.call("calendar")}
+    begin, end, limit = (
+        time.strftime("%a %H:%M", time.localtime(at))
+        for at in (*at_s[f"booking {booking}: paper"], at_s[f"study ({job})"][1])
+    )
+    assert lines == [
+        f"local0 {begin} {end} {me} own ({own}), expected",
+        f"{begin} {end} cpu0-1 {me} booking {booking}: paper",
+        f"local1 now {limit} cpu0 {me} study ({job})",
+    ]
+    assert "study" not in cluster.run("calendar", "--host", "local0").stdout
+    assert "nothing is expected" in cluster.run("calendar", "--user", "nobody").stderr
+    assert "there is no host 'nowhere'" in cluster.run("calendar", "--host", "nowhere", check=False).stderr
+    exported = cluster.run("calendar", "-o", "ics").stdout
+    assert f"SUMMARY:{me}: booking {booking}: paper" in exported
+    assert exported.count("BEGIN:VEVENT") == 1
+    cluster.run("cancel", job, own)
+    cluster.run("book", "cancel", booking)
+    cluster.wait_for(job, lambda row: not row["holds_devices"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

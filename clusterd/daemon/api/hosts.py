@@ -141,13 +141,20 @@ class JoinVerbs:
         return {"join": self.join}
 
     async def join(
-        self, peer: Peer, identity: str, name: str, exact: bool = False, options: dict[str, Any] | None = None
+        self,
+        peer: Peer,
+        identity: str,
+        name: str,
+        exact: bool = False,
+        options: dict[str, Any] | None = None,
+        until_s: float | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
         """Make the caller's machine a host: its ``{name, cluster}``, then commands for processes that it starts.
 
         Args:
             identity: of the host, the same when it dials in again.
             exact: refuse the name if another host has it, instead of adding a number.
+            until_s: wall clock of the end of the host's allocation, for the calendar.
         Raises:
             ClusterError: the host would run jobs of others under the caller's account.
         """
@@ -159,7 +166,7 @@ class JoinVerbs:
             )
         known = host_options(options or {}, "the host's options")
         host = await self._joined.admit(identity, name, exact, known)
-        connection = self._joined.connect(host, peer.connection)
+        connection = self._joined.connect(host, peer.connection, until_s)
         yield {"name": host, "cluster": self._cluster}
         async for command in connection.commands():
             yield command
