@@ -51,6 +51,7 @@ NOTIFICATIONS = (
     "job idle",
     "job not saved",
     "budget",
+    "booking released",
     "host lost",
     "host back",
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -308,13 +309,22 @@ def unusable(job: Job, state: State, now_s: float) -> list[str]:
         for device, why in host.reported_faults.items():
             reasons.append(f"{device} is left out: {why}; once it is reset, clusterd host undrain {host.id} offers it")
     places = tuple(f"{host.id}:" for host in hosts)
+    own = state.device_claims.get(job.spec.booking)
+    if own is not None and not own.is_active(now_s):
+        reasons.append(f"its booking {own.id} begins {_day(own.from_s)}, on {', '.join(own.devices)}")
     for claim in state.device_claims.values():
-        if devices := [device for device in claim.devices if device.startswith(places)]:
-            until = f" until {_day(claim.until_s)}" if claim.until_s is not None else ""
-            since = "" if claim.is_active(now_s) else f" from {_day(claim.from_s)}"
+        devices = tuple(d for d in claim.devices if d.startswith(places) and (own is None or d in own.devices))
+        if devices and claim is not own:
             only = "" if claim.is_active(now_s) else "; until then only jobs that end before it start there"
-            reasons.append(f"{', '.join(devices)} {'is' if len(devices) == 1 else 'are'} {claim}{since}{until}{only}")
+            reasons.append(f"{claimed_until(replace(claim, devices=devices), now_s)}{only}")
     return reasons
+
+
+def claimed_until(claim: DeviceClaim, now_s: float) -> str:
+    """Sentence about the devices of a claim or booking and its time."""
+    until = f" until {_day(claim.until_s)}" if claim.until_s is not None else ""
+    since = "" if claim.is_active(now_s) else f" from {_day(claim.from_s)}"
+    return f"{', '.join(claim.devices)} {'is' if len(claim.devices) == 1 else 'are'} {claim}{since}{until}"
 
 
 def decision_row(decision: Decision) -> Row:

@@ -158,6 +158,7 @@ class Job(Struct, frozen=True, kw_only=True):
     step_time_s: Annotated[Seconds | None, about("Measured duration of a step.")] = None
     left_s: Annotated[float | None, about("Time to the end at this speed.")] = None
     time_limit_s: Annotated[Seconds | None, about("Longest run; null: no limit.")] = None
+    booking: Annotated[str, about("Booking on whose devices it runs; empty: none.")] = ""
     ends_by_s: Annotated[Seconds | None, about("Time at which its time limit ends it; null: it has none, or does not run.")] = None  # noqa: E501
     progressed_s: Annotated[Seconds | None, about("Time of the newest step.")] = None
     idle_since_s: Annotated[Seconds | None, about("Time since when its devices do nothing.")] = None
@@ -307,18 +308,17 @@ class Device(Struct, frozen=True, kw_only=True):
 
 
 class Claim(Struct, frozen=True, kw_only=True):
-    """Devices that an operator keeps from the scheduler for some time."""
+    """Devices that an operator keeps from the scheduler for some time, or that a user has booked."""
 
     id: Annotated[str, about("Number.")]
     devices: Annotated[tuple[str, ...], about("Claimed devices.")] = ()
     from_s: Annotated[Seconds, about("Start.")] = 0.0
     until_s: Annotated[Seconds | None, about("End; null: until it is removed.")] = None
-    reason: Annotated[str, about("Why.")] = ""
-    by: Annotated[str, about("Operator who made it.")] = ""
+    reason: Annotated[str, about("Why; of a booking, its name.")] = ""
+    by: Annotated[str, about("User who made it.")] = ""
+    owner: Annotated[str, about("Of a booking, the user whose jobs may run there; empty: an operator's claim.")] = ""
     drain: Annotated[bool, about("Jobs that cannot move are stopped at its start.")] = False
-    held_by: Annotated[tuple[str, ...] | UnsetType, about("Holders of its devices, in the answer to `claim_add`.")] = (
-        UNSET
-    )
+    held_by: Annotated[tuple[str, ...] | UnsetType, about("Holders of its devices, in answers to new ones.")] = UNSET
 
 
 class Host(Struct, frozen=True, kw_only=True):
@@ -635,3 +635,17 @@ class FairShare(Struct, frozen=True, kw_only=True):
     tenant_due: Annotated[float | None, about("Part that is due to the tenant.")]
     user_used: Annotated[float | None, about("Part of what the tenant's users who want devices have used.")]
     user_due: Annotated[float | None, about("Part that is due to the user.")]
+
+
+class CalendarEntry(Struct, frozen=True, kw_only=True):
+    """Use of one host for some time: by a job, a booking, a claim, or its end."""
+
+    what: Annotated[str, about("`running`, `expected` (a job that waits), `booking`, `claim` or `leaves`.")]
+    host: Annotated[str, about("Host; empty: not known yet.")] = ""
+    devices: Annotated[tuple[str, ...], about("Devices; empty: not known yet, or all.")] = ()
+    from_s: Annotated[Seconds, about("Start; of a job that waits, as likely before as after.")] = 0.0
+    until_s: Annotated[Seconds | None, about("End; of a job, expected or by its time limit; null: not known.")] = None
+    user: Annotated[str, about("User.")] = ""
+    job: Annotated[str | None, about("Job.")] = None
+    claim: Annotated[str | None, about("Booking or claim.")] = None
+    text: Annotated[str, about("The entry in words.")] = ""

@@ -180,6 +180,7 @@ class Limits:
     device_hours: Annotated[float | None, Key(_BUDGET, "Device-hours that the jobs may use in a calendar month.",
                                               "no limit")] = None
     queued_jobs: Annotated[int, Key(_LIMIT, "Jobs that may be queued.")] = 10_000
+    booked_device_hours: Annotated[int, Key(_LIMIT, "Device-hours of the bookings that begin in any seven days.")] = 0
     # fmt: on
 
 
@@ -252,6 +253,8 @@ class JobSpec:
         k.JOBS, 'Jobs, by id, name or pattern, that must have finished; the id of an array is all of it; "JOB:any": '
         'be over; "JOB:failed"; "JOB:corr": its task of this index; "singleton": earlier jobs of this name.', "none",
         edit=QUEUED, option="--after")] = ()
+    booking: Annotated[str, Key(k.TEXT, "Number of a booking of yours: starts on its devices once it begins, and ends "
+                                "with it.", "none", edit=QUEUED, option="--booking", row="booking")] = ""
     time_limit_s: Annotated[float | None, Key(k.DURATION, "Longest run, as in 12h; jobs that can save do so before it.",
                                               "none", name="limits.time", edit=RUNNING, option="--time",
                                               row="time_limit_s")] = None
@@ -330,7 +333,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceClaim:
-    """Devices that an operator keeps from the scheduler for some time, as for maintenance or work by hand."""
+    """Devices that are kept from the scheduler for some time: by an operator, or for jobs of whoever booked them."""
 
     id: str
     devices: tuple[DeviceId, ...]
@@ -339,12 +342,17 @@ class DeviceClaim:
     reason: str
     by: str = ""
     drain: bool = False  # jobs that cannot move are stopped and queued again at its start
+    owner: str = ""  # of a booking: user whose jobs may run there; empty: an operator's claim, for no job
+    # of a booking: devices that none of its jobs has used yet, since when they could; None: not yet
+    unused: dict[DeviceId, float | None] = field(default_factory=dict)
 
     def is_active(self, now_s: float) -> bool:
         """True between start and end."""
         return self.from_s <= now_s and (self.until_s is None or now_s < self.until_s)
 
     def __str__(self) -> str:
+        if self.owner:
+            return f"booked by {self.owner} (booking {self.id}){f': {self.reason}' if self.reason else ''}"
         return f"claimed by {self.by or 'an operator'} (claim {self.id}): {self.reason}"
 
 

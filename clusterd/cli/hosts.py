@@ -9,7 +9,16 @@ from typing import Any
 import click
 
 from clusterd.cli.common.completers import complete_host
-from clusterd.cli.common.output import ago, note, output_option, print_line, raise_all, show_json, show_table
+from clusterd.cli.common.output import (
+    ago,
+    held_for,
+    note,
+    output_option,
+    print_line,
+    raise_all,
+    show_json,
+    show_table,
+)
 from clusterd.client import Client
 from clusterd.config import DEVICES_MAX
 from clusterd.errors import ClusterError
@@ -101,7 +110,8 @@ def ls(output: str) -> None:
         state = f"{row['state']}{' (drained)' if row['drained'] is not None else ''}"
         devices = f"{leased}/{len(row['devices'])}" if row["devices"] else ""
         claims = [
-            f"{_local(claim['devices'], row['name'])} claimed: {claim['reason']}" for claim in row.get("claims", ())
+            f"{_local(claim['devices'], row['name'])} {held_for(claim)}: {claim['reason']}".removesuffix(": ")
+            for claim in row.get("claims", ())
         ]
         drained = f"drained ({row['drained']})" if row["drained"] not in (None, "drained") else ""
         why = "; ".join(filter(None, (drained, row["why"] or ", ".join(row["jobs"]), *claims)))

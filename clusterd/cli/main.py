@@ -61,6 +61,8 @@ _GROUPS = {
         "host": ("hosts", "host", "Add, list, drain and remove hosts."),
         "notice": ("queue.claims", "notice", "Tell all users something."),
         "claim": ("queue.claims", "claim", "Keep devices from the scheduler for some time."),
+        "calendar": ("queue.calendar", "calendar", "Show who is expected where."),
+        "book": ("queue.claims", "book", "Book devices ahead for your jobs."),
         "agent": ("head_node.agent", "agent", "Join a cluster from this machine, as from an allocation of Slurm."),
     },
     "Cluster": {

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from clusterd.core.events import EventId, Timer
 from clusterd.plans.plan import Plan
-from clusterd.types import HostId, JobId, RankPlace
+from clusterd.types import DeviceId, HostId, JobId, RankPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +165,15 @@ class RequeueJob(Decision):
     attempt: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseBooked(Decision):
+    """Give devices of a booking to others, as no job of it has used them; its owner is told."""
+
+    claim: str
+    user: str
+    devices: tuple[DeviceId, ...]
+
+
 DECISIONS: dict[str, type[Decision]] = {
     kind.__name__: kind
     for kind in (
@@ -181,6 +190,7 @@ DECISIONS: dict[str, type[Decision]] = {
         HoldJob,
         EndJob,
         RequeueJob,
+        ReleaseBooked,
     )
 }
 """Decision classes by the name that the journal stores."""

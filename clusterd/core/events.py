@@ -157,14 +157,14 @@ class HostChanged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicesClaimed(Event):
-    """An operator claimed devices: the scheduler does not give them to jobs from its start to its end."""
+    """An operator claimed devices, or a user booked them: from its start to its end others' jobs do not get them."""
 
     claim: DeviceClaim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceClaimRemoved(Event):
-    """An operator removed a claim before its end."""
+    """A claim was removed, or a booking cancelled, before its end."""
 
     claim: str
     by: str = ""

@@ -31,6 +31,7 @@ from clusterd.core.lifecycle.context import HOST_LOST_AFTER_S, HandlerContext
 from clusterd.core.policies import POLICIES
 from clusterd.core.queue_order import Order, QueuePlace, changed, difference, only
 from clusterd.core.queueing.arrays import ArrayLimits
+from clusterd.core.queueing.bookings import waits_for as waits_for_booking
 from clusterd.core.queueing.dependencies import in_vain, waits_for
 from clusterd.core.reservations import Reservation
 from clusterd.core.state import Outcome, State
@@ -143,6 +144,8 @@ class Scheduler:
     def _begin_pass(self, ctx: HandlerContext) -> View | None:
         """Do what a scheduling pass does without the policy; returns what the policy is to be asked about, if it is."""
         state = ctx.state
+        if any(claim.owner for claim in state.device_claims.values()):
+            device_claims.refresh(ctx)
         state.order = only(state.order, state.queue)
         charge(state, ctx.now_s)
         if not state.queue and not state.active:
@@ -213,6 +216,9 @@ def _hold_dependents(ctx: HandlerContext) -> set[JobId]:
         elif (limited := arrays.waits_for(job, ctx.now_s)) is not None:
             ctx.hold(job, limited)
             blocked.add(job.id)
+        elif job.spec.booking and (why := waits_for_booking(job.spec, ctx.state.device_claims, ctx.now_s)) is not None:
+            ctx.hold(job, why)
+            blocked.add(job.id)
     return blocked
 
 
@@ -264,7 +270,7 @@ def _explain_drained(ctx: HandlerContext) -> None:
             until = "its end" if job.spec.kind is JobKind.COMMAND else "devices are free elsewhere, or its end"
             why = " and ".join(str(ctx.state.hosts[host].unusable) for host in leaving)
             ctx.hold(job, f"{why}: it stays there until {until}")
-        elif held := sorted(claimed.keys() & set(attempt.devices)):
+        elif held := sorted(claimed.keys() & set(attempt.devices)) if not job.spec.booking else []:
             until = "its end" if job.spec.kind is JobKind.COMMAND else "devices are free elsewhere, or its end"
             ctx.hold(job, f"{', '.join(held)} is {claimed[held[0]]}: it stays there until {until}")
 

@@ -483,6 +483,8 @@ class State:
     handovers: dict[JobId, Handover] = field(default_factory=dict)  # by queued job, oldest first
     device_claims: dict[str, DeviceClaim] = field(default_factory=dict)  # by id; those that are not over
     last_device_claim: int = 0
+    # start and device-seconds of bookings that are over, or of devices that they released, by owner
+    booked_s: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     notice: str = ""  # of an operator to all users; empty: there is none
     run_times: dict[str, list[float]] = field(default_factory=dict)  # see `estimates.expected_time`
     recovering: set[HostId] = field(default_factory=set)  # hosts that must report before anything is placed

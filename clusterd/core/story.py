@@ -80,7 +80,7 @@ def _of_job(event: e.Event) -> Line | None:
         case e.DevicesClaimed(claim=claim):
             return Line(f"{counted(len(claim.devices), 'device')} {claim}: {', '.join(claim.devices)}")
         case e.DeviceClaimRemoved(claim=claim_id, by=by):
-            return Line(f"claim {claim_id} was removed{_by(by)}")
+            return Line(f"claim or booking {claim_id} was removed{_by(by)}")
         case e.NoticePosted(text=text, by=by):
             return Line(f"notice{_by(by)}: {text}" if text else f"the notice was taken back{_by(by)}")
         case e.JobSubmitted(spec=spec):

@@ -15,7 +15,7 @@ class TimerKind(StrEnum):
     PASS = "pass"  # a scheduling pass that was put off, as the last one was a moment ago
     RECOVERY = "recovery"  # the daemon stops waiting for hosts to report after its start
     HOST_LOST = "host-lost"  # an unreachable host is given up
-    CLAIM = "claim"  # a claim on devices begins or ends
+    CLAIM = "claim"  # a claim on devices begins or ends, or what a booking has not used is released
     ACCOUNT_LOST = "account-lost"  # an account's agent on a host is given up; about: see `account_on`
     FAULT = "fault"  # a faulty device is offered again
     RECOVER = "recover"  # survivors of an attempt must have reported

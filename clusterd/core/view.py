@@ -17,7 +17,7 @@ from clusterd.core.reservations import Handover, Reservation
 from clusterd.core.state import Attempt, Job, State
 from clusterd.core.timers import Timer, TimerKind
 from clusterd.plans.plan import Plan
-from clusterd.types import AttemptState, HostId, JobId, RankPlace
+from clusterd.types import AttemptState, DeviceClaim, HostId, JobId, RankPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,10 @@ class View:
         self.now_s = now_s
         self.hosts: Mapping[HostId, Host] = state.hosts
         self.jobs: Mapping[JobId, Job] = state.jobs
-        self.queued: list[Job] = [state.jobs[job] for job in state.queue if job not in blocked]
+        waiting = [state.jobs[job] for job in state.queue if job not in blocked]
+        self.queued: list[Job] = [job for job in waiting if not job.spec.booking]
+        self.of_bookings: list[Job] = [job for job in waiting if job.spec.booking]  # queued jobs of those that began
+        self.claims: Mapping[str, DeviceClaim] = state.device_claims
         self.performance_tables: Mapping[str, PerformanceTable] = state.performance_tables
         self.move_costs_s: Mapping[str, float] = state.move_costs_s
         self.restart_costs_s: Mapping[str, float] = state.restart_costs_s
@@ -117,7 +120,9 @@ class View:
         self.of_request: dict[object, Any] = {}  # what hosts could do for a request if nothing ran: see `requirements`
 
     def leaving(self, attempt: Attempt) -> str:
-        """Message naming the drained hosts of an attempt, else its claimed devices; empty: none."""
+        """Message naming the drained hosts of an attempt, else its claimed devices; empty: none, or a booking."""
+        if self.jobs[attempt.job].spec.booking:
+            return ""
         hosts = [self.hosts[host] for host in attempt.hosts if host in self.hosts]
         if drained := sorted(host.id for host in hosts if host.drained is not None):
             return f"{', '.join(drained)} is drained"

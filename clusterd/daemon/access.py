@@ -62,6 +62,7 @@ _USE = Rule(Callers.USERS)
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("hello", "status", "backups", "jobs", "history", "watch", "hosts", "host", "claims"), _LOOK),
     **dict.fromkeys(("arrays", "tasks", "measurements_export", "usage", "report", "fair_share", "forecasts"), _LOOK),
+    "calendar": _LOOK,
     **dict.fromkeys(("job", "why", "wait", "plans", "profile"), _DETAILS),
     **dict.fromkeys(("logs", "steps"), _OUTPUT),
     **dict.fromkeys(
@@ -71,7 +72,7 @@ RULES: dict[str, Rule] = {
         ("cancel", "hold", "release", "requeue", "priority", "edit", "migrate", "unpin", "resume", "rerun"), _USE
     ),
     **dict.fromkeys(("checkpoint", "forget", "files", "file", "shell", "shell_input", "forward"), _USE),
-    **dict.fromkeys(("job_input", "signal", "pause", "unpause"), _USE),
+    **dict.fromkeys(("job_input", "signal", "pause", "unpause", "booking_add", "booking_cancel"), _USE),
     **{
         verb: Rule(Callers.OPERATORS, does=does)
         for verb, does in {
@@ -196,6 +197,7 @@ class _Filter:
         if self._hides_names:
             known = [(job.spec.user, job.spec.name) for job in state.jobs.values()]
             known += [(j.spec.user, j.spec.array.name) for j in state.jobs.values() if j.spec.array is not None]
+            known += ((claim.owner, claim.reason) for claim in state.device_claims.values() if claim.owner)
             known += archived
             mine = {name for user, name in known if user == peer.user}
             self._replaced = {user: SOMEBODY for user, _ in known}

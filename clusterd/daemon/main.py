@@ -25,6 +25,7 @@ from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.access import Access, Peer
 from clusterd.daemon.api.accounts import Accounts
+from clusterd.daemon.api.calendar import CalendarVerbs
 from clusterd.daemon.api.daemon import DaemonVerbs
 from clusterd.daemon.api.host_check import HostChecks
 from clusterd.daemon.api.hosts import JoinVerbs
@@ -206,7 +207,10 @@ class Daemon:
             checks = HostChecks(engine, hosts, accounts)
             joins = JoinVerbs(config, joined, leader.daemon_id)
             reports = UsageVerbs(usage, state, archived_jobs, outcomes)
-            groups = (daemon, jobs, accounts, performance, terminals, checks, BackupVerbs(backups), reports, joins)
+            calendar = CalendarVerbs(lambda: scheduler.state, forecaster.of, joined.ends_s)
+            groups = (
+                daemon, jobs, accounts, performance, terminals, checks, BackupVerbs(backups), reports, calendar, joins,
+            )  # fmt: skip
             verbs = {verb: method for group in groups for verb, method in group.verbs.items()}
             streams = {**jobs.streams, **terminals.streams, **joins.streams}
 

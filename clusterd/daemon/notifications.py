@@ -19,7 +19,7 @@ import msgspec
 
 from clusterd.config import Notify
 from clusterd.core import story
-from clusterd.core.decisions import Decision, EndJob, RequeueJob
+from clusterd.core.decisions import Decision, EndJob, ReleaseBooked, RequeueJob
 from clusterd.core.events import CheckpointFailed, CheckpointTaken, Event, IdlenessObserved
 from clusterd.core.fair_share import budgets
 from clusterd.core.state import Job, Outcome, State
@@ -77,6 +77,8 @@ class Notifier:
                 if job.attempts[decision.attempt - 1].stop.outcome not in _BY_CHOICE:
                     # The reason ends with where it goes on.
                     self._queue(_of_job(job, "queued again", f": {decision.reason}"))
+            elif isinstance(decision, ReleaseBooked):
+                self._queue({"kind": "booking released", "text": decision.reason, "user": decision.user})
         self._watch_budgets()
         for host in self._state.hosts.values():
             if host.state is HostState.LOST and host.id not in self._lost:

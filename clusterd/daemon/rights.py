@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from clusterd.config import Config, limits_of
+from clusterd.core.queueing import bookings
 from clusterd.core.state import Job, State
 from clusterd.daemon.access import Peer, is_among
 from clusterd.errors import ClusterError, TryLater, UsageError
@@ -67,6 +68,23 @@ class Rights:
             raise ClusterError(
                 f"guaranteed jobs of {peer.user} may ask for {counted(limits.guaranteed_devices, 'device')} together "
                 f"({self._rule(peer.user, 'guaranteed_devices')}){already}: leave out guaranteed, or ask an operator"
+            )
+
+    def refuse_booking(self, peer: Peer, wanted: bookings.Wanted) -> None:
+        """Refuse a booking beyond the quota of its user.
+
+        Raises:
+            ClusterError: it is, with what is left.
+        """
+        if peer.is_operator:
+            return
+        limit_h = limits_of(self.config(), peer.user).booked_device_hours
+        left_h = limit_h - bookings.used_s(self.state, peer.user, wanted.from_s) / 3600.0
+        if (wanted_h := wanted.device_s / 3600.0) > left_h + 1e-9:
+            raise ClusterError(
+                f"{peer.user} may book {counted(limit_h, 'device-hour')} in seven days "
+                f"({self._rule(peer.user, 'booked_device_hours')}), {max(left_h, 0.0):.4g} of which are left then: "
+                f"{wanted_h:.4g} are asked for; book less, cancel another booking, or ask an operator"
             )
 
     def _refuse_tenant(self, peer: Peer, name: str) -> None:

@@ -222,6 +222,7 @@ class Joining:
         wanted = self._wanted
         name = self._name or wanted.name
         arguments = {"identity": self._slot.identity, "name": name, "exact": wanted.is_exact, "options": wanted.options}
+        arguments |= {"until_s": wanted.until_s} if wanted.until_s is not None else {}
         commands = head.stream("join", **arguments)
         first = await anext(commands, None)
         if first is None:

@@ -72,6 +72,8 @@ def test_an_instant_of_no_calendar_is_refused_where_it_comes_in(at_s: float) -> 
     [
         ("w", "why", {"reason": 5}),
         ("w", "why", None),
+        ("C", "calendar", None),
+        ("C", "calendar", [{"what": "booking", "from_s": "monday"}]),
         ("m", "migrate", {"from": 3}),
         ("K", "checkpoint", {"step": "seven"}),
     ],

@@ -12,11 +12,20 @@ from contextlib import aclosing
 from typing import Any
 
 from clusterd.errors import ClusterError
-from clusterd.rows import Cancelled, CheckpointWritten, Explanation, MigrationPreview, Plans, SubmittedJob
+from clusterd.rows import (
+    CalendarEntry,
+    Cancelled,
+    CheckpointWritten,
+    Explanation,
+    MigrationPreview,
+    Plans,
+    SubmittedJob,
+)
 from clusterd.tui.commands.parsing import absolute_path, existing_file, job_files, something, whole_number
 from clusterd.tui.commands.port import AppPort
 from clusterd.tui.model import rows
 from clusterd.tui.model.columns import forecast_texts, start_facts
+from clusterd.tui.model.fleet import calendar_lines
 from clusterd.tui.model.lines import Line, clock, line, printable
 from clusterd.units import counted, duration
 
@@ -114,6 +123,12 @@ class ClusterCommands:
             at = clock(decision.at_s, now_s)
             made.append(line((f"{at}  ", "dim"), printable(decision.sentence), (again, "dim")))
         await self._app.show_text(f"why {job.name}", made, hang=11)
+
+    async def calendar(self) -> None:
+        """Show who is expected where in the next week."""
+        answer = await self._app.shared.source.call("calendar", days=7)
+        entries = rows.read(list[CalendarEntry], answer)
+        await self._app.show_text("the next week", calendar_lines(entries, self._app.shared.clock()), hang=11)
 
     async def cancel(self) -> None:
         """Cancel jobs after confirmation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from clusterd.rows import Device, Minute, Usage
+from clusterd.rows import CalendarEntry, Device, Minute, Usage
 from clusterd.tui.model import rows
 from clusterd.tui.model.lines import Line, Run, clock, fit, line, printable
 from clusterd.tui.model.state_styles import Look, job_colour
@@ -78,8 +78,10 @@ def host_summary(
         until = f" until {clock(claim.until_s, now_s)}" if claim.until_s is not None else ""
         since = f"{'since' if claim.from_s <= now_s else 'from'} {clock(claim.from_s, now_s)}{until}"
         names = ", ".join(device.rpartition(":")[2] for device in claim.devices if device.startswith(f"{host.name}:"))
-        by = f" (claim {claim.id}, {claim.by}): {claim.reason}"
-        made.append(line(("claimed   ", "dim"), (f"{printable(names)} {since}", "warn"), printable(by)))
+        by = f" ({'booking' if claim.owner else 'claim'} {claim.id}, {claim.by})"
+        by += f": {claim.reason}" if claim.reason else ""
+        label = "booked    " if claim.owner else "claimed   "
+        made.append(line((label, "dim"), (f"{printable(names)} {since}", "warn"), printable(by)))
     if host.labels:
         made.append(line(("labels    ", "dim"), printable(" ".join(host.labels))))
     if host.address:
@@ -99,6 +101,23 @@ def host_summary(
     if not host.devices:
         made.append(line(("devices   ", "dim"), "none known yet" if host.state != "up" else "none"))
     return made
+
+
+def calendar_lines(entries: Sequence[CalendarEntry], now_s: float) -> list[Line]:
+    """Calendar by host: one line for each job, booking, claim or end of a host."""
+    made: list[Line] = []
+    host: str | None = None
+    for entry in entries:
+        if entry.host != host:
+            made.append(line((printable(entry.host) or "host not known yet", "bold")))
+            host = entry.host
+        begins = "now" if entry.from_s <= now_s else clock(entry.from_s, now_s)
+        until = f" until {clock(entry.until_s, now_s)}" if entry.until_s is not None else ""
+        devices = ", ".join(device.rpartition(":")[2] for device in entry.devices)
+        about = "  ".join(filter(None, (devices, entry.user, entry.text)))
+        style = {"booking": "info", "claim": "warn", "leaves": "warn", "expected": "dim"}.get(entry.what, "")
+        made.append(line((f"  {begins}{until}  ", "dim"), (printable(about), style)))
+    return made or [line("Nothing is expected.")]
 
 
 def _by_minute(minutes: Sequence[Minute], now_s: float) -> list[Minute | None]:

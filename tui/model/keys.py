@@ -29,6 +29,7 @@ class Command:
 COMMANDS: tuple[Command, ...] = (
     Command("question_mark", "?", "help", "help", "all keys", footer=ALL, rank=-2),
     Command("w", "w", "why", "why", "why a job is in its state", JOBS, footer=("queue", "job"), replay=False),
+    Command("C", "C", "calendar", "calendar", "who is expected where: jobs, bookings, claims", replay=False),
     Command("m", "m", "migrate", "move", "move a job to another plan", JOBS, acts=True, footer=("queue", "job")),
     Command("c", "c", "cancel", "cancel", "cancel jobs", JOBS, acts=True, footer=("queue", "job")),
     Command("p", "p", "priority", "priority", "change jobs' priority", JOBS, acts=True, footer=("queue",), rank=7),

@@ -214,3 +214,8 @@ def compact_devices(devices: list[str]) -> str:
         ranges = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
         parts.append(f"{host}:{kind}{ranges}")
     return " ".join(parts)
+
+
+def held_for(claim: dict[str, Any]) -> str:
+    """Word for what keeps the devices of a claim from others: ``claimed``, ``booked by ann``."""
+    return f"booked by {claim['owner']}" if claim.get("owner") else "claimed"  # absent from an older daemon's reply

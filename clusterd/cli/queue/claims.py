@@ -1,4 +1,4 @@
-"""``clusterd claim`` and ``notice``: keep devices from the scheduler for some time, and tell all users."""
+"""``clusterd claim``, ``book`` and ``notice``: keep devices for some time, and tell all users."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import click
 from clusterd.cli.common.arguments import point_in_time_s, time_s
 from clusterd.cli.common.output import note, output_option, print_line, show_json, show_table
 from clusterd.client import Client
+from clusterd.errors import UsageError
+from clusterd.units import parse_gpus
 
 
 class _Claims(click.Group):
-    """Takes devices in the place of a subcommand: ``clusterd claim gpu01:3`` is ``clusterd claim add gpu01:3``."""
+    """Takes arguments in the place of a subcommand: ``clusterd claim gpu01:3`` is ``clusterd claim add gpu01:3``."""
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in self.commands:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
             args = ["add", *args]
-        return super().resolve_command(ctx, args)
+        return super().parse_args(ctx, args)
+
+
+_FROM = click.option("--from", "begin", metavar="TIME", help="As in 14:00, 'mon 9:00' or +2h; default: now.")
 
 
 @click.group(cls=_Claims, subcommand_metavar="HOST:DEVICE[,DEVICE]... | ls | rm ID")
@@ -39,7 +42,7 @@ def claim() -> None:
 
 @claim.command()
 @click.argument("devices", nargs=-1, required=True, metavar="HOST[:DEVICE,...]...")
-@click.option("--from", "begin", metavar="TIME", help="As in 14:00, '2026-12-24 08:00' or +2h; default: now.")
+@_FROM
 @click.option("--for", "length", metavar="TIME", help="As in 2h; default: until it is removed.")
 @click.option("--reason", required=True, help="Shown to all users.")
 @click.option("--drain", is_flag=True, help="Stop jobs that cannot move, and queue them again.")
@@ -49,22 +52,14 @@ def add(devices: tuple[str, ...], begin: str | None, length: str | None, reason:
     for_s = time_s("--for", length) if length is not None else None
     with Client() as cluster:
         row = cluster.call("claim_add", devices=list(devices), reason=reason, from_s=from_s, for_s=for_s, drain=drain)
-    note(f"claim {row['id']}: {', '.join(row['devices'])} {_when(row)}")
-    if row["held_by"]:
-        note(f"still there: {', '.join(row['held_by'])}")
+    _note_made(row)
 
 
 @claim.command()
 @output_option
 def ls(output: str) -> None:
-    """List claims that are not over."""
-    with Client() as cluster:
-        rows = cluster.call("claims")
-    if output != "table":
-        show_json(rows, output)
-        return
-    lines = [[row["id"], ", ".join(row["devices"]), _when(row), row["by"], row["reason"]] for row in rows]
-    show_table(["id", "devices", "when", "by", "reason"], lines, "no claims")
+    """List claims of operators that are not over."""
+    _show(output, "no claims", bookings=False)
 
 
 @claim.command()
@@ -75,6 +70,86 @@ def rm(claims: tuple[str, ...]) -> None:
         for one in claims:
             row = cluster.call("claim_remove", claim=one)
             note(f"claim {row['id']} is removed: {', '.join(row['devices'])}")
+
+
+@click.group(cls=_Claims, subcommand_metavar="--gpus N --for TIME | ls | cancel ID")
+def book() -> None:
+    """Book devices ahead for your jobs, within your quota.
+
+    While a booking lasts, its devices go to your jobs with --booking ID alone, which end with it. What none of them
+    uses for 15 minutes goes to others.
+
+    \b
+    clusterd book --gpus a100:4 --from "mon 9:00" --for 4h
+    clusterd run --booking 3 --gpus 4 python train.py
+    clusterd book ls
+    clusterd book cancel 3
+    """
+
+
+@book.command("add")
+@click.option("--gpus", metavar="[TYPE:]N", help="GPUs, as in 4 or a100:4.")
+@click.option("--devices", type=click.IntRange(min=1), metavar="N", help="Devices of any kind, in the place of --gpus.")
+@click.option("--type", "--gpu-type", "kind", metavar="TEXT", default="", help="Part of the GPU's name, as in a100.")
+@_FROM
+@click.option("--for", "length", metavar="TIME", required=True, help="As in 4h.")
+@click.option("--on", multiple=True, metavar="HOST[:DEVICE,...]", help="Only these; may be repeated.")
+@click.option("--name", default="", help="Shown to all users.")
+def book_add(
+    gpus: str | None, devices: int | None, kind: str, begin: str | None, length: str, on: tuple[str, ...], name: str
+) -> None:
+    """Book devices: unclaimed ones, on the fewest hosts, whose jobs are expected to end first."""
+    if (gpus is None) == (devices is None):
+        raise click.UsageError("give --gpus or --devices, one of them")
+    wanted: dict[str, Any] = {"devices": devices, "device_name": kind}
+    if gpus is not None:
+        try:
+            named, count = parse_gpus(gpus)
+        except ValueError as error:
+            raise UsageError(f"--gpus: {error}") from None
+        wanted = {"devices": count, "device_name": kind or named, "kind": "cuda"}
+    from_s = point_in_time_s("--from", begin) if begin is not None else None
+    with Client() as cluster:
+        row = cluster.call(
+            "booking_add", **wanted, for_s=time_s("--for", length), from_s=from_s, on=list(on), name=name
+        )
+    _note_made(row)
+    note(f"its jobs: clusterd run --booking {row['id']} ...")
+
+
+@book.command("ls")
+@output_option
+def book_ls(output: str) -> None:
+    """List bookings that are not over."""
+    _show(output, "no bookings", bookings=True)
+
+
+@book.command()
+@click.argument("bookings", nargs=-1, required=True, metavar="ID...")
+def cancel(bookings: tuple[str, ...]) -> None:
+    """Cancel bookings: their jobs end, and their devices go to others."""
+    with Client() as cluster:
+        for one in bookings:
+            row = cluster.call("booking_cancel", booking=one)
+            note(f"booking {row['id']} is cancelled: {', '.join(row['devices'])}")
+
+
+def _note_made(row: dict[str, Any]) -> None:
+    noun = "booking" if row.get("owner") else "claim"
+    note(f"{noun} {row['id']}: {', '.join(row['devices'])} {_when(row)}")
+    if row["held_by"]:
+        note(f"still there: {', '.join(row['held_by'])}")
+
+
+def _show(output: str, nothing: str, bookings: bool) -> None:
+    """Print the claims of operators, or the bookings."""
+    with Client() as cluster:
+        rows = [row for row in cluster.call("claims") if bool(row.get("owner")) == bookings]
+    if output != "table":
+        show_json(rows, output)
+        return
+    lines = [[row["id"], ", ".join(row["devices"]), _when(row), row["by"], row["reason"]] for row in rows]
+    show_table(["id", "devices", "when", "by", "name" if bookings else "reason"], lines, nothing)
 
 
 def _when(row: dict[str, Any]) -> str:

@@ -42,7 +42,7 @@ def drained(view: View, skip: Container[JobId] = ()) -> list[Move]:
         attempt = job.attempt
         assert attempt is not None and attempt.plan is not None
         own = of_ranks(view.hosts, attempt)
-        here = [d for d in own if may_stay(d, view)]
+        here = [d for d in own if may_stay(job, d, view)]
         free = free_for(job, own, view.free)
         move = first_that_works(job, [*here, *free], here, len(own), attempt.plan, reason, view.hosts)
         least = job.spec.resources.devices if job.spec.guaranteed else 1
@@ -58,9 +58,10 @@ def after_loss(job: Job, attempt: Attempt, view: View, why: str) -> Move | None:
     CPU cores do not count: they may be lent to other jobs, which give them back in the next pass.
     """
     own = of_ranks(view.hosts, attempt)
-    here = [d for d in own if may_stay(d, view)]
+    here = [d for d in own if may_stay(job, d, view)]
     kind = own[0].kind if own else ""
-    free = [d for h in candidates(job, view.free) for d in fitting(job, replace(h, cores=UNLIMITED), kind)]
+    hosts = candidates(job, view.free) if not job.spec.booking else []
+    free = [d for h in hosts for d in fitting(job, replace(h, cores=UNLIMITED), kind)]
     return first_that_works(job, [*here, *free], here, len(attempt.ranks), attempt.plan, why, None)
 
 

@@ -9,6 +9,7 @@ from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose, me
 from clusterd.core.host import Host
 from clusterd.core.ledger import Ledger
 from clusterd.core.placement.place import candidates, fitting, place_on
+from clusterd.core.queueing.bookings import claim_against
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move, Refusal, View
 from clusterd.plans.model_shape import ModelShape
@@ -75,13 +76,17 @@ def spread(devices: Iterable[Device], count: int, group: int, prefer: list[Devic
     return chosen
 
 
-def may_stay(device: Device, view: View) -> bool:
+def may_stay(job: Job, device: Device, view: View) -> bool:
+    """True where nothing keeps a running job from staying on a device of its own."""
     host = view.hosts[device.host]
-    return host.unusable is None and not host.is_faulty(device.id) and device.id not in host.claimed
+    claim = claim_against(view.claims, job.spec, host, device.id)
+    return host.unusable is None and not host.is_faulty(device.id) and not claim
 
 
 def free_for(job: Job, own: list[Device], free: Ledger) -> list[Device]:
-    """Free devices of the job's kind that it may use beside its own."""
+    """Free devices of the job's kind that it may use beside its own: none outside of its booking."""
+    if job.spec.booking:
+        return []
     kind = own[0].kind if own else ""
     return [device for host in candidates(job, free) for device in fitting(job, host, kind)]
 

@@ -70,7 +70,7 @@ def allocate(job: Job, view: View, free: Ledger | None = None) -> Grant | Refusa
     if job.inspection.state is not InspectionState.DONE or job.inspection.shape is None:
         return Refusal(job.id, LEARNING)
     table = view.performance_tables.get(job.inspection.model)
-    if table is not None and table.is_whole:
+    if table is not None and table.is_whole and not job.spec.booking:
         return Refusal(job.id, "none of the ways in which it can run fits the hosts that are there for it")
     choice = _as_pinned(job, view) or _choice(job, max(wanted.devices, 1), known)
     if isinstance(choice, Impossible):

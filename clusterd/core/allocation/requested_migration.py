@@ -30,8 +30,9 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
             return Refusal(job.id, f"there is no device {missing[0]}: clusterd host ls")
         chosen = [known[d] for d in devices]
     else:
-        here = [d for d in own if may_stay(d, view)]
-        usable = [*here, *(d for h in candidates(job, view.free) for d in h.devices if own and d.kind == own[0].kind)]
+        here = [d for d in own if may_stay(job, d, view)]
+        hosts = candidates(job, view.free) if not job.spec.booking else []
+        usable = [*here, *(d for h in hosts for d in h.devices if own and d.kind == own[0].kind)]
         chosen = spread(usable, count, requested.tp, prefer=here)
         if len(chosen) < count:  # tensor-parallel shards across hosts: slow, but the user asked for it
             chosen = spread(usable, count, 1, prefer=here)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from math import inf
 
 from clusterd.core.allocation.migration_cost import MigrationCosts
 from clusterd.core.allocation.rights import may_preempt
@@ -13,6 +14,7 @@ from clusterd.core.estimates.expected_time import Ends, ends_of_modelled, ends_o
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.ledger import Ledger, bind
 from clusterd.core.performance_table import Estimate
+from clusterd.core.queueing.bookings import ends_s
 from clusterd.core.state import Job
 from clusterd.core.view import View
 from clusterd.types import Device, JobId, JobKind
@@ -104,6 +106,8 @@ def held_by(forecast: JobForecast, view: View) -> Hold:
         ends = ends_of_request(job, view.run_times, now_s)
     else:
         ends = ends_of_modelled(job, forecast.now_s, now_s)
+    if (left_s := ends_s(view.claims, job) - now_s) < inf:
+        ends = Ends(*(min(each_s, max(left_s, 0.0)) for each_s in astuple(ends)))
     promise = view.reservation
     if promise is not None and promise.latest_s is not None and owes(job, view):
         ends = replace(ends, latest_s=min(ends.latest_s, max(promise.latest_s - now_s, 0.0)))

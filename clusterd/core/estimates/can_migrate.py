@@ -19,10 +19,14 @@ SETTLE_AFTER_FAILURE_S = 30.0
 
 
 def is_settled(job: Job) -> bool:
-    """True while the job runs and is in the middle of nothing else: it may be migrated or stopped."""
+    """True while the job runs and is in the middle of nothing else: it may be migrated or stopped.
+
+    Never for a job of a booking, which stays where it is to the end of the booking.
+    """
     attempt = job.attempt
     return (
         attempt is not None
+        and not job.spec.booking
         and attempt.state is AttemptState.RUNNING
         and attempt.migration is None
         and job.resuming is None
@@ -50,7 +54,7 @@ def can_migrate(job: Job, view: View, forced: bool = False) -> Attempt | None:
         forced: pins, pauses and the time left do not count, as when a host is drained.
     """
     attempt = job.attempt
-    if attempt is None or attempt.plan is None or job.spec.kind is not JobKind.ELASTIC:
+    if attempt is None or attempt.plan is None or job.spec.kind is not JobKind.ELASTIC or job.spec.booking:
         return None
     if attempt.state is not AttemptState.RUNNING or attempt.migration or job.resuming or attempt.retired:
         return None

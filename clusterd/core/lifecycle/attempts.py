@@ -11,6 +11,7 @@ from clusterd.core.estimates.first_fit import ChosenPlan, below, choose, fewer
 from clusterd.core.fair_share import beyond_quota
 from clusterd.core.host import Fault, Host
 from clusterd.core.lifecycle import device_holders
+from clusterd.core.queueing.bookings import claim_against
 from clusterd.core.state import Attempt, Job, Outcome, Rank, State
 from clusterd.core.view import Start
 from clusterd.plans.model_shape import ModelShape
@@ -80,8 +81,8 @@ def objection(state: State, job: Job, start: Start, now_s: float) -> str | None:
             continue
         if place.device in seen or not _may_join(state, job, place.device):
             return f"{place.device} is in use"
-        if place.device in host.claimed:
-            return f"{place.device} is {host.claimed[place.device]}"
+        if claim := claim_against(state.device_claims, job.spec, host, place.device):
+            return f"{place.device} is {claim}"
         if place.device not in {d.id for d in host.devices}:
             return f"{place.device} does not exist"
         seen.add(place.device)

@@ -8,10 +8,11 @@ from dataclasses import replace
 from clusterd.core import events as e
 from clusterd.core.events import TimerKind
 from clusterd.core.host import NO_REASON, Host
-from clusterd.core.lifecycle import attempt_events, attempts, device_claims, idleness, stopping, trial_events
+from clusterd.core.lifecycle import attempt_events, attempts, device_claims, idleness, jobs, stopping, trial_events
 from clusterd.core.lifecycle.accounts import account_lost, apply_report, lose_attempt, watch_account
 from clusterd.core.lifecycle.adoption import adopt
 from clusterd.core.lifecycle.context import HandlerContext
+from clusterd.core.queueing import bookings
 from clusterd.core.state import InspectionState, Job, Outcome, State
 from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId
 from clusterd.units import duration
@@ -90,6 +91,9 @@ def _time_limit_reached(ctx: HandlerContext, job_id: str) -> None:
     job = ctx.state.jobs.get(JobId(job_id))
     if job is None or job.attempt is None or job.attempt.state is AttemptState.STOPPING:
         return
+    if bookings.ends_s(ctx.state.device_claims, job) <= ctx.now_s:
+        device_claims.update_claims(ctx)  # which ends its booking, and the job with it
+        return
     limit_s = job.spec.time_limit_s
     limit = f" of {duration(limit_s)}" if limit_s is not None else ""
     stopping.stop(ctx, job.attempt, Outcome.TIME_LIMIT, f"its time limit{limit} is over")
@@ -134,6 +138,9 @@ def on_clock_set(ctx: HandlerContext, event: e.ClockSet) -> None:
             _shift_job(job, by_s)
     if state.device_claims:
         device_claims.update_claims(ctx)
+    for job in [state.jobs[job] for job in state.active]:
+        if job.spec.booking and job.attempt is not None and job.attempt.state is not AttemptState.STOPPING:
+            jobs.set_time_limit(ctx, job, job.attempt)  # bookings are by the wall clock, too
 
 
 def _shift_job(job: Job, by_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from clusterd.core import decisions as d
 from clusterd.core.estimates.attained_service import executed_s, time_left_s
@@ -13,6 +14,7 @@ from clusterd.core.lifecycle import attempts
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.performance_table import evenly
 from clusterd.core.placement.place import holds
+from clusterd.core.queueing import bookings
 from clusterd.core.queueing.admission import hosts_without_login
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import CoreGrant, Start
@@ -53,15 +55,17 @@ def start(ctx: HandlerContext, wanted: Start) -> str | None:
         return objection
     wanted = replace(wanted, reason=f"{wanted.reason}{release_pin(job, wanted.plan)}")
     attempt = attempts.begin(ctx.state, job, wanted, ctx.now_s)
+    bookings.note_used(ctx.state, job, attempt)
     set_time_limit(ctx, job, attempt)
     launch(ctx, attempt, wanted.reason)
     return None
 
 
 def set_time_limit(ctx: HandlerContext, job: Job, attempt: Attempt) -> None:
-    """Set the timer that ends the attempt by the job's time limit."""
-    left_s = time_left_s(job)
-    if left_s is None:
+    """Set the timer that ends the attempt by the job's time limit, or with its booking."""
+    limit_s, ends_s = time_left_s(job), bookings.ends_s(ctx.state.device_claims, job)
+    left_s = min(limit_s if limit_s is not None else inf, ends_s - attempt.started_s)
+    if left_s == inf:
         ctx.cancel_timer(TimerKind.LIMIT, job.id)
         return
     reason = f"{job.spec.name} may run for {left_s:.0f} s"

@@ -12,6 +12,7 @@ from typing import Any
 
 from clusterd.core.booked import book, free
 from clusterd.core.fair_share import beyond_quota
+from clusterd.core.queueing.bookings import claim_against
 from clusterd.core.state import Attempt, Former, Holder, Job, Migration, Rank, Restart, Retired, State, Survivors
 from clusterd.core.transitions import MigrationState
 from clusterd.core.view import Move
@@ -51,8 +52,9 @@ def objection(state: State, job: Job, move: Move, now_s: float, after_loss: bool
             return f"{place.device} does not exist"
         if place.device in seen:
             return f"{place.device} is named twice"
-        if place.device in host.claimed and place.device not in own:
-            return f"{place.device} is {host.claimed[place.device]}"
+        claim = claim_against(state.device_claims, job.spec, host, place.device)
+        if claim and place.device not in own:
+            return f"{place.device} is {claim}"
         holder = state.holders.get(place.device)
         if holder is not None and place.device not in own:
             return f"{place.device} is held by {state.jobs[holder.job].spec.name}"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from clusterd.core.allocation.evacuation import evacuations
 from clusterd.core.allocation.request_grant import Grant, allocate
+from clusterd.core.allocation.start_booked import start_booked
 from clusterd.core.estimates.can_migrate import may_change
 from clusterd.core.estimates.candidate_plans import CandidatePlans, CandidatePlansCache, PlanFreedom
 from clusterd.core.ledger import of_ranks
@@ -107,6 +108,7 @@ class Baseline(ABC):
         keys |= {job.id: Key(len(ordered), *_by_arrival(job)) for job in unmodelled}
         proposal.order = difference(view.order, places(keys))
         proposal.moves += leaving
+        start_booked(view, proposal)
         return proposal
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

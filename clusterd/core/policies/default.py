@@ -11,6 +11,7 @@ from clusterd.core.allocation.migration_cost import DEFAULT_THRESHOLDS, Migratio
 from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.rebalance import rebalance
 from clusterd.core.allocation.scale_up import evacuate, restore_requested_sizes, scale_up
+from clusterd.core.allocation.start_booked import start_booked
 from clusterd.core.allocation.start_waiting import exchange_devices, start_waiting
 from clusterd.core.allocation.suspend import next_settled_s, take_handovers
 from clusterd.core.allocation.target_sizes import TargetSizes, by_work, shares
@@ -87,6 +88,8 @@ class Default:
 
         CPU cores come last: they follow the devices, and no job waits for cores that another only borrows.
         """
+        proposal = Proposal()
+        start_booked(view, proposal)
         there = take_inventory(view)
         known: dict[JobId, JobForecast] = {}
         for job in [*view.queued, *view.running]:
@@ -98,7 +101,7 @@ class Default:
         running = [known[j.id] for j in view.running if j.id in known and is_settled(j)]
         waiting = [known[j.id] for j in view.queued if j.id in known]
         cores = Cores(view, running)
-        proposal = Proposal(moves=evacuations(view, skip=known))
+        proposal.moves = evacuations(view, skip=known)
         ledger = view.free
         total = ledger.total + sum(len(forecast.devices) for forecast in running)
         ordered = by_work([*running, *waiting])

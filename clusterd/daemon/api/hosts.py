@@ -1,4 +1,4 @@
-"""Verbs about hosts: membership, host keys, drain and undrain, hosts that dial in, claims on devices."""
+"""Verbs about hosts: membership, host keys, drain and undrain, hosts that dial in, claims on devices and bookings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clusterd import projection, rows
 from clusterd.config import Config, host_options
 from clusterd.core import events as e
 from clusterd.core.host import Host
-from clusterd.core.queueing import admission
+from clusterd.core.queueing import admission, bookings
 from clusterd.core.state import State
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Streaming, Verb
@@ -23,9 +23,11 @@ from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.joined import JoinedHosts
 from clusterd.daemon.hosts.registry import JOINED, LOCAL, HostRegistry
 from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.rights import Rights
 from clusterd.errors import ClusterError, UsageError, first_of
+from clusterd.keys import checked_name
 from clusterd.trusted_paths import account_name
-from clusterd.types import DeviceClaim, DeviceId
+from clusterd.types import DeviceClaim, DeviceId, Resources
 
 
 class HostVerbs:
@@ -139,13 +141,20 @@ class JoinVerbs:
         return {"join": self.join}
 
     async def join(
-        self, peer: Peer, identity: str, name: str, exact: bool = False, options: dict[str, Any] | None = None
+        self,
+        peer: Peer,
+        identity: str,
+        name: str,
+        exact: bool = False,
+        options: dict[str, Any] | None = None,
+        until_s: float | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
         """Make the caller's machine a host: its ``{name, cluster}``, then commands for processes that it starts.
 
         Args:
             identity: of the host, the same when it dials in again.
             exact: refuse the name if another host has it, instead of adding a number.
+            until_s: wall clock of the end of the host's allocation, for the calendar.
         Raises:
             ClusterError: the host would run jobs of others under the caller's account.
         """
@@ -157,7 +166,7 @@ class JoinVerbs:
             )
         known = host_options(options or {}, "the host's options")
         host = await self._joined.admit(identity, name, exact, known)
-        connection = self._joined.connect(host, peer.connection)
+        connection = self._joined.connect(host, peer.connection, until_s)
         yield {"name": host, "cluster": self._cluster}
         async for command in connection.commands():
             yield command
@@ -177,23 +186,29 @@ class JoinVerbs:
 
 
 class ClaimVerbs:
-    """Answers requests about claims and turns them into events."""
+    """Answers requests about claims and bookings, and turns them into events."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, rights: Rights) -> None:
+        self._engine, self._rights = engine, rights
         self._numbering = anyio.Lock()
 
     @property
     def verbs(self) -> dict[str, Verb]:
         """Methods by verb."""
-        return {"claims": self.claims, "claim_add": self.claim_add, "claim_remove": self.claim_remove}
+        return {
+            "claims": self.claims,
+            "claim_add": self.claim_add,
+            "claim_remove": self.claim_remove,
+            "booking_add": self.booking_add,
+            "booking_cancel": self.booking_cancel,
+        }
 
     @property
     def _state(self) -> State:
         return self._engine.scheduler.state
 
     async def claims(self, peer: Peer) -> list[rows.Claim]:
-        """Rows of claims that are not over."""
+        """Rows of claims and bookings that are not over."""
         return [projection.claim_row(claim) for claim in self._state.device_claims.values()]
 
     async def claim_add(
@@ -216,10 +231,7 @@ class ClaimVerbs:
         if not isinstance(reason, str) or not reason.strip() or not reason.isprintable():
             raise UsageError("a claim needs a reason in one line, which users see")
         now_s = time.time()
-        begins_s = now_s if from_s is None else float(from_s)
-        ends_s = None if for_s is None else begins_s + float(for_s)
-        if not math.isfinite(begins_s) or (ends_s is not None and not (math.isfinite(ends_s) and ends_s > now_s)):
-            raise UsageError("the claim would be over already: give a later --from, or a longer --for")
+        begins_s, ends_s = _window("claim", from_s, for_s, now_s)
         found = tuple(dict.fromkeys(device for text in devices for device in self._devices(text)))
         if not found:
             raise UsageError("no device is named: write gpu01:3, or gpu01 for all of its devices")
@@ -227,16 +239,77 @@ class ClaimVerbs:
             claim = DeviceClaim(
                 id=str(self._state.last_device_claim + 1),
                 devices=found,
-                from_s=max(begins_s, now_s),
+                from_s=begins_s,
                 until_s=ends_s,
                 reason=reason.strip(),
                 by=peer.user,
                 drain=bool(drain),
             )
             await self._engine.post(e.DevicesClaimed(at_s=now_s, claim=claim))
-        holders = {job for device in found for job in self._state.jobs_on(device)}
+        return self._with_holders(claim)
+
+    def _with_holders(self, claim: DeviceClaim) -> rows.Claim:
+        """Row of a new claim, with the jobs that are on its devices."""
+        holders = {job for device in claim.devices for job in self._state.jobs_on(device)}
         names = sorted(self._state.jobs[job].spec.name for job in self._state.active if job in holders)
         return projection.claim_row(claim, held_by=tuple(names))
+
+    async def booking_add(
+        self,
+        peer: Peer,
+        devices: int,
+        for_s: float,
+        from_s: float | None = None,
+        kind: str | None = None,
+        device_name: str = "",
+        on: list[str] | None = None,
+        name: str = "",
+    ) -> rows.Claim:
+        """Book devices for jobs of the caller.
+
+        Args:
+            for_s: seconds until the end.
+            from_s: start; None: now.
+            kind, device_name: as of a job's resources.
+            on: hosts and devices that are meant, as of `claim_add`; empty: any.
+        """
+        if not isinstance(devices, int) or devices < 1:
+            raise UsageError(f"{devices} devices cannot be booked: give 1 or more, as in --gpus 4")
+        if kind not in (None, "cuda", "cpu"):
+            raise UsageError(f"kind is {kind!r}; it must be cuda or cpu, or left out for any")
+        try:
+            name = checked_name(name) if name else ""
+        except ValueError as error:
+            raise UsageError(f"the booking: {error}") from None
+        now_s = time.time()
+        begins_s, ends_s = _window("booking", from_s, for_s, now_s)
+        assert ends_s is not None, "a booking has an end"
+        only = frozenset(device for text in on or () for device in self._devices(text))
+        resources = Resources(devices=devices, kind=kind, device_name=device_name)
+        wanted = bookings.Wanted(resources=resources, only=only, from_s=begins_s, until_s=ends_s)
+        async with self._numbering:
+            self._rights.refuse_booking(peer, wanted)
+            found, in_the_way = bookings.choose(self._state, wanted, now_s)
+            if len(found) < devices:
+                noun = f"devices of type {device_name}" if device_name else "such devices"
+                others = "".join(f"; {projection.claimed_until(claim, now_s)}" for claim in in_the_way)
+                raise ClusterError(f"{len(found)} of the {devices} {noun} can be booked for all of that time{others}")
+            claim = DeviceClaim(
+                id=str(self._state.last_device_claim + 1), devices=found, from_s=begins_s, until_s=ends_s,
+                reason=name, by=peer.user, owner=peer.user,
+            )  # fmt: skip
+            await self._engine.post(e.DevicesClaimed(at_s=now_s, claim=claim))
+        return self._with_holders(claim)
+
+    async def booking_cancel(self, peer: Peer, booking: str) -> rows.Claim:
+        """Cancel a booking of the caller's, operators any; its jobs end."""
+        known = self._state.device_claims.get(booking)
+        if known is None or not known.owner:
+            raise UsageError(f"there is no booking {booking!r}: clusterd book ls shows them")
+        if known.owner != peer.user and not peer.is_operator:
+            raise ClusterError(f"booking {booking} is {known.owner}'s: ask them, or an operator")
+        await self._engine.post(e.DeviceClaimRemoved(at_s=time.time(), claim=booking, by=peer.user))
+        return projection.claim_row(known)
 
     async def claim_remove(self, peer: Peer, claim: str) -> rows.Claim:
         """Remove a claim before its end."""
@@ -257,6 +330,19 @@ class ClaimVerbs:
         if not which:
             return [device.id for device in host.devices]
         return [_device(host, part) for part in which.split(",")]
+
+
+def _window(noun: str, from_s: float | None, for_s: float | None, now_s: float) -> tuple[float, float | None]:
+    """Start and end of a claim or a booking.
+
+    Raises:
+        UsageError: it would be over already.
+    """
+    begins_s = now_s if from_s is None else float(from_s)
+    ends_s = None if for_s is None else begins_s + float(for_s)
+    if not math.isfinite(begins_s) or (ends_s is not None and not (math.isfinite(ends_s) and ends_s > now_s)):
+        raise UsageError(f"the {noun} would be over already: give a later --from, or a longer --for")
+    return max(begins_s, now_s), ends_s
 
 
 def _device(host: Host, part: str) -> DeviceId:

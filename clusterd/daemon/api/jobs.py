@@ -33,7 +33,7 @@ from clusterd.daemon.api.migration import MigrationVerbs
 from clusterd.daemon.api.queue import QueueVerbs
 from clusterd.daemon.api.retention import RetentionVerbs
 from clusterd.daemon.api.server import Streaming, Verb
-from clusterd.daemon.api.validation import refuse_malformed, refuse_secrets, refuse_unsatisfiable
+from clusterd.daemon.api.validation import refuse_booking, refuse_malformed, refuse_secrets, refuse_unsatisfiable
 from clusterd.daemon.api.watch import Baselines, Change, Feed, SharedRow
 from clusterd.daemon.api.workdirs import WorkdirVerbs
 from clusterd.daemon.forecasts.forecaster import Forecaster, what_if
@@ -82,7 +82,7 @@ class JobVerbs:
         self._archive, self._workdirs, self._archived = archive, workdirs, archived
         self._host_verbs = HostVerbs(engine, hosts, enrolment)
         self._queue = QueueVerbs(engine, hosts, archived, self.submit, rights)
-        self._claims = ClaimVerbs(engine)
+        self._claims = ClaimVerbs(engine, rights)
         self._migration_verbs = MigrationVerbs(engine, hosts, feed)
         self._retention_verbs = RetentionVerbs(engine, hosts, archive, workdirs)
         self._file_verbs = FileVerbs(engine, hosts)
@@ -207,6 +207,7 @@ class JobVerbs:
         )
         known = admission.find_checkpoint(self._state, known, peer.user, peer.is_operator)
         refuse_malformed(known)
+        refuse_booking(known, self._state)
         self._rights.refuse_job(peer, known)
         if need_workdir and known.snapshot is not None and not self._workdirs.may_name(peer, known.snapshot):
             raise UsageError(

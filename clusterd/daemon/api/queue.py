@@ -21,7 +21,7 @@ from clusterd.core.queueing.edits import EDITABLE, described, refused_now
 from clusterd.core.state import Job, State
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
-from clusterd.daemon.api.validation import refuse_malformed, refuse_unsatisfiable
+from clusterd.daemon.api.validation import refuse_booking, refuse_malformed, refuse_unsatisfiable
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.rights import Rights
@@ -291,6 +291,8 @@ class QueueVerbs:
             if (cycle := awaits(spec, job.id, self._state.jobs)) is not None:
                 raise UsageError(f"after: {cycle} waits for job {job.id} itself: they would wait for ever")
         refuse_malformed(spec)
+        if "booking" in changes:
+            refuse_booking(spec, self._state)
         self._rights.refuse_change(peer, spec, job)
         attempt = job.attempt
         if attempt is None:

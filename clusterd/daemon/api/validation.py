@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from clusterd.core.allocation.requirements import unsatisfiable
 from clusterd.core.host import Host
-from clusterd.core.queueing import admission
+from clusterd.core.queueing import admission, bookings
 from clusterd.core.state import Job, State
 from clusterd.core.view import View
 from clusterd.errors import UsageError
@@ -18,6 +18,16 @@ from clusterd.types import HostId, JobId, JobKind, JobSpec
 from clusterd.units import counted
 
 _MOUNT = re.compile(r"[/~][^:]*(:/[^:]*(:ro)?)?")
+
+
+def refuse_booking(spec: JobSpec, state: State) -> None:
+    """Refuse a job of a booking that is not its user's, or too small for it.
+
+    Raises:
+        UsageError: it is.
+    """
+    if why := bookings.misfit(spec, state.device_claims):
+        raise UsageError(why)
 
 
 def refuse_malformed(spec: JobSpec) -> None:

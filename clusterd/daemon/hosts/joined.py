@@ -40,6 +40,9 @@ class JoinedHosts:
     Args:
         dialers: of these hosts, where their links wait for connections; entries are made here and by the links.
         lost_after_s: a host that is away for longer is removed.
+
+    Attributes:
+        ends_s: wall clock of the ends of hosts' allocations, as far as these have told them.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class JoinedHosts:
     ) -> None:
         self._engine, self._hosts, self._dialers, self._tasks = engine, hosts, dialers, tasks
         self._lost_after_s = lost_after_s
+        self.ends_s: dict[HostId, float] = {}
         self._admission = anyio.Lock()
         self._by_peer: dict[int, tuple[HostId, JoinedConnection]] = {}  # by the number of the client's connection
 
@@ -91,8 +95,11 @@ class JoinedHosts:
         names = (name if number == 1 else f"{name}-{number}" for number in range(1, len(known) + 2))
         return HostId(next(each for each in names if each not in known))
 
-    def connect(self, host: HostId, peer: int) -> JoinedConnection:
-        """Make a client's connection that of a host, in the place of an earlier one."""
+    def connect(self, host: HostId, peer: int, until_s: float | None) -> JoinedConnection:
+        """Make a client's connection that of a host, in the place of an earlier one; `until_s`: see `ends_s`."""
+        self.ends_s.pop(host, None)
+        if until_s is not None:
+            self.ends_s[host] = until_s
         connection = self._dialers[host].offer()
         self._by_peer[peer] = host, connection
         self._hosts.retry_now(host)

@@ -39,6 +39,7 @@ ROUTES: dict[tuple[str, ...], str] = {
     ("hosts",): "hosts",
     ("hosts", "{host}"): "host",
     ("claims",): "claims",
+    ("calendar",): "calendar",
     ("history",): "history",
     ("usage",): "usage",
     ("report",): "report",
@@ -46,7 +47,7 @@ ROUTES: dict[tuple[str, ...], str] = {
 }
 """Verbs by their addresses below ``/api``; other arguments are in the query."""
 
-PAGES = {(), ("fleet",)}
+PAGES = {(), ("fleet",), ("calendar",)}
 """Addresses of the page, beside ``/jobs/JOB``: its script reads which it is."""
 
 TYPES = {
@@ -92,7 +93,9 @@ class Pages:
                         return await self._of_verb(verb, named, request.query)
         except ClusterError as error:
             return _failure(HTTPStatus.FORBIDDEN, self._access.text(VISITOR, str(error)))
-        return _failure(HTTPStatus.NOT_FOUND, "there is no such page: /, /fleet, /jobs/JOB, /metrics and /api/... are")
+        return _failure(
+            HTTPStatus.NOT_FOUND, "there is no such page: /, /fleet, /calendar, /jobs/JOB, /metrics and /api/... are"
+        )
 
     async def _of_verb(self, verb: str, named: dict[str, Any], query: dict[str, str]) -> Answer:
         try:

@@ -246,6 +246,8 @@ def test_a_browser_shows_queue_fleet_and_a_job_with_its_metrics(cluster: Running
             await page.text_with("Tasks of", "night_1", "night_2", "night_3")
             await page.go(f"{url}fleet")
             await page.text_with("local0", "up", "free", "sleeper")
+            await page.go(f"{url}calendar")
+            await page.text_with("Calendar", "local0", "now", f"sleeper ({sleeper})")
             await page.go(f"{url}jobs/{job}")
             await page.text_with("linear", "Story", "loss", "step time (s)", "steps 1 to 12")
             assert await page.evaluate("document.querySelectorAll('svg.chart polyline').length") >= 2

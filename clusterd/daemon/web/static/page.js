@@ -164,6 +164,20 @@ async function fleet() {
   return parts;
 }
 
+// Who is expected where, for the next week.
+async function calendar() {
+  const entries = await ask("calendar?days=7"), now_s = Date.now() / 1000;
+  const columns = [
+    ["host", row => row.host || "not known yet"],
+    ["from", row => row.from_s <= now_s ? "now" : clock(row.from_s)],
+    ["until", row => row.until_s === null ? "" : clock(row.until_s)],
+    ["devices", row => row.devices.map(one => one.split(":").pop()).join(", ")],
+    ["user", row => row.user],
+    ["what", row => row.job ? jobLink(row.job, row.text) : row.text, "why"],
+  ];
+  return [element("h1", {}, "Calendar"), entries.length ? table(columns, entries) : element("p", {}, "Nothing is expected.")];
+}
+
 async function charts(job) {
   let steps;
   const part = job.step > STEPS_WHOLE ? `?last_bytes=${STEPS_BYTES}` : "";
@@ -208,7 +222,7 @@ async function page(name) {
 function chosen() {
   const parts = location.pathname.split("/").filter(Boolean);
   if (parts[0] === "jobs") return () => page(decodeURIComponent(parts[1]));
-  return parts[0] === "fleet" ? fleet : queue;
+  return {fleet, calendar}[parts[0]] || queue;
 }
 
 async function summary() {

@@ -1,0 +1,37 @@
+"""Starts of the jobs of bookings that have begun, each on what it requests of its booking's free devices."""
+
+from __future__ import annotations
+
+from clusterd.core.allocation.request_grant import allocate
+from clusterd.core.queueing.bookings import claim_against
+from clusterd.core.view import Proposal, Refusal, Start, View
+from clusterd.types import DeviceId
+
+
+def start_booked(view: View, proposal: Proposal) -> None:
+    """Start jobs of bookings by priority, then arrival, or record what they wait for; the view's ledger is charged.
+
+    CPU cores and host memory are not booked: they are those that others leave.
+    """
+    taken: set[DeviceId | None] = set()
+    for job in sorted(view.of_bookings, key=lambda job: (-job.priority, job.submitted_s, len(job.id), job.id)):
+        booked = view.calendar.of_booking(view.claims[job.spec.booking])
+        free = view.free.only(())
+        free.hosts = view.free.hosts
+        free.shared.clear()
+        free.put(
+            device
+            for device in booked
+            if device.id not in taken and not claim_against(view.claims, job.spec, view.hosts[device.host], device.id)
+        )
+        answer = allocate(job, view, free)
+        if isinstance(answer, Refusal):
+            reason = f"{answer.reason}, of booking {job.spec.booking}"
+            proposal.refusals.append(Refusal(job.id, reason, is_permanent=answer.is_permanent))
+            continue
+        where = answer.placement
+        taken |= {place.device for place in where.ranks}
+        view.free.take((), where.booked)
+        view.quotas.take(job.spec, sum(place.device is not None for place in where.ranks))
+        reason = f"{answer.reason}, by booking {job.spec.booking}"
+        proposal.starts.append(Start(job.id, answer.plan, where.ranks, where.booked, reason))

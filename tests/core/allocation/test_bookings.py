@@ -1,0 +1,314 @@
+"""Bookings: devices that a user reserved ahead, for jobs of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
+from clusterd.core.queueing.bookings import UNUSED_S, WEEK_S, Wanted, choose, used_s
+from clusterd.core.state import Job
+from clusterd.projection import unusable
+from clusterd.types import DeviceClaim, DeviceId, JobId, Resources
+from tests.core.allocation.test_device_claims import claim
+from tests.core.conftest import Lab
+from tests.core.policies.test_default import known, progress, submit
+
+HOUR = 3600.0
+
+
+def book(lab: Lab, *devices: str, begin_s: float = 0.0, for_s: float = 4 * HOUR, owner: str = "ann") -> str:
+    """Book devices from so many seconds after now."""
+    number = str(lab.scheduler.state.last_device_claim + 1)
+    at: dict[str, Any] = lab.at()
+    from_s = at["at_s"] + begin_s
+    made = DeviceClaim(
+        id=number,
+        devices=tuple(map(DeviceId, devices)),
+        from_s=from_s,
+        until_s=from_s + for_s,
+        reason="",
+        by=owner,
+        owner=owner,
+    )
+    lab.tell(e.DevicesClaimed(**at, claim=made))
+    return number
+
+
+def fire(lab: Lab, number: str) -> list[d.Decision]:
+    """The booking's next time has come: its start, its end, or that of a release."""
+    return lab.fire(Timer(TimerKind.CLAIM, number))
+
+
+def end(lab: Lab, number: str) -> None:
+    """Let the time of the booking pass."""
+    while number in lab.scheduler.state.device_claims:
+        fire(lab, number)
+
+
+def test_a_job_of_a_booking_starts_on_its_devices_when_it_begins(lab: Lab) -> None:
+    lab.host("a", gpus=4)
+    number = book(lab, "a:gpu2", "a:gpu3", begin_s=HOUR)
+    job, _ = lab.submit(devices=2, user="ann", booking=number)
+    assert (lab.state(job), lab.why(job)) == ("queued", "waits for its booking 1, which has not begun")
+    fire(lab, number)
+    assert set(lab.attempt(job).devices) == {"a:gpu2", "a:gpu3"}
+
+
+def test_others_and_jobs_without_the_booking_wait_until_it_is_over(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    number = book(lab, "a:gpu0", for_s=HOUR)
+    mine, _ = lab.submit("mine", user="ann", booking=number, time_limit_s=HOUR / 4)
+    lab.run(mine)
+    others, _ = lab.submit("others", user="bob", booking=number)
+    without, _ = lab.submit("without", user="ann")
+    lab.finish(mine)
+    assert [lab.state(job) for job in (others, without)] == ["queued", "queued"]
+    end(lab, number)
+    assert lab.state(without) == "starting"
+    assert lab.state(others) == "queued"
+    assert "booking 1 is over" in lab.why(others)
+
+
+def test_a_job_ends_with_its_booking(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    number = book(lab, "a:gpu0", for_s=HOUR)
+    job, _ = lab.submit(user="ann", booking=number)
+    lab.run(job)
+    assert lab.scheduler.state.timers[Timer(TimerKind.LIMIT, job)] == pytest.approx(
+        lab.scheduler.state.device_claims[number].until_s
+    )
+    end(lab, number)
+    assert lab.state(job) == "stopping"
+    lab.stopped(job)
+    assert (lab.state(job), lab.why(job)) == ("failed", "its booking 1 is over")
+    assert lab.scheduler.state.jobs[job].exit_code == 124
+
+
+def test_a_cancelled_booking_ends_its_jobs(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    number = book(lab, "a:gpu0")
+    job, _ = lab.submit(user="ann", booking=number)
+    lab.run(job)
+    next_one, _ = lab.submit(user="bob")
+    lab.tell(e.DeviceClaimRemoved(**lab.at(), claim=number, by="ann"))
+    lab.stopped(job)
+    assert (lab.state(job), lab.state(next_one)) == ("failed", "starting")
+
+
+def test_what_no_job_has_used_goes_to_others(lab: Lab) -> None:
+    lab.host("a", gpus=2)
+    number = book(lab, "a:gpu0", "a:gpu1", begin_s=HOUR)
+    fire(lab, number)
+    job, _ = lab.submit(user="ann", booking=number)
+    other, _ = lab.submit("other", user="bob")
+    lab.run(job)
+    lab.finish(job)
+    begun_s = lab.scheduler.state.device_claims[number].from_s
+    released = d.ReleaseBooked.match(fire(lab, number), user="ann", devices=("a:gpu1",))
+    assert released is not None
+    assert released.reason == ("a:gpu1 is free for others: no job of booking 1 used it for 15m00s; it keeps 1 device")
+    assert lab.now_s == pytest.approx(begun_s + UNUSED_S, abs=5.0)
+    assert lab.attempt(other).devices == ("a:gpu1",)
+    assert lab.scheduler.state.device_claims[number].devices == ("a:gpu0",)
+
+
+def test_a_booking_that_nobody_uses_is_over(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    number = book(lab, "a:gpu0")
+    assert d.ReleaseBooked.match(fire(lab, number), user="ann") is not None
+    assert lab.scheduler.state.device_claims == {}
+    assert used_s(lab.scheduler.state, "ann", lab.now_s) == pytest.approx(UNUSED_S, abs=5.0)
+
+
+def test_the_time_to_use_a_device_begins_when_the_job_of_another_has_left_it(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    other, _ = lab.submit("other", user="bob")
+    lab.run(other)
+    number = book(lab, "a:gpu0")
+    lab.now_s += 2 * HOUR
+    lab.finish(other)
+    fire(lab, number)
+    assert lab.now_s >= 1000.0 + 2 * HOUR + UNUSED_S
+    assert lab.scheduler.state.device_claims == {}
+
+
+def test_a_job_that_waits_names_the_booking_and_its_own_says_when_it_begins(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    number = book(lab, "a:gpu0", begin_s=HOUR)
+    other, _ = lab.submit("other", user="bob")
+    own, _ = lab.submit("own", user="ann", booking=number)
+    jobs = lab.scheduler.state.jobs
+
+    def why(job: JobId) -> str:
+        return " ".join(unusable(jobs[job], lab.scheduler.state, lab.now_s))
+
+    assert "a:gpu0 is booked by ann (booking 1) from " in why(other)
+    assert " until " in why(other)
+    assert "its booking 1 begins " in why(own)
+    assert "booked by" not in why(own)
+
+
+def test_a_job_of_a_booking_is_neither_moved_nor_resized(lab: Lab) -> None:
+    lab.host("a", gpus=2)
+    lab.host("b", gpus=4)
+    lab.tell(e.SpeedLearned(**lab.at(), model="net", table=known(), why="trials"))
+    number = book(lab, "a:gpu0", "a:gpu1")
+    job, _ = submit(lab, "net", 30_000, devices=2, user="ann", booking=number)
+    progress(lab, job, 10)
+    decided = lab.tell(e.HostDrained(**lab.at(), host=lab.scheduler.state.hosts["a"].id))  # type: ignore[index]
+    lab.submit("high", devices=4, priority=10)
+    assert not [x for x in [*lab.decisions, *decided] if isinstance(x, d.StartMigration)]
+    assert set(lab.attempt(job).devices) == {"a:gpu0", "a:gpu1"}
+
+
+def test_what_an_operator_claims_goes_to_no_job_of_a_booking(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    number = book(lab, "a:gpu0")
+    claim(lab, "a:gpu0", for_s=HOUR)
+    job, _ = lab.submit(user="ann", booking=number)
+    assert lab.state(job) == "queued"
+
+
+def test_bookings_are_replayed(lab: Lab, replayed: Any) -> None:
+    lab.host("a", gpus=2)
+    number = book(lab, "a:gpu0", "a:gpu1", begin_s=HOUR)
+    lab.submit(user="ann", booking=number)
+    fire(lab, number)
+    fire(lab, number)
+    assert replayed(lab).state == lab.scheduler.state
+
+
+# --- choice of the devices, and the quota -----------------------------------------------------------------------------
+
+
+def wanted(lab: Lab, devices: int, begin_s: float = 0.0, for_s: float = HOUR) -> Wanted:
+    from_s = lab.now_s + begin_s
+    resources = Resources(devices=devices)
+    return Wanted(resources=resources, only=frozenset(), from_s=from_s, until_s=from_s + for_s)
+
+
+def test_devices_are_on_the_fewest_hosts_and_those_that_are_free_first(lab: Lab) -> None:
+    lab.host("a", gpus=2)
+    lab.host("b", gpus=3)
+    lab.submit(devices=1, hosts=("b",), time_limit_s=2 * HOUR)
+    assert choose(lab.scheduler.state, wanted(lab, 2), lab.now_s) == (("a:gpu0", "a:gpu1"), [])
+    chosen, _ = choose(lab.scheduler.state, wanted(lab, 3), lab.now_s)
+    assert {device.partition(":")[0] for device in chosen} == {"b"}
+    chosen, _ = choose(lab.scheduler.state, wanted(lab, 1, begin_s=3 * HOUR), lab.now_s)
+    assert chosen == ("a:gpu0",), "the fuller host, as both are free by then"
+
+
+def test_claims_in_the_way_are_named(lab: Lab) -> None:
+    lab.host("a", gpus=2)
+    book(lab, "a:gpu0", begin_s=HOUR, owner="bob")
+    chosen, in_the_way = choose(lab.scheduler.state, wanted(lab, 2, begin_s=2 * HOUR), lab.now_s)
+    assert (chosen, [each.id for each in in_the_way]) == (("a:gpu1",), ["1"])
+    assert len(choose(lab.scheduler.state, wanted(lab, 2, begin_s=6 * HOUR), lab.now_s)[0]) == 2
+
+
+DEVICES = [f"{host}:gpu{number}" for host in ("a", "b") for number in range(3)]
+
+STEPS = st.one_of(
+    st.tuples(
+        st.just("book"), st.sampled_from(["ann", "bob"]), st.tuples(st.integers(1, 4), st.sampled_from([0.0, 1.0, 5.0]))
+    ),
+    st.tuples(st.just("submit"), st.sampled_from(["ann", "bob", "eve"]), st.sampled_from([None, 600.0, 5400.0])),
+    st.tuples(st.just("own"), st.integers(0, 5), st.integers(1, 2)),
+    st.tuples(st.sampled_from(["finish", "time", "cancel"]), st.integers(0, 5), st.none()),
+)
+
+QUOTA_S = 12 * HOUR
+
+
+@given(st.lists(STEPS, max_size=30))
+def test_bookings_are_kept_whatever_happens(steps: list[tuple[str, Any, Any]]) -> None:
+    """While a booking lasts its devices go to its own jobs alone; who does not use them loses them; the quota holds."""
+    lab = Lab()
+    lab.host("a", gpus=3)
+    lab.host("b", gpus=3)
+    for verb, first, second in steps:
+        state = lab.scheduler.state
+        before = {device: holder.job for device, holder in state.holders.items()}
+        _take(lab, verb, first, second)
+        for device, holder in state.holders.items():
+            job = state.jobs[holder.job]
+            bookings = [c for c in state.device_claims.values() if device in c.devices and c.is_active(lab.now_s)]
+            if before.get(device) != holder.job:
+                assert all(c.id == job.spec.booking and c.owner == job.spec.user for c in bookings), (
+                    f"{device} is booked"
+                )
+                assert bookings or not job.spec.booking
+        for booking in state.device_claims.values():
+            if booking.is_active(lab.now_s):
+                idle = [s for s in booking.unused.values() if s is not None]
+                assert all(lab.now_s < since_s + UNUSED_S + 2.0 for since_s in idle), "unused for too long"
+        for user in ("ann", "bob"):
+            starts = [c.from_s for c in state.device_claims.values() if c.owner == user]
+            assert all(used_s(state, user, from_s) <= QUOTA_S + 1e-6 for from_s in starts)
+        assert not [job for job in _running(lab) if job.spec.booking and job.spec.booking not in state.device_claims]
+
+
+def _running(lab: Lab) -> list[Job]:
+    jobs = map(lab.scheduler.state.jobs.__getitem__, lab.scheduler.state.active)
+    return [job for job in jobs if job.state.value in ("starting", "running")]
+
+
+def _take(lab: Lab, verb: str, first: Any, second: Any) -> None:
+    state = lab.scheduler.state
+    running, booked = _running(lab), sorted(state.device_claims)
+    if verb == "book":
+        devices, hours = second
+        request = wanted(lab, devices, begin_s=hours * HOUR, for_s=2 * HOUR)
+        chosen, _ = choose(state, request, lab.now_s)
+        if len(chosen) == devices and used_s(state, first, request.from_s) + request.device_s <= QUOTA_S:
+            book(lab, *chosen, begin_s=hours * HOUR, for_s=2 * HOUR - 2.0, owner=first)
+    elif verb == "submit":
+        lab.submit(user=first, time_limit_s=second)
+    elif verb == "own" and booked:
+        booking = state.device_claims[booked[first % len(booked)]]
+        lab.submit(user=booking.owner, booking=booking.id, devices=min(second, len(booking.devices)))
+    elif verb == "finish" and running:
+        job = running[first % len(running)]
+        if job.state.value == "starting":
+            lab.run(job.id)
+        lab.finish(job.id)
+    elif verb == "time" and state.timers:
+        lab.fire(min(state.timers, key=lambda timer: (state.timers[timer], str(timer))))
+        for stopping in [job for job in state.active if state.jobs[job].state.value == "stopping"]:
+            lab.stopped(stopping)
+    elif verb == "cancel" and booked:
+        lab.tell(e.DeviceClaimRemoved(**lab.at(), claim=booked[first % len(booked)], by="ann"))
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 30.0), st.integers(1, 48)), max_size=12))
+def test_a_month_of_bookings_is_within_the_quota_of_each_week(asked: list[tuple[float, int]]) -> None:
+    """Every week of a month, wherever it begins, has at most the quota; what is refused would not fit."""
+    lab = Lab()
+    lab.host("a", gpus=1)
+    made: list[tuple[float, float]] = []
+    for day, hours in asked:
+        from_s = 1000.0 + day * 86400.0
+        fits = used_s(lab.scheduler.state, "ann", from_s) + hours * HOUR <= 40 * HOUR
+        weeks = [
+            sum(
+                length_s
+                for start_s, length_s in [*made, (from_s, hours * HOUR)]
+                if first_s <= start_s < first_s + WEEK_S
+            )
+            for first_s in [from_s, *(start_s for start_s, _ in made if from_s - WEEK_S < start_s <= from_s)]
+        ]
+        assert fits == (max(weeks) <= 40 * HOUR)
+        if fits:
+            made.append((from_s, hours * HOUR))
+            number = len(made)
+            booking = DeviceClaim(
+                id=str(number), devices=(DeviceId("a:gpu0"),), from_s=from_s, until_s=from_s + hours * HOUR,
+                reason="", by="ann", owner="ann",
+            )  # fmt: skip
+            lab.scheduler.state.device_claims[booking.id] = booking
