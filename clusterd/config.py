@@ -49,6 +49,7 @@ NOTIFICATIONS = (
     "job cancelled",
     "job queued again",
     "job idle",
+    "job over its share",
     "job not saved",
     "budget",
     "booking released",
@@ -97,7 +98,13 @@ def _weights(given: dict[str, Any]) -> dict[str, float]:
     return {name: float(weight) for name, weight in given.items()}
 
 
-_WEIGHTS = k.Value(expected="it must be a table, as in { a100 = 2.0, cpu = 0.1 }", accepts=dict, convert=_weights)
+_WEIGHTS = k.Value(
+    expected="it must be a table, as in { a100 = 2.0, cpu = 0.1 }",
+    accepts=dict,
+    convert=_weights,
+    item=float,
+    schema={"gt": 0},
+)
 _QUOTED = replace(k.TEXT, expected="put it in quotes")
 _DIRECTORY = k.limited(_QUOTED, lambda text: "\0" not in text, "it must be a path")
 _ARGV = k.limited(

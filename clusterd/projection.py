@@ -177,6 +177,10 @@ def reason(job: Job, state: State) -> str:
         return f"building its environment on {builds}"
     if attempt is not None and attempt.paused_by is not None and not away:
         return f"paused by {attempt.paused_by}, its devices are kept: clusterd unpause {job.id}; {job.reason}"
+    if attempt is not None and attempt.over_share and not away:
+        ends_s = state.timers.get(Timer(TimerKind.SHARE, job.id))
+        then = f": it ends at {_clock(ends_s)} if that lasts" if ends_s is not None else ""
+        return f"{attempt.over_share}{then}; {job.reason}"
     if attempt is not None and attempt.idle_since_s is not None and not away:
         ends_s = state.timers.get(Timer(TimerKind.IDLE, job.id))
         step = idleness.described(job.spec, len(attempt.devices), attempt.reclaim)

@@ -92,7 +92,8 @@ class Resources:
     # fmt: off
     devices: Annotated[
         int,
-        Key(k.GPUS, 'Number of GPUs, or "a100:2".', "0", name="gpus", edit=QUEUED, option="--gpus", sbatch="--gpus"),
+        Key(k.GPUS, 'Number of GPUs, or "a100:2"; 0.5 is one with share = 2.', "0", name="gpus", edit=QUEUED,
+            option="--gpus", sbatch="--gpus"),
         Key(k.COUNT, "Number of devices of any kind, CPU devices too, in the place of gpus.", edit=QUEUED,
             option="--devices", row="asked"),
         Key(k.COUNT, "GPUs on each of the nodes.", "none", name="gpus_per_node", option="--gpus-per-node"),
@@ -102,8 +103,8 @@ class Resources:
     kind: str | None = None  # "cuda", "cpu", or None: any
     device_name: Annotated[str, Key(k.TEXT, 'Part of the GPU\'s name, as in "a100".', "any", name="gpu_type",
                                     edit=QUEUED, option="--gpu-type")] = ""
-    device_memory_bytes: Annotated[int, Key(k.SIZE, "Least memory of each GPU, as in 40GB.", "any", name="gpu_memory",
-                                            edit=QUEUED, option="--gpu-memory")] = 0
+    device_memory_bytes: Annotated[int, Key(k.SIZE, "Least memory of each GPU, or of the part of one, as in "
+                                            "40GB.", "any", name="gpu_memory", edit=QUEUED, option="--gpu-memory")] = 0
     compute_capability: Annotated[str, Key(k.CAPABILITY, 'Of each GPU, as in ">=8.0" or ">=8.0,<9".', "any",
                                            edit=QUEUED, option="--compute-capability")] = ""
     cpus: Annotated[int, Key(k.COUNT, "Cores in all, beside those of CPU devices.", "one per device", edit=QUEUED,
@@ -124,7 +125,8 @@ class Resources:
                            Key(k.COUNT, "The same as max_devices.", "any", name="max_gpus"),
                            Key(k.YES_OR_NO, "false: never beyond the request.", "true", name="grow")] = 0
     share: Annotated[int, Key(k.whole(1, expected="a number of jobs, 1 for none beside it"), "Jobs that may be on the "
-                              "device of a command at a time, itself included.", edit=QUEUED, option="--share")] = 1
+                              "device of a command at a time, itself included, each on its part of the memory.",
+                              edit=QUEUED, option="--share")] = 1
     plan: Annotated[Plan | None, Key(k.PLAN, 'Requested plan of an elastic job: { dp = 2, tp = 2 } or "dp=2,tp=2".',
                                      "clusterd chooses", kinds=_TRAINED, edit=QUEUED)] = None
     plans: Annotated[tuple[Plan, ...], Key(k.PLANS, "Plans under which a checkpointable job may run, the first "
@@ -133,7 +135,7 @@ class Resources:
 
     def admits(self, kind: str, name: str, memory_bytes: int, compute_capability: str) -> bool:
         """True where a device of this kind, name, memory and compute capability serves the request."""
-        if self.kind not in (None, kind) or memory_bytes < self.device_memory_bytes:
+        if self.kind not in (None, kind) or memory_bytes < self.device_memory_bytes * self.share:
             return False
         if self.compute_capability and not has_capability(compute_capability, self.compute_capability):
             return False

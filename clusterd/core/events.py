@@ -448,6 +448,17 @@ class IdlenessObserved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemoryObserved(Event):
+    """A job holds more of the memory of a shared device than its part, or does no more."""
+
+    job: JobId
+    attempt: int
+    device: DeviceId
+    used_bytes: int
+    part_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTaken(Event):
     """The job's whole state of the end of `step` is in a checkpoint on disk."""
 
@@ -547,7 +558,8 @@ EVENTS: dict[str, type[Event]] = {
         JobUnpaused, JobsArchived, JobRecalled,
         ModelDescribed, ModelNotDescribed, SpeedLearned, CompletionPredicted, TrialProposed, TrialMeasured,
         EnvironmentBuildStarted, EnvironmentBuilt, AttemptLaunched, LaunchFailed, RankExited, RankOrphaned,
-        AttemptStopped, AttemptProgressed, IdlenessObserved, CheckpointTaken, CheckpointFailed, MigrationRequested,
+        AttemptStopped, AttemptProgressed, IdlenessObserved, DeviceMemoryObserved,
+        CheckpointTaken, CheckpointFailed, MigrationRequested,
         JobUnpinned, MigrationAdvanced, MigrationVerified, MigrationFinished, MigrationFailed,
     )
 }  # fmt: skip

@@ -49,6 +49,7 @@ class Outcome(StrEnum):
     LAUNCH_FAILED = "launch failed"
     PREEMPTED = "preempted"
     REFUSED = "refused"  # by a host that could not start it, where others may
+    OVER_SHARE = "over share"  # of the memory of a device that it shares
     NOT_A_NUMBER = "not a number"  # its loss, and it is to stop then
 
 
@@ -269,6 +270,7 @@ class Attempt:
     step: int = 0  # newest that was reported
     idle_since_s: float | None = None  # since when its devices do nothing, once that is long; None: they work
     reclaim: Reclaim = Reclaim.SHELLS  # what is done with it if they stay so
+    over_share: str = ""  # says what it holds beyond its part of a shared device; empty: nothing
     paused_by: str | None = None  # user who had its processes stopped where they are; None: they run
     ended_s: float | None = None
     stop: Stop = field(default_factory=Stop)

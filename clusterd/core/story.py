@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.lifecycle import idleness
+from clusterd.core.lifecycle import device_shares, idleness
 from clusterd.core.state import Migration, State
 from clusterd.core.timers import TimerKind
 from clusterd.plans.plan import Plan
@@ -170,6 +170,10 @@ def _of_attempt(event: e.Event, state: State) -> Line:
             return Line(f"step {step:,}{at}, {duration(step_s)} a step", is_routine=True)
         case e.IdlenessObserved():
             return Line(_idleness(event, state))
+        case e.DeviceMemoryObserved(used_bytes=used_bytes, part_bytes=part_bytes, device=device):
+            if used_bytes <= part_bytes:
+                return Line(f"holds no more than its part of the memory of {device}")
+            return Line(f"{device_shares.described(event)}; it ends in {duration(device_shares.GRACE_S)} if that lasts")
         case e.CheckpointTaken(step=step):
             return Line(f"checkpoint of step {step:,}", is_routine=True)
         case e.CheckpointFailed():

@@ -65,6 +65,7 @@ from clusterd.daemon.settings import LiveSettings, refuse_unknown
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.daemon.storage.backups import Backups
+from clusterd.daemon.storage.device_memory import SharedDeviceMemory
 from clusterd.daemon.storage.idle_jobs import IdleJobs
 from clusterd.daemon.storage.log_tails import LogTails
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
@@ -243,6 +244,7 @@ class Daemon:
                 tasks.start_soon(run)
             for run in (usage.run, archived_jobs.run, workdirs.run, log_tails.run, backups.run, forecaster.run):
                 tasks.start_soon(guarded, run)
+            tasks.start_soon(guarded, SharedDeviceMemory(engine, usage.latest).run)
             if config.idle_after_s:
                 tasks.start_soon(guarded, idle_jobs.run)
             if notifier is not None:

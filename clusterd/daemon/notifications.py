@@ -20,7 +20,7 @@ import msgspec
 from clusterd.config import Notify
 from clusterd.core import story
 from clusterd.core.decisions import Decision, EndJob, ReleaseBooked, RequeueJob
-from clusterd.core.events import CheckpointFailed, CheckpointTaken, Event, IdlenessObserved
+from clusterd.core.events import CheckpointFailed, CheckpointTaken, DeviceMemoryObserved, Event, IdlenessObserved
 from clusterd.core.fair_share import budgets
 from clusterd.core.state import Job, Outcome, State
 from clusterd.process_attributes import inherited_umask
@@ -60,6 +60,9 @@ class Notifier:
             if isinstance(event, IdlenessObserved) and event.since_s is not None:
                 line = story.of_event(event, self._state)
                 self._queue(_of_job(self._state.jobs[event.job], "idle", f" is idle: {line.text}"))
+            if isinstance(event, DeviceMemoryObserved) and event.used_bytes > event.part_bytes:
+                line = story.of_event(event, self._state)
+                self._queue(_of_job(self._state.jobs[event.job], "over its share", f": {line.text}"))
             if isinstance(event, CheckpointTaken):
                 self._not_saved.discard(event.job)
             elif isinstance(event, CheckpointFailed) and event.job not in self._not_saved:

@@ -226,7 +226,7 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
         return Verdict(JobState.CANCELLED, why, exit_code=130)
     if outcome is Outcome.TIME_LIMIT:
         return Verdict(JobState.FAILED, why, exit_code=TIMED_OUT)
-    if outcome in (Outcome.LAUNCH_FAILED, Outcome.NOT_A_NUMBER):
+    if outcome in (Outcome.LAUNCH_FAILED, Outcome.NOT_A_NUMBER, Outcome.OVER_SHARE):
         return Verdict(JobState.FAILED, why, exit_code=1)
     if outcome in (Outcome.PREEMPTED, Outcome.REFUSED):
         return Verdict(JobState.QUEUED, why)

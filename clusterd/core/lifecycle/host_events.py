@@ -8,7 +8,16 @@ from dataclasses import replace
 from clusterd.core import events as e
 from clusterd.core.events import TimerKind
 from clusterd.core.host import NO_REASON, Host
-from clusterd.core.lifecycle import attempt_events, attempts, device_claims, idleness, jobs, stopping, trial_events
+from clusterd.core.lifecycle import (
+    attempt_events,
+    attempts,
+    device_claims,
+    device_shares,
+    idleness,
+    jobs,
+    stopping,
+    trial_events,
+)
 from clusterd.core.lifecycle.accounts import account_lost, apply_report, lose_attempt, watch_account
 from clusterd.core.lifecycle.adoption import adopt
 from clusterd.core.lifecycle.context import HandlerContext
@@ -115,6 +124,7 @@ _TIMERS: dict[TimerKind, Callable[[HandlerContext, str], None]] = {
     TimerKind.TRIAL: lambda ctx, job: trial_events.trial_timed_out(ctx, JobId(job)),
     TimerKind.STALL: lambda ctx, job: attempt_events.check_stall(ctx, ctx.state.jobs.get(JobId(job))),
     TimerKind.LIMIT: _time_limit_reached,
+    TimerKind.SHARE: lambda ctx, job: device_shares.end_over_share(ctx, ctx.state.jobs.get(JobId(job))),
     TimerKind.IDLE: lambda ctx, job: idleness.reclaim(ctx, ctx.state.jobs.get(JobId(job))),
 }
 """Action of each timer; the others only cause a pass."""

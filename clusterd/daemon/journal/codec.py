@@ -80,7 +80,8 @@ _SHAPE_BYTES = 8
 
 ADDED = frozenset(
     {
-        "Attempt.paused_by", "Attempt.reclaim", "DeviceClaim.owner", "DeviceClaim.unused", "JobSpec.booking",
+        "Attempt.over_share", "Attempt.paused_by", "Attempt.reclaim", "DeviceClaim.owner", "DeviceClaim.unused",
+        "JobSpec.booking",
         "JobSpec.clean_env", "JobSpec.is_attached", "JobSpec.reads_input", "Resources.tasks", "State.booked_s",
         "State.budgets", "State.device_weights", "State.half_life_s", "State.notice", "State.used",
         "Tenant.device_hours", "Used.month_s",
