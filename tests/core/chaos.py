@@ -128,33 +128,57 @@ class Chaos(RuleBasedStateMachine):
         self.world.tell(event)
 
     @precondition(lambda self: self.jobs)
-    @rule(data=st.data(), devices=st.integers(0, 3), limit_s=st.sampled_from([None, 60.0, 3600.0]))
-    def edit(self, data: st.DataObject, devices: int, limit_s: float | None) -> None:
+    @rule(data=st.data(), devices=st.integers(0, 3), limit_s=st.sampled_from([None, 60.0, 3600.0]), books=st.booleans())
+    def edit(self, data: st.DataObject, devices: int, limit_s: float | None, books: bool) -> None:
+        """`books`: a place in the newest claim, which need not be a booking, nor last."""
         job = self.some_job(data)
         wanted = job.spec.resources
         plain = job.spec.kind is JobKind.COMMAND and wanted.plan is None and wanted.nodes == 1
         fewer = min(wanted.devices, devices)  # always fits where the job itself does
         resources = replace(wanted, devices=fewer) if plain and job.attempt is None else wanted
-        spec = replace(job.spec, time_limit_s=limit_s, resources=resources)
+        booking = str(self.claims) if books and self.claims else ""
+        booking = booking if job.state is JobState.QUEUED else job.spec.booking
+        spec = replace(job.spec, time_limit_s=limit_s, resources=resources, booking=booking, user="ann")
         self.world.tell(e.JobEdited(**self.world.at(), job=job.id, spec=spec, what="edited", by="ann"))
 
-    @rule(host=HOST, data=st.data(), begin_s=st.sampled_from([0.0, 300.0]), drain=st.booleans(), lasts=st.booleans())
-    def claim(self, host: HostId, data: st.DataObject, begin_s: float, drain: bool, lasts: bool) -> None:
-        """Some devices of a host, for ten minutes or until they are released."""
+    @rule(
+        host=HOST, data=st.data(), begin_s=st.sampled_from([0.0, 300.0]), drain=st.booleans(),
+        lasts_s=st.sampled_from([None, 600.0, 3600.0]), is_booking=st.booleans(),
+    )  # fmt: skip
+    def claim(
+        self, host: HostId, data: st.DataObject, begin_s: float, drain: bool, lasts_s: float | None, is_booking: bool
+    ) -> None:
+        """Some devices of a host, for some time or until they are released; or a booking of them."""
         known = [device.id for device in self.world.facts[host].devices]
         devices = tuple(data.draw(st.lists(st.sampled_from(known), min_size=1, unique=True))) if known else ()
         at = self.world.at()
         self.claims += 1
-        until_s = None if lasts else at["at_s"] + begin_s + 600.0
+        lasts_s = 600.0 if is_booking and lasts_s is None else lasts_s
+        until_s = None if lasts_s is None else at["at_s"] + begin_s + lasts_s
         made = DeviceClaim(
             id=str(self.claims),
             devices=devices,
             from_s=at["at_s"] + begin_s,
             until_s=until_s,
             reason="fan",
-            drain=drain,
+            drain=drain and not is_booking,
+            owner="ann" if is_booking else "",
         )
         self.world.tell(e.DevicesClaimed(**at, claim=made))
+
+    @rule(host=HOST, kind=st.sampled_from(list(JobKind)), data=st.data(), begin_s=st.sampled_from([0.0, 300.0]))
+    def book(self, host: HostId, kind: JobKind, data: st.DataObject, begin_s: float) -> None:
+        """All devices of a host, and a job for them."""
+        at, spec = self.world.at(), data.draw(strategies.specs(kind))
+        self.claims += 1
+        devices = tuple(device.id for device in self.world.facts[host].devices)
+        from_s = at["at_s"] + begin_s
+        booking = DeviceClaim(
+            id=str(self.claims), devices=devices, from_s=from_s, until_s=from_s + 1800.0, reason="", owner="ann"
+        )
+        self.world.tell(e.DevicesClaimed(**at, claim=booking))
+        resources = replace(spec.resources, hosts=())
+        self.submit(replace(spec, booking=booking.id, user="ann", resources=resources))
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), verb=st.sampled_from(["hold", "release", "pause", "unpause", "requeue", "requeue and hold"]))
@@ -397,6 +421,9 @@ class Chaos(RuleBasedStateMachine):
             world.tell(e.DeviceClaimRemoved(**world.at(), claim=number))
         for job in list(state.jobs):
             world.tell(e.JobReleased(**world.at(), job=job))
+            spec = replace(state.jobs[job].spec, booking="")
+            if state.jobs[job].state is JobState.QUEUED and spec != state.jobs[job].spec:
+                world.tell(e.JobEdited(**world.at(), job=job, spec=spec, what="booking 1 -> none"))
         for model in MODELS:
             table = strategies.believed((1, 2, 3, 4, 6), there)
             world.tell(e.SpeedLearned(**world.at(), model=model, table=table))

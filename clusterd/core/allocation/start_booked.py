@@ -15,7 +15,10 @@ def start_booked(view: View, proposal: Proposal) -> None:
     """
     taken: set[DeviceId | None] = set()
     for job in sorted(view.of_bookings, key=lambda job: (-job.priority, job.submitted_s, len(job.id), job.id)):
-        booked = view.calendar.of_booking(view.claims[job.spec.booking])
+        booking = view.claims.get(job.spec.booking)
+        if booking is None or not booking.is_active(view.now_s):
+            continue  # as in a view that is made for a question about other jobs
+        booked = view.calendar.of_booking(booking)
         free = view.free.only(())
         free.hosts = view.free.hosts
         free.shared.clear()
@@ -26,12 +29,12 @@ def start_booked(view: View, proposal: Proposal) -> None:
         )
         answer = allocate(job, view, free)
         if isinstance(answer, Refusal):
-            reason = f"{answer.reason}, of booking {job.spec.booking}"
+            reason = f"{answer.reason}, of booking {booking.id}" if answer.is_shortage else answer.reason
             proposal.refusals.append(Refusal(job.id, reason, is_permanent=answer.is_permanent))
             continue
         where = answer.placement
         taken |= {place.device for place in where.ranks}
         view.free.take((), where.booked)
         view.quotas.take(job.spec, sum(place.device is not None for place in where.ranks))
-        reason = f"{answer.reason}, by booking {job.spec.booking}"
+        reason = f"{answer.reason}, by booking {booking.id}"
         proposal.starts.append(Start(job.id, answer.plan, where.ranks, where.booked, reason))

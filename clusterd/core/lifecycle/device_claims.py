@@ -97,7 +97,9 @@ def _release_unused(ctx: HandlerContext, booking: DeviceClaim) -> None:
     """Release the devices of a booking that no job of it has used for too long; others' jobs may still be on some."""
     state, unused = ctx.state, dict[DeviceId, float | None]()
     for device, since_s in booking.unused.items():
-        unused[device] = None if state.jobs_on(device) else ctx.now_s if since_s is None else since_s
+        jobs = state.jobs_on(device)
+        if not any(state.jobs[job].spec.booking == booking.id for job in jobs):  # one that moved there, else
+            unused[device] = None if jobs else ctx.now_s if since_s is None else since_s
     due = {device for device, s in unused.items() if s is not None and s + bookings.UNUSED_S <= ctx.now_s}
     left = tuple(device for device in booking.devices if device not in due)
     if due:

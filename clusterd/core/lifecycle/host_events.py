@@ -146,6 +146,9 @@ def on_clock_set(ctx: HandlerContext, event: e.ClockSet) -> None:
     for job in state.jobs.values():
         if not job.state.is_final:
             _shift_job(job, by_s)
+    for claim in [claim for claim in state.device_claims.values() if claim.unused]:
+        unused = {device: _shifted(since_s, by_s) for device, since_s in claim.unused.items()}
+        state.device_claims[claim.id] = replace(claim, unused=unused)
     if state.device_claims:
         device_claims.update_claims(ctx)
     for job in [state.jobs[job] for job in state.active]:

@@ -243,7 +243,8 @@ class QueueVerbs:
     ) -> rows.SubmittedJob:
         if missing := sorted({*known.spec.secrets} - {*(secrets or {})}):
             raise UsageError(f"job {known.id} ({known.spec.name}) needs the secret {missing[0]}: set that variable")
-        alone = replace(known.spec, after=(), interactive=False, is_attached=False, reads_input=False)
+        # A booking is of a time that may be over: it is named again.
+        alone = replace(known.spec, after=(), booking="", interactive=False, is_attached=False, reads_input=False)
         before = replace(alone, env={**known.spec.env, **(env or {})}, **more)
         spec = _with_changes(before, changes or {})
         return await self._submit(peer, msgspec.to_builtins(spec), secrets or {})

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from heapq import heappop, heappush
+from math import inf
 from typing import Any
 
 import pytest
@@ -312,3 +317,92 @@ def test_a_month_of_bookings_is_within_the_quota_of_each_week(asked: list[tuple[
                 reason="", by="ann", owner="ann",
             )  # fmt: skip
             lab.scheduler.state.device_claims[booking.id] = booking
+
+
+# --- a month ----------------------------------------------------------------------------------------------------------
+
+
+class Month(Lab):
+    """A lab whose jobs run for a drawn time, and whose clock goes on by itself."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = random.Random(seed)
+        self.coming: list[tuple[float, int, Callable[[], object]]] = []
+        self.ends: dict[JobId, float] = {}
+
+    def at_time(self, at_s: float, action: Callable[[], object]) -> None:
+        heappush(self.coming, (at_s, len(self.coming) + self.jobs, action))
+
+    def play(self, until_s: float) -> Iterator[None]:
+        """Do the next thing that happens, again and again: an action, the end of a job, or a timer."""
+        while self.now_s < until_s:
+            state = self.scheduler.state
+            for job in [state.jobs[each] for each in state.active]:
+                if job.state.value == "starting":
+                    self.run(job.id)
+                    self.ends[job.id] = self.now_s + self.random.uniform(0.1, 1.0) * (job.spec.time_limit_s or HOUR)
+                elif job.state.value == "stopping":
+                    self.stopped(job.id)
+            ending = min(((s, job) for job, s in self.ends.items() if self.state(job) == "running"), default=None)
+            timer = min(((s, str(t), t) for t, s in state.timers.items()), default=None)
+            next_s = [
+                self.coming[0][0] if self.coming else inf,
+                ending[0] if ending else inf,
+                timer[0] if timer else inf,
+            ]
+            if min(next_s) == inf:
+                return
+            self.now_s = max(self.now_s, min(next_s))
+            if ending is not None and min(next_s) == next_s[1]:
+                self.finish(ending[1])
+            elif min(next_s) == next_s[0]:
+                heappop(self.coming)[2]()
+            else:
+                assert timer is not None
+                self.fire(timer[2])
+            yield
+
+
+def test_a_month_in_a_lab_with_bookings() -> None:
+    """Every morning ann books two devices, and comes four days of five; bob's jobs fill what is left.
+
+    Her jobs start when the booking begins, as bob's jobs have time limits; what she does not use is his again.
+    """
+    lab, days = Month(seed=1), 28
+    lab.host("a", gpus=2)
+    lab.host("b", gpus=2)
+    mine: list[tuple[float, JobId]] = []
+    unused = 0
+
+    def morning(at_s: float) -> None:
+        """Book for the next morning."""
+        nonlocal unused
+        chosen, _ = choose(lab.scheduler.state, wanted(lab, 2, begin_s=at_s - lab.now_s, for_s=4 * HOUR), lab.now_s)
+        assert len(chosen) == 2
+        number = book(lab, *chosen, begin_s=at_s - lab.now_s - 1.0, for_s=4 * HOUR)
+        if lab.random.random() < 0.8:
+            job, _ = lab.submit("mine", user="ann", booking=number, devices=2, time_limit_s=6 * HOUR)
+            mine.append((at_s, job))
+        else:
+            unused += 1
+
+    for day in range(days):
+        begins_s = 1000.0 + day * 86400.0
+        lab.at_time(begins_s, lambda at_s=begins_s + 86400.0: morning(at_s))  # type: ignore[misc]
+        for _ in range(5):
+            limit_s = lab.random.choice([HOUR, 3 * HOUR, 8 * HOUR])
+            devices = lab.random.choice([1, 1, 2])
+            submits = partial(lab.submit, "his", user="bob", devices=devices, time_limit_s=limit_s)
+            lab.at_time(begins_s + lab.random.uniform(0.0, 86400.0), submits)
+    for _ in lab.play(1000.0 + (days + 3) * 86400.0):
+        for claimed in lab.scheduler.state.device_claims.values():
+            idle = [s for s in claimed.unused.values() if s is not None]
+            assert not claimed.is_active(lab.now_s) or all(lab.now_s <= s + UNUSED_S + 60.0 for s in idle)
+    jobs = lab.scheduler.state.jobs
+    late_s = [(jobs[job].started_s or inf) - at_s for at_s, job in mine]
+    assert max(late_s) < 60.0, "bob's jobs were in the way"
+    assert all((jobs[job].ended_s or inf) - at_s < 4 * HOUR + 60.0 for at_s, job in mine), "past the booking"
+    assert len([x for x in lab.decisions if isinstance(x, d.ReleaseBooked)]) == unused > 0
+    assert all(job.state.value == "finished" for job in jobs.values() if job.spec.user == "bob")
+    assert lab.scheduler.state.device_claims == {}
