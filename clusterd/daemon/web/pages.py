@@ -46,7 +46,7 @@ ROUTES: dict[tuple[str, ...], str] = {
 }
 """Verbs by their addresses below ``/api``; other arguments are in the query."""
 
-PAGES = {(), ("fleet",)}
+PAGES = {(), ("fleet",), ("history",)}
 """Addresses of the page, beside ``/jobs/JOB``: its script reads which it is."""
 
 TYPES = {
@@ -92,7 +92,7 @@ class Pages:
                         return await self._of_verb(verb, named, request.query)
         except ClusterError as error:
             return _failure(HTTPStatus.FORBIDDEN, self._access.text(VISITOR, str(error)))
-        return _failure(HTTPStatus.NOT_FOUND, "there is no such page: /, /fleet, /jobs/JOB, /metrics and /api/... are")
+        return _failure(HTTPStatus.NOT_FOUND, "no such page: there are /, /fleet, /history, /jobs/JOB, /metrics, /api")
 
     async def _of_verb(self, verb: str, named: dict[str, Any], query: dict[str, str]) -> Answer:
         try:
