@@ -617,6 +617,7 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     submitted: Annotated[int, about("Jobs that were submitted.")]
     waited_s_median: Annotated[float | None, about("Median of their time from submission to start.")]
     waited_s_longest: Annotated[float | None, about("Longest such time.")]
+    device_hours_by_day: Annotated[dict[str, float], about("Of `device_hours`, those of each day.")] = {}
 
 
 class FairShare(Struct, frozen=True, kw_only=True):

@@ -31,6 +31,7 @@ class _Sums:
     measured_s: float = 0.0
     busy_s: float = 0.0
     idle_s: float = 0.0
+    days: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, use: JobUse) -> None:
         if not use.job:
@@ -38,6 +39,7 @@ class _Sums:
             return
         self.jobs.add(use.job)
         self.device_s += use.device_s
+        self.days[use.day] += use.device_s
         self.measured_s += use.measured_s
         self.busy_s += use.busy_s
 
@@ -164,4 +166,5 @@ def _row(group: str, sums: _Sums, waits: list[float]) -> rows.UsageReport:
         utilisation=sums.busy_s / sums.measured_s if sums.measured_s else None,
         idle_device_hours=sums.idle_s / 3600 if sums.idle_s else 0.0, submitted=len(waits),
         waited_s_median=waits[len(waits) // 2] if waits else None, waited_s_longest=waits[-1] if waits else None,
+        device_hours_by_day={day: seconds / 3600 for day, seconds in sorted(sums.days.items())},
     )  # fmt: skip
