@@ -28,7 +28,9 @@ from tests.core.policies.test_default import known, progress, submit
 HOUR = 3600.0
 
 
-def book(lab: Lab, *devices: str, begin_s: float = 0.0, for_s: float = 4 * HOUR, owner: str = "ann") -> str:
+def book(
+    lab: Lab, *devices: str, begin_s: float = 0.0, for_s: float = 4 * HOUR, owner: str = "ann", name: str = ""
+) -> str:
     """Book devices from so many seconds after now."""
     number = str(lab.scheduler.state.last_device_claim + 1)
     at: dict[str, Any] = lab.at()
@@ -38,7 +40,7 @@ def book(lab: Lab, *devices: str, begin_s: float = 0.0, for_s: float = 4 * HOUR,
         devices=tuple(map(DeviceId, devices)),
         from_s=from_s,
         until_s=from_s + for_s,
-        reason="",
+        reason=name,
         by=owner,
         owner=owner,
     )
