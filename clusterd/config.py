@@ -19,7 +19,7 @@ from clusterd.errors import ConfigError, UsageError
 from clusterd.keys import Key, data_folders
 from clusterd.toml import check_keys, read_toml
 from clusterd.trusted_paths import UnsafePath, check_file
-from clusterd.types import Limits, Tenant
+from clusterd.types import Limits, Reclaim, Tenant
 
 Setting = TypeVar("Setting")
 
@@ -49,7 +49,9 @@ NOTIFICATIONS = (
     "job cancelled",
     "job queued again",
     "job idle",
+    "job over its share",
     "job not saved",
+    "budget",
     "booking released",
     "host lost",
     "host back",
@@ -89,6 +91,20 @@ def _above_zero(value: k.Value) -> k.Value:
     return replace(value, convert=convert)
 
 
+def _weights(given: dict[str, Any]) -> dict[str, float]:
+    for name, weight in given.items():
+        if not name or isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < 1e9:
+            raise ValueError(f"{name!r} is {weight!r}; it must be the part of a type's name, and a number above 0")
+    return {name: float(weight) for name, weight in given.items()}
+
+
+_WEIGHTS = k.Value(
+    expected="it must be a table, as in { a100 = 2.0, cpu = 0.1 }",
+    accepts=dict,
+    convert=_weights,
+    item=float,
+    schema={"gt": 0},
+)
 _QUOTED = replace(k.TEXT, expected="put it in quotes")
 _DIRECTORY = k.limited(_QUOTED, lambda text: "\0" not in text, "it must be a path")
 _ARGV = k.limited(
@@ -185,11 +201,16 @@ class Config:
                                           name="workdir_max")] = 256 << 20
     idle_after_s: Annotated[float, Key(k.DURATION, "Warn of jobs whose devices do nothing for this long; 0: never.",
                                        name="idle_after")] = 3600.0
-    reclaim_idle_s: Annotated[float | None, Key(k.DURATION, "End shells whose devices do nothing for this long.",
+    reclaim_idle_s: Annotated[float | None, Key(k.DURATION, "Reclaim devices that do nothing for this long.",
                                                 "never", name="reclaim_idle")] = None
+    reclaim: Annotated[Reclaim, Key(k.one_of(Reclaim), "From whom: shells, which end; elastic jobs too, which "
+                                    "shrink; or all, which are suspended, or end.")] = Reclaim.SHELLS
     fair_share_half_life_s: Annotated[float, Key(
         k.DURATION, "Device-hours count half after this long, for fair shares; 0: what is held counts alone.",
         name="fair_share_half_life")] = 7 * 86400.0
+    device_weights: Annotated[Mapping[str, float], Key(
+        _WEIGHTS, "Weights of types of devices in fair shares and budgets, by part of their names.", "1 each"
+        )] = field(default_factory=dict)
     archive_jobs_after_s: Annotated[float, Key(
         _above_zero(k.DURATION), "Jobs that are over for this long leave the daemon's memory; commands find them.",
         name="archive_jobs_after")] = 30 * 86400.0
@@ -212,15 +233,21 @@ SPELLED = {key.field: key.name for key in k.keys_of(Config) if key.field != key.
 """Keys in the file of settings whose value may have a unit; all others have the field's name."""
 
 
+def agreements(config: Config) -> dict[str, Any]:
+    """Quotas, limits, fair shares and budgets for the core: fields of the events that carry them."""
+    limits = {"": config.limits, **{name: user.limits for name, user in config.users.items()}}
+    return {
+        "tenants": dict(config.tenants),
+        "device_limits": {name: limit.devices for name, limit in limits.items() if limit.devices is not None},
+        "half_life_s": config.fair_share_half_life_s,
+        "budgets": {name: limit.device_hours for name, limit in limits.items() if limit.device_hours is not None},
+        "device_weights": dict(config.device_weights),
+    }
+
+
 def limits_of(config: Config, user: str) -> Limits:
     """Limits of a user."""
     return config.users[user].limits if user in config.users else config.limits
-
-
-def device_limits(config: Config) -> dict[str, int]:
-    """Devices that the jobs of each user may hold at a time; under "" those of everybody who is not named."""
-    limits = {"": config.limits, **{name: user.limits for name, user in config.users.items()}}
-    return {name: limit.devices for name, limit in limits.items() if limit.devices is not None}
 
 
 def python_path() -> str:

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 from clusterd.errors import ConfigError
 from clusterd.plans.plan import Plan, PlanError
-from clusterd.units import duration, parse_capability, parse_duration_s, parse_gpus, parse_size, size
+from clusterd.units import duration, parse_capability, parse_duration_s, parse_gpus_or_part, parse_size, size
 
 NAME_LENGTH_MAX = 63
 
@@ -268,8 +268,8 @@ SIZE = Value(
     convert=parse_size, words=size, problem=COUNT.problem, metavar="SIZE",
 )  # fmt: skip
 GPUS = Value(
-    expected="it must be a number, or as in a100:2", accepts=(int, str), convert=parse_gpus, removable=False,
-    metavar="[TYPE:]N",
+    expected="it must be a number, or as in a100:2 or 0.5", accepts=(int, float, str), convert=parse_gpus_or_part,
+    removable=False, metavar="[TYPE:]N",
 )  # fmt: skip
 CAPABILITY = replace(TEXT, convert=_capability, problem=_problem(parse_capability), metavar="CONDITION")
 CONTAINER = replace(TEXT, convert=_container, metavar="RUNTIME:IMAGE")

@@ -35,6 +35,7 @@ from clusterd.core.events import (
 )
 from clusterd.core.host import Host
 from clusterd.core.ledger import of_ranks
+from clusterd.core.lifecycle import idleness
 from clusterd.core.queue_order import Order, QueuePlace, listed, only
 from clusterd.core.scheduler import NO_SIDE_EFFECTS, SideEffects
 from clusterd.core.state import Attempt, Job, Migration, Restart, State
@@ -176,9 +177,14 @@ def reason(job: Job, state: State) -> str:
         return f"building its environment on {builds}"
     if attempt is not None and attempt.paused_by is not None and not away:
         return f"paused by {attempt.paused_by}, its devices are kept: clusterd unpause {job.id}; {job.reason}"
+    if attempt is not None and attempt.over_share and not away:
+        ends_s = state.timers.get(Timer(TimerKind.SHARE, job.id))
+        then = f": it ends at {_clock(ends_s)} if that lasts" if ends_s is not None else ""
+        return f"{attempt.over_share}{then}; {job.reason}"
     if attempt is not None and attempt.idle_since_s is not None and not away:
         ends_s = state.timers.get(Timer(TimerKind.IDLE, job.id))
-        then = f", and it ends at {_clock(ends_s)} if that lasts" if ends_s is not None else ""
+        step = idleness.described(job.spec, len(attempt.devices), attempt.reclaim)
+        then = f", and {step} at {_clock(ends_s)} if that lasts" if ends_s is not None else ""
         return f"idle: its devices have done nothing since {_clock(attempt.idle_since_s)}{then}; {job.reason}"
     if attempt is not None and job.checkpoint.failure and not away and attempt.state is not AttemptState.STOPPING:
         good = f"of step {job.checkpoint.step:,}" if job.checkpoint.path is not None else "none"

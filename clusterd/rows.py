@@ -617,6 +617,7 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     submitted: Annotated[int, about("Jobs that were submitted.")]
     waited_s_median: Annotated[float | None, about("Median of their time from submission to start.")]
     waited_s_longest: Annotated[float | None, about("Longest such time.")]
+    device_hours_by_day: Annotated[dict[str, float], about("Of `device_hours`, those of each day.")] = {}
 
 
 class FairShare(Struct, frozen=True, kw_only=True):
@@ -625,7 +626,12 @@ class FairShare(Struct, frozen=True, kw_only=True):
     tenant: Annotated[str, about("Tenant.")]
     user: Annotated[str, about("User.")]
     device_hours: Annotated[float, about("Device-hours used, of which each half-life takes half.")]
-    devices: Annotated[int, about("Devices held now.")]
+    devices: Annotated[float, about("Devices held now, each by the weight of its type.")]
+    month_hours: Annotated[float, about("Device-hours used in this calendar month.")]
+    budget_hours: Annotated[
+        float | None, about("Device-hours that a month has for the user, or for the tenant if less is left of its own.")
+    ]
+    budget_left_hours: Annotated[float | None, about("Of them left.")]
     tenant_used: Annotated[float | None, about("Part of what all tenants that want devices have used.")]
     tenant_due: Annotated[float | None, about("Part that is due to the tenant.")]
     user_used: Annotated[float | None, about("Part of what the tenant's users who want devices have used.")]

@@ -38,6 +38,15 @@ class JobKind(StrEnum):
     ELASTIC = "elastic"  # uses clusterd.train: any plan, live migration
 
 
+class Reclaim(StrEnum):
+    """Measures against jobs whose devices do nothing, each harder than the one above it."""
+
+    SHELLS = "shells"  # shells end, nothing is done to other jobs
+    SHRINK = "shrink"  # elastic jobs keep one device
+    SUSPEND = "suspend"  # and jobs that can go on later are held in the queue
+    END = "end"
+
+
 class JobState(StrEnum):
     """State of a job; `clusterd.core.transitions` has the allowed transitions."""
 
@@ -83,7 +92,8 @@ class Resources:
     # fmt: off
     devices: Annotated[
         int,
-        Key(k.GPUS, 'Number of GPUs, or "a100:2".', "0", name="gpus", edit=QUEUED, option="--gpus", sbatch="--gpus"),
+        Key(k.GPUS, 'Number of GPUs, or "a100:2"; 0.5 is one with share = 2.', "0", name="gpus", edit=QUEUED,
+            option="--gpus", sbatch="--gpus"),
         Key(k.COUNT, "Number of devices of any kind, CPU devices too, in the place of gpus.", edit=QUEUED,
             option="--devices", row="asked"),
         Key(k.COUNT, "GPUs on each of the nodes.", "none", name="gpus_per_node", option="--gpus-per-node"),
@@ -93,8 +103,8 @@ class Resources:
     kind: str | None = None  # "cuda", "cpu", or None: any
     device_name: Annotated[str, Key(k.TEXT, 'Part of the GPU\'s name, as in "a100".', "any", name="gpu_type",
                                     edit=QUEUED, option="--gpu-type")] = ""
-    device_memory_bytes: Annotated[int, Key(k.SIZE, "Least memory of each GPU, as in 40GB.", "any", name="gpu_memory",
-                                            edit=QUEUED, option="--gpu-memory")] = 0
+    device_memory_bytes: Annotated[int, Key(k.SIZE, "Least memory of each GPU, or of the part of one, as in "
+                                            "40GB.", "any", name="gpu_memory", edit=QUEUED, option="--gpu-memory")] = 0
     compute_capability: Annotated[str, Key(k.CAPABILITY, 'Of each GPU, as in ">=8.0" or ">=8.0,<9".', "any",
                                            edit=QUEUED, option="--compute-capability")] = ""
     cpus: Annotated[int, Key(k.COUNT, "Cores in all, beside those of CPU devices.", "one per device", edit=QUEUED,
@@ -115,7 +125,8 @@ class Resources:
                            Key(k.COUNT, "The same as max_devices.", "any", name="max_gpus"),
                            Key(k.YES_OR_NO, "false: never beyond the request.", "true", name="grow")] = 0
     share: Annotated[int, Key(k.whole(1, expected="a number of jobs, 1 for none beside it"), "Jobs that may be on the "
-                              "device of a command at a time, itself included.", edit=QUEUED, option="--share")] = 1
+                              "device of a command at a time, itself included, each on its part of the memory.",
+                              edit=QUEUED, option="--share")] = 1
     plan: Annotated[Plan | None, Key(k.PLAN, 'Requested plan of an elastic job: { dp = 2, tp = 2 } or "dp=2,tp=2".',
                                      "clusterd chooses", kinds=_TRAINED, edit=QUEUED)] = None
     plans: Annotated[tuple[Plan, ...], Key(k.PLANS, "Plans under which a checkpointable job may run, the first "
@@ -124,7 +135,7 @@ class Resources:
 
     def admits(self, kind: str, name: str, memory_bytes: int, compute_capability: str) -> bool:
         """True where a device of this kind, name, memory and compute capability serves the request."""
-        if self.kind not in (None, kind) or memory_bytes < self.device_memory_bytes:
+        if self.kind not in (None, kind) or memory_bytes < self.device_memory_bytes * self.share:
             return False
         if self.compute_capability and not has_capability(compute_capability, self.compute_capability):
             return False
@@ -139,6 +150,7 @@ class Resources:
 _INT_MAX = (1 << 31) - 1
 _LIMIT = k.within(0, _INT_MAX)
 _QUOTA = k.within(0, (1 << 63) - 1, "it must be a number of devices")
+_BUDGET = k.limited(k.NUMBER, lambda x: 0 <= x <= sys.float_info.max, "it must be a number of hours", schema={"ge": 0})
 _ABOVE_ZERO = k.limited(
     k.NUMBER, lambda x: 0 < x <= sys.float_info.max, "it must be a number above 0", schema={"gt": 0}
 )
@@ -151,6 +163,8 @@ class Tenant:
     # fmt: off
     quota: Annotated[int | None, Key(_QUOTA, "Most devices that its jobs hold at a time.", "no limit")] = None
     share: Annotated[float, Key(_ABOVE_ZERO, "Weight among the tenants that compete for devices.")] = 1.0
+    device_hours: Annotated[float | None, Key(_BUDGET, "Device-hours that its jobs may use in a calendar month.",
+                                              "no limit")] = None
     members: Annotated[tuple[str, ...] | None, Key(k.NAMES, 'Users and "@groups" that may submit for it.',
                                                    'operators, of "default" everybody')] = None
     # fmt: on
@@ -158,13 +172,15 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one user; operators have none but `devices`."""
+    """Limits of one user; operators have none but `devices` and `device_hours`."""
 
     # fmt: off
     priority: Annotated[int, Key(k.within(-(1 << 31), _INT_MAX), "Highest priority that may be given to a job.")] = 0
     guaranteed_devices: Annotated[int, Key(_LIMIT, "Devices that the guaranteed jobs that are not over may ask for, "
                                            "together.")] = 0
     devices: Annotated[int | None, Key(_LIMIT, "Devices that the jobs may hold at a time.", "no limit")] = None
+    device_hours: Annotated[float | None, Key(_BUDGET, "Device-hours that the jobs may use in a calendar month.",
+                                              "no limit")] = None
     queued_jobs: Annotated[int, Key(_LIMIT, "Jobs that may be queued.")] = 10_000
     booked_device_hours: Annotated[int, Key(_LIMIT, "Device-hours of the bookings that begin in any seven days.")] = 0
     # fmt: on

@@ -52,6 +52,23 @@ def parse_gpus(text: str | int) -> tuple[str, int]:
     return named.strip(), int(count)
 
 
+def parse_gpus_or_part(text: str | float) -> tuple[str, int, int]:
+    """Parse a number of GPUs as `parse_gpus` does, or a part of one, as in ``0.5`` or ``a100:0.25``.
+
+    Returns:
+        Type, number, and how many jobs share the GPU; 1: none.
+    Raises:
+        ValueError: neither.
+    """
+    named, _, part = str(text).rpartition(":")
+    if not re.fullmatch(r"\s*0?\.\d+\s*", part):
+        return *parse_gpus(text if isinstance(text, int) else str(text)), 1
+    jobs = round(1.0 / float(part)) if float(part) else 0
+    if jobs < 2 or abs(jobs * float(part) - 1.0) > 0.02:
+        raise ValueError(f"{text!r} is no part of a GPU that jobs can share; write it as in 0.5, 0.33 or 0.25")
+    return named.strip(), 1, jobs
+
+
 def parse_duration_s(text: str | float) -> float:
     """Parse a duration into seconds: ``90``, ``12h``, ``1h30m``, ``2d``.
 

@@ -1,9 +1,9 @@
-"""Write the arguments of the verbs in docs/client.md from the methods that serve them, which also check what is sent,
-the rules of the verbs in docs/security.md from the table that the server enforces, the manual page from the commands:
-docs/clusterd.1, the tables of docs/job_file.md from the declarations of the keys of a job, and those of docs/json.md
-from the structs of the rows.
+"""Write the pages whose text is in the code: ``python docs/verbs.py``; ``--check`` fails if one is out of date.
 
-``python docs/verbs.py`` rewrites the pages; ``--check`` fails if one is out of date, or a verb has no row or no rule.
+The arguments of the verbs in docs/client.md come from the methods that serve them, which also check what is sent; the
+rules of the verbs in docs/security.md from the table that the server enforces, docs/clusterd.1 from the commands,
+docs/troubleshooting.md from the entries of ``clusterd help``, the tables of docs/job_file.md from the declarations of
+the keys of a job, and those of docs/json.md from the structs of the rows. A verb without a row or a rule is an error.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import msgspec
 from clusterd import rows
 from clusterd.cli.main import cli
 from clusterd.cli.man import page
+from clusterd.cli.trouble import PAGE as TROUBLE
 from clusterd.daemon import api
 from clusterd.daemon.access import RULES, Callers, Others
 from clusterd.daemon.api import job_logs
@@ -33,6 +34,7 @@ PAGE = Path(__file__).with_name("client.md")
 RULES_PAGE = Path(__file__).with_name("security.md")
 JOB_PAGE = Path(__file__).with_name("job_file.md")
 JSON_PAGE = Path(__file__).with_name("json.md")
+TROUBLE_PAGE = Path(__file__).with_name("troubleshooting.md")
 MANUAL_PAGE = Path(__file__).with_name("clusterd.1")
 TABLE = re.compile(r"(?<=<!-- rules -->\n).*?(?=<!-- end of rules -->)", re.DOTALL)
 KEYS = re.compile(r"(?<=<!-- keys: written by docs/verbs.py -->\n).*?(?=<!-- end of keys -->)", re.DOTALL)
@@ -113,11 +115,13 @@ def main(options: list[str]) -> int:
     table = RULES_PAGE.read_text(encoding="utf-8")
     manual = MANUAL_PAGE.read_text(encoding="utf-8") if MANUAL_PAGE.exists() else ""
     job_file = JOB_PAGE.read_text(encoding="utf-8")
+    trouble = TROUBLE_PAGE.read_text(encoding="utf-8")
     answers = JSON_PAGE.read_text(encoding="utf-8")
     assert isinstance(cli, click.Group)
     return max(
         _write(PAGE, text, wanted, "--check" in options),
         _write(MANUAL_PAGE, manual, "\n".join(page(cli)) + "\n", "--check" in options),
+        _write(TROUBLE_PAGE, trouble, TROUBLE.read_text(encoding="utf-8"), "--check" in options),
         _write(JOB_PAGE, job_file, KEYS.sub(lambda _: keys(), job_file), "--check" in options),
         _write(JSON_PAGE, answers, STRUCT.sub(lambda row: row[1] + fields(row[2]), answers), "--check" in options),
         _write(RULES_PAGE, table, TABLE.sub(lambda _: rules(), table), "--check" in options),

@@ -143,7 +143,8 @@ def _watch(cluster: Client, scratch: Path, console: Console) -> list[dict[str, A
             if not console.is_terminal and states != last:
                 console.print(states)
                 last = states
-            ids |= {name: _submit(scratch, name, JOBS[name]) for name in JOBS if name not in ids and _is_time(name, mine)}
+            due = [name for name in JOBS if name not in ids and _is_time(name, mine)]
+            ids |= {name: _submit(scratch, name, JOBS[name]) for name in due}
             if len(mine) == len(JOBS) and all(row["ended_s"] for row in mine):
                 return mine
             if time.monotonic() > deadline_s:

@@ -63,6 +63,7 @@ EXAMPLES = {
     "service show": "clusterd service show",
     "backup": "clusterd backup --every 1m host2:/srv/clusterd",
     "journal check": "clusterd journal check",
+    "help": "clusterd help queued",
     "advise": "clusterd advise --stdio < situations.jsonl",
 }
 """By the words of the command; those whose help has examples are not among them."""

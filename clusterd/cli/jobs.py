@@ -28,6 +28,7 @@ from clusterd.cli.common.output import (
     state_and_reason,
     use_colour,
 )
+from clusterd.cli.trouble import with_key
 from clusterd.client import Client, refusal
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.calls import Failure
@@ -517,7 +518,7 @@ def why(job: str, output: str) -> None:
     if output != "table":
         show_json(answer, output)
         return
-    text = escaped(f"{answer['name']} ({answer['id']}) is {state_and_reason(answer)}")
+    text = escaped(with_key(f"{answer['name']} ({answer['id']}) is {state_and_reason(answer)}"))
     print(click.style(text, bold=True) if use_colour() else text)
     if silence := _silence(answer):
         print_line(f"  {silence}")

@@ -86,6 +86,7 @@ _GROUPS = {
         "advise": ("advise", "advise", "Answer scheduling situations, one JSON object per line."),
     },
     "This program": {
+        "help": ("trouble", "help_command", "Explain a message by its key: cause and remedy."),
         "man": ("man", "man", "Print the manual page of all commands."),
         "completion": ("completion", "completion", "Print the shell's completion script."),
     },
@@ -164,7 +165,9 @@ def main() -> None:
         code: Any = cli.main(standalone_mode=False)
         sys.stdout.flush()  # here, where a closed pipe can still be handled
     except ClusterError as error:
-        lines = str(error).splitlines() or [type(error).__name__]
+        from clusterd.cli.trouble import with_key
+
+        lines = with_key(str(error)).splitlines() or [type(error).__name__]
         print("clusterd: " + "\n          ".join(map(escaped, lines)), file=sys.stderr)
         sys.exit(error.exit_code)
     except UnsafePath as error:

@@ -24,6 +24,7 @@ from clusterd.types import (
     JobSpec,
     RankEnd,
     RankReport,
+    Reclaim,
     Tenant,
 )
 
@@ -47,6 +48,8 @@ class DaemonStarted(Event):
     tenants: dict[str, Tenant] = field(default_factory=dict)
     device_limits: dict[str, int] = field(default_factory=dict)  # see `State`
     half_life_s: float = 0.0  # see `State`
+    budgets: dict[str, float] = field(default_factory=dict)  # see `State`
+    device_weights: dict[str, float] = field(default_factory=dict)  # see `State`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,8 @@ class SettingsReloaded(Event):
     tenants: dict[str, Tenant]
     device_limits: dict[str, int]
     half_life_s: float = 0.0
+    budgets: dict[str, float] = field(default_factory=dict)
+    device_weights: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,7 +443,19 @@ class IdlenessObserved(Event):
     job: JobId
     attempt: int
     since_s: float | None
-    reclaim_at_s: float | None = None  # end of a reservation that stays idle
+    reclaim_at_s: float | None = None  # when something is done about it; None: never
+    reclaim: Reclaim = Reclaim.SHELLS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemoryObserved(Event):
+    """A job holds more of the memory of a shared device than its part, or does no more."""
+
+    job: JobId
+    attempt: int
+    device: DeviceId
+    used_bytes: int
+    part_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -541,7 +558,8 @@ EVENTS: dict[str, type[Event]] = {
         JobUnpaused, JobsArchived, JobRecalled,
         ModelDescribed, ModelNotDescribed, SpeedLearned, CompletionPredicted, TrialProposed, TrialMeasured,
         EnvironmentBuildStarted, EnvironmentBuilt, AttemptLaunched, LaunchFailed, RankExited, RankOrphaned,
-        AttemptStopped, AttemptProgressed, IdlenessObserved, CheckpointTaken, CheckpointFailed, MigrationRequested,
+        AttemptStopped, AttemptProgressed, IdlenessObserved, DeviceMemoryObserved,
+        CheckpointTaken, CheckpointFailed, MigrationRequested,
         JobUnpinned, MigrationAdvanced, MigrationVerified, MigrationFinished, MigrationFailed,
     )
 }  # fmt: skip

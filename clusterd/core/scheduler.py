@@ -19,7 +19,9 @@ from clusterd.core.lifecycle import (
     accounts,
     attempt_events,
     device_claims,
+    device_shares,
     host_events,
+    idleness,
     job_events,
     jobs,
     migration_events,
@@ -205,7 +207,9 @@ def _hold_dependents(ctx: HandlerContext) -> set[JobId]:
     arrays = ArrayLimits(ctx.state)
     for job in map(ctx.state.jobs.__getitem__, ctx.state.queue):
         if job.held_by is not None:
-            ctx.hold(job, f"held{f' by {job.held_by}' if job.held_by else ''}: clusterd release {job.id} lets it start")
+            by = f" by {job.held_by}" if job.held_by else ""
+            stopped = f"{job.attempts[-1].stop.why}; " if job.attempts and not by else ""
+            ctx.hold(job, f"{stopped}held{by}: clusterd release {job.id} lets it start")
             blocked.add(job.id)
         elif (awaited := waits_for(job.spec, ctx.state)) is not None:
             ctx.hold(job, awaited)
@@ -314,7 +318,8 @@ _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.RankOrphaned: attempt_events.on_rank_orphaned,
     e.AttemptStopped: attempt_events.on_attempt_stopped,
     e.AttemptProgressed: attempt_events.on_attempt_progressed,
-    e.IdlenessObserved: attempt_events.on_idleness_observed,
+    e.DeviceMemoryObserved: device_shares.on_memory_observed,
+    e.IdlenessObserved: idleness.on_idleness_observed,
     e.CheckpointTaken: attempt_events.on_checkpoint_taken,
     e.CheckpointFailed: attempt_events.on_checkpoint_failed,
     e.MigrationRequested: migration_events.on_migration_requested,

@@ -31,6 +31,7 @@ from clusterd.types import (
     JobState,
     RankEnd,
     RankPlace,
+    Reclaim,
     Tenant,
 )
 
@@ -48,6 +49,7 @@ class Outcome(StrEnum):
     LAUNCH_FAILED = "launch failed"
     PREEMPTED = "preempted"
     REFUSED = "refused"  # by a host that could not start it, where others may
+    OVER_SHARE = "over share"  # of the memory of a device that it shares
     NOT_A_NUMBER = "not a number"  # its loss, and it is to stop then
 
 
@@ -267,6 +269,8 @@ class Attempt:
     state: AttemptState = AttemptState.LAUNCHING
     step: int = 0  # newest that was reported
     idle_since_s: float | None = None  # since when its devices do nothing, once that is long; None: they work
+    reclaim: Reclaim = Reclaim.SHELLS  # what is done with it if they stay so
+    over_share: str = ""  # says what it holds beyond its part of a shared device; empty: nothing
     paused_by: str | None = None  # user who had its processes stopped where they are; None: they run
     ended_s: float | None = None
     stop: Stop = field(default_factory=Stop)
@@ -449,7 +453,8 @@ class Used:
     """Devices that a user has used, by `fair_share.charge`."""
 
     device_s: float = 0.0  # of which each half-life takes half
-    devices: int = 0  # held since then
+    month_s: float = 0.0  # device-seconds of this calendar month
+    devices: float = 0.0  # held since then, by weight
     at_s: float = 0.0
 
 
@@ -466,7 +471,9 @@ class State:
     tenants: dict[str, Tenant] = field(default_factory=dict)
     device_limits: dict[str, int] = field(default_factory=dict)  # devices held at a time, by user; "": all others
     half_life_s: float = 0.0  # of what was used, for fair shares; 0: shares are of what is held
-    used: dict[str, dict[str, Used]] = field(default_factory=dict)  # by tenant and user; empty without a half-life
+    budgets: dict[str, float] = field(default_factory=dict)  # device-hours a month, by user; "": all others
+    device_weights: dict[str, float] = field(default_factory=dict)  # by part of the type's name; 1: all others
+    used: dict[str, dict[str, Used]] = field(default_factory=dict)  # by tenant and user, if anything depends on it
     move_costs_s: dict[str, float] = field(default_factory=dict)  # by model: moving average of downtimes
     restart_costs_s: dict[str, float] = field(default_factory=dict)  # likewise, of migrations through host memory
     timers: dict[Timer, float] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.lifecycle import device_shares, idleness
 from clusterd.core.state import Migration, State
 from clusterd.core.timers import TimerKind
 from clusterd.plans.plan import Plan
@@ -138,9 +139,11 @@ def _idleness(event: e.IdlenessObserved, state: State) -> str:
         return "its devices work again"
     text = f"its devices have done nothing for {duration(event.at_s - event.since_s)}"
     known = state.jobs.get(event.job)
-    if event.reclaim_at_s is None or known is None or not known.spec.is_reservation:
+    devices = len(known.attempt.devices) if known is not None and known.attempt is not None else 0
+    then = idleness.described(known.spec, devices, event.reclaim) if known is not None else ""
+    if event.reclaim_at_s is None or not then:
         return text
-    return f"{text}; it ends in {duration(max(event.reclaim_at_s - event.at_s, 0.0))} if that lasts"
+    return f"{text}; {then} in {duration(max(event.reclaim_at_s - event.at_s, 0.0))} if that lasts"
 
 
 def _of_attempt(event: e.Event, state: State) -> Line:
@@ -167,6 +170,10 @@ def _of_attempt(event: e.Event, state: State) -> Line:
             return Line(f"step {step:,}{at}, {duration(step_s)} a step", is_routine=True)
         case e.IdlenessObserved():
             return Line(_idleness(event, state))
+        case e.DeviceMemoryObserved(used_bytes=used_bytes, part_bytes=part_bytes, device=device):
+            if used_bytes <= part_bytes:
+                return Line(f"holds no more than its part of the memory of {device}")
+            return Line(f"{device_shares.described(event)}; it ends in {duration(device_shares.GRACE_S)} if that lasts")
         case e.CheckpointTaken(step=step):
             return Line(f"checkpoint of step {step:,}", is_routine=True)
         case e.CheckpointFailed():

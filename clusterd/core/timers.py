@@ -24,6 +24,7 @@ class TimerKind(StrEnum):
     STALL = "stall"  # a job without a step is restarted
     LIMIT = "limit"  # a job's time limit
     IDLE = "idle"  # a reservation whose devices do nothing ends
+    SHARE = "share"  # a job that holds too much of a shared device's memory ends
     RETRY = "retry"  # the back-off of a job is over
     SETTLE = "settle"  # a job may be migrated again
 

@@ -116,7 +116,7 @@ class View:
         self.running: list[Job] = [state.jobs[job] for job in state.active]
         self.calendar = ClaimCalendar(state, now_s)
         self.free = Ledger(state.hosts.values(), state.holders, _shared(state))
-        self.quotas = Quotas(state, self.running)
+        self.quotas = Quotas(state, self.running, now_s)
         self.of_request: dict[object, Any] = {}  # what hosts could do for a request if nothing ran: see `requirements`
 
     def leaving(self, attempt: Attempt) -> str:

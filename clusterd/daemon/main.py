@@ -65,6 +65,7 @@ from clusterd.daemon.settings import LiveSettings, refuse_unknown
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.daemon.storage.backups import Backups
+from clusterd.daemon.storage.device_memory import SharedDeviceMemory
 from clusterd.daemon.storage.idle_jobs import IdleJobs
 from clusterd.daemon.storage.log_tails import LogTails
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
@@ -152,7 +153,7 @@ class Daemon:
             replicas = SnapshotReplicas(engine, hosts, data_key)
             usage = UsageStore(config.state_dir / "usage.db", state)
             stack.callback(usage.close)
-            idle_jobs = IdleJobs(engine, usage.busy, config.idle_after_s, config.reclaim_idle_s)
+            idle_jobs = IdleJobs(engine, usage.busy, config.idle_after_s, config.reclaim_idle_s, config.reclaim)
             log_tails = LogTails(engine, hosts, archive)
             backups = Backups(config.state_dir, self._config_file, engine, journal, dialer, enrolment)
             measurements = config.state_dir / "measurements.db"
@@ -237,16 +238,13 @@ class Daemon:
             if socket.parent != config.state_dir:
                 link.symlink_to(socket)
             tasks.start_soon(engine.run)
-            tenants, limits = dict(config.tenants), configuration.device_limits(config)
-            started = e.DaemonStarted(
-                at_s=time.time(), epoch=leader.epoch, tenants=tenants, device_limits=limits,
-                half_life_s=config.fair_share_half_life_s,
-            )  # fmt: skip
-            await engine.post(started)
+            agreed = configuration.agreements(config)
+            await engine.post(e.DaemonStarted(at_s=time.time(), epoch=leader.epoch, **agreed))
             for run in (timers.run, profiler.run, terminals.run):
                 tasks.start_soon(run)
             for run in (usage.run, archived_jobs.run, workdirs.run, log_tails.run, backups.run, forecaster.run):
                 tasks.start_soon(guarded, run)
+            tasks.start_soon(guarded, SharedDeviceMemory(engine, usage.latest).run)
             if config.idle_after_s:
                 tasks.start_soon(guarded, idle_jobs.run)
             if notifier is not None:

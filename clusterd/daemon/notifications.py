@@ -20,13 +20,17 @@ import msgspec
 from clusterd.config import Notify
 from clusterd.core import story
 from clusterd.core.decisions import Decision, EndJob, ReleaseBooked, RequeueJob
-from clusterd.core.events import CheckpointFailed, CheckpointTaken, Event, IdlenessObserved
+from clusterd.core.events import CheckpointFailed, CheckpointTaken, DeviceMemoryObserved, Event, IdlenessObserved
+from clusterd.core.fair_share import budgets
 from clusterd.core.state import Job, Outcome, State
 from clusterd.process_attributes import inherited_umask
 from clusterd.types import HostId, HostState, JobId
 from clusterd.units import counted
 
 log = logging.getLogger(__name__)
+
+BUDGET_PARTS = (1.0, 0.8)
+"""Parts of a month's device-hours at which people are told, the largest first."""
 
 PATIENCE_S = 60.0
 """Time limit of the command, and of the services together."""
@@ -46,6 +50,7 @@ class Notifier:
         self._notify, self._state = notify, state
         self._lost: set[HostId] = set()
         self._not_saved: set[JobId] = set()
+        self._budgets: dict[str, float] = {}  # the part that was told of, by whose it is
         self._waiting: deque[Notification] = deque()
         self._wake = anyio.Event()
 
@@ -55,6 +60,9 @@ class Notifier:
             if isinstance(event, IdlenessObserved) and event.since_s is not None:
                 line = story.of_event(event, self._state)
                 self._queue(_of_job(self._state.jobs[event.job], "idle", f" is idle: {line.text}"))
+            if isinstance(event, DeviceMemoryObserved) and event.used_bytes > event.part_bytes:
+                line = story.of_event(event, self._state)
+                self._queue(_of_job(self._state.jobs[event.job], "over its share", f": {line.text}"))
             if isinstance(event, CheckpointTaken):
                 self._not_saved.discard(event.job)
             elif isinstance(event, CheckpointFailed) and event.job not in self._not_saved:
@@ -74,6 +82,7 @@ class Notifier:
                     self._queue(_of_job(job, "queued again", f": {decision.reason}"))
             elif isinstance(decision, ReleaseBooked):
                 self._queue({"kind": "booking released", "text": decision.reason, "user": decision.user})
+        self._watch_budgets()
         for host in self._state.hosts.values():
             if host.state is HostState.LOST and host.id not in self._lost:
                 self._lost.add(host.id)
@@ -81,6 +90,19 @@ class Notifier:
             elif host.state is HostState.UP and host.id in self._lost:
                 self._lost.remove(host.id)
                 self._queue(_of_host("host back", host.id, f"{host.id} is back"))
+
+    def _watch_budgets(self) -> None:
+        """Queue a notification once much of a month's device-hours is used, and once all of them are."""
+        for tenant, users in self._state.used.items():
+            for user in users:
+                for budget in budgets(self._state, tenant, user, time.time()):
+                    part = next((part for part in BUDGET_PARTS if budget.used_hours >= part * budget.hours), 0.0)
+                    if part > self._budgets.get(budget.who, 0.0):
+                        text = f"{budget.who} has used {part:.0%} of the month's {budget.hours:g} device-hours"
+                        self._queue(
+                            {"kind": "budget", "text": text, "user": budget.user, "tenant": tenant, "hosts": []}
+                        )
+                    self._budgets[budget.who] = part
 
     async def run(self) -> None:
         """Send notifications until cancelled."""

@@ -13,7 +13,7 @@ from clusterd.config import Config
 from clusterd.core.policies import POLICIES
 from clusterd.errors import ConfigError
 
-RELOADED = ("operators", "readers", "tenants", "limits", "users", "fair_share_half_life_s")
+RELOADED = ("operators", "readers", "tenants", "limits", "users", "fair_share_half_life_s", "device_weights")
 """Settings that `clusterd reload` changes; all others are read at the start."""
 
 

@@ -208,6 +208,7 @@ class AttemptUse:
     attempt: int
     cores: float  # busy on average since the last sample
     memory_bytes: int
+    device_memory: dict[str, int] = field(default_factory=dict)  # bytes by uuid of the GPU, as its driver tells
 
 
 @dataclass(frozen=True)

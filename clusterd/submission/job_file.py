@@ -123,10 +123,11 @@ def fields_of(found: Mapping[str, Any], at: Callable[[Key], str], nodes: int = 1
         named = " and ".join((first, *(other.rpartition(" ")[2] for other in others)))
         raise ConfigError(f"{named} are both given: give one of them (devices means any kind)")
     for name in asked:
-        device_name, count = found[name] if name == "resources.gpus" else ("", found[name])
+        device_name, count, share = found[name] if name == "resources.gpus" else ("", found[name], 1)
         count *= found.get("resources.nodes", nodes) if name.endswith("_per_node") else 1
         fields[RESOURCES] |= {"devices": count, "kind": "cuda" if "gpus" in name else None}
         fields[RESOURCES] |= {"device_name": device_name} if device_name else {}
+        fields[RESOURCES] |= {"share": share} if share > 1 else {}
     return fields
 
 

@@ -13,7 +13,7 @@ from clusterd.core.state import Job
 from clusterd.core.timers import Timer, TimerKind, account_on
 from clusterd.daemon.journal import codec
 from clusterd.plans.plan import Plan
-from clusterd.types import DeviceClaim, DeviceId, HostId, JobId, JobKind, JobSpec, JobState, RankEnd, Reason
+from clusterd.types import DeviceClaim, DeviceId, HostId, JobId, JobKind, JobSpec, JobState, RankEnd, Reason, Reclaim
 from tests.core import strategies
 from tests.core.conftest import CRASH, OK
 from tests.core.properties import replayed
@@ -109,8 +109,13 @@ class Chaos(RuleBasedStateMachine):
             self.world.tell(e.JobReprioritised(**self.world.at(), job=job, priority=priority))
 
     @precondition(lambda self: self.jobs)
-    @rule(data=st.data(), since_s=st.sampled_from([None, 0.0, 3600.0]), reclaim_s=st.sampled_from([None, 60.0]))
-    def idle(self, data: st.DataObject, since_s: float | None, reclaim_s: float | None) -> None:
+    @rule(
+        data=st.data(),
+        since_s=st.sampled_from([None, 0.0, 3600.0]),
+        reclaim_s=st.sampled_from([None, 60.0]),
+        reclaim=st.sampled_from(Reclaim),
+    )
+    def idle(self, data: st.DataObject, since_s: float | None, reclaim_s: float | None, reclaim: Reclaim) -> None:
         job, now_s = self.reported_job(data), self.world.now_s
         event = e.IdlenessObserved(
             **self.world.at(),
@@ -118,6 +123,7 @@ class Chaos(RuleBasedStateMachine):
             attempt=len(job.attempts),
             since_s=None if since_s is None else now_s - since_s,
             reclaim_at_s=None if reclaim_s is None else now_s + reclaim_s,
+            reclaim=reclaim,
         )
         self.world.tell(event)
 

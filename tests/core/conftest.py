@@ -108,7 +108,17 @@ class Lab:
         job = JobId(str(self.jobs))
         wanted = {
             name: what.pop(name)
-            for name in ("hosts", "nodes", "cpus", "memory_bytes", "plans", "constraint", "compute_capability", "share")
+            for name in (
+                "hosts",
+                "nodes",
+                "cpus",
+                "memory_bytes",
+                "plans",
+                "constraint",
+                "compute_capability",
+                "share",
+                "device_memory_bytes",
+            )
             if name in what
         }
         resources = Resources(devices=what.pop("devices", 1), kind=what.pop("device_kind", None), **wanted)

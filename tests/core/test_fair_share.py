@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
+from clusterd.core.fair_share import budgets, weight
 from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.criterion import Criterion
 from clusterd.plans.plan import Plan
@@ -195,3 +197,83 @@ def test_use_does_not_depend_on_how_often_it_is_counted_nor_on_the_clock(
         assert found[-1] == pytest.approx(expected, rel=1e-3, abs=300.0), (
             "each event comes a second after the one before"
         )
+
+
+DECEMBER_S = datetime(2026, 12, 1, tzinfo=UTC).timestamp()
+
+
+def tick(lab: Lab) -> list[d.Decision]:
+    return lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.ROUND)))
+
+
+def test_a_user_whose_month_is_used_up_starts_nothing_until_the_next_and_others_do(lab: Lab) -> None:
+    """A job that runs goes on."""
+    lab.now_s = DECEMBER_S - 10 * 3600.0
+    lab.tell(e.DaemonStarted(**lab.at(), epoch=1, budgets={"": 4.0, "bob": 1000.0}))
+    lab.host("a", gpus=6)
+    running, _ = lab.submit(devices=2, user="ann")
+    lab.run(running)
+    lab.now_s += 1.9 * 3600.0
+    early, decided = lab.submit(devices=1, user="ann")
+    assert d.LaunchAttempt.match(decided, job=early) is not None, "a fifth of an hour is left"
+    lab.run(early)
+    lab.now_s += 3600.0
+    late, decided = lab.submit(devices=1, user="ann")
+    assert d.LaunchAttempt.match(decided, job=late) is None
+    why = "ann has used the 4 device-hours of 2026-11: the next month begins on 2026-12-01, 00:00 UTC"
+    assert lab.why(late) == why
+    assert [lab.state(job) for job in (running, early)] == ["running", "running"]
+    other, decided = lab.submit(devices=1, user="bob")
+    assert d.LaunchAttempt.match(decided, job=other) is not None
+    lab.now_s = DECEMBER_S - 60.0
+    assert d.LaunchAttempt.match(tick(lab), job=late) is None
+    lab.now_s = DECEMBER_S
+    assert d.LaunchAttempt.match(tick(lab), job=late) is not None
+
+
+def test_the_budget_of_a_tenant_is_that_of_all_its_users(lab: Lab) -> None:
+    lab.now_s = DECEMBER_S
+    shared(lab, vision=Tenant(device_hours=2.0))
+    lab.host("a", gpus=2)
+    worked(lab, 3600.0, user="ann", tenant="vision")
+    worked(lab, 3700.0, user="bob", tenant="vision")
+    job, _ = lab.submit(user="cid", tenant="vision")
+    assert lab.why(job).startswith("tenant vision has used the 2 device-hours of 2026-12")
+    free, decided = lab.submit(user="cid")
+    assert d.LaunchAttempt.match(decided, job=free) is not None
+    settings = {"tenants": {"vision": Tenant(device_hours=3.0)}, "device_limits": {}}
+    assert d.LaunchAttempt.match(lab.tell(e.SettingsReloaded(**lab.at(), **settings)), job=job) is not None
+
+
+@given(
+    stints=st.lists(st.tuples(st.floats(1e3, 2e6), st.integers(0, 4)), min_size=1, max_size=8), cuts=st.integers(1, 5)
+)
+def test_hours_of_a_month_are_those_held_since_it_began_by_weight(stints: list[tuple[float, int]], cuts: int) -> None:
+    lab = Lab()
+    lab.now_s = DECEMBER_S - 40 * 86400.0
+    lab.tell(e.DaemonStarted(**lab.at(), epoch=1, budgets={"ann": 1e9}, device_weights={"CUD": 2.5}))
+    lab.host("a", gpus=4)
+    spans: list[tuple[float, float, int]] = []
+    for for_s, devices in stints:
+        job = lab.submit(devices=devices, user="ann")[0] if devices else None
+        begin_s = lab.now_s
+        if job is not None:
+            lab.run(job)
+        for _ in range(cuts):
+            lab.now_s += for_s / cuts
+            tick(lab)
+        if job is not None:
+            lab.finish(job)
+            spans.append((begin_s, lab.now_s, devices))
+    began = datetime.fromtimestamp(lab.now_s, UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    month_s = began.timestamp()
+    rate = weight({"CUD": 2.5}, next(iter(lab.scheduler.state.hosts.values())).devices[0].name)
+    expected_s = sum(max(end_s - max(begin_s, month_s), 0.0) * count for begin_s, end_s, count in spans) * rate
+    (budget,) = budgets(lab.scheduler.state, "default", "ann", lab.now_s)
+    assert budget.used_hours * 3600.0 == pytest.approx(expected_s, rel=1e-6, abs=200.0), "events take a second each"
+
+
+def test_a_type_has_the_weight_of_the_longest_name_that_is_a_part_of_its_own() -> None:
+    weights = {"a100": 2.0, "A100-SXM4-80GB": 3.0, "cpu": 0.1}
+    names = ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA H100")
+    assert [weight(weights, name) for name in names] == [3.0, 2.0, 1.0]

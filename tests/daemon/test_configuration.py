@@ -20,7 +20,7 @@ def test_the_documented_example_is_complete(tmp_path: Path) -> None:
     file = tmp_path / "clusterd.toml"
     file.write_text(example)
     known = config.load(file)
-    assert known.tenants == {"vision": Tenant(quota=16, share=2.0, members=("ann", "@vision"))}
+    assert known.tenants == {"vision": Tenant(quota=16, share=2.0, device_hours=5000.0, members=("ann", "@vision"))}
     assert (known.host_lost_after_s, known.workdir_bytes_max) == (120.0, 256 * 10**6)
     shown = tomllib.loads(example)
     names = {config.SPELLED.get(f.name, f.name) for f in fields(config.Config)}

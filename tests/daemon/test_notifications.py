@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from clusterd import config
 from clusterd.cli.head_node.daemon import _has_ended
 from clusterd.core import events as e
 from clusterd.core.host import Host
-from clusterd.core.state import State
+from clusterd.core.state import State, Used
 from clusterd.core.timers import TimerKind
 from clusterd.daemon import notifications
 from clusterd.daemon.notifications import Notifier
@@ -261,3 +263,20 @@ def test_receivers_that_cannot_be_told_are_refused(text: str, said: str, tmp_pat
     with pytest.raises(ConfigError, match=said) as error:
         refuse_unknown(config.load(file), str(file))
     assert "pass:word" not in str(error.value)
+
+
+def test_a_budget_is_told_of_when_most_of_it_is_used_and_when_all_is() -> None:
+    lab = Lab()
+    lab.tell(e.DaemonStarted(**lab.at(), epoch=1, budgets={"ann": 10.0}))
+    lab.now_s = time.time()
+    month_s = datetime.now(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0).timestamp()
+    state = lab.scheduler.state
+    notifier = Notifier(config.Notify(on=("budget",)), state)
+    told = []
+    for hours in (7.9, 8.1, 9.9, 10.0, 12.0):
+        state.used = {"default": {"ann": Used(month_s=hours * 3600.0, at_s=max(lab.now_s, month_s))}}
+        notifier.handled([], [])
+        told.append([each["text"] for each in notifier._waiting])
+        notifier._waiting.clear()
+    most, all_ = (f"ann has used {part}% of the month's 10 device-hours" for part in (80, 100))
+    assert told == [[], [most], [], [all_], []]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from clusterd.agent.host import processes
 from clusterd.agent.host.attempt_records import Attempt
@@ -29,8 +30,12 @@ class CpuUse:
         self._at_s = time.monotonic()
         self._ticks: dict[int, int] | None = None  # by process, at the previous sample; None: there was none
 
-    def sample(self, attempts: Iterable[Attempt]) -> tuple[AttemptUse, ...]:
-        """Use by each running attempt, of all processes in the sessions of its ranks and of shells beside them."""
+    def sample(self, attempts: Iterable[Attempt], gpus: Iterable[Mapping[str, Any]] = ()) -> tuple[AttemptUse, ...]:
+        """Use by each running attempt, of all processes in the sessions of its ranks and of shells beside them.
+
+        Args:
+            gpus: with the processes that hold memory of each, as their driver lists them.
+        """
         running = [attempt for attempt in attempts if attempt.running]
         of_ranks = {session: attempt for attempt in running for session in attempt.sessions}
         tagged = {self._tag(attempt.name): attempt for attempt in running}
@@ -42,6 +47,12 @@ class CpuUse:
         cores: dict[str, float] = {}
         memory: dict[str, int] = {}
         known: dict[str, Attempt] = {}
+        on_gpu: dict[str, dict[str, int]] = {}
+        held_by: dict[int, list[tuple[str, int]]] = {}
+        for gpu in gpus:
+            for process in gpu["processes"]:
+                if process["memory_bytes"] is not None:
+                    held_by.setdefault(process["pid"], []).append((str(gpu["uuid"]), process["memory_bytes"]))
         for pid in processes.everyone():
             found = processes.stat(pid)
             if found is None:
@@ -60,9 +71,13 @@ class CpuUse:
             delta = max(found.cpu_ticks - before.get(pid, 0), 0) if before is not None else 0
             cores[name] = cores.get(name, 0.0) + delta / _TICKS_PER_S / elapsed_s
             memory[name] = memory.get(name, 0) + found.resident_pages * _PAGE_BYTES
+            for uuid, held in held_by.get(pid, ()):
+                mine = on_gpu.setdefault(name, {})
+                mine[uuid] = mine.get(uuid, 0) + held
         self._ticks, self._sessions = ticks, tags
         return tuple(
-            AttemptUse(each.job, each.attempt, round(cores[name], 3), memory[name]) for name, each in known.items()
+            AttemptUse(each.job, each.attempt, round(cores[name], 3), memory[name], on_gpu.get(name, {}))
+            for name, each in known.items()
         )
 
 

@@ -71,7 +71,7 @@ class Hardware:
             if not sessions.any_daemon:
                 continue
             found = await self.facts(anew=False)
-            attempts = await loop.run_in_executor(None, cpu_use.sample, list(self._attempts))
+            attempts = await loop.run_in_executor(None, cpu_use.sample, list(self._attempts), found["gpus"])
             used_bytes = found["memory_bytes"] - found["memory_available_bytes"]
             devices = device_uses(found["gpus"])
             sessions.send_to_daemons(Usage(found["cpu_cores"], found["memory_bytes"], used_bytes, devices, attempts))

@@ -75,12 +75,15 @@ def _fair_share(output: str) -> None:
         show_json(rows, output)
         return
     headings = ["tenant", "user", "device-hours", "devices", "tenant has", "due", "user has", "due"]
+    headings += ["this month", "budget", "left"]
     parts = ("tenant_used", "tenant_due", "user_used", "user_due")
+    month = ("month_hours", "budget_hours", "budget_left_hours")
     show_table(
         headings,
         [
-            [row["tenant"], row["user"], f"{row['device_hours']:.2f}", row["devices"]]
+            [row["tenant"], row["user"], f"{row['device_hours']:.2f}", f"{row['devices']:g}"]
             + ["" if row[part] is None else f"{100 * row[part]:.0f}%" for part in parts]
+            + ["" if row[hours] is None else f"{row[hours]:.2f}" for hours in month]
             for row in rows
         ],
         "nobody has used devices lately, or wants any",

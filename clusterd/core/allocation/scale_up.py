@@ -8,7 +8,7 @@ from clusterd.core.allocation.evacuation import must_leave
 from clusterd.core.allocation.migration_cost import fits_beside
 from clusterd.core.allocation.migration_targets import book, first_that_works, free_for
 from clusterd.core.allocation.pass_context import PassContext
-from clusterd.core.estimates.can_migrate import can_migrate
+from clusterd.core.estimates.can_migrate import can_migrate, is_idle
 from clusterd.core.estimates.job_forecast import WORTHWHILE, JobForecast
 from clusterd.core.ledger import Ledger, of_ranks
 from clusterd.core.performance_table import Estimate, evenly
@@ -66,7 +66,7 @@ def scale_up(ctx: PassContext) -> None:
     candidates: list[tuple[float, JobId, JobForecast, list[Estimate]]] = []
     mixed = _mix_candidates(ctx)
     for forecast in ctx.running:
-        if forecast.job.id in ctx.moved or not ctx.can_migrate(forecast):
+        if forecast.job.id in ctx.moved or not ctx.can_migrate(forecast) or is_idle(forecast.job):
             continue
         offers = sorted(
             ((ctx.worth.gain_s(forecast, x), x) for x in forecast.curve.upto(ctx.targets.most(forecast))),
@@ -174,7 +174,7 @@ def restore_requested_sizes(view: View, waiting: Iterable[int], skip: Container[
             continue
         attempt = can_migrate(job, view)
         asked = max(job.spec.resources.devices, 1)
-        if attempt is None or len(attempt.ranks) >= asked:
+        if attempt is None or len(attempt.ranks) >= asked or is_idle(job):
             continue
         own = of_ranks(view.hosts, attempt)
         if any(count <= total - len(own) for count in needs):

@@ -76,5 +76,10 @@ def can_migrate(job: Job, view: View, forced: bool = False) -> Attempt | None:
     return attempt if left * (job.progress.step_time_s or 0.0) >= WORTH_MOVING_S else None
 
 
+def is_idle(job: Job) -> bool:
+    """True while a running job's devices have done nothing for long: more of them would not either."""
+    return job.attempt is not None and job.attempt.idle_since_s is not None
+
+
 def _all_up(attempt: Attempt, view: View) -> bool:
     return all(host in view.hosts and view.hosts[host].reaches(attempt.account) for host in attempt.hosts)

@@ -21,7 +21,7 @@ from clusterd.types import AttemptReport, AttemptState, HostId, HostState, JobId
 
 _OF_JOB = (
     TimerKind.RECOVER, TimerKind.CHECKPOINT, TimerKind.TRIAL, TimerKind.STALL, TimerKind.LIMIT, TimerKind.IDLE,
-    TimerKind.RETRY,
+    TimerKind.SHARE, TimerKind.RETRY,
 )  # fmt: skip
 
 

@@ -279,7 +279,7 @@ def recover(ctx: HandlerContext, attempt: Attempt) -> None:
         answer = recovery.migrate_back(job, attempt, view)
     if isinstance(answer, Refusal):
         stopping.stop(ctx, attempt, Outcome.HOST_LOST, answer.reason)
-    elif objection := migrations.objection(ctx.state, job, answer, after_loss=True):
+    elif objection := migrations.objection(ctx.state, job, answer, ctx.now_s, after_loss=True):
         stopping.stop(ctx, attempt, Outcome.HOST_LOST, objection)
     else:
         lacks_memory = recovery.lacks_memory(job, attempt, answer, view.hosts)
@@ -363,27 +363,6 @@ def _start_phases(job: Job, attempt: Attempt, of_rank: tuple[tuple[str, float], 
         inspected_s = job.inspection.ended_s or job.submitted_s
         phases = [("inspect", inspected_s - job.submitted_s), ("queue", attempt.started_s - inspected_s), *phases]
     return tuple((phase, max(seconds, 0.0)) for phase, seconds in phases)
-
-
-def on_idleness_observed(ctx: HandlerContext, event: e.IdlenessObserved) -> None:
-    attempt = ctx.state.attempt(event.job, event.attempt)
-    if attempt is None or attempt.state is not AttemptState.RUNNING:
-        return
-    attempt.idle_since_s = event.since_s
-    ctx.cancel_timer(TimerKind.IDLE, event.job)
-    job = ctx.state.jobs[event.job]
-    if event.since_s is not None and event.reclaim_at_s is not None and job.spec.is_reservation:
-        reason = f"the devices of {job.spec.name} do nothing: they are freed then"
-        ctx.set_timer(TimerKind.IDLE, job.id, event.reclaim_at_s, reason)
-
-
-def end_idle(ctx: HandlerContext, job: Job | None) -> None:
-    """End a reservation whose devices have done nothing for too long; its person was warned."""
-    attempt = job.attempt if job is not None else None
-    if attempt is None or attempt.state is not AttemptState.RUNNING or attempt.idle_since_s is None:
-        return
-    idle_s = ctx.now_s - attempt.idle_since_s
-    stopping.stop(ctx, attempt, Outcome.TIME_LIMIT, f"its devices did nothing for {duration(idle_s)}: they are free")
 
 
 def _watch_for_stall(ctx: HandlerContext, job: Job, since_s: float) -> None:

@@ -68,7 +68,7 @@ def running(state: State, job: JobId) -> Attempt:
     return attempt
 
 
-def objection(state: State, job: Job, start: Start) -> str | None:
+def objection(state: State, job: Job, start: Start, now_s: float) -> str | None:
     """Reason why a start must not happen, whichever policy proposed it; None: it may."""
     if job.state is not JobState.QUEUED:
         return f"the job is {job.state.value}"
@@ -86,7 +86,7 @@ def objection(state: State, job: Job, start: Start) -> str | None:
         if place.device not in {d.id for d in host.devices}:
             return f"{place.device} does not exist"
         seen.add(place.device)
-    return beyond_quota(state, job.spec, len(seen))
+    return beyond_quota(state, job.spec, len(seen), now_s)
 
 
 def _may_join(state: State, job: Job, device: DeviceId) -> bool:
@@ -226,7 +226,7 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
         return Verdict(JobState.CANCELLED, why, exit_code=130)
     if outcome is Outcome.TIME_LIMIT:
         return Verdict(JobState.FAILED, why, exit_code=TIMED_OUT)
-    if outcome in (Outcome.LAUNCH_FAILED, Outcome.NOT_A_NUMBER):
+    if outcome in (Outcome.LAUNCH_FAILED, Outcome.NOT_A_NUMBER, Outcome.OVER_SHARE):
         return Verdict(JobState.FAILED, why, exit_code=1)
     if outcome in (Outcome.PREEMPTED, Outcome.REFUSED):
         return Verdict(JobState.QUEUED, why)

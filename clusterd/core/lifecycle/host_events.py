@@ -8,7 +8,16 @@ from dataclasses import replace
 from clusterd.core import events as e
 from clusterd.core.events import TimerKind
 from clusterd.core.host import NO_REASON, Host
-from clusterd.core.lifecycle import attempt_events, attempts, device_claims, jobs, stopping, trial_events
+from clusterd.core.lifecycle import (
+    attempt_events,
+    attempts,
+    device_claims,
+    device_shares,
+    idleness,
+    jobs,
+    stopping,
+    trial_events,
+)
 from clusterd.core.lifecycle.accounts import account_lost, apply_report, lose_attempt, watch_account
 from clusterd.core.lifecycle.adoption import adopt
 from clusterd.core.lifecycle.context import HandlerContext
@@ -21,16 +30,20 @@ RECOVERY_S = 20.0
 """After the daemon's start nothing is placed until each host in use has reported, or for this long."""
 
 
+def _take_settings(ctx: HandlerContext, event: e.DaemonStarted | e.SettingsReloaded) -> None:
+    state = ctx.state
+    state.tenants, state.device_limits, state.half_life_s = event.tenants, event.device_limits, event.half_life_s
+    state.budgets, state.device_weights = event.budgets, event.device_weights
+
+
 def on_settings_reloaded(ctx: HandlerContext, event: e.SettingsReloaded) -> None:
-    ctx.state.tenants, ctx.state.device_limits = event.tenants, event.device_limits
-    ctx.state.half_life_s = event.half_life_s
+    _take_settings(ctx, event)
     ctx.pass_due = True
 
 
 def on_daemon_started(ctx: HandlerContext, event: e.DaemonStarted) -> None:
     ctx.state.epoch = event.epoch
-    ctx.state.tenants, ctx.state.device_limits = event.tenants, event.device_limits
-    ctx.state.half_life_s = event.half_life_s
+    _take_settings(ctx, event)
     for host in ctx.state.hosts.values():
         if host.state is not HostState.LOST:
             host.go(HostState.CONNECTING, event.at_s, "the daemon has just started")
@@ -111,7 +124,8 @@ _TIMERS: dict[TimerKind, Callable[[HandlerContext, str], None]] = {
     TimerKind.TRIAL: lambda ctx, job: trial_events.trial_timed_out(ctx, JobId(job)),
     TimerKind.STALL: lambda ctx, job: attempt_events.check_stall(ctx, ctx.state.jobs.get(JobId(job))),
     TimerKind.LIMIT: _time_limit_reached,
-    TimerKind.IDLE: lambda ctx, job: attempt_events.end_idle(ctx, ctx.state.jobs.get(JobId(job))),
+    TimerKind.SHARE: lambda ctx, job: device_shares.end_over_share(ctx, ctx.state.jobs.get(JobId(job))),
+    TimerKind.IDLE: lambda ctx, job: idleness.reclaim(ctx, ctx.state.jobs.get(JobId(job))),
 }
 """Action of each timer; the others only cause a pass."""
 

@@ -51,7 +51,7 @@ def start(ctx: HandlerContext, wanted: Start) -> str | None:
         The objection if it must not start, whichever policy proposed it: no device is ever held twice.
     """
     job = ctx.state.jobs[wanted.job]
-    if (objection := attempts.objection(ctx.state, job, wanted)) is not None:
+    if (objection := attempts.objection(ctx.state, job, wanted, ctx.now_s)) is not None:
         return objection
     wanted = replace(wanted, reason=f"{wanted.reason}{release_pin(job, wanted.plan)}")
     attempt = attempts.begin(ctx.state, job, wanted, ctx.now_s)

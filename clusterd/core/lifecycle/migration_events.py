@@ -83,7 +83,7 @@ def migrate(ctx: HandlerContext, move: Move) -> bool:
         True if it began; otherwise the objection is recorded as the job's reason.
     """
     job = ctx.state.jobs[move.job]
-    objection = migrations.objection(ctx.state, job, move)
+    objection = migrations.objection(ctx.state, job, move, ctx.now_s)
     if objection:
         ctx.hold(job, f"a migration was refused: {objection}")
         return False

@@ -21,7 +21,7 @@ from clusterd.plans.plan import Plan
 from clusterd.types import AttemptState, DeviceId, HostId
 
 
-def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> str | None:
+def objection(state: State, job: Job, move: Move, now_s: float, after_loss: bool = False) -> str | None:
     """Reason why a migration must not begin now, whoever proposed it; None: it may.
 
     Memory for source and target ranks side by side is checked separately (`memory_conflict`): without it the job can
@@ -61,7 +61,7 @@ def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> s
         seen.add(place.device)
     if after_loss:
         return None
-    beyond = beyond_quota(state, job.spec, len(seen - own)) if len(seen) > len(own) else None
+    beyond = beyond_quota(state, job.spec, len(seen - own), now_s) if len(seen) > len(own) else None
     if beyond is not None:
         return beyond
     if is_there(job, move):

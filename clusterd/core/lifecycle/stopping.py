@@ -71,7 +71,8 @@ def stop(ctx: HandlerContext, attempt: Attempt, outcome: Outcome | None, why: st
     job.reason = why
     ctx.cancel_timer(TimerKind.LIMIT, job.id)
     ctx.cancel_timer(TimerKind.IDLE, job.id)
-    attempt.idle_since_s = None
+    ctx.cancel_timer(TimerKind.SHARE, job.id)
+    attempt.idle_since_s, attempt.over_share = None, ""
     ctx.cancel_timer(TimerKind.RECOVER, job.id)
     done = outcome is Outcome.TARGET_REACHED
     grace_s = jobs.grace_s(ctx, attempt)

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 
 from clusterd import __version__, projection, protocol, rows
-from clusterd.config import device_limits
+from clusterd.config import agreements
 from clusterd.core import events as e
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.accounts import daemon_account
@@ -108,12 +108,7 @@ class DaemonVerbs:
         """
         changed, later = self._settings.reload()
         if changed:
-            config = self._settings()
-            tenants, limits = dict(config.tenants), device_limits(config)
-            half_life_s = config.fair_share_half_life_s
-            await self._engine.post(
-                e.SettingsReloaded(at_s=time.time(), tenants=tenants, device_limits=limits, half_life_s=half_life_s)
-            )
+            await self._engine.post(e.SettingsReloaded(at_s=time.time(), **agreements(self._settings())))
         file = str(self._settings.file) if self._settings.file else None
         return {"config": file, "changed": changed, "at_next_start": later}
 

@@ -105,7 +105,7 @@ class MigrationVerbs:
         if isinstance(answer, Refusal):
             raise ClusterError(answer.reason)
         stays = pin and migrations.is_there(known, answer)
-        objection = None if stays else self._mixed_devices(answer) or migrations.objection(self._state, known, answer)
+        objection = None if stays else self._objection(known, answer)
         if objection:
             raise ClusterError(objection)
         preview = await self._preview(known, answer)
@@ -115,6 +115,9 @@ class MigrationVerbs:
             )
             await self._engine.post(event)
         return replace_fields(preview, migrations=len(known.plan_changes), stays=stays)
+
+    def _objection(self, job: Job, move: Move) -> str | None:
+        return self._mixed_devices(move) or migrations.objection(self._state, job, move, time.time())
 
     def _mixed_devices(self, move: Move) -> str | None:
         """Reason against tensor parallelism over mixed GPU types: their random numbers differ; None: there is none."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from clusterd import rows
-from clusterd.core.fair_share import Quotas
+from clusterd.core.fair_share import Quotas, budgets, month_hours
 from clusterd.core.state import Job, State, Used
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
@@ -31,6 +31,7 @@ class _Sums:
     measured_s: float = 0.0
     busy_s: float = 0.0
     idle_s: float = 0.0
+    days: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, use: JobUse) -> None:
         if not use.job:
@@ -38,6 +39,7 @@ class _Sums:
             return
         self.jobs.add(use.job)
         self.device_s += use.device_s
+        self.days[use.day] += use.device_s
         self.measured_s += use.measured_s
         self.busy_s += use.busy_s
 
@@ -111,13 +113,15 @@ class UsageVerbs:
         """Use of each user of each tenant lately, as the newest pass counted it, and the parts due to them."""
         state = self._state
         queued = [state.jobs[job] for job in state.queue]
-        quotas = Quotas(state, map(state.jobs.__getitem__, state.active))
+        now_s = time.time()
+        quotas = Quotas(state, map(state.jobs.__getitem__, state.active), now_s)
         tenants, users = quotas.tenant_shares(queued).parts, quotas.user_shares(queued)
         known = {(tenant, user) for tenant, used in state.used.items() for user in used}
         known |= {(job.spec.tenant, job.spec.user) for job in queued}
         found = []
         for tenant, user in sorted(known):
             used = state.used.get(tenant, {}).get(user, Used())
+            budget = min(budgets(state, tenant, user, now_s), key=lambda each: each.left_hours, default=None)
             tenant_used, tenant_due = tenants.get(tenant, (None, None))
             user_used, user_due = users[tenant].parts.get(user, (None, None)) if tenant in users else (None, None)
             found.append(
@@ -126,6 +130,9 @@ class UsageVerbs:
                     user=user,
                     device_hours=used.device_s / 3600,
                     devices=used.devices,
+                    month_hours=month_hours([used], now_s),
+                    budget_hours=budget.hours if budget is not None else None,
+                    budget_left_hours=budget.left_hours if budget is not None else None,
                     tenant_used=tenant_used,
                     tenant_due=tenant_due,
                     user_used=user_used,
@@ -159,4 +166,5 @@ def _row(group: str, sums: _Sums, waits: list[float]) -> rows.UsageReport:
         utilisation=sums.busy_s / sums.measured_s if sums.measured_s else None,
         idle_device_hours=sums.idle_s / 3600 if sums.idle_s else 0.0, submitted=len(waits),
         waited_s_median=waits[len(waits) // 2] if waits else None, waited_s_longest=waits[-1] if waits else None,
+        device_hours_by_day={day: seconds / 3600 for day, seconds in sorted(sums.days.items())},
     )  # fmt: skip

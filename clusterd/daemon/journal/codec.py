@@ -80,9 +80,11 @@ _SHAPE_BYTES = 8
 
 ADDED = frozenset(
     {
-        "Attempt.paused_by", "DeviceClaim.owner", "DeviceClaim.unused", "JobSpec.booking", "JobSpec.clean_env",
-        "JobSpec.is_attached", "JobSpec.reads_input", "Resources.tasks", "State.booked_s", "State.half_life_s",
-        "State.notice", "State.used",
+        "Attempt.over_share", "Attempt.paused_by", "Attempt.reclaim", "DeviceClaim.owner", "DeviceClaim.unused",
+        "JobSpec.booking",
+        "JobSpec.clean_env", "JobSpec.is_attached", "JobSpec.reads_input", "Resources.tasks", "State.booked_s",
+        "State.budgets", "State.device_weights", "State.half_life_s", "State.notice", "State.used",
+        "Tenant.device_hours", "Used.month_s",
     }
 )  # fmt: skip
 """Fields of the state that later versions added, as TYPE.FIELD: their default says what was so before."""

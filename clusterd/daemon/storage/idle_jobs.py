@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import anyio
 
 from clusterd.core import events as e
 from clusterd.core.state import Attempt
 from clusterd.daemon.journal.engine import Engine
-from clusterd.types import AttemptState, Device, JobId
+from clusterd.types import AttemptState, Device, JobId, Reclaim
 
 EVERY_S = 10.0
 """Agents sample as often."""
@@ -27,7 +28,8 @@ class IdleJobs:
 
     Args:
         busy: share of the time in which a device of a job works; None: not known, which is no proof of either.
-        reclaim_idle_s: reservations that are idle for so long are to end; None: they are not.
+        reclaim_idle_s: devices that are idle for so long are reclaimed; None: they are not.
+        reclaim: from whom, and how.
     """
 
     def __init__(
@@ -36,12 +38,13 @@ class IdleJobs:
         busy: Callable[[Device, str], float | None],
         idle_after_s: float,
         reclaim_idle_s: float | None,
+        reclaim: Reclaim,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._busy = engine, busy
         self._clock, self._monotonic = clock, monotonic
-        self._idle_after_s, self._reclaim_idle_s = idle_after_s, reclaim_idle_s
+        self._idle_after_s, self._reclaim_idle_s, self._reclaim = idle_after_s, reclaim_idle_s, reclaim
         # Newest time at which an attempt was not known to be idle, by the clock that is never set.
         self._worked_s: dict[tuple[JobId, int], float] = {}
 
@@ -74,9 +77,8 @@ class IdleJobs:
         at_s = self._clock()
         since_s = at_s - (now_s - worked_s)
         reclaim_at_s = since_s + self._reclaim_idle_s if self._reclaim_idle_s is not None else None
-        return e.IdlenessObserved(
-            at_s=at_s, job=attempt.job, attempt=attempt.number, since_s=since_s, reclaim_at_s=reclaim_at_s
-        )
+        found = e.IdlenessObserved(at_s=at_s, job=attempt.job, attempt=attempt.number, since_s=since_s)
+        return replace(found, reclaim_at_s=reclaim_at_s, reclaim=self._reclaim)
 
     def _is_working(self, attempt: Attempt) -> bool | None:
         """True if one of its devices works, False if all are known to do nothing."""

@@ -64,13 +64,14 @@ class _Minute:
 
 @dataclass(frozen=True, slots=True)
 class JobUse:
-    """Device-seconds of a job, or of idle devices (job ""), on a host in some period."""
+    """Device-seconds of a job, or of idle devices (job ""), on a host and day."""
 
     host: str
     job: str
     device_s: float
     measured_s: float  # of these, with a known utilisation
     busy_s: float
+    day: str = ""
 
 
 @dataclass(slots=True)
@@ -220,11 +221,11 @@ class UsageStore:
         return {device: tuple(minutes) for device, minutes in found.items()}
 
     async def jobs(self, since_s: float) -> list[JobUse]:
-        """Device-seconds by host and job since the day of this time."""
+        """Device-seconds by day, host and job since the day of this time."""
         day = time.strftime("%Y-%m-%d", time.localtime(since_s))
         await self.flush()
-        statement = "SELECT host, job, sum(device_s), sum(measured_s), sum(busy_s) FROM days WHERE day >= ?"
-        return [JobUse(*row) for row in await self._query(f"{statement} GROUP BY host, job", (day,))]
+        statement = "SELECT host, job, sum(device_s), sum(measured_s), sum(busy_s), day FROM days WHERE day >= ?"
+        return [JobUse(*row) for row in await self._query(f"{statement} GROUP BY day, host, job", (day,))]
 
     async def _query(self, statement: str, arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         async with self._writing:

@@ -47,7 +47,7 @@ ROUTES: dict[tuple[str, ...], str] = {
 }
 """Verbs by their addresses below ``/api``; other arguments are in the query."""
 
-PAGES = {(), ("fleet",), ("calendar",)}
+PAGES = {(), ("fleet",), ("calendar",), ("history",)}
 """Addresses of the page, beside ``/jobs/JOB``: its script reads which it is."""
 
 TYPES = {
@@ -94,7 +94,8 @@ class Pages:
         except ClusterError as error:
             return _failure(HTTPStatus.FORBIDDEN, self._access.text(VISITOR, str(error)))
         return _failure(
-            HTTPStatus.NOT_FOUND, "there is no such page: /, /fleet, /calendar, /jobs/JOB, /metrics and /api/... are"
+            HTTPStatus.NOT_FOUND,
+            "no such page: there are /, /fleet, /calendar, /history, /jobs/JOB, /metrics, /api",
         )
 
     async def _of_verb(self, verb: str, named: dict[str, Any], query: dict[str, str]) -> Answer:

@@ -50,7 +50,8 @@ int nvmlDeviceGetName(void *h, char *b, unsigned n) { /* drivers differ in wheth
 #define PROCESSES(version) \
 int nvmlDeviceGetComputeRunningProcesses_##version(void *h, unsigned *n, process_##version *p) { \
     if ((unsigned long)h == 2 || (unsigned long)h == 100 || !state("used", (unsigned long)h, 1)) { *n = 0; return 0; } \
-    p[0].pid = PID; p[0].used = 1ULL << 30; p[1].pid = 7; p[1].used = ~0ULL; *n = 2; return 0; } \
+    p[0].pid = state("pid", (unsigned long)h, PID); \
+    p[0].used = (unsigned long long)state("gib", (unsigned long)h, 1) << 30; p[1].pid = 7; p[1].used = ~0ULL; *n = 2; return 0; } \
 int nvmlDeviceGetGraphicsRunningProcesses_##version(void *h, unsigned *n, process_##version *p) { \
     (void)h; (void)p; *n = 0; return 0; }
 PROCESSES(v2)

@@ -19,6 +19,7 @@ from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
 from tests.agent.client import AgentClient, rank
 from tests.agent.host.fake_nvml import fake_driver, needs_gcc, set_state
+from tests.conftest import until
 
 pytestmark = needs_gcc
 
@@ -108,3 +109,17 @@ def test_a_rank_that_begins_to_use_a_gpu_is_a_change_and_its_growing_memory_is_n
 
     own = {"pid": 7, "memory_bytes": 1 << 30, "ours": True}
     assert seen() != seen(own) == seen({**own, "memory_bytes": 8 << 30}) != seen({**own, "ours": False})
+
+
+def test_a_sample_has_the_memory_that_each_job_holds_on_each_gpu(
+    connect: Callable[..., AgentClient], tmp_path: Path
+) -> None:
+    fake_driver(tmp_path, "libnvidia-ml.so.1", used_gib=0)
+    set_state(tmp_path, used0=0)
+    agent = connect(env={"LD_LIBRARY_PATH": str(tmp_path)})
+    device = {"kind": "cuda", "uuid": "GPU-1", "cores": [], "threads": 1}
+    file = tmp_path / "pid"
+    agent.launch(["sh", "-c", f"echo $$ > {file}; exec sleep 1000"], kind="command", ranks=[rank(device=device)])
+    until(lambda: file.exists() and bool(file.read_text().strip()))
+    set_state(tmp_path, pid0=int(file.read_text()), gib0=50)
+    until(lambda: [use.get("device_memory") for use in agent.event("usage")["attempts"]] == [{"GPU-1": 50 << 30}])

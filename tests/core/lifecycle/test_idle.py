@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from clusterd import projection
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core import story
 from clusterd.core.events import Timer, TimerKind
-from clusterd.types import RESERVATION_COMMAND, JobId, JobState
+from clusterd.types import RESERVATION_COMMAND, JobId, JobKind, JobState, Reclaim
 from tests.core.conftest import Lab
+from tests.core.policies.test_default import known, moved, progress, submit
 
 
 def holding(interactive: bool = True) -> tuple[Lab, JobId]:
@@ -19,7 +24,9 @@ def holding(interactive: bool = True) -> tuple[Lab, JobId]:
     return lab, job
 
 
-def idle(lab: Lab, job: JobId, for_s: float | None, reclaim_s: float | None = None) -> e.IdlenessObserved:
+def idle(
+    lab: Lab, job: JobId, for_s: float | None, reclaim_s: float | None = None, reclaim: Reclaim = Reclaim.SHELLS
+) -> e.IdlenessObserved:
     since_s = None if for_s is None else lab.now_s - for_s
     event = e.IdlenessObserved(
         **lab.at(),
@@ -27,6 +34,7 @@ def idle(lab: Lab, job: JobId, for_s: float | None, reclaim_s: float | None = No
         attempt=lab.attempt(job).number,
         since_s=since_s,
         reclaim_at_s=None if since_s is None or reclaim_s is None else since_s + reclaim_s,
+        reclaim=reclaim,
     )
     lab.tell(event)
     return event
@@ -62,13 +70,89 @@ def test_a_shell_that_works_again_stays() -> None:
 
 
 def test_a_job_that_is_no_shell_is_told_of_only() -> None:
-    """A training that waits for its data is its owner's business."""
+    """A training that waits for its data is its owner's business, unless the lab says otherwise."""
     lab, job = holding(interactive=False)
     event = idle(lab, job, 3600.0, reclaim_s=7200.0)
     state = lab.scheduler.state
     assert Timer(TimerKind.IDLE, job) not in state.timers
     assert story.of_event(event, state).text == "its devices have done nothing for 1h00m"
     assert "ends at" not in projection.reason(state.jobs[job], state)
+
+
+def due(lab: Lab, job: JobId) -> list[d.Decision]:
+    """The time has passed that an idle job had."""
+    timer = Timer(TimerKind.IDLE, job)
+    lab.now_s = lab.scheduler.state.timers[timer]
+    return lab.tell(e.TimerFired(**lab.at(), timer=timer))
+
+
+def shrunk(lab: Lab, reclaim: Reclaim) -> JobId:
+    """An elastic job alone on eight devices, which it leaves for one, as they do nothing."""
+    lab.host("a", gpus=8, cores=64)
+    lab.tell(e.SpeedLearned(**lab.at(), model="net", table=known(), why="trials"))
+    job, _ = submit(lab, "net-1", 100_000)
+    progress(lab, job, 10)
+    event = idle(lab, job, 3600.0, reclaim_s=7200.0, reclaim=reclaim)
+    assert "it shrinks to 1 device in 59m" in story.of_event(event, lab.scheduler.state).text
+    start = d.StartMigration.match(due(lab, job), job=job)
+    assert start is not None and start.devices == 1 and "its devices did nothing for 2h00m" in start.reason
+    moved(lab, start)
+    return job
+
+
+def test_an_idle_elastic_job_shrinks_to_one_device_and_grows_once_that_works() -> None:
+    lab = Lab()
+    job = shrunk(lab, Reclaim.SHRINK)
+    lab.now_s += 7200.0
+    assert d.StartMigration.match(lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.ROUND)))) is None
+    assert Timer(TimerKind.IDLE, job) not in lab.scheduler.state.timers, "it keeps the one"
+    event = e.IdlenessObserved(**lab.at(), job=job, attempt=1, since_s=None)
+    grows = d.StartMigration.match(lab.tell(event), job=job)
+    assert grows is not None and grows.devices == 8
+
+
+def test_one_that_stays_idle_on_one_device_is_held_with_its_state() -> None:
+    lab = Lab()
+    job = shrunk(lab, Reclaim.SUSPEND)
+    state = lab.scheduler.state
+    assert "and it is suspended at" in projection.reason(state.jobs[job], state)
+    stop = d.StopAttempt.match(due(lab, job), job=job)
+    assert stop is not None and stop.keep, "it goes on where it was"
+    lab.stopped(job)
+    assert (state.jobs[job].state, state.holders) == (JobState.QUEUED, {})
+    assert state.jobs[job].reason.startswith("suspended: its devices did nothing for 4h00m"), state.jobs[job].reason
+    assert f"clusterd release {job}" in state.jobs[job].reason
+    released = lab.tell(e.JobReleased(**lab.at(), job=job, by="ann"))
+    assert d.LaunchAttempt.match(released, job=job) is not None
+
+
+@pytest.mark.parametrize(
+    ("what", "reclaim", "ends"),
+    [
+        ({"kind": JobKind.CHECKPOINTABLE}, Reclaim.SHRINK, None),
+        ({"kind": JobKind.CHECKPOINTABLE}, Reclaim.SUSPEND, JobState.QUEUED),
+        ({"kind": JobKind.CHECKPOINTABLE}, Reclaim.END, JobState.FAILED),
+        ({}, Reclaim.SHRINK, None),
+        ({}, Reclaim.SUSPEND, None),
+        ({"preemptible": True}, Reclaim.SUSPEND, JobState.QUEUED),
+        ({}, Reclaim.END, JobState.FAILED),
+    ],
+)
+def test_of_other_jobs_only_what_goes_on_later_is_suspended(
+    what: dict[str, Any], reclaim: Reclaim, ends: JobState | None
+) -> None:
+    lab = Lab()
+    lab.host("a", gpus=1)
+    job, _ = lab.submit(**what)
+    lab.run(job)
+    event = idle(lab, job, 3600.0, reclaim_s=7200.0, reclaim=reclaim)
+    state = lab.scheduler.state
+    assert (Timer(TimerKind.IDLE, job) in state.timers) == (ends is not None)
+    assert ("if that lasts" in story.of_event(event, state).text) == (ends is not None)
+    if ends is not None:
+        due(lab, job)
+        lab.stopped(job)
+        assert (state.jobs[job].state, state.holders) == (ends, {})
 
 
 def test_what_is_told_of_a_former_attempt_means_nothing() -> None:

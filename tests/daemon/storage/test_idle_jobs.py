@@ -8,7 +8,7 @@ import pytest
 
 from clusterd.core import events as e
 from clusterd.daemon.storage.idle_jobs import IdleJobs
-from clusterd.types import Device
+from clusterd.types import Device, Reclaim
 from tests.core.conftest import Lab
 
 
@@ -27,7 +27,7 @@ class Observed:
     def observer(self) -> IdleJobs:
         engine = SimpleNamespace(scheduler=self.lab.scheduler)
         clocks = (lambda: self.lab.now_s + self.set_by_s, lambda: self.lab.now_s)
-        return IdleJobs(engine, self.of, 600.0, 1200.0, *clocks)  # type: ignore[arg-type]
+        return IdleJobs(engine, self.of, 600.0, 1200.0, Reclaim.SHRINK, *clocks)  # type: ignore[arg-type]
 
     def of(self, device: Device, job: str) -> float | None:
         assert job == self.job
@@ -52,7 +52,8 @@ def observed() -> Observed:
 def test_a_job_is_idle_after_the_whole_span_and_told_of_once(observed: Observed) -> None:
     begin_s = observed.lab.now_s + 60.0
     (event,) = observed.minutes(30)
-    assert (event.at_s, event.since_s, event.reclaim_at_s) == (begin_s + 600.0, begin_s, begin_s + 1200.0)
+    assert (event.at_s, event.since_s) == (begin_s + 600.0, begin_s)
+    assert (event.reclaim_at_s, event.reclaim) == (begin_s + 1200.0, Reclaim.SHRINK)
 
 
 def test_one_device_that_works_is_enough(observed: Observed) -> None:

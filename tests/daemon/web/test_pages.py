@@ -232,6 +232,8 @@ def test_a_browser_shows_queue_fleet_and_a_job_with_its_metrics(cluster: Running
     command = ("run", "-d", "--no-snapshot", "--name", "night", "--array", "1-3%1", "--", "sleep", "1000")
     tasks = cluster.run(*command).stdout.split()
     cluster.wait_for(tasks[0], lambda row: row["state"] == "running")
+    wide = ("run", "-d", "--no-snapshot", "--name", "wide", "--devices", "2", "--", "true")
+    waiting = cluster.run(*wide).stdout.strip()
     url = f"http://127.0.0.1:{port}/"
 
     async def look() -> None:
@@ -248,6 +250,11 @@ def test_a_browser_shows_queue_fleet_and_a_job_with_its_metrics(cluster: Running
             await page.text_with("local0", "up", "free", "sleeper")
             await page.go(f"{url}calendar")
             await page.text_with("Calendar", "local0", "now", f"sleeper ({sleeper})")
+            await page.go(f"{url}history")
+            await page.text_with("Device-hours by day", "Busy and idle", "local0", "Waiting times", "submitted by")
+            assert await page.evaluate("document.querySelectorAll('svg.bar rect').length") >= 3
+            await page.go(f"{url}jobs/{waiting}")
+            await page.text_with("Waits for", "sleeper holds 1 device", "expected start")
             await page.go(f"{url}jobs/{job}")
             await page.text_with("linear", "Story", "loss", "step time (s)", "steps 1 to 12")
             assert await page.evaluate("document.querySelectorAll('svg.chart polyline').length") >= 2

@@ -17,7 +17,7 @@ async function ask(path) {
 }
 
 function element(name, attributes = {}, ...children) {
-  const svg = ["svg", "polyline", "text", "title"].includes(name);
+  const svg = ["svg", "polyline", "line", "rect", "text", "title"].includes(name);
   const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) if (value !== null) made.setAttribute(key, value);
   made.append(...children.flat().filter(child => child !== null && child !== ""));
@@ -35,7 +35,8 @@ function duration(seconds) {
   return `${Math.floor(whole / 86400)}d${Math.floor(whole / 3600) % 24}h`;
 }
 
-const clock = seconds => new Date(seconds * 1000).toLocaleString();
+// ISO date and time of this browser's zone.
+const clock = seconds => new Date((seconds - new Date(seconds * 1000).getTimezoneOffset() * 60) * 1000).toISOString().slice(0, 19).replace("T", " ");
 const expected = (job, what) => {
   const times = job.forecast && job.forecast[what];
   if (!times) return job.state === "queued" ? "not known" : "";
@@ -65,10 +66,19 @@ function line(points, least, most) {
   return element("polyline", {points: places.join(" "), fill: "none", stroke: "currentColor", "stroke-width": 1.5, "vector-effect": "non-scaling-stroke"});
 }
 
-function chart(title, points) {
+// Dashed lines where the job moved, over the steps of a chart; the title of each says to which plan.
+function marks(points, moves) {
+  const first = points[0][0], width = points[points.length - 1][0] - first || 1;
+  return moves.filter(move => move.step >= first && move.step <= first + width).map(move => {
+    const x = ((move.step - first) / width * 1000).toFixed(1);
+    return element("line", {class: "move", x1: x, x2: x, y1: 0, y2: 100, "vector-effect": "non-scaling-stroke"}, element("title", {}, `step ${move.step}: ${move.from} to ${move.to}`));
+  });
+}
+
+function chart(title, points, moves) {
   const values = points.map(([, y]) => y);
   const least = values.reduce((a, b) => Math.min(a, b)), most = values.reduce((a, b) => Math.max(a, b));
-  const drawn = element("svg", {class: "chart", viewBox: "0 0 1000 100", preserveAspectRatio: "none", role: "img", "aria-label": title}, line(points, least, most));
+  const drawn = element("svg", {class: "chart", viewBox: "0 0 1000 100", preserveAspectRatio: "none", role: "img", "aria-label": title}, line(points, least, most), marks(points, moves));
   const range = `${number(least)} to ${number(most)}, steps ${points[0][0]} to ${points[points.length - 1][0]}, last ${number(values[values.length - 1])}`;
   return element("figure", {}, element("figcaption", {}, title, element("span", {class: "dim"}, ` ${range}`)), drawn);
 }
@@ -114,6 +124,15 @@ const left = job => job.left_s === null && job.ends_by_s ? `<${duration(Math.max
 
 const queueLink = (job, text) => job.array_id ? element("a", {href: `/?all&array=${encodeURIComponent(job.array_id)}`}, text) : jobLink(job.id, text);
 
+const now = () => Date.now() / 1000;
+const elapsed = job => job.started_s ? duration((job.ended_s || now()) - job.started_s) : "";
+
+// Devices by host: "gpu01: 0 1 2, gpu02: 0".
+function placement(devices) {
+  const hosts = Map.groupBy(devices, id => id.slice(0, id.lastIndexOf(":")));
+  return [...hosts].map(([host, ids]) => `${host}: ${ids.map(id => id.slice(id.lastIndexOf(":") + 1)).join(" ")}`).join(", ");
+}
+
 async function queue() {
   const asked = new URLSearchParams(location.search), all = asked.has("all"), array = asked.get("array");
   const listed = await ask(all ? "jobs?all=true" : "jobs");
@@ -121,13 +140,17 @@ async function queue() {
   const columns = [
     ["job", job => queueLink(job, job.id)],
     ["name", job => queueLink(job, job.name)],
-    ["user", job => job.user],
+    ["user", job => job.user, "narrow-not"],
     ["state", job => element("span", {class: job.state}, job.state)],
-    ["place", job => job.place ? String(job.place) : "", "number"],
+    ["place", job => job.place ? String(job.place) : "", "number narrow-not"],
     ["devices", job => job.devices.length ? `${job.devices.length} of ${job.asked}` : String(job.asked), "number"],
+    ["on", job => placement(job.devices), "wide"],
     ["step", progress],
-    ["loss", job => number(job.loss), "number"],
-    ["left", left, "number"],
+    ["loss", job => number(job.loss), "number wide"],
+    ["age", job => duration(now() - job.submitted_s), "number narrow-not"],
+    ["elapsed", elapsed, "number narrow-not"],
+    ["left", left, "number narrow-not"],
+    ["expected start", job => job.state === "queued" && job.forecast && job.forecast.start ? clock(job.forecast.start.p50_s).slice(0, 16) : "", "number narrow-not"],
     ["why", job => job.reason, "why"],
   ];
   const heading = element("h1", {}, array !== null ? `Tasks of ${array}` : all ? "All jobs" : "Queue");
@@ -178,6 +201,61 @@ async function calendar() {
   return [element("h1", {}, "Calendar"), entries.length ? table(columns, entries) : element("p", {}, "Nothing is expected.")];
 }
 
+const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999"];
+const REPORT_DAYS = 14;
+const colour = index => COLOURS[Math.min(index, COLOURS.length - 1)];
+const key = (name, index) => element("span", {}, element("svg", {class: "key", viewBox: "0 0 1 1"}, element("rect", {width: 1, height: 1, fill: colour(index)})), name);
+
+// One bar of parts [value, title] beside each other, over a whole.
+function bar(parts, whole) {
+  let from = 0;
+  const drawn = parts.map(([value, title, fill], index) => {
+    const made = element("rect", {x: from, width: value / (whole || 1) * 1000, y: 0, height: 100, fill: fill || colour(index)}, element("title", {}, title));
+    from += value / (whole || 1) * 1000;
+    return made;
+  });
+  return element("svg", {class: "bar", viewBox: "0 0 1000 100", preserveAspectRatio: "none", role: "img", "aria-label": parts.map(([, title]) => title).join("; ")}, drawn);
+}
+
+async function past() {
+  const since = `since_s=${Math.floor(now() - (REPORT_DAYS - 1) * 86400)}`;
+  const [users, hosts, story] = await Promise.all([ask(`report?${since}`), ask(`report?${since}&by=host`), ask("history?limit=200")]);
+  const days = [...new Set(users.flatMap(row => Object.keys(row.device_hours_by_day)))].sort().reverse();
+  const hours = (row, day) => row.device_hours_by_day[day] || 0, sum = values => values.reduce((a, b) => a + b, 0);
+  const most = Math.max(...days.map(day => sum(users.map(row => hours(row, day)))), 0);
+  const longest = Math.max(...users.map(row => row.waited_s_longest || 0), 1);
+  const said = [...story.events, ...story.decisions].filter(row => !row.routine && row.text).sort((a, b) => b.at_s - a.at_s);
+  return [element("h1", {}, `Use of the last ${REPORT_DAYS} days`),
+    element("h2", {}, "Device-hours by day"), element("p", {class: "dim"}, users.map((row, index) => key(row.group, index))),
+    table([["day", day => day], ["device-hours", day => number(sum(users.map(row => hours(row, day))), 3), "number"],
+      ["", day => bar(users.map(row => [hours(row, day), `${row.group} ${number(hours(row, day), 3)} h`]), most)]], days),
+    element("h2", {}, "Busy and idle"), element("p", {class: "dim"}, ["worked", "held, not working"].map(key)),
+    table([["host", row => row.group], ["held", row => `${number(row.device_hours, 3)} h`, "number"], ["idle", row => `${number(row.idle_device_hours, 3)} h`, "number"],
+      ["", row => {
+        const worked = row.device_hours * (row.utilisation || 0), whole = row.device_hours + row.idle_device_hours;
+        return bar([[worked, `worked ${number(worked, 3)} h`], [row.device_hours - worked, `held, not working ${number(row.device_hours - worked, 3)} h`],
+          [row.idle_device_hours, `held by no job ${number(row.idle_device_hours, 3)} h`, "none"]], whole);
+      }]], hosts),
+    element("h2", {}, "Waiting times"),
+    table([["user", row => row.group], ["submitted", row => String(row.submitted), "number"], ["median", row => duration(row.waited_s_median), "number"],
+      ["longest", row => duration(row.waited_s_longest), "number"],
+      ["", row => bar([[row.waited_s_median || 0, "median"], [(row.waited_s_longest || 0) - (row.waited_s_median || 0), "longest"]], longest)]], users),
+    element("h2", {}, "History"),
+    element("ol", {class: "story"}, said.map(row => element("li", {}, element("time", {}, clock(row.at_s)), " ", row.job ? jobLink(row.job) : row.host || "", " ", row.text)))];
+}
+
+// Sentences about a job that waits: who is ahead, who holds what it needs and for how long, and where it does not fit.
+async function waiting(job) {
+  const answer = await ask(`jobs/${encodeURIComponent(job.id)}/why`);
+  const until = name => answer.holders_left_s[name] !== undefined ? `, for about ${duration(answer.holders_left_s[name])} more`
+    : answer.holders_most_s[name] !== undefined ? `, for at most ${duration(answer.holders_most_s[name])} more` : "";
+  const holders = (held, noun) => Object.entries(held || {}).map(([name, count]) => `${name} holds ${count} ${noun}${count === 1 ? "" : "s"}${until(name)}`);
+  const told = [answer.ahead.length ? `${answer.ahead.length} ahead in the queue: ${answer.ahead.slice(0, 5).join(", ")}` : "",
+    answer.after ? `${answer.after.name} comes just before it, because ${answer.after.why}` : "",
+    ...holders(answer.holders, "device"), ...holders(answer.core_holders, "CPU core"), ...answer.misfits, ...answer.unusable];
+  return [element("h2", {}, "Waits for"), element("ul", {}, told.filter(Boolean).map(text => element("li", {}, text)))];
+}
+
 async function charts(job) {
   let steps;
   const part = job.step > STEPS_WHOLE ? `?last_bytes=${STEPS_BYTES}` : "";
@@ -185,7 +263,7 @@ async function charts(job) {
     if (error instanceof Failure) return [element("p", {class: "dim"}, error.message)];
     throw error;
   }
-  const drawn = [...series(steps.data)].filter(([, points]) => points.length > 1).map(([name, points]) => chart(name, points));
+  const drawn = [...series(steps.data)].filter(([, points]) => points.length > 1).map(([name, points]) => chart(name, points, job.migrations.filter(move => !move.failure)));
   return drawn.length ? [element("div", {class: "charts"}, drawn)] : [element("p", {class: "dim"}, "No metrics yet.")];
 }
 
@@ -202,8 +280,8 @@ async function page(name) {
   rows.sort((a, b) => a.at_s - b.at_s || ("cause" in a) - ("cause" in b));
   const facts = [["state", element("span", {class: job.state}, job.state)], ["why", job.reason], ["user", job.user], ["kind", job.kind],
     ["command", job.spec.command && job.spec.command.length ? element("code", {}, job.spec.command.join(" ")) : ""],
-    ["devices", job.devices.join(", ") || `asks for ${job.asked}`], ["plan", job.plan], ["step", progress(job)], ["loss", number(job.loss)],
-    ["step time", job.step_time_s ? `${number(job.step_time_s)} s` : ""], ["time left", left(job)], ["submitted", clock(job.submitted_s)],
+    ["devices", placement(job.devices) || `asks for ${job.asked}`], ["plan", job.plan], ["step", progress(job)], ["loss", number(job.loss)],
+    ["step time", job.step_time_s ? `${number(job.step_time_s)} s` : ""], ["time left", left(job)], ["submitted", `${clock(job.submitted_s)}, ${duration(now() - job.submitted_s)} ago`], ["elapsed", elapsed(job)],
     ["expected start", job.state === "queued" ? expected(job, "start") : ""], ["expected end", job.ended_s ? "" : expected(job, "end")],
     ["started", job.started_s ? clock(job.started_s) : ""], ["ended", job.ended_s ? clock(job.ended_s) : ""], ["exit code", job.exit_code === null ? "" : String(job.exit_code)]];
   const shown = facts.filter(([, value]) => value).flatMap(([title, value]) => [element("dt", {}, title), element("dd", {}, value)]);
@@ -213,7 +291,7 @@ async function page(name) {
   const moves = [["to", one => one.to], ["started", one => clock(one.started_s)], ["downtime", one => one.downtime_s === null ? "" : `${number(one.downtime_s, 2)} s`, "number"],
     ["why", one => one.failure || one.reason, "why"]];
   const story = rows.map(row => element("li", {}, element("time", {}, clock(row.at_s)), " ", row.text));
-  return [element("h1", {}, `${job.name} (${job.id})`), element("dl", {}, shown), element("h2", {}, "Metrics"), ...drawn,
+  return [element("h1", {}, `${job.name} (${job.id})`), element("dl", {}, shown), ...(job.state === "queued" ? await waiting(job) : []), element("h2", {}, "Metrics"), ...drawn,
     element("h2", {}, "Story"), story.length ? element("ol", {class: "story"}, story) : element("p", {class: "dim"}, "Nothing recent."),
     ...(job.migrations.length ? [element("h2", {}, "Moves"), table(moves, job.migrations)] : []),
     ...(job.attempts.length ? [element("h2", {}, "Attempts"), table(attempts, job.attempts)] : [])];
@@ -222,7 +300,7 @@ async function page(name) {
 function chosen() {
   const parts = location.pathname.split("/").filter(Boolean);
   if (parts[0] === "jobs") return () => page(decodeURIComponent(parts[1]));
-  return {fleet, calendar}[parts[0]] || queue;
+  return {fleet, calendar, history: past}[parts[0]] || queue;
 }
 
 async function summary() {

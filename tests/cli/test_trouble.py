@@ -1,0 +1,60 @@
+"""``clusterd help KEY``: messages lead to entries, and entries show the messages that they are about."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from clusterd.cli.main import cli
+from clusterd.cli.trouble import entries, with_key
+from tests.conftest import RunningCluster
+
+
+def test_messages_in_the_entries_lead_to_them() -> None:
+    for entry in entries():
+        printed = re.findall(r"^```\n(.*?)^```$", entry.text, re.MULTILINE | re.DOTALL)
+        for line in "".join(printed).splitlines():
+            if entry.messages and re.search(entry.messages, line):
+                assert with_key(line).endswith(f"(clusterd help {entry.key})")
+        assert not printed or not entry.messages or re.search(entry.messages, "".join(printed)), entry.key
+
+
+@pytest.mark.parametrize(
+    ("message", "key"),
+    [
+        ("net can never start: it asks for 2 GPUs, the cluster has 0; queue it all the same", "no-gpu"),
+        ("net can never start: it asks for 8 GPUs, the cluster has 4", "never-starts"),
+        ("ann may not submit for tenant vision: an operator adds the name", "permission-denied"),
+        ("bad (4) is failed: its model could not be built on local0 (exit code 1): Error", "model-not-built"),
+        ("net (4) is failed: exit code 95 on a: out of device memory", "out-of-memory"),
+        ("there is no job 'nope'", ""),
+    ],
+)
+def test_a_message_ends_with_the_key_of_its_entry(message: str, key: str) -> None:
+    assert with_key(message) == (f"{message} (clusterd help {key})" if key else message)
+
+
+def test_entries_are_printed_without_markdown() -> None:
+    shown = CliRunner().invoke(cli, ["help"]).output
+    assert [line.split()[0] for line in shown.splitlines()] == [entry.key for entry in entries()]
+    for entry in entries():
+        text = CliRunner().invoke(cli, ["help", entry.key]).output
+        assert text.startswith(f"{entry.key}: {entry.title}\n")
+        assert not re.search(r"```|<!--|\]\(|`", text), text
+
+
+def test_the_name_of_a_command_shows_its_help_and_an_unknown_key_is_refused() -> None:
+    assert "Example: clusterd submit" in CliRunner().invoke(cli, ["help", "submit"]).output
+    with pytest.raises(Exception, match="did you mean queued"):
+        CliRunner().invoke(cli, ["help", "queud"], catch_exceptions=False)
+
+
+def test_why_and_refusals_name_the_entry(cluster: RunningCluster) -> None:
+    cluster.start(hosts=1, devices=1)
+    refused = cluster.run("run", "--gpus", "1", "--", "true", check=False)
+    assert refused.returncode == 2 and refused.stderr.rstrip().endswith("(clusterd help no-gpu)")
+    cluster.run("run", "-d", "--name", "first", "--devices", "1", "--", "sleep", "600")
+    cluster.run("run", "-d", "--name", "second", "--devices", "1", "--", "true")
+    assert cluster.run("why", "second").stdout.splitlines()[0].endswith("(clusterd help queued)")
