@@ -17,7 +17,7 @@ from msgspec import UNSET
 from clusterd import rows
 from clusterd.core import story
 from clusterd.core.allocation.rights import on_loan
-from clusterd.core.decisions import Decision
+from clusterd.core.decisions import Decision, ReleaseBooked
 from clusterd.core.estimates.attained_service import is_predictable, steps_left
 from clusterd.core.estimates.heterogeneous_speed import believed
 from clusterd.core.events import (
@@ -368,11 +368,11 @@ def spec_row(spec: JobSpec) -> Row:
     return row
 
 
-def _is_about_claims(event: Event) -> bool:
-    """True for events that change claims on devices, which rows of hosts show."""
-    if isinstance(event, TimerFired):
-        return event.timer.kind is TimerKind.CLAIM
-    return isinstance(event, DevicesClaimed | DeviceClaimRemoved)
+def _is_about_claims(item: Event | Decision) -> bool:
+    """True for what changes claims on devices, which rows of hosts show."""
+    if isinstance(item, TimerFired):
+        return item.timer.kind is TimerKind.CLAIM
+    return isinstance(item, DevicesClaimed | DeviceClaimRemoved | ReleaseBooked)
 
 
 def change_row(
@@ -390,9 +390,9 @@ def change_row(
     jobs = {JobId(str(job)): None for item in touched if (job := getattr(item, "job", None))}
     jobs |= dict.fromkeys(sorted(side_effects.jobs))
     hosts = {HostId(str(host)): None for item in touched if (host := getattr(item, "host", None))}
+    if any(map(_is_about_claims, touched)):
+        hosts.update(dict.fromkeys(state.hosts))
     for event in events:
-        if _is_about_claims(event):
-            hosts.update(dict.fromkeys(state.hosts))
         if isinstance(event, HostConnected | HostDisconnected):  # changes the reasons of its jobs too
             jobs.update({attempt.job: None for attempt in state.attempts_on(event.host)})
     for job in jobs:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from clusterd.core.state import State
-from clusterd.types import Device, DeviceClaim, DeviceId
+from clusterd.types import Device, DeviceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,6 @@ class ClaimCalendar:
     def ends_s(self) -> list[float]:
         """Ends of claims, in order; one that is over and still counts ends now."""
         return sorted({max(w.until_s, 0.0) for some in self._windows.values() for w in some if w.until_s < inf})
-
-    def of_booking(self, booking: DeviceClaim) -> list[Device]:
-        """Devices of a booking that no job holds, as they are outside of claims."""
-        return [d for d in self.devices if d.id in booking.devices and d.id not in self.held and not d.foreign]
 
     def is_free(self, device: DeviceId, at_s: float, for_s: float) -> bool:
         """True where no claim on the device overlaps this time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from clusterd.core import transitions
@@ -96,11 +96,19 @@ class Host:
     @property
     def devices(self) -> tuple[Device, ...]:
         """Reported devices; faulty and claimed ones are marked like those in use by others, and are not offered."""
+        return self._marked(self.claimed)
+
+    @property
+    def devices_beside_claims(self) -> tuple[Device, ...]:
+        """The same as if nothing were claimed: what is faulty, or in use by others, is for no job of a booking."""
+        return self._marked({})
+
+    def _marked(self, claimed: Mapping[DeviceId, str]) -> tuple[Device, ...]:
         reported = self.facts.devices if self.facts else ()
         left_out = self.reported_faults
-        if not self.faults and not self.withheld and not self.claimed and not left_out:
+        if not self.faults and not self.withheld and not claimed and not left_out:
             return reported
-        left_out |= {d.id: self.why_left_out(d.id) for d in reported if self.is_faulty(d.id)} | self.claimed
+        left_out |= {d.id: self.why_left_out(d.id) for d in reported if self.is_faulty(d.id)} | dict(claimed)
         return tuple(replace(d, foreign=left_out[d.id]) if d.id in left_out else d for d in reported)
 
     @property

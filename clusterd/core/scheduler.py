@@ -145,7 +145,7 @@ class Scheduler:
     def _begin_pass(self, ctx: HandlerContext) -> View | None:
         """Do what a scheduling pass does without the policy; returns what the policy is to be asked about, if it is."""
         state = ctx.state
-        if any(claim.owner for claim in state.device_claims.values()):
+        if any(claim.unused for claim in state.device_claims.values()):
             device_claims.refresh(ctx)
         state.order = only(state.order, state.queue)
         charge(state, ctx.now_s)

@@ -18,11 +18,13 @@ from clusterd.client import Client
 from clusterd.core import events as e
 from clusterd.core.state import State
 from clusterd.daemon.access import RULES, THEIR_JOB, Access, Callers, Peer
+from clusterd.daemon.api.calendar import entries
 from clusterd.daemon.api.server import Server
 from clusterd.errors import ClusterError
 from clusterd.rows import plain
 from clusterd.tui.model.model import Model
 from clusterd.types import ArrayTask, JobId, JobSpec, RankEnd, Reason, Resources
+from tests.core.allocation.test_bookings import book
 from tests.core.conftest import Lab
 
 ANN, BOB = Peer("ann", 1001, False), Peer("bob", 1002, False)
@@ -99,6 +101,19 @@ def test_own_shows_an_anonymous_row_with_its_devices(lab: Lab) -> None:
     assert seen["holders"] == {THEIR_JOB: 2, "mine": 1}
     assert {event["kind"] for event in seen["change"]["events"]} >= {"HostAdded", "JobSubmitted"}
     assert [event["job"] for event in seen["change"]["events"] if "job" in event] == ["3"]
+
+
+@pytest.mark.parametrize("visibility", ["own", "names"])
+def test_bookings_and_the_calendar_name_nobody_who_is_hidden(lab: Lab, visibility: str) -> None:
+    """Nor who has booked, and has no job yet."""
+    book(lab, "a:gpu0", begin_s=3600.0, owner="carol", name="hidden-paper")
+    state, now_s = lab.scheduler.state, lab.now_s
+    claims = [projection.claim_row(claim) for claim in state.device_claims.values()]
+    seen = access(lab, visibility).shown(ANN, [claims, entries(state, lambda _: None, {}, now_s, now_s + 86400.0)])
+    text = json.dumps(seen)
+    for name in ("carol", "hidden-paper", "bob", "hidden-try"):
+        assert (name in text) == (visibility == "names")
+    assert [entry["what"] for entry in seen[1]] == ["running", "booking"]
 
 
 @pytest.mark.parametrize("visibility", ["own", "names"])

@@ -22,12 +22,14 @@ from clusterd.cli.head_node.daemon import _has_ended
 from clusterd.core import events as e
 from clusterd.core.host import Host
 from clusterd.core.state import State, Used
+from clusterd.core.timers import TimerKind
 from clusterd.daemon import notifications
 from clusterd.daemon.notifications import Notifier
 from clusterd.daemon.settings import refuse_unknown
 from clusterd.errors import ConfigError
 from clusterd.types import HostId, HostState
 from tests.conftest import RunningCluster, crash_host, until
+from tests.core.allocation.test_bookings import book
 from tests.core.conftest import Lab
 
 
@@ -107,6 +109,19 @@ def test_an_owner_is_told_of_idle_devices_once_they_are(tmp_path: Path) -> None:
     (told,) = [json.loads(line) for line in inbox.read_text().splitlines()]
     assert (told["kind"], told["user"]) == ("job idle", "ann")
     assert told["text"] == f"gpt ({job}) is idle: its devices have done nothing for 1h00m"
+
+
+def test_an_owner_is_told_that_a_booking_is_released(tmp_path: Path) -> None:
+    inbox = tmp_path / "inbox"
+    lab = Lab()
+    lab.host("a", gpus=1)
+    number = book(lab, "a:gpu0", owner="ann")
+    notifier = Notifier(config.Notify(("tee", "-a", str(inbox)), config.NOTIFICATIONS), lab.scheduler.state)
+    notifier.handled([], lab.fire(e.Timer(TimerKind.CLAIM, number)))
+    anyio.run(notifier.deliver)
+    (told,) = [json.loads(line) for line in inbox.read_text().splitlines()]
+    assert (told["kind"], told["user"]) == ("booking released", "ann")
+    assert told["text"] == "a:gpu0 is free for others: no job of booking 1 used it for 15m00s; it is over"
 
 
 def test_an_owner_is_told_once_that_checkpoints_fail(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ LOG_BYTES = 1 << 16
 
 
 @click.command()
-@reservation_options("name", "priority", "time", name="notebook", time="12h")
+@reservation_options("name", "booking", "priority", "time", name="notebook", time="12h")
 @click.option("--python", default="python3", show_default=True, help="Interpreter on the hosts with Jupyter.")
 @click.option("--no-snapshot", is_flag=True, help="Use this directory itself, not a copy; the hosts must share it.")
 @click.option("--port", "local", type=click.IntRange(0, 65535), default=0, help="Port on this machine; default: free.")

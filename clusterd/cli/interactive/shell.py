@@ -31,7 +31,7 @@ INPUT_TIMEOUT_S = 24 * 3600.0
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@reservation_options("name", "priority", "time", "container", "mounts", name="shell", time="12h")
+@reservation_options("name", "booking", "priority", "time", "container", "mounts", name="shell", time="12h")
 @click.option("--no-snapshot", is_flag=True, help="Use this directory itself, not a copy; the hosts must share it.")
 @click.option("-d", "--detach", is_flag=True, help="Only reserve, and print the id; clusterd shell ID opens a shell.")
 @click.option("--rank", type=click.IntRange(0), default=0, help="Rank of the job to join; default 0.")

@@ -18,15 +18,13 @@ def start_booked(view: View, proposal: Proposal) -> None:
         booking = view.claims.get(job.spec.booking)
         if booking is None or not booking.is_active(view.now_s):
             continue  # as in a view that is made for a question about other jobs
-        booked = view.calendar.of_booking(booking)
         free = view.free.only(())
         free.hosts = view.free.hosts
         free.shared.clear()
-        free.put(
-            device
-            for device in booked
-            if device.id not in taken and not claim_against(view.claims, job.spec, view.hosts[device.host], device.id)
-        )
+        for host in free.hosts.values():
+            booked = [d for d in host.devices_beside_claims if d.id in booking.devices]
+            there = [d for d in booked if not claim_against(view.claims, job.spec, host, d.id)]
+            free.put(d for d in there if d.id not in view.calendar.held | taken)
         answer = allocate(job, view, free)
         if isinstance(answer, Refusal):
             reason = f"{answer.reason}, of booking {booking.id}" if answer.is_shortage else answer.reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from math import inf
@@ -19,15 +20,17 @@ from clusterd.core.events import Timer, TimerKind
 from clusterd.core.queueing.bookings import UNUSED_S, WEEK_S, Wanted, choose, used_s
 from clusterd.core.state import Job
 from clusterd.projection import unusable
-from clusterd.types import DeviceClaim, DeviceId, JobId, Resources
+from clusterd.types import DeviceClaim, DeviceId, HostId, JobId, RankEnd, Reason, Resources
 from tests.core.allocation.test_device_claims import claim
-from tests.core.conftest import Lab
+from tests.core.conftest import Lab, facts
 from tests.core.policies.test_default import known, progress, submit
 
 HOUR = 3600.0
 
 
-def book(lab: Lab, *devices: str, begin_s: float = 0.0, for_s: float = 4 * HOUR, owner: str = "ann") -> str:
+def book(
+    lab: Lab, *devices: str, begin_s: float = 0.0, for_s: float = 4 * HOUR, owner: str = "ann", name: str = ""
+) -> str:
     """Book devices from so many seconds after now."""
     number = str(lab.scheduler.state.last_device_claim + 1)
     at: dict[str, Any] = lab.at()
@@ -37,7 +40,7 @@ def book(lab: Lab, *devices: str, begin_s: float = 0.0, for_s: float = 4 * HOUR,
         devices=tuple(map(DeviceId, devices)),
         from_s=from_s,
         until_s=from_s + for_s,
-        reason="",
+        reason=name,
         by=owner,
         owner=owner,
     )
@@ -180,6 +183,24 @@ def test_what_an_operator_claims_goes_to_no_job_of_a_booking(lab: Lab) -> None:
     assert lab.state(job) == "queued"
 
 
+def test_a_booked_device_that_is_faulty_or_in_use_by_others_goes_to_nobody(lab: Lab) -> None:
+    lab.host("a", gpus=3)
+    first, _ = lab.submit("first", hosts=("a",))
+    lab.run(first)
+    faulty = lab.attempt(first).devices[0]
+    lab.exit(first, end=RankEnd(reason=Reason.DEVICE_FAULT, exit_code=1, message="fell off the bus"))
+    lab.tell(e.JobCancelled(**lab.at(), job=first))
+    lab.stopped(first)
+    used = next(device for device in facts("a", gpus=3).devices if device.id != faulty)
+    there = tuple(replace(x, foreign="python of eve") if x == used else x for x in facts("a", gpus=3).devices)
+    lab.tell(e.HostChanged(**lab.at(), host=HostId("a"), facts=replace(facts("a"), devices=there)))
+    number = book(lab, "a:gpu0", "a:gpu1", "a:gpu2")
+    jobs = [lab.submit(user="ann", booking=number)[0] for _ in range(2)]
+    (right,) = {x.id for x in there} - {faulty, used.id}
+    assert lab.attempt(jobs[0]).devices == (right,)
+    assert lab.state(jobs[1]) == "queued"
+
+
 def test_bookings_are_replayed(lab: Lab, replayed: Any) -> None:
     lab.host("a", gpus=2)
     number = book(lab, "a:gpu0", "a:gpu1", begin_s=HOUR)
@@ -255,7 +276,7 @@ def test_bookings_are_kept_whatever_happens(steps: list[tuple[str, Any, Any]]) -
                 assert all(lab.now_s < since_s + UNUSED_S + 2.0 for since_s in idle), "unused for too long"
         for user in ("ann", "bob"):
             starts = [c.from_s for c in state.device_claims.values() if c.owner == user]
-            assert all(used_s(state, user, from_s) <= QUOTA_S + 1e-6 for from_s in starts)
+            assert all(used_s(state, user, from_s) <= QUOTA_S + 1e-3 for from_s in starts)
         assert not [job for job in _running(lab) if job.spec.booking and job.spec.booking not in state.device_claims]
 
 
@@ -299,7 +320,7 @@ def test_a_month_of_bookings_is_within_the_quota_of_each_week(asked: list[tuple[
     made: list[tuple[float, float]] = []
     for day, hours in asked:
         from_s = 1000.0 + day * 86400.0
-        fits = used_s(lab.scheduler.state, "ann", from_s) + hours * HOUR <= 40 * HOUR
+        fits = used_s(lab.scheduler.state, "ann", from_s) + hours * HOUR <= 40 * HOUR + 1e-3  # of binary fractions
         weeks = [
             sum(
                 length_s
@@ -308,7 +329,7 @@ def test_a_month_of_bookings_is_within_the_quota_of_each_week(asked: list[tuple[
             )
             for first_s in [from_s, *(start_s for start_s, _ in made if from_s - WEEK_S < start_s <= from_s)]
         ]
-        assert fits == (max(weeks) <= 40 * HOUR)
+        assert fits == (max(weeks) <= 40 * HOUR + 1e-3)
         if fits:
             made.append((from_s, hours * HOUR))
             number = len(made)

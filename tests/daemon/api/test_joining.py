@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,15 @@ def test_a_second_connection_of_a_host_replaces_the_first(cluster: RunningCluste
         cluster.run("host", "remove", "pod")
         assert {"removed": True} in list(second)
     assert cluster.call("hosts") == []
+
+
+def test_the_calendar_shows_when_the_allocation_of_a_host_ends(cluster: RunningCluster) -> None:
+    cluster.start()
+    ends_s = time.time() + 3600.0
+    with cluster.client() as client:
+        joined = client.stream("join", identity=IDENTITY, name="pod", until_s=ends_s)
+        assert next(joined)["name"] == "pod"
+        (entry,) = cluster.call("calendar")
+        assert (entry["what"], entry["host"], entry["from_s"]) == ("leaves", "pod", ends_s)
+    shown = cluster.run("calendar").stdout.splitlines()[1].split()
+    assert (shown[0], shown[3:]) == ("pod", ["its", "allocation", "ends"])
