@@ -120,7 +120,7 @@ class HostVerbs:
         return projection.host_row(self._state, admission.find_host(self._state, host))
 
     async def drain_preview(self, peer: Peer, hosts: list[str], jobs_stay: bool = False) -> rows.Effect:
-        """When hosts would be free if they were drained now, and whom that would delay."""
+        """Effect of draining hosts now: the time from which they are free, and whom that would delay."""
         known = tuple(admission.find_host(self._state, name).id for name in hosts)
         return await self._forecaster.effect(Change(drained=known, jobs_stay=bool(jobs_stay)))
 
