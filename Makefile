@@ -68,6 +68,7 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python docs/state_machines.py --check
 	$(BIN)/python docs/verbs.py --check
+	$(BIN)/python docs/charts.py --check
 
 # The documentation as a site, in dist/site; fails on a page that no menu names and on a link that leads nowhere.
 docs: $(STAMP)

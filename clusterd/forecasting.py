@@ -6,8 +6,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from clusterd.rows import Forecast
-from clusterd.types import JobSpec
+from clusterd.rows import Effect, Forecast
+from clusterd.types import DeviceClaim, HostId, JobSpec
 
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Shares of roll-outs by which a start or an end has come, in the order of `rows.Quantiles`."""
@@ -22,6 +22,14 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     spec: JobSpec
     shape: dict[str, Any] | None = None  # of its model, as inspected for another job; None: it has no model
     model: str = ""  # signature
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that an operator would do now: drain hosts, or claim devices."""
+
+    drained: tuple[HostId, ...] = ()
+    jobs_stay: bool = False  # on the drained hosts, to their end
+    claim: DeviceClaim | None = None
 
 
 class PastJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +51,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: int  # at most
     cpu_s: float  # processor time after which no further roll-out begins
     what_ifs: tuple[WhatIf, ...] = ()  # the time is shared among these
+    change: Change | None = None  # asked about instead
 
 
 class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,10 +62,11 @@ class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Forecasts by job, or one for each what-if."""
+    """Forecasts by job, or one for each what-if, or the effect of a change."""
 
     jobs: dict[str, Forecast] = {}
     what_ifs: tuple[WhatIfAnswer, ...] = ()
+    effect: Effect | None = None
 
 
 def message(value: Request | Answer) -> bytes:

@@ -71,6 +71,24 @@ class Forecast(Struct, frozen=True, kw_only=True):
     weeks: Annotated[int, about("Past weeks from which later submissions are drawn; 0: none are assumed.")] = 0
 
 
+class Delay(Struct, frozen=True, kw_only=True):
+    """By how much later, or earlier, a job would end."""
+
+    job: Annotated[str, about("Number.")]
+    name: Annotated[str, about("Name.")]
+    user: Annotated[str, about("User.")]
+    p50_s: Annotated[float, about("Median of the differences between pairs of roll-outs, in seconds.")]
+    p95_s: Annotated[float | None, about("With 95% no more; null: more than what roll-outs play.")]
+
+
+class Effect(Struct, frozen=True, kw_only=True):
+    """Effect of a drain or a claim, from roll-outs with and without it."""
+
+    rollouts: Annotated[int, about("Pairs of roll-outs.")] = 0
+    free: Annotated[Quantiles | None, about("Time from which no job is there; null: not known.")] = None
+    delays: Annotated[tuple[Delay, ...], about("Jobs that would end a minute or more later, or earlier.")] = ()
+
+
 class ForecastScore(Struct, frozen=True, kw_only=True):
     """Calibration of past forecasts of one class."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from clusterd.cli.common.completers import complete_host
+from clusterd.cli.common.expected import PLAYING, print_effect, quantiles_cell
 from clusterd.cli.common.output import (
     ago,
     held_for,
@@ -204,9 +205,16 @@ def show(name: str, output: str) -> None:
 @host.command()
 @click.argument("names", nargs=-1, required=True, shell_complete=complete_host)
 @click.option("--why", default="", help="Reason, shown to other users.")
-def drain(names: tuple[str, ...], why: str) -> None:
+@click.option("--when-idle", is_flag=True, help="Move no job away: all of them run to completion.")
+@click.option("--dry-run", is_flag=True, help="Print when the hosts would be free, and whom that would delay.")
+def drain(names: tuple[str, ...], why: str, when_idle: bool, dry_run: bool) -> None:
     """Place nothing new on hosts, and move jobs away where possible; others run to completion."""
 
+    if dry_run:
+        with Client() as cluster:
+            preview = cluster.call("drain_preview", hosts=list(names), jobs_stay=when_idle, meanwhile=PLAYING)
+        print_effect(preview)
+        return
     known: list[str] = []
     failures: list[ClusterError] = []
     with Client() as cluster:
@@ -217,10 +225,14 @@ def drain(names: tuple[str, ...], why: str) -> None:
                 failures.append(error)
         if known:
             others: dict[str, Any] = {"also": known[1:]} if known[1:] else {}
+            others |= {"jobs_stay": True} if when_idle else {}
             cluster.call("host_drain", host=known[0], why=why, **others)
         for row in [cluster.call("host", host=name) for name in known]:
             still = f"still running: {', '.join(row['jobs'])}" if row["jobs"] else "no jobs"
             note(f"{row['name']} is drained; {still}")
+            if when_idle and row["jobs"]:
+                preview = cluster.call("drain_preview", hosts=[row["name"]], jobs_stay=True, meanwhile=PLAYING)
+                note(f"free: {quantiles_cell(preview['free'])}")
     raise_all(failures)
 
 

@@ -13,6 +13,7 @@ import click
 
 from clusterd.cli.common.arguments import is_found, job_or_tasks, note_array, own_jobs, time_s
 from clusterd.cli.common.completers import complete_job
+from clusterd.cli.common.expected import clock, expected_cell
 from clusterd.cli.common.following import first_failure, show_logs, until_over, wait_for
 from clusterd.cli.common.output import (
     ago,
@@ -577,7 +578,7 @@ def forecast_lines(job: dict[str, Any]) -> list[str]:
     for what in ("start", "end"):
         if (times := forecast[what]) is not None:
             after = forecast["after"] if what == "start" else ""
-            text = expected_text(times["p5_s"], times["p50_s"], times["p95_s"], _clock, after)
+            text = expected_text(times["p5_s"], times["p50_s"], times["p95_s"], clock, after)
             found.append(f"expected {what}: {text}")
         elif what == "end" or job["state"] == "queued":
             found.append(f"expected {what}: not known")
@@ -596,15 +597,6 @@ def _expected(row: dict[str, Any], what: str) -> str:
     return expected_cell(forecast, what)
 
 
-def expected_cell(forecast: dict[str, Any] | None, what: str) -> str:
-    """Text of a start or an end: ``16:40 (16:10-18:30)``."""
-    if not forecast or forecast[what] is None:
-        return "not known"
-    low, middle, high = (forecast[what][name] for name in ("p5_s", "p50_s", "p95_s"))
-    around = f"{_clock(low) if low is not None else ''}-{_clock(high) if high is not None else ''}"
-    return f"{_clock(middle)} ({around})"
-
-
 def promised(job: dict[str, Any]) -> str:
     """Sentence about the start of a queued job; empty without a reservation."""
     promise = job.get("promise")
@@ -613,14 +605,8 @@ def promised(job: dict[str, Any]) -> str:
     if (job.get("forecast") or {}).get("start"):  # which says when it is expected
         latest_s = promise["latest_s"]
         known = latest_s is not None and latest_s >= time.time()
-        return f"promised: by {_clock(latest_s)} at the latest; nobody behind it may delay it" if known else ""
-    return start_text(promise["at_s"], promise["latest_s"], promise["after"], time.time(), _clock)
-
-
-def _clock(at_s: float) -> str:
-    """Time of day, with the date where it is not today's."""
-    at = time.localtime(at_s)
-    return time.strftime("%H:%M" if at[:3] == time.localtime()[:3] else "%m-%d %H:%M", at)
+        return f"promised: by {clock(latest_s)} at the latest; nobody behind it may delay it" if known else ""
+    return start_text(promise["at_s"], promise["latest_s"], promise["after"], time.time(), clock)
 
 
 def _silence(job: dict[str, Any]) -> str:

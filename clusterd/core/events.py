@@ -98,6 +98,7 @@ class HostDrained(Event):
     host: HostId
     by: str = ""
     why: str = ""
+    jobs_stay: bool = False  # those there run to their end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ class Host:
     agent: str = ""  # identity of the agent that answered last
     agent_home: str | None = None  # its directory by the settings of that time; "": the default; None: not recorded
     drained: str | None = None  # by whom and why; None: not drained
+    jobs_stay: bool = False  # while it is drained: they run to their end there
     why: str = ""  # it is not up
     since_s: float = 0.0  # in this state
     # (job, attempt, generation) being stopped there, with the account whose agent reported it

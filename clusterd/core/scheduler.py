@@ -268,7 +268,8 @@ def _explain_drained(ctx: HandlerContext) -> None:
         if attempt is None or attempt.state is not AttemptState.RUNNING or attempt.migration or job.resuming:
             continue
         if leaving := sorted(drained.intersection(attempt.hosts)):
-            until = "its end" if job.spec.kind is JobKind.COMMAND else "devices are free elsewhere, or its end"
+            stays = job.spec.kind is JobKind.COMMAND or all(ctx.state.hosts[host].jobs_stay for host in leaving)
+            until = "its end" if stays else "devices are free elsewhere, or its end"
             why = " and ".join(str(ctx.state.hosts[host].unusable) for host in leaving)
             ctx.hold(job, f"{why}: it stays there until {until}")
         elif held := sorted(claimed.keys() & set(attempt.devices)) if not job.spec.booking else []:

@@ -54,8 +54,9 @@ def _of_host(event: e.Event, host: HostId, state: State) -> Line:
             return Line("added to the cluster")
         case e.HostRemoved():
             return Line("removed from the cluster")
-        case e.HostDrained(by=by, why=why):
-            return Line(f"drained{_by(by)}{f': {why}' if why else ''}")
+        case e.HostDrained(by=by, why=why, jobs_stay=jobs_stay):
+            stay = ", once its jobs have ended" if jobs_stay else ""
+            return Line(f"drained{_by(by)}{stay}{f': {why}' if why else ''}")
         case e.HostUndrained(by=by):
             return Line(f"in service again{_by(by)}")
         case e.HostConnected(facts=facts):

@@ -124,7 +124,7 @@ class View:
         if self.jobs[attempt.job].spec.booking:
             return ""
         hosts = [self.hosts[host] for host in attempt.hosts if host in self.hosts]
-        if drained := sorted(host.id for host in hosts if host.drained is not None):
+        if drained := sorted(host.id for host in hosts if host.drained is not None and not host.jobs_stay):
             return f"{', '.join(drained)} is drained"
         claimed = [(d, why) for host in hosts for d, why in host.claimed.items() if d in attempt.devices]
         return f"{', '.join(d for d, _ in claimed)} is {claimed[0][1]}" if claimed else ""

@@ -85,6 +85,7 @@ RULES: dict[str, Rule] = {
             "host_add": "add hosts",
             "host_trust": "trust hosts",
             "host_drain": "drain hosts",
+            "drain_preview": "drain hosts",
             "host_undrain": "undrain hosts",
             "host_remove": "remove hosts",
             "join": "join hosts",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from clusterd.core import decisions as d
@@ -52,11 +53,19 @@ class LiveSimulation(Simulation):
         super().__init__(nothing, policy, on_batch, passes_s)
         self._gather_share, self._round_share, self._from_s = gather_share, round_share, 0.0
 
-    def go_on(self, state: State, runs: Iterable[Run], now_s: float, awaited: Iterable[JobId]) -> Result:
+    def go_on(
+        self,
+        state: State,
+        runs: Iterable[Run],
+        now_s: float,
+        awaited: Iterable[JobId],
+        changes: Iterable[e.Event] = (),
+    ) -> Result:
         """Play until the awaited jobs are over, or the horizon is reached; changes the state and the runs.
 
         Args:
             runs: of all jobs that hold devices, and of those that may start.
+            changes: happen first.
         """
         self.scheduler.state = state
         self.facts = {host.id: host.facts for host in state.hosts.values() if host.facts is not None}
@@ -65,6 +74,7 @@ class LiveSimulation(Simulation):
         self._awaited = set(awaited)
         # A pass is due at once: the newest events may have come after the last one.
         first: list[e.Event] = [e.TimerFired(**self._queue.stamp(), timer=Timer(TimerKind.PASS))]
+        first += [replace(change, **self._queue.stamp()) for change in changes]
         for run in runs:
             self.runs[run.job] = run
             job = state.jobs[run.job]

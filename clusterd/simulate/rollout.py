@@ -21,7 +21,7 @@ from clusterd.simulate.arrivals import Arrivals
 from clusterd.simulate.live import LiveSimulation
 from clusterd.simulate.remaining import Draw, Elapsing
 from clusterd.simulate.runs import Run
-from clusterd.types import JobId
+from clusterd.types import DeviceId, HostId, JobId
 from clusterd.units import counted
 
 HORIZON_S = 30 * 86400.0
@@ -45,9 +45,13 @@ class Course:
     end_s: dict[JobId, float] = field(default_factory=dict)
     plan: dict[JobId, str] = field(default_factory=dict)  # and number of devices, at the start
     after: dict[JobId, JobId] = field(default_factory=dict)  # job by whose end or shrinking the start became possible
+    watched: Watched | None = None
+    free_s: float = math.inf  # since when no job is at the watched place
 
-    def on_batch(self, _: Scheduler, events: Sequence[e.Event], decisions: Sequence[d.Decision]) -> None:
+    def on_batch(self, scheduler: Scheduler, events: Sequence[e.Event], decisions: Sequence[d.Decision]) -> None:
         """Record what one batch decided."""
+        if self.watched is not None and math.isinf(self.free_s):
+            self.look(scheduler.state, events[-1].at_s)
         freed = [event.job for event in events if isinstance(event, e.AttemptStopped)]
         for decision in decisions:
             if isinstance(decision, d.LaunchAttempt) and decision.job not in self.start_s:
@@ -59,6 +63,24 @@ class Course:
             elif isinstance(decision, d.EndJob):
                 self.end_s[decision.job] = events[-1].at_s
 
+    def look(self, state: State, at_s: float) -> None:
+        """Note the time if no job is at the watched place."""
+        if self.watched is not None and at_s >= self.watched.from_s and not self.watched.is_busy(state):
+            self.free_s = at_s
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Hosts or devices that are to be free from some time on."""
+
+    hosts: tuple[HostId, ...] = ()
+    devices: tuple[DeviceId, ...] = ()
+    from_s: float = -math.inf
+
+    def is_busy(self, state: State) -> bool:
+        """True while a job is there."""
+        return any(state.jobs_by_host.get(host) for host in self.hosts) or any(d in state.holders for d in self.devices)
+
 
 def play(
     state: State,
@@ -68,20 +90,26 @@ def play(
     awaited: Iterable[JobId],
     later: Iterable[tuple[float, PastJob]] = (),
     passes_s: float = math.inf,
+    changes: Iterable[e.Event] = (),
+    watched: Watched | None = None,
 ) -> Course:
     """Play a state forward until the awaited jobs are over; changes the state and the runs.
 
     Args:
         later: jobs that are submitted meanwhile, with their times.
         passes_s: processor time after which the course is cut off; what has not happened by then is not known.
+        changes: happen first.
+        watched: place of which the course tells when it is free.
     """
-    course = Course()
+    course = Course(watched=watched)
     simulation = LiveSimulation(policy, now_s + HORIZON_S, None, GATHER_SHARE, ROUND_SHARE, course.on_batch, passes_s)
     for number, (at_s, past) in enumerate(later):
         job, name = JobId(f"later {number}"), past.spec.name
         run = Run(job=job, name=name, steps=past.ran_s, speed=Elapsing(), has_steps=False, keeps_state=False)
         simulation.submit(at_s, past.spec, run)
-    simulation.go_on(state, runs, now_s, awaited)
+    simulation.go_on(state, runs, now_s, awaited, changes)
+    if watched is not None and math.isinf(course.free_s):  # nothing happened at the time from which it counts
+        course.look(state, max(watched.from_s, now_s))
     return course
 
 
@@ -94,6 +122,8 @@ def roll_out(
     awaited: Iterable[JobId] | None = None,
     arrivals: Arrivals | None = None,
     passes_s: float = math.inf,
+    changes: Iterable[e.Event] = (),
+    watched: Watched | None = None,
 ) -> Iterator[Course]:
     """Yield one course after another, without end; each draws its run times by its own number.
 
@@ -101,7 +131,7 @@ def roll_out(
         policy: remembers curves from one course to the next.
         awaited: jobs by whose end a course is over; None: all that are drawn.
         arrivals: jobs that are submitted meanwhile; None: none.
-        passes_s: see `play`.
+        passes_s, changes, watched: see `play`.
     """
     tables, body = state.performance_tables, _encoder.encode(replace(state, performance_tables={}))
     number = 0
@@ -111,7 +141,8 @@ def roll_out(
         random_ = random.Random(f"{seed} {number}")
         runs = [draw(random_) for draw in draws.values()]
         later = arrivals.draw(random_) if arrivals is not None else ()
-        yield play(copy, policy, runs, now_s, draws if awaited is None else awaited, later, passes_s)
+        until = draws if awaited is None else awaited
+        yield play(copy, policy, runs, now_s, until, later, passes_s, changes, watched)
         number += 1
 
 
@@ -126,10 +157,10 @@ def summary(
     """
     found: dict[JobId, Forecast] = {}
     for job in jobs:
-        ends = _quantiles([course.end_s.get(job, math.inf) for course in courses])
+        ends = quantiles([course.end_s.get(job, math.inf) for course in courses])
         starts = None
         if job in state.queue:
-            starts = _quantiles([course.start_s.get(job, math.inf) for course in courses])
+            starts = quantiles([course.start_s.get(job, math.inf) for course in courses])
         after = Counter(course.after[job] for course in courses if job in course.after).most_common(1)
         if ends is not None or starts is not None:
             first = state.jobs.get(after[0][0]) if after else None
@@ -138,7 +169,7 @@ def summary(
     return found
 
 
-def _quantiles(times_s: Sequence[float]) -> Quantiles | None:
+def quantiles(times_s: Sequence[float]) -> Quantiles | None:
     """Quantiles of some points in time; None: most of them never come."""
     ordered = sorted(times_s)
     # Ranks of n + 1: between the smallest and the largest of 20 lie 90% of what comes. In doubt outwards.

@@ -79,3 +79,26 @@ def test_times_of_a_start() -> None:
     assert time.localtime(point_in_time_s("--from", "2030-12-24 08:00"))[:5] == (2030, 12, 24, 8, 0)
     with pytest.raises(UsageError, match=r"write it as in 14:00"):
         point_in_time_s("--from", "soon")
+
+
+def test_a_dry_run_tells_whom_a_claim_or_a_drain_would_delay_and_changes_nothing(cluster: RunningCluster) -> None:
+    cluster.start(hosts=1, devices=2)
+    cluster.wait_until_up(1)
+    job = cluster.run(
+        "run", "-d", "--no-snapshot", "--devices", "2", "--time", "1h", "--", "sleep", "1000"
+    ).stdout.strip()
+    cluster.wait_for(job, lambda row: row["state"] == "running")
+    claim = ("claim", "local0", "--for", "30d", "--reason", "fan", "--dry-run")
+    for asked in (
+        claim,
+        ("host", "drain", "local0", "--dry-run"),
+        ("host", "drain", "local0", "--when-idle", "--dry-run"),
+    ):
+        done = cluster.run(*asked)
+        assert "free: " in done.stdout and "not known" not in done.stdout and "roll-outs" in done.stdout
+        assert "no job would end a minute later or earlier" in done.stdout + done.stderr
+    assert cluster.run("claim", "ls").stdout == ""
+    assert cluster.run("host", "drain", "local0", "--when-idle").stderr.count("free: ") == 1
+    assert "it stays there until its end" in cluster.run("why", job).stdout
+    refused = cluster.run("host", "drain", "nohost", "--dry-run", check=False)
+    assert refused.returncode == 2 and "nohost" in refused.stderr

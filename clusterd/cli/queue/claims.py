@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from clusterd.cli.common.arguments import point_in_time_s, time_s
+from clusterd.cli.common.expected import PLAYING, print_effect
 from clusterd.cli.common.output import note, output_option, print_line, show_json, show_table
 from clusterd.client import Client
 from clusterd.errors import UsageError
@@ -46,12 +47,19 @@ def claim() -> None:
 @click.option("--for", "length", metavar="TIME", help="As in 2h; default: until it is removed.")
 @click.option("--reason", required=True, help="Shown to all users.")
 @click.option("--drain", is_flag=True, help="Stop jobs that cannot move, and queue them again.")
-def add(devices: tuple[str, ...], begin: str | None, length: str | None, reason: str, drain: bool) -> None:
+@click.option("--dry-run", is_flag=True, help="Print when the devices would be free, and whom that would delay.")
+def add(
+    devices: tuple[str, ...], begin: str | None, length: str | None, reason: str, drain: bool, dry_run: bool
+) -> None:
     """Claim DEVICES: gpu01:3,4, or gpu01 for all of its devices."""
     from_s = point_in_time_s("--from", begin) if begin is not None else None
     for_s = time_s("--for", length) if length is not None else None
     with Client() as cluster:
-        row = cluster.call("claim_add", devices=list(devices), reason=reason, from_s=from_s, for_s=for_s, drain=drain)
+        wanted: dict[str, Any] = {"devices": list(devices), "reason": reason, "from_s": from_s, "for_s": for_s}
+        if dry_run:
+            print_effect(cluster.call("claim_add", **wanted, drain=drain, dry_run=True, meanwhile=PLAYING))
+            return
+        row = cluster.call("claim_add", **wanted, drain=drain)
     _note_made(row)
 
 

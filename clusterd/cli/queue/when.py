@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
+from clusterd.cli.common.expected import expected_cell
 from clusterd.cli.common.output import output_option, show_json, show_table
-from clusterd.cli.jobs import expected_cell
 from clusterd.client import Client
 from clusterd.errors import UsageError
 from clusterd.submission.job_file import read_job_file

@@ -212,6 +212,7 @@ def on_host_drained(ctx: HandlerContext, event: e.HostDrained) -> None:
     if host is None:
         return
     host.drained = ": ".join(filter(None, (event.by and f"by {event.by}", event.why))) or NO_REASON
+    host.jobs_stay = event.jobs_stay
     ctx.pass_due = True
 
 

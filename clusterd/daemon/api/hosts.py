@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -19,12 +20,14 @@ from clusterd.core.queueing import admission, bookings
 from clusterd.core.state import State
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Streaming, Verb
+from clusterd.daemon.forecasts.forecaster import Forecaster
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.joined import JoinedHosts
 from clusterd.daemon.hosts.registry import JOINED, LOCAL, HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.rights import Rights
 from clusterd.errors import ClusterError, UsageError, first_of
+from clusterd.forecasting import Change
 from clusterd.keys import checked_name
 from clusterd.trusted_paths import account_name
 from clusterd.types import DeviceClaim, DeviceId, Resources
@@ -33,8 +36,10 @@ from clusterd.types import DeviceClaim, DeviceId, Resources
 class HostVerbs:
     """Answers questions about hosts and turns requests into events."""
 
-    def __init__(self, engine: Engine, hosts: HostRegistry, enrolment: HostKeyEnrolment) -> None:
-        self._engine, self._hosts, self._enrolment = engine, hosts, enrolment
+    def __init__(
+        self, engine: Engine, hosts: HostRegistry, enrolment: HostKeyEnrolment, forecaster: Forecaster
+    ) -> None:
+        self._engine, self._hosts, self._enrolment, self._forecaster = engine, hosts, enrolment, forecaster
 
     @property
     def verbs(self) -> dict[str, Verb]:
@@ -46,6 +51,7 @@ class HostVerbs:
             "host_add": self.host_add,
             "host_trust": self.host_trust,
             "host_drain": self.host_drain,
+            "drain_preview": self.drain_preview,
             "host_undrain": self.host_undrain,
             "host_remove": self.host_remove,
         }
@@ -94,18 +100,29 @@ class HostVerbs:
         self._hosts.retry_now(known.id)
         return answer
 
-    async def host_drain(self, peer: Peer, host: str, why: str = "", also: list[str] | None = None) -> rows.Host:
-        """Drain a host, and those in `also` at the same moment, so that no job moves from one to the next."""
+    async def host_drain(
+        self, peer: Peer, host: str, why: str = "", also: list[str] | None = None, jobs_stay: bool = False
+    ) -> rows.Host:
+        """Drain a host, and those in `also` at the same moment, so that no job moves from one to the next.
+
+        Args:
+            jobs_stay: jobs that are there run to their end.
+        """
         known = [admission.find_host(self._state, name) for name in (host, *(also or ()))]
         now_s = time.time()
         try:
             async with anyio.create_task_group() as group:
                 for each in known:
-                    event = e.HostDrained(at_s=now_s, host=each.id, by=peer.user, why=why)
+                    event = e.HostDrained(at_s=now_s, host=each.id, by=peer.user, why=why, jobs_stay=bool(jobs_stay))
                     group.start_soon(self._engine.post, event)
         except ExceptionGroup as errors:
             raise first_of(errors) from None
         return projection.host_row(self._state, admission.find_host(self._state, host))
+
+    async def drain_preview(self, peer: Peer, hosts: list[str], jobs_stay: bool = False) -> rows.Effect:
+        """When hosts would be free if they were drained now, and whom that would delay."""
+        known = tuple(admission.find_host(self._state, name).id for name in hosts)
+        return await self._forecaster.effect(Change(drained=known, jobs_stay=bool(jobs_stay)))
 
     async def host_undrain(self, peer: Peer, host: str) -> rows.Host:
         """Return the host to service."""
@@ -188,8 +205,8 @@ class JoinVerbs:
 class ClaimVerbs:
     """Answers requests about claims and bookings, and turns them into events."""
 
-    def __init__(self, engine: Engine, rights: Rights) -> None:
-        self._engine, self._rights = engine, rights
+    def __init__(self, engine: Engine, rights: Rights, forecaster: Forecaster) -> None:
+        self._engine, self._rights, self._forecaster = engine, rights, forecaster
         self._numbering = anyio.Lock()
 
     @property
@@ -219,7 +236,8 @@ class ClaimVerbs:
         from_s: float | None = None,
         for_s: float | None = None,
         drain: bool = False,
-    ) -> rows.Claim:
+        dry_run: bool = False,
+    ) -> rows.Claim | rows.Effect:
         """Claim devices.
 
         Args:
@@ -227,6 +245,7 @@ class ClaimVerbs:
             from_s: start; None: now.
             for_s: seconds until the end; None: until it is removed.
             drain: stop jobs that cannot move, and queue them again.
+            dry_run: tell only when the devices would be free, and whom that would delay.
         """
         if not isinstance(reason, str) or not reason.strip() or not reason.isprintable():
             raise UsageError("a claim needs a reason in one line, which users see")
@@ -235,18 +254,19 @@ class ClaimVerbs:
         found = tuple(dict.fromkeys(device for text in devices for device in self._devices(text)))
         if not found:
             raise UsageError("no device is named: write gpu01:3, or gpu01 for all of its devices")
+        claim = DeviceClaim(
+            id=self._next_id(), devices=found, from_s=begins_s, until_s=ends_s, reason=reason.strip(), by=peer.user,
+            drain=bool(drain),
+        )  # fmt: skip
+        if dry_run:
+            return await self._forecaster.effect(Change(claim=claim))
         async with self._numbering:
-            claim = DeviceClaim(
-                id=str(self._state.last_device_claim + 1),
-                devices=found,
-                from_s=begins_s,
-                until_s=ends_s,
-                reason=reason.strip(),
-                by=peer.user,
-                drain=bool(drain),
-            )
+            claim = replace(claim, id=self._next_id())
             await self._engine.post(e.DevicesClaimed(at_s=now_s, claim=claim))
         return self._with_holders(claim)
+
+    def _next_id(self) -> str:
+        return str(self._state.last_device_claim + 1)
 
     def _with_holders(self, claim: DeviceClaim) -> rows.Claim:
         """Row of a new claim, with the jobs that are on its devices."""
@@ -295,7 +315,7 @@ class ClaimVerbs:
                 others = "".join(f"; {projection.claimed_until(claim, now_s)}" for claim in in_the_way)
                 raise ClusterError(f"{len(found)} of the {devices} {noun} can be booked for all of that time{others}")
             claim = DeviceClaim(
-                id=str(self._state.last_device_claim + 1), devices=found, from_s=begins_s, until_s=ends_s,
+                id=self._next_id(), devices=found, from_s=begins_s, until_s=ends_s,
                 reason=name, by=peer.user, owner=peer.user,
             )  # fmt: skip
             await self._engine.post(e.DevicesClaimed(at_s=now_s, claim=claim))

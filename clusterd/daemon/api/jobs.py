@@ -80,9 +80,9 @@ class JobVerbs:
         self._datasets, self._rights, self._status = config.datasets, rights, status
         self._engine, self._hosts, self._feed = engine, hosts, feed
         self._archive, self._workdirs, self._archived = archive, workdirs, archived
-        self._host_verbs = HostVerbs(engine, hosts, enrolment)
+        self._host_verbs = HostVerbs(engine, hosts, enrolment, forecaster)
         self._queue = QueueVerbs(engine, hosts, archived, self.submit, rights)
-        self._claims = ClaimVerbs(engine, rights)
+        self._claims = ClaimVerbs(engine, rights, forecaster)
         self._migration_verbs = MigrationVerbs(engine, hosts, feed)
         self._retention_verbs = RetentionVerbs(engine, hosts, archive, workdirs)
         self._file_verbs = FileVerbs(engine, hosts)

@@ -33,8 +33,8 @@ from clusterd.daemon.forecasts.outcomes import OutcomeStore, Widening
 from clusterd.daemon.journal import codec
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError
-from clusterd.forecasting import HEADER_BYTES, Answer, PastJob, Request, WhatIf, WhatIfAnswer, message
-from clusterd.rows import Forecast
+from clusterd.forecasting import HEADER_BYTES, Answer, Change, PastJob, Request, WhatIf, WhatIfAnswer, message
+from clusterd.rows import Effect, Forecast
 from clusterd.types import JobId, JobKind, JobSpec, JobState
 
 log = logging.getLogger(__name__)
@@ -168,18 +168,31 @@ class Forecaster:
         """
         if not wanted:
             return ()
-        async with self._asking:
-            process = await _Process.start()
-            try:
-                request, _ = await self._request(WHAT_IF_CPU_S * len(wanted), tuple(wanted))
-                answers = (await process.ask(request)).what_ifs
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await process.end()
+        request, _ = await self._request(WHAT_IF_CPU_S * len(wanted), tuple(wanted))
+        answers = (await self._ask_apart(request)).what_ifs
         return tuple(
             msgspec.structs.replace(one, forecast=self._widened(one.forecast, request.now_s)) if one.forecast else one
             for one in answers
         )
+
+    async def effect(self, change: Change) -> Effect:
+        """Effect of a change, if it were made now.
+
+        Raises:
+            ClusterError: the process failed.
+        """
+        request, _ = await self._request(2 * WHAT_IF_CPU_S)
+        return (await self._ask_apart(msgspec.structs.replace(request, change=change))).effect or Effect()
+
+    async def _ask_apart(self, request: Request) -> Answer:
+        """Ask a process of its own, one at a time."""
+        async with self._asking:
+            process = await _Process.start()
+            try:
+                return await process.ask(request)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await process.end()
 
     async def _request(self, cpu_s: float, what_ifs: tuple[WhatIf, ...] = ()) -> tuple[Request, float]:
         """Request about the state of now, and the seconds in which the event loop waited for it."""

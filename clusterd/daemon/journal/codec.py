@@ -81,6 +81,7 @@ _SHAPE_BYTES = 8
 ADDED = frozenset(
     {
         "Attempt.over_share", "Attempt.paused_by", "Attempt.reclaim", "DeviceClaim.owner", "DeviceClaim.unused",
+        "Host.jobs_stay",
         "JobSpec.booking",
         "JobSpec.clean_env", "JobSpec.is_attached", "JobSpec.reads_input", "Resources.tasks", "State.booked_s",
         "State.budgets", "State.device_weights", "State.half_life_s", "State.notice", "State.used",

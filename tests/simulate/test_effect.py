@@ -1,0 +1,74 @@
+"""Effect of a drain or a claim before it is made, by roll-outs with and without it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from clusterd.core import events as e
+from clusterd.core.policies import POLICIES
+from clusterd.daemon.journal import codec
+from clusterd.forecasting import Change, Request
+from clusterd.rows import Effect
+from clusterd.simulate.forecaster import answer
+from clusterd.types import DeviceClaim, DeviceId, HostId, JobId
+from tests.core.conftest import Lab
+
+
+def lab_of_two() -> tuple[Lab, JobId, JobId, JobId]:
+    """A job on each of two hosts, one for ten minutes and one for two hours, and one that waits for either."""
+    lab = Lab()
+    lab.now_s = 1e6
+    for name in "ab":
+        lab.host(name, gpus=2)
+    # Each has run for as long before, so that how long it will run is known.
+    lab.scheduler.state.run_times |= {"/short": [600.0] * 16, "/long": [7200.0] * 16, "/late": [600.0] * 16}
+    short, _ = lab.submit("short", devices=2)
+    lab.run(short)
+    long, _ = lab.submit("long", devices=2)
+    lab.run(long)
+    late, _ = lab.submit("late", devices=2)
+    assert lab.attempt(short).hosts == ("a",) and lab.state(late) == "queued"
+    return lab, short, long, late
+
+
+def effect(lab: Lab, change: Change) -> Effect:
+    request = Request(
+        now_s=lab.now_s, state=codec.encode(lab.scheduler.state), tables={}, past=msgspec.msgpack.encode([]),
+        policy="default", rollouts=20, cpu_s=60.0, change=change,
+    )  # fmt: skip
+    found = answer(request, POLICIES["default"]()).effect
+    assert found is not None and found.rollouts == 20
+    return found
+
+
+def test_a_drained_host_is_free_once_its_job_ends_and_who_waits_for_it_waits_for_another() -> None:
+    lab, _, _, late = lab_of_two()
+    found = effect(lab, Change(drained=(HostId("a"),), jobs_stay=True))
+    assert found.free is not None and 300.0 < found.free.p50_s - lab.now_s < 1200.0
+    assert [each.job for each in found.delays] == [late]
+    assert 5000.0 < found.delays[0].p50_s < 9000.0
+
+
+def test_a_claim_for_the_night_delays_nobody_that_is_over_by_then() -> None:
+    lab, *_ = lab_of_two()
+    from_s = lab.now_s + 40 * 3600.0
+    claim = DeviceClaim(id="1", devices=(DeviceId("a:gpu0"),), from_s=from_s, until_s=from_s + 3600.0, reason="fan")
+    found = effect(lab, Change(claim=claim))
+    assert found.delays == () and found.free is not None and found.free.p50_s == claim.from_s
+
+
+def test_a_claim_from_now_on_delays_who_waits_by_its_length() -> None:
+    lab, _, _, late = lab_of_two()
+    everything = tuple(DeviceId(f"{host}:gpu{n}") for host in "ab" for n in range(2))
+    claim = DeviceClaim(id="1", devices=everything, from_s=lab.now_s, until_s=lab.now_s + 10 * 3600.0, reason="move")
+    found = effect(lab, Change(claim=claim))
+    assert [each.job for each in found.delays] == [late]
+    assert 9 * 3600.0 < found.delays[0].p50_s < 10 * 3600.0
+
+
+def test_jobs_stay_on_a_host_that_is_drained_when_idle() -> None:
+    lab, short, *_ = lab_of_two()
+    lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), by="ann", jobs_stay=True))
+    assert lab.why(short) == "a is drained (by ann): it stays there until its end"
+    free, _ = lab.submit("more", devices=1)
+    assert lab.state(free) == "queued"
