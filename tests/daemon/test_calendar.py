@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 
 from clusterd.cli.queue.calendar import LINE_BYTES, icalendar
 from clusterd.core import events as e
+from clusterd.core.policies import POLICIES
+from clusterd.core.queueing.bookings import UNUSED_S
 from clusterd.core.state import Job
 from clusterd.daemon.api.calendar import entries
+from clusterd.daemon.journal import codec
+from clusterd.forecasting import Request
 from clusterd.rows import CalendarEntry, Forecast, Quantiles
+from clusterd.simulate.forecaster import answer
 from clusterd.types import HostId
 from tests.core.allocation.test_bookings import book
 from tests.core.allocation.test_device_claims import claim
@@ -131,3 +136,20 @@ def test_any_text_comes_back_from_folded_lines(drawn: list[tuple[str, float]]) -
     assert plain == [f"ann: {''.join(x for x in text if x.isprintable())}" for text, _ in drawn]
     starts = [datetime.strptime(line[8:], "%Y%m%dT%H%M%S%z") for line in unfolded if line.startswith("DTSTART:")]
     assert [start.timestamp() for start in starts] == [float(int(at_s)) for _, at_s in drawn]
+
+
+def test_a_forecast_plays_bookings() -> None:
+    """A job of one starts when it begins; one that needs its devices, too, when it is over."""
+    lab = Lab()
+    lab.host("a", gpus=2)
+    number = book(lab, "a:gpu0", begin_s=HOUR, for_s=2 * HOUR)
+    own, _ = lab.submit("own", user="ann", booking=number)
+    wide, _ = lab.submit("wide", user="bob", devices=2, time_limit_s=HOUR)
+    state = codec.encode(lab.scheduler.state)
+    of: dict[str, Any] = {"tables": {}, "past": codec.encode([]), "policy": "default"}
+    request = Request(now_s=lab.now_s, state=state, **of, rollouts=10, cpu_s=10.0)
+    found = answer(request, POLICIES["default"]()).jobs
+    booking = lab.scheduler.state.device_claims[number]
+    starts_s = {job: times.p50_s for job, each in found.items() if (times := each.start) is not None}
+    assert booking.from_s <= starts_s[own] < booking.from_s + 60.0
+    assert booking.until_s is not None and starts_s[wide] >= booking.from_s + UNUSED_S

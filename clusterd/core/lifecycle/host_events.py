@@ -51,6 +51,9 @@ def on_daemon_started(ctx: HandlerContext, event: e.DaemonStarted) -> None:
         host.unknown_attempts.clear()
         host.logins = dict.fromkeys(host.logins, "the daemon has just started")
         _admit_host_again(ctx.state, host.id)
+    for claim in [claim for claim in ctx.state.device_claims.values() if claim.unused]:
+        # Nobody could submit a job meanwhile: the time to use its devices begins again.
+        ctx.state.device_claims[claim.id] = replace(claim, unused=dict.fromkeys(claim.unused))
     for job_id in ctx.state.queue:
         job = ctx.state.jobs[job_id]
         if job.inspection.state is InspectionState.ASKED:  # the answer would go to the previous daemon

@@ -146,6 +146,17 @@ def test_the_time_to_use_a_device_begins_when_the_job_of_another_has_left_it(lab
     assert lab.scheduler.state.device_claims == {}
 
 
+def test_the_time_to_use_a_device_begins_again_with_the_daemon(lab: Lab) -> None:
+    """While there was none nobody could submit a job."""
+    lab.host("a", gpus=1)
+    number = book(lab, "a:gpu0")
+    lab.now_s += HOUR
+    lab.tell(e.DaemonStarted(**lab.at(), epoch=2))
+    lab.connect("a")
+    job, _ = lab.submit(user="ann", booking=number)
+    assert lab.attempt(job).devices == ("a:gpu0",)
+
+
 def test_a_job_that_waits_names_the_booking_and_its_own_says_when_it_begins(lab: Lab) -> None:
     lab.host("a", gpus=1)
     number = book(lab, "a:gpu0", begin_s=HOUR)

@@ -179,7 +179,7 @@ async function fleet() {
   for (const host of hosts) {
     const facts = [host.drained ? `drained: ${host.drained}` : "", host.why, host.cpu_cores ? `${host.cores_used} of ${host.cpu_cores} cores` : "",
       host.memory_bytes ? `${size(host.memory_used_bytes)} of ${size(host.memory_bytes)} booked` : "", host.labels.join(" ")];
-    const claims = host.claims.map(claim => element("p", {class: "dim"}, `claim ${claim.id}: ${claim.devices.join(", ")}: ${claim.reason} (${claim.by})`));
+    const claims = host.claims.map(claim => element("p", {class: "dim"}, `${claim.owner ? "booking" : "claim"} ${claim.id}: ${[claim.devices.join(", "), claim.reason].filter(Boolean).join(": ")} (${claim.by})`));
     parts.push(element("section", {class: "host"}, element("h2", {}, host.name, " ", element("span", {class: host.state}, host.state)),
       element("p", {class: "dim"}, facts.filter(Boolean).join(", ")), claims,
       element("div", {class: "devices"}, host.devices.map(one => device(one, usage.devices[one.id] || [])))));
