@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
+from clusterd.core.queueing.dependencies import split
 from clusterd.core.state import Job
 from clusterd.core.timers import Timer, TimerKind, account_on
 from clusterd.daemon.journal import codec
@@ -128,6 +129,21 @@ class Chaos(RuleBasedStateMachine):
         self.world.tell(event)
 
     @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), used_bytes=st.sampled_from([0, 1, 2]))
+    def hold_memory(self, data: st.DataObject, used_bytes: int) -> None:
+        job = self.reported_job(data)
+        devices = job.attempts[-1].devices if job.attempts else ()
+        event = e.DeviceMemoryObserved(
+            **self.world.at(),
+            job=job.id,
+            attempt=len(job.attempts),
+            device=devices[0] if devices else DeviceId("a:gpu0"),
+            used_bytes=used_bytes,
+            part_bytes=1,
+        )
+        self.world.tell(event)
+
+    @precondition(lambda self: self.jobs)
     @rule(data=st.data(), devices=st.integers(0, 3), limit_s=st.sampled_from([None, 60.0, 3600.0]), books=st.booleans())
     def edit(self, data: st.DataObject, devices: int, limit_s: float | None, books: bool) -> None:
         """`books`: a place in the newest claim, which need not be a booking, nor last."""
@@ -224,10 +240,12 @@ class Chaos(RuleBasedStateMachine):
         job = data.draw(st.sampled_from(sorted(self.archived)))
         self.world.tell(e.JobRecalled(**self.world.at(), job=job, record=self.archived[job]))
 
-    @rule(host=HOST, drained=st.booleans())
-    def drain(self, host: HostId, drained: bool) -> None:
-        kind = e.HostDrained if drained else e.HostUndrained
-        self.world.tell(kind(**self.world.at(), host=host))
+    @rule(host=HOST, drained=st.booleans(), jobs_stay=st.booleans())
+    def drain(self, host: HostId, drained: bool, jobs_stay: bool) -> None:
+        if drained:
+            self.world.tell(e.HostDrained(**self.world.at(), host=host, jobs_stay=jobs_stay))
+        else:
+            self.world.tell(e.HostUndrained(**self.world.at(), host=host))
 
     @rule(host=HOST)
     def remove(self, host: HostId) -> None:
@@ -434,6 +452,8 @@ class Chaos(RuleBasedStateMachine):
         left = {job.id: (job.state.value, job.reason) for job in state.jobs.values() if not job.state.is_final}
         waits = {job for job in left if state.jobs[job].state is JobState.QUEUED}
         held = {job for job in waits if state.jobs[job].spec.booking}  # queued again after the end of its booking
+        while more := {job for job in waits - held if {split(x)[0] for x in state.jobs[job].spec.after} & held}:
+            held |= more
         assert set(left) <= (waits if world.gone else held), f"{self.policy}: {left}"
         assert state.holders == {}
         assert [host.unusable for host in state.hosts.values() if host.unusable and host.id not in world.gone] == []
