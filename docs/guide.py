@@ -13,6 +13,7 @@ import os
 import pwd
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -87,12 +88,16 @@ def _prepare(scratch: Path) -> None:
 
 
 def _end(scratch: Path) -> None:
-    """End the jobs, the hosts and the daemon, also of a run that failed."""
+    """End what a run left that did not come to the end of the page: jobs, hosts, daemon, and then any process."""
     with contextlib.suppress(ClusterError), Client() as cluster:
         if jobs := [row["id"] for row in cluster.call("jobs")]:
             subprocess.run(["clusterd", "cancel", "--wait", *jobs], stdout=subprocess.DEVNULL, check=False)
         subprocess.run(["clusterd", "host", "remove", "local0", "local1"], check=False)
         subprocess.run(["clusterd", "stop"], check=False)
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.fsencode(scratch) in (process / "environ").read_bytes():
+                os.kill(int(process.name), signal.SIGTERM)
     shutil.rmtree(scratch, ignore_errors=True)
 
 

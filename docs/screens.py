@@ -32,6 +32,8 @@ FOLDER = Path(__file__).parent / "tui"
 GPT = Path(__file__).parent.parent / "examples" / "gpt"
 
 SMALL, LARGE = (80, 24), (120, 36)
+DRAWN = ("fleet", "queue", "job", "decisions", "events")
+"""Screens that the pages show as pictures, beside their text."""
 LIMIT_S = 600.0
 
 FIRST = {
@@ -116,16 +118,17 @@ async def capture(app: Top, pilot: Pilot[Any], name: str, wanted: str = "") -> N
     await until(pilot, lambda: wanted in text_of(app))
     await pilot.pause(1.0)  # logs and histories arrive in parts
     (FOLDER / f"{name}.txt").write_text(text_of(app))
-    print(f"docs/tui/{name}.txt is written")
+    if name in DRAWN:
+        (FOLDER / f"{name}.svg").write_text(app.export_screenshot(title=f"clusterd top: {name}"))
+    print(f"docs/tui/{name} is written")
 
 
 async def live_screens(app: Top, pilot: Pilot[Any]) -> None:
     """Screens of the cluster, beginning at the queue with the cursor on its first row."""
     await capture(app, pilot, "queue", "ms/step")
-    (FOLDER / "queue.svg").write_text(app.export_screenshot(title="clusterd top"))
     await pilot.press("w")
     await capture(app, pilot, "why", "esc closes")
-    await pilot.press("escape", "m")
+    await pilot.press("escape", "m", "down")  # the first plan may be the one that it runs under
     await capture(app, pilot, "move", "downtime  about")
     await pilot.press("escape", "1")
     await capture(app, pilot, "fleet", "a job's")
