@@ -632,6 +632,7 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     device_hours: Annotated[float, about("Hours of devices that they held.")]
     utilisation: Annotated[float | None, about("Share of these in which a device worked.")]
     idle_device_hours: Annotated[float, about("Of a host: hours of devices that no job held.")]
+    outside_device_hours: Annotated[float, about("Hours of devices held outside the queue, by user or host.")]
     submitted: Annotated[int, about("Jobs that were submitted.")]
     waited_s_median: Annotated[float | None, about("Median of their time from submission to start.")]
     waited_s_longest: Annotated[float | None, about("Longest such time.")]

@@ -68,6 +68,7 @@ from clusterd.daemon.storage.backups import Backups
 from clusterd.daemon.storage.device_memory import SharedDeviceMemory
 from clusterd.daemon.storage.idle_jobs import IdleJobs
 from clusterd.daemon.storage.log_tails import LogTails
+from clusterd.daemon.storage.outside_processes import OutsideProcesses
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.storage.usage import UsageStore
 from clusterd.daemon.unexpected import guarded
@@ -151,7 +152,7 @@ class Daemon:
             await archived_jobs.load()
             await archive.keep_secrets_of({job.id for job in state.jobs.values() if not job.state.is_final})
             replicas = SnapshotReplicas(engine, hosts, data_key)
-            usage = UsageStore(config.state_dir / "usage.db", state)
+            usage = UsageStore(config.state_dir / "usage.db", state, outside=hosts.outside_processes)
             stack.callback(usage.close)
             idle_jobs = IdleJobs(engine, usage.busy, config.idle_after_s, config.reclaim_idle_s, config.reclaim)
             log_tails = LogTails(engine, hosts, archive)
@@ -249,6 +250,9 @@ class Daemon:
                 tasks.start_soon(guarded, idle_jobs.run)
             if notifier is not None:
                 tasks.start_soon(notifier.run)
+                if (after_s := config.outside_queue_after_s) is not None:
+                    outside = hosts.outside_processes
+                    tasks.start_soon(OutsideProcesses(outside, notifier.tell, after_s, config.outside_queue_exempt).run)
             local_dir = config.state_dir / "local"
             await stack.enter_async_context(local_hosts(hosts, state, local_dir, self._local, self._devices, embedded))
             await joined.restore()

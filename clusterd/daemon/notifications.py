@@ -120,6 +120,10 @@ class Notifier:
             if urls := (*self._notify.urls, *self._notify.users.get(notification.get("user", ""), ())):
                 await _send(urls, notification)
 
+    def tell(self, notification: Notification) -> None:
+        """Queue a notification."""
+        self._queue(notification)
+
     def _queue(self, notification: Notification) -> None:
         if notification["kind"] not in self._notify.on:
             return

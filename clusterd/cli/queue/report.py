@@ -42,7 +42,11 @@ def report(since: str, by: str, fair_share: bool, forecasts: bool, output: str) 
         return
     headings = [by, "jobs", "device-hours", "utilisation"]
     headings += ["idle device-hours"] if by == "host" else ["submitted", "median wait", "longest wait"]
-    show_table(headings, [_line(row, by) for row in rows], f"nothing ran in the last {since}")
+    lines = [_line(row, by) for row in rows]
+    if any(row["outside_device_hours"] for row in rows):
+        headings.append("outside the queue")
+        lines = [[*line, f"{row['outside_device_hours']:.2f}"] for line, row in zip(lines, rows, strict=True)]
+    show_table(headings, lines, f"nothing ran in the last {since}")
     if rows:
         total = sum(row["device_hours"] for row in rows)
         note(f"{total:.2f} device-hours in the last {since}")

@@ -31,11 +31,15 @@ class _Sums:
     measured_s: float = 0.0
     busy_s: float = 0.0
     idle_s: float = 0.0
+    outside_s: float = 0.0
     days: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, use: JobUse) -> None:
         if not use.job:
             self.idle_s += use.device_s
+            return
+        if use.job.startswith("@"):
+            self.outside_s += use.device_s
             return
         self.jobs.add(use.job)
         self.device_s += use.device_s
@@ -102,6 +106,8 @@ class UsageVerbs:
         for use in used:
             known = jobs.get(JobId(use.job))  # None: idle devices, or a job that is no longer known
             group = use.host if by == "host" else known.group if known is not None else None
+            if by == "user" and use.job.startswith("@"):
+                group = use.job[1:] or "(not known)"
             if group is not None:
                 groups[group].add(use)
         waits = _waits(jobs.values(), since_s)
@@ -164,7 +170,7 @@ def _row(group: str, sums: _Sums, waits: list[float]) -> rows.UsageReport:
     return rows.UsageReport(
         group=group, jobs=len(sums.jobs), device_hours=sums.device_s / 3600,
         utilisation=sums.busy_s / sums.measured_s if sums.measured_s else None,
-        idle_device_hours=sums.idle_s / 3600 if sums.idle_s else 0.0, submitted=len(waits),
+        idle_device_hours=sums.idle_s / 3600, outside_device_hours=sums.outside_s / 3600, submitted=len(waits),
         waited_s_median=waits[len(waits) // 2] if waits else None, waited_s_longest=waits[-1] if waits else None,
         device_hours_by_day={day: seconds / 3600 for day, seconds in sorted(sums.days.items())},
     )  # fmt: skip

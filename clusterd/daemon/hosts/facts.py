@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -103,20 +103,47 @@ def _excluded(device: Device) -> Device:
     return replace(device, excluded=True, foreign="excluded by exclude_devices in the configuration")
 
 
-def _gpu(host: HostId, gpu: agent.GpuRow, ours: Container[int], offered_by: str) -> Device:
-    foreign = [
+@dataclass(frozen=True, slots=True)
+class OutsideProcess:
+    """A process on a GPU that belongs to no job."""
+
+    host: HostId
+    device: DeviceId
+    pid: int
+    user: str  # empty: not known
+    memory_bytes: int
+
+
+def outside_processes(host: HostId, reported: Mapping[str, Any], ours: Container[int]) -> tuple[OutsideProcess, ...]:
+    """Processes outside the queue, of the map that the host's agent reported."""
+    return tuple(
+        OutsideProcess(host, _device_id(host, gpu), process.pid, process.user or "", process.memory_bytes or 0)
+        for gpu in from_map(agent.Facts, reported, "facts").gpus
+        for process in _foreign(gpu, ours)
+    )
+
+
+def _foreign(gpu: agent.GpuRow, ours: Container[int]) -> list[agent.ProcessRow]:
+    return [
         process
         for process in gpu.processes
         if not process.ours and process.pid not in ours and (process.memory_bytes or 0) >= FOREIGN_BYTES_MIN
     ]
-    users = ", ".join(f"{process.user or 'someone'} (pid {process.pid})" for process in foreign)
+
+
+def _device_id(host: HostId, gpu: agent.GpuRow) -> DeviceId:
+    return DeviceId(f"{host}:gpu{gpu.index}" + (f".{gpu.slice}" if gpu.slice is not None else ""))
+
+
+def _gpu(host: HostId, gpu: agent.GpuRow, ours: Container[int], offered_by: str) -> Device:
+    users = ", ".join(f"{process.user or 'someone'} (pid {process.pid})" for process in _foreign(gpu, ours))
     use = f"in use by {users}" if users else ""
     if not use and (gpu.unlisted_bytes or 0) >= max(UNLISTED_BYTES_MIN, UNLISTED_SHARE_MIN * gpu.memory_bytes):
         use = "in use, the driver does not say by whom"
     if offered_by:
         use = f"{offered_by} offers this GPU, on the same machine"
     return Device(
-        id=DeviceId(f"{host}:gpu{gpu.index}" + (f".{gpu.slice}" if gpu.slice is not None else "")),
+        id=_device_id(host, gpu),
         host=host,
         kind="cuda",
         uuid=gpu.uuid,

@@ -18,6 +18,7 @@ from clusterd.core import events as e
 from clusterd.core.lifecycle.reconcile import needs_action
 from clusterd.daemon.hosts import facts
 from clusterd.daemon.hosts.account_links import AccountLinks, MakeLink
+from clusterd.daemon.hosts.facts import OutsideProcess
 from clusterd.daemon.hosts.launch_records import LaunchRecord, LaunchRecords, secret_rows
 from clusterd.daemon.hosts.links import (
     AgentOwners,
@@ -73,6 +74,7 @@ class _Managed:
     options: HostOptions
     stop: anyio.CancelScope
     facts: dict[str, Any] = field(default_factory=dict)
+    outside: tuple[OutsideProcess, ...] = ()  # processes on its GPUs
     failures: LinkFailures = field(default_factory=LinkFailures)
 
 
@@ -391,6 +393,7 @@ class HostRegistry:
             return
         pids = self.accounts.gpu_pids(host)
         elsewhere = self._gpus_elsewhere(host, known.facts.boot_id)
+        managed.outside = facts.outside_processes(host, managed.facts, pids)
         now = facts.host_facts(host, managed.facts, managed.options, self._address(host), pids, elsewhere)
         if _offered(now) != _offered(known.facts):
             await self._engine.report(e.HostChanged(at_s=time.time(), host=host, facts=now))
@@ -405,6 +408,10 @@ class HostRegistry:
             for device in other.facts.devices
             if device.kind == "cuda" and not device.offered_by
         }
+
+    def outside_processes(self) -> list[OutsideProcess]:
+        """Processes on the GPUs of all hosts that belong to no job, as last reported."""
+        return [process for managed in self._managed.values() for process in managed.outside]
 
     # --- requests to agents -------------------------------------------------------------------------------------------
 

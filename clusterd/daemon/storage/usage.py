@@ -10,7 +10,7 @@ import logging
 import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import anyio
 import anyio.to_thread
 
 from clusterd.core.state import State
+from clusterd.daemon.hosts.facts import OutsideProcess
 from clusterd.protocol.agent import Usage
 from clusterd.rows import Minute
 from clusterd.types import Device, DeviceId, HostId, HostState
@@ -64,7 +65,7 @@ class _Minute:
 
 @dataclass(frozen=True, slots=True)
 class JobUse:
-    """Device-seconds of a job, or of idle devices (job ""), on a host and day."""
+    """Device-seconds of a job, of idle devices (""), or of a user outside the queue ("@ann"), on a host and day."""
 
     host: str
     job: str
@@ -83,13 +84,21 @@ class _Pending:
 class UsageStore:
     """Accounts for every device each `EVERY_S` seconds, by the holders in the state and the samples of agents."""
 
-    def __init__(self, file: Path, state: State, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        file: Path,
+        state: State,
+        clock: Callable[[], float] = time.time,
+        outside: Callable[[], Iterable[OutsideProcess]] = tuple,
+    ) -> None:
         """Open, or create, the database.
 
+        Args:
+            outside: processes of now that hold devices and belong to no job.
         Raises:
             sqlite3.DatabaseError: it is damaged.
         """
-        self._state, self._clock = state, clock
+        self._state, self._clock, self._outside = state, clock, outside
         self._database = sqlite3.connect(file, check_same_thread=False)
         self._database.executescript(_SCHEMA)
         self._latest: dict[HostId, tuple[float, Usage]] = {}
@@ -141,12 +150,16 @@ class UsageStore:
         now_s = self._clock()
         since_s, self._counted_at_s = self._counted_at_s, now_s
         elapsed_s = 0.0 if since_s is None else min(max(now_s - since_s, 0.0), 3 * EVERY_S)
+        others: dict[str, list[str]] = defaultdict(list)
+        for process in self._outside():
+            if (name := f"@{process.user}") not in others[process.device]:
+                others[process.device].append(name)
         for host in self._state.hosts.values():
             if host.state is not HostState.UP:
                 continue
             usage = self.latest(host.id)
             for device in host.devices:
-                jobs: list[str] = [*self._state.jobs_on(device.id)] or [""]
+                jobs: list[str] = [*self._state.jobs_on(device.id)] or others.get(device.id) or [""]
                 for job in jobs:  # those that share it have equal parts
                     self._add(host.id, device, job, elapsed_s / len(jobs), usage)
 
@@ -154,7 +167,7 @@ class UsageStore:
         busy = self._busy(device, job, usage)
         gpu = next((use for use in usage.devices if use.uuid == device.uuid), None) if usage is not None else None
         minute = self._pending.minutes[device.id]
-        minute.job = job or minute.job
+        minute.job = minute.job if job.startswith("@") else job or minute.job
         minute.seconds += elapsed_s
         day = self._pending.days[host, job]
         day[0] += elapsed_s

@@ -10,11 +10,12 @@ import pytest
 
 from clusterd.daemon.api.usage import UsageVerbs
 from clusterd.daemon.forecasts.outcomes import OutcomeStore
+from clusterd.daemon.hosts.facts import OutsideProcess
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.daemon.storage.usage import RETENTION_DAYS, UsageStore
 from clusterd.errors import UsageError
 from clusterd.protocol.agent import AttemptUse, DeviceUse, Usage
-from clusterd.types import HostId
+from clusterd.types import DeviceId, HostId
 from tests.core.conftest import Lab
 
 pytestmark = pytest.mark.anyio
@@ -146,4 +147,24 @@ async def test_a_persons_agent_tells_of_attempts_only(tmp_path: Path, lab: Lab, 
     assert {use.job for use in latest.attempts} == {"1", "2"}
     clock.now_s += 120.0
     assert store.latest(gpu01) is None
+    store.close()
+
+
+async def test_hours_outside_the_queue_are_those_of_their_user_and_not_idle(
+    tmp_path: Path, lab: Lab, clock: Clock
+) -> None:
+    """The second GPU is in use by bob, past the queue, with two processes."""
+    host, device = HostId("gpu01"), DeviceId("gpu01:gpu1")
+    processes = [OutsideProcess(host, device, pid, "bob", 1 << 33) for pid in (11, 12)]
+    store = UsageStore(tmp_path / "usage.db", lab.scheduler.state, clock, lambda: processes)
+    store.count()
+    await minutes(store, lab, clock, 0.5, 60)
+    verbs = UsageVerbs(store, lab.scheduler.state, NONE_ARCHIVED, NO_OUTCOMES)
+    users = await verbs.report(PEER, clock.now_s - 3600.0, by="user")  # type: ignore[arg-type]
+    assert [(row.group, row.device_hours, row.outside_device_hours) for row in users] == [
+        ("ann", pytest.approx(1.0), 0.0),
+        ("bob", 0.0, pytest.approx(1.0)),
+    ]
+    (row,) = await verbs.report(PEER, clock.now_s - 3600.0, by="host")  # type: ignore[arg-type]
+    assert (row.idle_device_hours, row.outside_device_hours) == (0.0, pytest.approx(1.0))
     store.close()
