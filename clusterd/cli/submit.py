@@ -12,6 +12,7 @@ import click
 
 from clusterd.cli.attached import attend, has_input
 from clusterd.cli.common.completers import complete_job
+from clusterd.cli.common.expected import expected_cell
 from clusterd.cli.common.following import first_failure, until_over
 from clusterd.cli.common.job_options import given_values, job_options
 from clusterd.cli.common.output import (
@@ -360,6 +361,8 @@ def _dry_run(cluster: Client, spec: JobSpec, expand: Expansion, output: str, *, 
     if output == "table":
         for each, answer in zip(specs, answers, strict=False):
             print_line(f"{each.name} {_outcome(answer)}")
+            if each is first and answer["state"] == "queued":
+                print_line(f"  {_expected(cluster, each)}")
         if left := len(specs) - len(answers):
             print_line(f"{counted(left, 'further job')} would be queued behind {specs[len(answers) - 1].name}")
         for verb in ("stops", "migrates"):
@@ -369,6 +372,14 @@ def _dry_run(cluster: Client, spec: JobSpec, expand: Expansion, output: str, *, 
         show_json(answers if len(answers) > 1 else answers[0], output)
     sys.stdout.flush()
     return 0
+
+
+def _expected(cluster: Client, spec: JobSpec) -> str:
+    """Words for when a job that would wait would start and end."""
+    (answer,) = cluster.call("when", spec=plain(spec), meanwhile="playing the queue forward")
+    start, end = (expected_cell(answer["forecast"], what) for what in ("start", "end"))
+    why = f" ({answer['why']})" if answer["why"] else ""
+    return f"expected start: {start}, end: {end}{why}"
 
 
 def _outcome(answer: dict[str, Any]) -> str:

@@ -33,6 +33,7 @@ def test_why_and_a_dry_run_say_who_comes_first_and_by_what(shared_cluster: Runni
     )
     answer = cluster.run(*dry, "--detach", "--", "true").stdout
     assert "would be queued behind 2 jobs (plain comes just before it, because it was submitted earlier): " in answer
+    assert "\n  expected start: " in answer and ", end: " in answer
     cluster.run("cancel", held, plain, urgent, *blockers)
     for job in blockers:  # the next test's clean-up would find them between the two states
         cluster.wait_for(job, lambda row: row["state"] == "cancelled")
