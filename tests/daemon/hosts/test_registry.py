@@ -48,12 +48,12 @@ class Lab:
 
     def __init__(self, journal: Journal, tasks: anyio.abc.TaskGroup) -> None:
         link: Any = Link()
-        invite: Any = None
+        nobody: Any = None
         self.engine = Engine(journal, Scheduler())
         self.engine.restore()
         config = Config(state_dir=journal.path.parent, socket=journal.path.with_name("sock"))
         self.hosts = HostRegistry(self.engine, journal, config, tasks, lambda *_: link)
-        self.membership = HostVerbs(self.engine, self.hosts, invite)
+        self.membership = HostVerbs(self.engine, self.hosts, nobody, nobody)
 
     @property
     def names(self) -> list[str]:
