@@ -19,9 +19,9 @@ TURNS_MAX = 2000
 IDLE_MAX = 1000
 """Limit of batches without a running job where only the policy's own timers are pending: it will start no job."""
 
-NOT_SIMULATED = (d.DescribeModel, d.HoldJob, d.AbortMigration, d.TakeCheckpoint, d.UseCores)
-"""Decisions without effect on the virtual clock: jobs come with their model, and migrations and hosts do not fail in
-these ways. Any other decision must have a method here."""
+NOT_SIMULATED = (d.DescribeModel, d.HoldJob, d.AbortMigration, d.ReleaseBooked, d.TakeCheckpoint, d.UseCores)
+"""Decisions without effect on the virtual clock: jobs come with their model, nobody is told, and migrations and
+hosts do not fail in these ways. Any other decision must have a method here."""
 
 
 class Simulation(World):

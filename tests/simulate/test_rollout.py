@@ -23,7 +23,7 @@ from clusterd.simulate.arrivals import Arrivals
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.generate import Spec, generate
 from clusterd.simulate.live import LiveSimulation
-from clusterd.simulate.loop import Simulation
+from clusterd.simulate.loop import NOT_SIMULATED, Simulation
 from clusterd.simulate.remaining import Elapsing, courses_of, total_time
 from clusterd.simulate.rollout import Course, play, roll_out, summary
 from clusterd.simulate.run import believe
@@ -240,3 +240,13 @@ def test_a_job_that_is_submitted_later_can_delay_one_that_waits() -> None:
 
     urgent = PastJob(at_s=0.0, spec=command("urgent", 1, priority=5), ran_s=1000.0)
     assert start_s([(3600.0, urgent)]) == pytest.approx(start_s([]) + 1000.0, rel=0.02)
+
+
+def test_each_decision_has_its_effect_in_a_simulation() -> None:
+    """One without a method would break the forecasts of whoever has such a decision ahead."""
+    without = [
+        name
+        for name, kind in d.DECISIONS.items()
+        if not issubclass(kind, NOT_SIMULATED) and not hasattr(LiveSimulation, f"_do_{kind.__name__}")
+    ]
+    assert set(without) <= {"AbortCollectives"}, "which only faults cause"
