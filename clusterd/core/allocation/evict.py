@@ -202,7 +202,7 @@ def evict_by_value(
     preemptible: set[JobId] = set()
     if lowest is not None and may_preempt(lowest, forecast.job):
         preemptible = {victim.job.id for victim in ctx.running if may_preempt(victim.job, forecast.job)}
-    best: tuple[float, EvictionPlan] | None = None
+    best: tuple[float, float, EvictionPlan] | None = None
     movable = [victim for victim in ctx.migratable() if victim.job.priority <= forecast.job.priority]
     search = VictimSearch(ctx.ledger, forecast, ctx.unclaimed(movable))
     for offer in offers[:3]:
@@ -220,11 +220,12 @@ def evict_by_value(
         if not eviction.changes or not (saved_s > 0 or (by_right and ends_s > run_s)):
             continue
         if best is None or saved_s > best[0]:
-            best = (saved_s, eviction)
+            best = (saved_s, ends_s - run_s, eviction)
     if best is None:
         return None
-    eviction = shrink_to_share(ctx, best[1], preemptible)
-    why = f"would be {duration(max(best[0], 0.0))} worse off otherwise" if ends_s < 1e9 else "cannot start otherwise"
+    _, gain_s, eviction = best
+    eviction = shrink_to_share(ctx, eviction, preemptible)
+    why = f"would be {duration(max(gain_s, 0.0))} worse off otherwise" if ends_s < 1e9 else "cannot start otherwise"
     return _apply(
         ctx,
         forecast,
@@ -245,7 +246,7 @@ def suspend_by_value(
     """
     if ends_s == inf:
         return None
-    best: tuple[float, EvictionPlan] | None = None
+    best: tuple[float, float, EvictionPlan] | None = None
     restart_s = min(suspendable(ctx).values(), default=inf)
     holders = [victim for victim in ctx.holding if victim.job.priority <= forecast.job.priority]
     movable = {victim.job.id for victim in ctx.migratable()}
@@ -268,11 +269,11 @@ def suspend_by_value(
             continue
         saved_s = ends_s - run_s - ctx.costs.thresholds.shrink * eviction.lost_s
         if saved_s > 0 and (best is None or saved_s > best[0]):
-            best = saved_s, eviction
+            best = saved_s, ends_s - run_s, eviction
     if best is None:
         return None
-    saved_s, eviction = best
-    return _apply(ctx, forecast, eviction, lambda _: f"it would be {duration(saved_s)} worse off otherwise")
+    _, gain_s, eviction = best
+    return _apply(ctx, forecast, eviction, lambda _: f"it would be {duration(gain_s)} worse off otherwise")
 
 
 def victim_sizes(ctx: PassContext, victim: JobForecast, by_right: bool) -> tuple[Estimate, ...]:

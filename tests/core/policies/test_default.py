@@ -102,6 +102,7 @@ def test_a_long_job_shrinks_for_a_short_one_and_grows_back(host_of_eight: Lab) -
     shrink = d.StartMigration.match(decided, job=long)
     assert shrink is not None and shrink.devices < 8
     assert "devices to short" in shrink.reason
+    assert shrink.reason.endswith("it would be 9h59m worse off otherwise"), "without what that costs the long one"
     decided = moved(lab, shrink)
     launch = d.LaunchAttempt.match(decided, job=short)
     assert launch is not None
