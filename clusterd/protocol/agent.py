@@ -125,6 +125,7 @@ class HelloReply:
     attempts: tuple[AttemptRow, ...]
     snapshots: tuple[StateSnapshotRow, ...] = ()
     machine: str = ""
+    orphaned: tuple[RankReport, ...] = ()  # of ranks that wait for a migration, whoever heard them before
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,13 @@ def report(message: Message) -> Report:
         ProtocolError: it is no message of this protocol; names the message and the field.
     """
     sent = read_event(_KINDS, message)
-    if isinstance(sent, RankReport):
-        content = rank_message(sent.said)
-        return FromRank(sent.job, sent.attempt, sent.generation, sent.rank, content, sent.at_s)
-    return sent
+    return from_rank(sent) if isinstance(sent, RankReport) else sent
+
+
+def from_rank(sent: RankReport) -> FromRank:
+    """Check what a rank sent by its agent.
+
+    Raises:
+        ProtocolError: it is no message of a rank.
+    """
+    return FromRank(sent.job, sent.attempt, sent.generation, sent.rank, rank_message(sent.said), sent.at_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -25,6 +26,16 @@ def _own_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+
+
+def is_running(*argv: str) -> bool:
+    """True while a process has this command line."""
+    line = b"".join(os.fsencode(word) + b"\0" for word in argv)
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cmdline").read_bytes() == line:
+                return True
+    return False
 
 
 class Person:
@@ -90,8 +101,9 @@ def test_a_shell_has_a_device_until_it_ends(shared_cluster: RunningCluster, at_t
     assert (row["name"], row["state"], len(row["devices"])) == ("shell", "running", 1)
     person.types("PS1='re''ady> '\r")
     person.sees("ready> ")
-    person.types("sh -c 'echo be''gun; sleep 1000'\r")
+    person.types("sh -c 'echo be''gun; sleep 61013'\r")
     person.sees("begun")
+    until(lambda: is_running("sleep", "61013"))  # sh loses an interrupt that comes as it becomes the program
     person.types("\x03")
     person.sees("ready> ")  # what is typed before may be dropped with the rest of the line that was interrupted
     person.types("echo go''on\r")

@@ -187,6 +187,27 @@ def test_a_killed_rank_is_replaced_from_its_replica(local_cluster: RunningCluste
 
 
 @pytest.mark.slow
+def test_survivors_that_spoke_while_there_was_no_daemon_are_heard(local_cluster: RunningCluster) -> None:
+    """A rank dies after the daemon, whose successor finds out what the others said meanwhile."""
+    job = train(local_cluster)
+    pids = ranks(local_cluster, job, 1)
+    local_cluster.kill()
+    os.kill(pids[0], signal.SIGKILL)
+
+    def said() -> int:
+        logs = (local_cluster.directory / "local").rglob("*.log")
+        return sum(log.read_bytes().count(b"clusterd: peers are gone after step") for log in logs)
+
+    until(lambda: said() == 3, explain=lambda: str(said()))
+    local_cluster.start()
+    local_cluster.wait_until_up(2)
+    move = last_move(local_cluster, job)
+    assert move["failure"] == "" and "died" in move["reason"]
+    row = local_cluster.wait_for(job, lambda row: row["step"] >= move["step"] + 3 and row["state"] == "running")
+    assert row["attempt"] == 1
+
+
+@pytest.mark.slow
 def test_a_job_without_survivors_resumes_from_its_checkpoint(local_cluster: RunningCluster) -> None:
     """Both hosts lose power; the newest checkpoint is on a shared disk."""
     job = train(local_cluster)

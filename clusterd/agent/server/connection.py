@@ -15,6 +15,7 @@ from typing import Any
 from clusterd import protocol
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.log import log_line
+from clusterd.protocol.agent import RankReport
 from clusterd.protocol.budget import FREE_BYTES, ByteBudget
 from clusterd.protocol.calls import Failure, Ok, reply
 from clusterd.protocol.codec import to_map
@@ -52,6 +53,7 @@ class Connection:
         self.nonce = ""  # of the challenge that the next hello answers
         self.proven = False  # the daemon knows the cluster's key
         self.rank: tuple[Attempt, int] | None = None  # after rank_hello
+        self.orphaned: RankReport | None = None  # what the rank said when it lost its peers
         self.reads_for: Attempt | None = None  # after data_hello
         self.received_bytes = 0  # of the last message
         self._reader, self._writer, self._budget = reader, writer, budget

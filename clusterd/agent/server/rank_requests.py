@@ -27,6 +27,7 @@ from clusterd.protocol.agent import RankReport
 from clusterd.protocol.budget import ByteBudget
 from clusterd.protocol.codec import from_map
 from clusterd.protocol.messages import Done, Request, read_event
+from clusterd.protocol.rank import Orphaned
 
 REPORT_BYTES_MAX = 256 << 10
 """Largest report of a rank to the daemon; ranks of clusterd send a few hundred bytes."""
@@ -181,8 +182,10 @@ class RankRequests:
         if isinstance(event, control.FailedEvent):
             self._attempts.failed(attempt, rank, event.reason, event.message)
         elif isinstance(event, control.Report):
-            named = (attempt.job, attempt.attempt, attempt.generation, rank)
-            self._sessions.send_to_daemons(RankReport(*named, event.said, time.time()))
+            report = RankReport(attempt.job, attempt.attempt, attempt.generation, rank, event.said, time.time())
+            if isinstance(event.said, dict) and event.said.get("what") == Orphaned.what:
+                connection.orphaned = report  # it says so once, and a daemon that ends may have read it or not
+            self._sessions.send_to_daemons(report)
 
 
 class _Pace:

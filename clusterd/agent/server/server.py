@@ -247,6 +247,7 @@ class Agent:
             facts=found,
             attempts=tuple(attempt.row() for attempt in self._attempts),
             snapshots=self._moves.replicas.rows(),
+            orphaned=self._sessions.orphaned(),
         )
 
     async def _facts(self, _request: Facts) -> Message:

@@ -15,7 +15,7 @@ from clusterd.agent.log import log_line
 from clusterd.agent.ranks.attempts import StopFlags
 from clusterd.agent.server.connection import Connection, Message
 from clusterd.protocol import ProtocolError
-from clusterd.protocol.agent import FactsChanged, Superseded
+from clusterd.protocol.agent import FactsChanged, RankReport, Superseded
 from clusterd.protocol.control import Stop
 from clusterd.protocol.messages import Event
 
@@ -204,6 +204,10 @@ class Sessions:
                 # The pid of the forked process: behind a shell, the process that listens has another one.
                 asked.add(attempt.ranks[connection.rank[1]].pid)
         return asked
+
+    def orphaned(self) -> tuple[RankReport, ...]:
+        """Reports of connected ranks that lost their peers and wait."""
+        return tuple(c.orphaned for c in self._connections if c.rank is not None and c.orphaned is not None)
 
     def send_to_ranks(self, attempt: Attempt, event: Event) -> int:
         """Send to the connected ranks of one generation; return their number."""

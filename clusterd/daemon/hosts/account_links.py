@@ -166,6 +166,7 @@ class AccountLinks:
             ),
             secret_rows(records),
         )
+        await self._reports.publish_orphaned(host, hello, lambda job: of(job) == account)
         login = self._logins[host, account]
         login.failures = LinkFailures()
         login.tried.set()

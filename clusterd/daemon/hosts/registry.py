@@ -258,6 +258,7 @@ class HostRegistry:
             secret_rows(records),
         )
         managed.failures = LinkFailures()
+        await self.reports.publish_orphaned(host, hello, lambda job: state.account_of(job) == "")
         await self._on_gpu_use(host)  # an account's agent may have told of its ranks since `known` was made
 
     async def adoptable(self, host: HostId, account: str, reports: Iterable[AttemptReport]) -> list[LaunchRecord]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from clusterd.protocol.agent import HelloReply
+from clusterd.protocol import ProtocolError
+from clusterd.protocol.agent import HelloReply, from_rank
 from clusterd.types import HostId
 
 R = TypeVar("R")
@@ -48,3 +50,14 @@ class Reports:
         for handler in self._subscribers[type(report)]:
             if inspect.isawaitable(result := handler(host, report)):
                 await result
+
+    async def publish_orphaned(self, host: HostId, hello: HelloReply, is_own: Callable[[str], bool]) -> None:
+        """Publish again what ranks said that lost their peers: the daemon that heard it may have ended since.
+
+        Args:
+            is_own: whether a job is one of this agent's.
+        """
+        for sent in hello.orphaned:
+            with suppress(ProtocolError):  # ranks run code of users
+                if is_own(sent.job):
+                    await self.publish(host, from_rank(sent))

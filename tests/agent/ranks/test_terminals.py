@@ -57,13 +57,15 @@ def test_a_command_has_the_jobs_variables_under_the_next_agent_too(
 
 
 def test_a_terminal_is_one(job: AgentClient) -> None:
-    terminal = opened(job, "sh", "-c", "tty; stty size; echo $TERM; read x; stty size; cat", screen=SCREEN)
+    terminal = opened(job, "sh", "-c", "tty; stty size; echo $TERM; read x; stty size; cat -n", screen=SCREEN)
     out, _ = message(job, terminal, until=b"xterm")
     assert out.startswith(b"/dev/pts/")
     assert b"31 97" in out
     job.ok("terminal_write", terminal=terminal, screen={**SCREEN, "columns": 50})
     job.ok("terminal_write", terminal=terminal, data=b"go\n")
     message(job, terminal, until=b"31 50")
+    job.ok("terminal_write", terminal=terminal, data=b"meow\n")
+    message(job, terminal, until=b"1\tmeow")  # sh loses an interrupt that comes as it becomes the program
     job.ok("terminal_write", terminal=terminal, data=b"\x03")  # interrupts what is in the foreground
     assert message(job, terminal)[1] == -2
 
