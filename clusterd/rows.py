@@ -77,7 +77,10 @@ class Delay(Struct, frozen=True, kw_only=True):
     job: Annotated[str, about("Number.")]
     name: Annotated[str, about("Name.")]
     user: Annotated[str, about("User.")]
-    p50_s: Annotated[float, about("Median of the differences between pairs of roll-outs, in seconds.")]
+    p50_s: Annotated[
+        float | None,
+        about("Median of the differences between pairs of roll-outs, in seconds; null: more than what roll-outs play."),
+    ]
     p95_s: Annotated[float | None, about("With 95% no more; null: more than what roll-outs play.")]
 
 

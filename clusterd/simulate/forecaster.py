@@ -112,12 +112,16 @@ def _effect(change: Change, state: State, request: Request, policy: Policy, arri
     for job in draws:
         later = sorted(_later_s(with_it.end_s.get(job), without.end_s.get(job)) for without, with_it in pairs)
         p50_s, p95_s = later[len(later) // 2], later[min(math.ceil(0.95 * len(later)), len(later) - 1)]
-        if math.isfinite(p50_s) and (abs(p50_s) >= LEAST_DELAY_S or p95_s >= LEAST_DELAY_S):
+        if abs(p50_s) >= LEAST_DELAY_S or p95_s >= LEAST_DELAY_S:
             spec = state.jobs[job].spec
-            most_s = p95_s if math.isfinite(p95_s) else None
-            delays.append(Delay(job=job, name=spec.name, user=spec.user, p50_s=p50_s, p95_s=most_s))
+            middle_s, most_s = (delay_s if math.isfinite(delay_s) else None for delay_s in (p50_s, p95_s))
+            delays.append(Delay(job=job, name=spec.name, user=spec.user, p50_s=middle_s, p95_s=most_s))
     free = quantiles([with_it.free_s for _, with_it in pairs])
-    return Effect(rollouts=len(pairs), free=free, delays=tuple(sorted(delays, key=lambda each: -each.p50_s)))
+    return Effect(rollouts=len(pairs), free=free, delays=tuple(sorted(delays, key=_longest_first)))
+
+
+def _longest_first(delay: Delay) -> float:
+    return -delay.p50_s if delay.p50_s is not None else -math.inf
 
 
 def _later_s(with_it_s: float | None, without_s: float | None) -> float:

@@ -107,8 +107,10 @@ def play(
         job, name = JobId(f"later {number}"), past.spec.name
         run = Run(job=job, name=name, steps=past.ran_s, speed=Elapsing(), has_steps=False, keeps_state=False)
         simulation.submit(at_s, past.spec, run)
-    simulation.go_on(state, runs, now_s, awaited, changes)
-    if watched is not None and math.isinf(course.free_s):  # nothing happened at the time from which it counts
+    until = [*awaited]
+    simulation.go_on(state, runs, now_s, until, changes)
+    if watched is not None and math.isinf(course.free_s) and all(job in course.end_s for job in until):
+        # All is over, and nothing happened at the time from which it counts. Of a course that was cut off nobody knows.
         course.look(state, max(watched.from_s, now_s))
     return course
 

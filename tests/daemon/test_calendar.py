@@ -153,3 +153,12 @@ def test_a_forecast_plays_bookings() -> None:
     starts_s = {job: times.p50_s for job, each in found.items() if (times := each.start) is not None}
     assert booking.from_s <= starts_s[own] < booking.from_s + 60.0
     assert booking.until_s is not None and starts_s[wide] >= booking.from_s + UNUSED_S
+
+
+def test_a_job_that_runs_beyond_its_expected_end_is_still_there() -> None:
+    lab = Lab()
+    lab.host("a", gpus=1)
+    late, _ = lab.submit("late", user="ann")
+    lab.run(late)
+    (entry,) = [each for each in shown(lab, late=Forecast(end=at(lab.now_s - 60.0))) if each.what == "running"]
+    assert (entry.job, entry.until_s) == (late, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 
 from clusterd.core import events as e
@@ -10,6 +12,7 @@ from clusterd.daemon.journal import codec
 from clusterd.forecasting import Change, Request
 from clusterd.rows import Effect
 from clusterd.simulate.forecaster import answer
+from clusterd.simulate.rollout import Watched, play
 from clusterd.types import DeviceClaim, DeviceId, HostId, JobId
 from tests.core.conftest import Lab
 
@@ -72,3 +75,23 @@ def test_jobs_stay_on_a_host_that_is_drained_when_idle() -> None:
     assert lab.why(short) == "a is drained (by ann): it stays there until its end"
     free, _ = lab.submit("more", devices=1)
     assert lab.state(free) == "queued"
+
+
+def test_who_would_never_run_under_a_claim_without_end_is_named() -> None:
+    lab, short, long, late = lab_of_two()
+    everything = tuple(DeviceId(f"{host}:gpu{n}") for host in "ab" for n in range(2))
+    found = effect(lab, Change(claim=DeviceClaim(id="1", devices=everything, from_s=lab.now_s, reason="sold")))
+    assert [(each.job, each.p50_s) for each in found.delays] == [(late, None)]
+    assert {short, long}.isdisjoint(each.job for each in found.delays)
+
+
+def test_a_course_that_is_cut_off_does_not_tell_when_a_claimed_device_is_free() -> None:
+    """The device is free at the cut; what takes it before the claim begins has not been played."""
+    lab = Lab()
+    lab.now_s = 1e6
+    lab.host("a", gpus=1)
+    job, _ = lab.submit("job", time_limit_s=60.0)
+    watched = Watched(devices=(DeviceId("a:gpu1"),), from_s=lab.now_s + 1e5)
+    state = lab.scheduler.state
+    course = play(state, POLICIES["default"](), [], lab.now_s, [job], passes_s=0.0, watched=watched)
+    assert course.free_s == inf

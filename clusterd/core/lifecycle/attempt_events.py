@@ -381,8 +381,11 @@ def check_stall(ctx: HandlerContext, job: Job | None) -> None:
     if attempt.state is not AttemptState.RUNNING:
         return  # the launch of the next attempt sets the timer again
     changing = attempt.migration is not None or job.resuming is not None or attempt.survivors.steps
-    away = not all(ctx.state.hosts[host].reaches(attempt.account) for host in attempt.hosts)
-    since_s = ctx.now_s if changing or away else max(job.progress.reported_s or 0.0, attempt.started_s)
+    since_s = (
+        ctx.now_s
+        if changing or attempts.is_away(ctx.state, attempt)
+        else max(job.progress.reported_s or 0.0, attempt.started_s)
+    )
     silent_s = ctx.now_s - since_s
     if silent_s >= _stalled_after_s(job, job.spec.stall_s):
         after = f"after step {attempt.step}" if attempt.step else "since it was launched"

@@ -68,6 +68,11 @@ def running(state: State, job: JobId) -> Attempt:
     return attempt
 
 
+def is_away(state: State, attempt: Attempt) -> bool:
+    """True while a host of the attempt does not answer: what was reported last may not be so any more."""
+    return not all(state.hosts[host].reaches(attempt.account) for host in attempt.hosts)
+
+
 def objection(state: State, job: Job, start: Start, now_s: float) -> str | None:
     """Reason why a start must not happen, whichever policy proposed it; None: it may."""
     if job.state is not JobState.QUEUED:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from clusterd.core import events as e
 from clusterd.core.events import TimerKind
-from clusterd.core.lifecycle import stopping
+from clusterd.core.lifecycle import attempts, stopping
 from clusterd.core.lifecycle.context import HandlerContext
-from clusterd.core.state import Job, Outcome
+from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.types import AttemptState
 from clusterd.units import size
 
@@ -27,8 +27,11 @@ def on_memory_observed(ctx: HandlerContext, event: e.DeviceMemoryObserved) -> No
         return
     attempt.over_share = described(event)
     if not ctx.has_timer(TimerKind.SHARE, event.job):
-        name = ctx.state.jobs[event.job].spec.name
-        ctx.set_timer(TimerKind.SHARE, event.job, ctx.now_s + GRACE_S, f"{name} {attempt.over_share}")
+        _await(ctx, ctx.state.jobs[event.job], attempt)
+
+
+def _await(ctx: HandlerContext, job: Job, attempt: Attempt) -> None:
+    ctx.set_timer(TimerKind.SHARE, job.id, ctx.now_s + GRACE_S, f"{job.spec.name} {attempt.over_share}")
 
 
 def described(event: e.DeviceMemoryObserved) -> str:
@@ -39,5 +42,9 @@ def described(event: e.DeviceMemoryObserved) -> str:
 def end_over_share(ctx: HandlerContext, job: Job | None) -> None:
     """End a job that was warned and still holds more than its part: those beside it would run out of memory."""
     attempt = job.attempt if job is not None else None
-    if attempt is not None and attempt.state is AttemptState.RUNNING and attempt.over_share:
+    if job is None or attempt is None or attempt.state is not AttemptState.RUNNING or not attempt.over_share:
+        return
+    if attempts.is_away(ctx.state, attempt):
+        _await(ctx, job, attempt)
+    else:
         stopping.stop(ctx, attempt, Outcome.OVER_SHARE, f"it {attempt.over_share}")

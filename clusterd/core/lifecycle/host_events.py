@@ -62,8 +62,9 @@ def on_daemon_started(ctx: HandlerContext, event: e.DaemonStarted) -> None:
         attempt = attempts.running(ctx.state, job_id)
         if attempt.migration is not None:
             stopping.abandon_migration(ctx, attempt, "the daemon ended in the middle of it")
-        attempt.idle_since_s = None  # nobody looked at its devices meanwhile
+        attempt.idle_since_s, attempt.over_share = None, ""  # nobody looked at its devices meanwhile
         ctx.cancel_timer(TimerKind.IDLE, job_id)
+        ctx.cancel_timer(TimerKind.SHARE, job_id)
     busy = {host for job in ctx.state.active for host in attempts.running(ctx.state, job).all_hosts}
     for host_id in sorted(busy - set(ctx.state.hosts)):
         _restore_host(ctx, host_id)

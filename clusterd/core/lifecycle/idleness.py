@@ -7,13 +7,16 @@ from clusterd.core.allocation.migration_targets import first_that_works
 from clusterd.core.estimates.can_migrate import can_migrate
 from clusterd.core.events import TimerKind
 from clusterd.core.ledger import of_ranks
-from clusterd.core.lifecycle import stopping
+from clusterd.core.lifecycle import attempts, stopping
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.lifecycle.migration_events import migrate
 from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.core.view import View
 from clusterd.types import AttemptState, JobKind, JobSpec, Reclaim
 from clusterd.units import duration
+
+AWAY_S = 60.0
+"""Time until devices of a host that does not answer are looked at again."""
 
 
 def step(spec: JobSpec, devices: int, reclaim: Reclaim) -> Reclaim | None:
@@ -65,6 +68,9 @@ def reclaim(ctx: HandlerContext, job: Job | None) -> None:
     if job is None or attempt is None or attempt.state is not AttemptState.RUNNING or attempt.idle_since_s is None:
         return
     idle_s = ctx.now_s - attempt.idle_since_s
+    if attempts.is_away(ctx.state, attempt):  # nobody knows whether they do nothing still
+        _await(ctx, job, attempt, ctx.now_s + AWAY_S)
+        return
     why = f"its devices did nothing for {duration(idle_s)}"
     match step(job.spec, len(attempt.devices), attempt.reclaim):
         case Reclaim.SHRINK:

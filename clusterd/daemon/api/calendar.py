@@ -64,10 +64,12 @@ def _of_jobs(state: State, forecast: Forecast, now_s: float) -> Iterator[rows.Ca
         ends_s = end.p50_s if end is not None else state.timers.get(Timer(TimerKind.LIMIT, job.id))
         text = f"{job.spec.name} ({job.id})"
         if attempt is not None:
-            devices = [device for device in attempt.devices if device is not None]
+            # One that runs beyond its expected end is there all the same.
+            until_s = ends_s if ends_s is not None and ends_s > now_s else None
             for host in attempt.hosts:
                 yield rows.CalendarEntry(
-                    what="running", host=host, devices=_on(host, devices), from_s=attempt.started_s, until_s=ends_s,
+                    what="running", host=host, devices=_on(host, attempt.devices), from_s=attempt.started_s,
+                    until_s=until_s,
                     user=job.spec.user, job=job.id, text=text,
                 )  # fmt: skip
         elif job.state is JobState.QUEUED and (starts_s := _start_s(state, job, known, now_s)) is not None:

@@ -43,7 +43,7 @@ from clusterd.protocol.messages import Request
 from clusterd.protocol.migration import Address
 from clusterd.protocol.requests import AdmitReaders, ServeDataset, ServeSegments
 from clusterd.ssh.host import HostLink, LinkCallbacks, LinkState
-from clusterd.types import AttemptReport, HostFacts, HostId, JobId
+from clusterd.types import AttemptReport, HostFacts, HostId, HostState, JobId
 
 R = TypeVar("R")
 
@@ -411,8 +411,10 @@ class HostRegistry:
         }
 
     def outside_processes(self) -> list[OutsideProcess]:
-        """Processes on the GPUs of all hosts that belong to no job, as last reported."""
-        return [process for managed in self._managed.values() for process in managed.outside]
+        """Processes on the GPUs of hosts that are up which belong to no job."""
+        hosts = self._engine.scheduler.state.hosts
+        there = [self._managed[host] for host in self._managed if host in hosts and hosts[host].state is HostState.UP]
+        return [process for managed in there for process in managed.outside]
 
     # --- requests to agents -------------------------------------------------------------------------------------------
 

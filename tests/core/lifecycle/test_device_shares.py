@@ -13,7 +13,7 @@ from clusterd.core import story
 from clusterd.core.events import Timer, TimerKind
 from clusterd.daemon.storage.device_memory import SharedDeviceMemory
 from clusterd.protocol.agent import AttemptUse, Usage
-from clusterd.types import JobId, JobState
+from clusterd.types import HostId, JobId, JobState
 from tests.core.conftest import GIB, Lab
 
 
@@ -95,3 +95,19 @@ def test_a_request_for_memory_is_of_the_part(shared: Shared) -> None:
     assert lab.why(job).startswith("waits for 1 free device with 40.0 GiB or more")
     never, _ = lab.submit(share=2, device_memory_bytes=41 * GIB)
     assert lab.why(never).startswith("asks for 1 device with 41.0 GiB or more, the cluster has 0 GPUs")
+
+
+@pytest.mark.parametrize("silent", ["daemon", "host"])
+def test_what_was_seen_before_a_silence_ends_nothing(shared: Shared, silent: str) -> None:
+    """The daemon has just started, or the host does not answer: the job may have given the memory back since."""
+    lab, (first, _) = shared.lab, shared.jobs
+    shared.seen(first=60)
+    state, timer = lab.scheduler.state, Timer(TimerKind.SHARE, first)
+    if silent == "daemon":
+        lab.tell(e.DaemonStarted(**lab.at(), epoch=2))
+        assert timer not in state.timers and lab.attempt(first).over_share == ""
+        return
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="cable"))
+    lab.now_s = state.timers[timer]
+    assert d.StopAttempt.match(lab.tell(e.TimerFired(**lab.at(), timer=timer)), job=first) is None
+    assert state.timers[timer] > lab.now_s

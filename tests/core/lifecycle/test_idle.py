@@ -11,7 +11,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core import story
 from clusterd.core.events import Timer, TimerKind
-from clusterd.types import RESERVATION_COMMAND, JobId, JobKind, JobState, Reclaim
+from clusterd.types import RESERVATION_COMMAND, HostId, JobId, JobKind, JobState, Reclaim
 from tests.core.conftest import Lab
 from tests.core.policies.test_default import known, moved, progress, submit
 
@@ -170,3 +170,11 @@ def test_a_clock_that_is_set_moves_the_beginning() -> None:
     lab.tell(e.ClockSet(**lab.at(), by_s=500.0))
     assert lab.attempt(job).idle_since_s == event.since_s + 500.0
     assert lab.scheduler.state.timers[Timer(TimerKind.IDLE, job)] == event.reclaim_at_s + 500.0
+
+
+def test_devices_of_a_host_that_does_not_answer_are_not_reclaimed() -> None:
+    lab, job = holding()
+    idle(lab, job, 3600.0, reclaim_s=7200.0)
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="cable"))
+    assert d.StopAttempt.match(due(lab, job), job=job) is None
+    assert lab.scheduler.state.timers[Timer(TimerKind.IDLE, job)] > lab.now_s
