@@ -119,7 +119,6 @@ _NUMBERS = _listed(
 _LABELS = _listed(
     k.is_label, 'it must be a list of words, as in ["nvlink", "rack=a"]', schema={"pattern": f"^{k.LABEL.pattern}$"}
 )
-_USERS = _listed(lambda name: isinstance(name, str), 'it must be a list of users, as in ["gdm"]')
 _EVENTS = _listed(
     lambda kind: kind in NOTIFICATIONS, f"it must be a list of some of {', '.join(NOTIFICATIONS)}", item=NOTIFICATIONS
 )
@@ -210,7 +209,7 @@ class Config:
     outside_queue_after_s: Annotated[float | None, Key(
         _above_zero(k.DURATION), "Notify people whose processes hold a GPU outside the queue for this long.", "never",
         name="outside_queue_after")] = None
-    outside_queue_exempt: Annotated[tuple[str, ...], Key(_USERS, "Users who are not notified of that.", "none")] = ()
+    outside_queue_exempt: Annotated[tuple[str, ...], Key(k.NAMES, "Users who are not notified of that.", "none")] = ()
     fair_share_half_life_s: Annotated[float, Key(
         k.DURATION, "Device-hours count half after this long, for fair shares; 0: what is held counts alone.",
         name="fair_share_half_life")] = 7 * 86400.0

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from recording import wait_for
+
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 
@@ -121,7 +123,7 @@ def _run(command: str, scratch: Path) -> str:
     """Output of a command, typed once the cluster is in the state that the page is written for."""
     print(f"$ {command}", flush=True)
     if command in UNTIL:
-        _wait(*UNTIL[command])
+        wait_for(*UNTIL[command], LIMIT_S)
     deadline_s = time.monotonic() + LIMIT_S
     while True:
         done = subprocess.run(
@@ -141,15 +143,6 @@ def _run(command: str, scratch: Path) -> str:
     if done.returncode:
         raise SystemExit(f"$ {command}: exit code {done.returncode}")
     return printed
-
-
-def _wait(job: str, condition: Condition) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    with Client() as cluster:
-        while not condition(row := cluster.call("job", job=job)):
-            if time.monotonic() > deadline_s:
-                raise SystemExit(f"{job} is {row['state']} after {LIMIT_S:g} s: {row['reason']}")
-            time.sleep(0.2)
 
 
 def form(text: str) -> list[str]:

@@ -76,13 +76,13 @@ def main() -> None:
     shutil.rmtree(scratch)
 
 
-def wait_for(job: str, condition: Callable[[dict[str, Any]], Any]) -> None:
+def wait_for(job: str, condition: Callable[[dict[str, Any]], Any], limit_s: float = LIMIT_S) -> None:
     """Wait until the job's row satisfies the condition."""
-    deadline_s = time.monotonic() + LIMIT_S
+    deadline_s = time.monotonic() + limit_s
     with Client() as cluster:
         while not condition(row := cluster.call("job", job=job)):
             if time.monotonic() > deadline_s:
-                raise SystemExit(f"{job} is {row['state']} after {LIMIT_S:g} s: {row['reason']}")
+                raise SystemExit(f"{job} is {row['state']} after {limit_s:g} s: {row['reason']}")
             time.sleep(0.2)
 
 

@@ -511,6 +511,11 @@ class State:
         known = self.jobs.get(JobId(job))
         return known.spec.account if known is not None else ""
 
+    def running_attempts(self) -> Iterator[Attempt]:
+        """Attempts all of whose ranks run."""
+        attempts = (self.jobs[job].attempt for job in self.active)
+        return (attempt for attempt in attempts if attempt is not None and attempt.state is AttemptState.RUNNING)
+
     def jobs_on(self, device: DeviceId) -> list[JobId]:
         """Jobs that hold the device: one, unless they share it."""
         holder = self.holders.get(device)

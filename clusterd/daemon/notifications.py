@@ -59,37 +59,37 @@ class Notifier:
         for event in events:
             if isinstance(event, IdlenessObserved) and event.since_s is not None:
                 line = story.of_event(event, self._state)
-                self._queue(_of_job(self._state.jobs[event.job], "idle", f" is idle: {line.text}"))
+                self.tell(_of_job(self._state.jobs[event.job], "idle", f" is idle: {line.text}"))
             if isinstance(event, DeviceMemoryObserved) and event.used_bytes > event.part_bytes:
                 line = story.of_event(event, self._state)
-                self._queue(_of_job(self._state.jobs[event.job], "over its share", f": {line.text}"))
+                self.tell(_of_job(self._state.jobs[event.job], "over its share", f": {line.text}"))
             if isinstance(event, CheckpointTaken):
                 self._not_saved.discard(event.job)
             elif isinstance(event, CheckpointFailed) and event.job not in self._not_saved:
                 self._not_saved.add(event.job)
                 line = story.of_event(event, self._state)
-                self._queue(_of_job(self._state.jobs[event.job], "not saved", f": {line.text}"))
+                self.tell(_of_job(self._state.jobs[event.job], "not saved", f": {line.text}"))
         for decision in decisions:
             if isinstance(decision, EndJob):
                 self._not_saved.discard(decision.job)
-                self._queue(
+                self.tell(
                     _of_job(self._state.jobs[decision.job], decision.state, f" {decision.state}: {decision.reason}")
                 )
             elif isinstance(decision, RequeueJob):
                 job = self._state.jobs[decision.job]
                 if job.attempts[decision.attempt - 1].stop.outcome not in _BY_CHOICE:
                     # The reason ends with where it goes on.
-                    self._queue(_of_job(job, "queued again", f": {decision.reason}"))
+                    self.tell(_of_job(job, "queued again", f": {decision.reason}"))
             elif isinstance(decision, ReleaseBooked):
-                self._queue({"kind": "booking released", "text": decision.reason, "user": decision.user})
+                self.tell({"kind": "booking released", "text": decision.reason, "user": decision.user})
         self._watch_budgets()
         for host in self._state.hosts.values():
             if host.state is HostState.LOST and host.id not in self._lost:
                 self._lost.add(host.id)
-                self._queue(_of_host("host lost", host.id, f"{host.id} is lost: {host.why}"))
+                self.tell(_of_host("host lost", host.id, f"{host.id} is lost: {host.why}"))
             elif host.state is HostState.UP and host.id in self._lost:
                 self._lost.remove(host.id)
-                self._queue(_of_host("host back", host.id, f"{host.id} is back"))
+                self.tell(_of_host("host back", host.id, f"{host.id} is back"))
 
     def _watch_budgets(self) -> None:
         """Queue a notification once much of a month's device-hours is used, and once all of them are."""
@@ -99,9 +99,7 @@ class Notifier:
                     part = next((part for part in BUDGET_PARTS if budget.used_hours >= part * budget.hours), 0.0)
                     if part > self._budgets.get(budget.who, 0.0):
                         text = f"{budget.who} has used {part:.0%} of the month's {budget.hours:g} device-hours"
-                        self._queue(
-                            {"kind": "budget", "text": text, "user": budget.user, "tenant": tenant, "hosts": []}
-                        )
+                        self.tell({"kind": "budget", "text": text, "user": budget.user, "tenant": tenant, "hosts": []})
                     self._budgets[budget.who] = part
 
     async def run(self) -> None:
@@ -121,10 +119,7 @@ class Notifier:
                 await _send(urls, notification)
 
     def tell(self, notification: Notification) -> None:
-        """Queue a notification."""
-        self._queue(notification)
-
-    def _queue(self, notification: Notification) -> None:
+        """Queue a notification, if its kind is to be told of."""
         if notification["kind"] not in self._notify.on:
             return
         if len(self._waiting) >= WAITING_MAX:

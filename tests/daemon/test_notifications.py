@@ -233,8 +233,8 @@ def test_services_get_the_text_and_users_that_of_their_own_jobs(
     to = config.Notify(urls=(f"{url}/all", f"{url}/fails"), users={"ann": (f"{url}/ann",)}, on=config.NOTIFICATIONS)
     notifier = Notifier(to, State())
     for user in ("ann", "bob"):
-        notifier._queue({"kind": "job failed", "text": f"{user}'s job failed", "user": user})
-    notifier._queue({"kind": "host lost", "text": "gpu01 is lost"})
+        notifier.tell({"kind": "job failed", "text": f"{user}'s job failed", "user": user})
+    notifier.tell({"kind": "host lost", "text": "gpu01 is lost"})
     anyio.run(notifier.deliver)
     told = [(one["path"], one["message"]) for one in received if one["path"] != "/fails"]
     assert told == [

@@ -11,7 +11,7 @@ from clusterd.core import events as e
 from clusterd.core.state import Attempt
 from clusterd.daemon.journal.engine import Engine
 from clusterd.protocol.agent import Usage
-from clusterd.types import AttemptState, HostId
+from clusterd.types import HostId
 
 EVERY_S = 10.0
 """Agents sample as often."""
@@ -38,9 +38,7 @@ class SharedDeviceMemory:
 
     def observe(self) -> list[e.DeviceMemoryObserved]:
         """Events about jobs that began to hold too much, or hold it no more."""
-        state = self._engine.scheduler.state
-        attempts = [attempt for job in state.active if (attempt := state.jobs[job].attempt) is not None]
-        running = [attempt for attempt in attempts if attempt.state is AttemptState.RUNNING]
+        running = self._engine.scheduler.state.running_attempts()
         return [event for attempt in running for event in self._of_attempt(attempt)]
 
     def _of_attempt(self, attempt: Attempt) -> Iterator[e.DeviceMemoryObserved]:

@@ -14,7 +14,7 @@ import anyio
 from clusterd.core import events as e
 from clusterd.core.state import Attempt
 from clusterd.daemon.journal.engine import Engine
-from clusterd.types import AttemptState, Device, JobId, Reclaim
+from clusterd.types import Device, JobId, Reclaim
 
 EVERY_S = 10.0
 """Agents sample as often."""
@@ -57,9 +57,7 @@ class IdleJobs:
 
     def observe(self) -> list[e.IdlenessObserved]:
         """Events about jobs that became idle, or work again, since the last call."""
-        state = self._engine.scheduler.state
-        attempts = [attempt for job in state.active if (attempt := state.jobs[job].attempt) is not None]
-        attempts = [attempt for attempt in attempts if attempt.state is AttemptState.RUNNING and attempt.devices]
+        attempts = [each for each in self._engine.scheduler.state.running_attempts() if each.devices]
         known = {(attempt.job, attempt.number) for attempt in attempts}
         self._worked_s = {key: at_s for key, at_s in self._worked_s.items() if key in known}
         return [event for attempt in attempts if (event := self._of_attempt(attempt)) is not None]

@@ -21,7 +21,7 @@ from clusterd.core.queueing.bookings import UNUSED_S, WEEK_S, Wanted, choose, us
 from clusterd.core.state import Job
 from clusterd.projection import unusable
 from clusterd.types import DeviceClaim, DeviceId, HostId, JobId, RankEnd, Reason, Resources
-from tests.core.allocation.test_device_claims import claim
+from tests.core.allocation.test_device_claims import claim, fire
 from tests.core.conftest import Lab, facts
 from tests.core.policies.test_default import known, progress, submit
 
@@ -32,25 +32,7 @@ def book(
     lab: Lab, *devices: str, begin_s: float = 0.0, for_s: float = 4 * HOUR, owner: str = "ann", name: str = ""
 ) -> str:
     """Book devices from so many seconds after now."""
-    number = str(lab.scheduler.state.last_device_claim + 1)
-    at: dict[str, Any] = lab.at()
-    from_s = at["at_s"] + begin_s
-    made = DeviceClaim(
-        id=number,
-        devices=tuple(map(DeviceId, devices)),
-        from_s=from_s,
-        until_s=from_s + for_s,
-        reason=name,
-        by=owner,
-        owner=owner,
-    )
-    lab.tell(e.DevicesClaimed(**at, claim=made))
-    return number
-
-
-def fire(lab: Lab, number: str) -> list[d.Decision]:
-    """The booking's next time has come: its start, its end, or that of a release."""
-    return lab.fire(Timer(TimerKind.CLAIM, number))
+    return claim(lab, *devices, begin_s=begin_s, for_s=for_s, owner=owner, reason=name)
 
 
 def end(lab: Lab, number: str) -> None:

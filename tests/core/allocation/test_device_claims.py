@@ -18,8 +18,16 @@ from tests.core.policies.test_default import known, progress, submit
 HOUR = 3600.0
 
 
-def claim(lab: Lab, *devices: str, begin_s: float = 0.0, for_s: float | None = None, drain: bool = False) -> str:
-    """Claim devices from so many seconds after now."""
+def claim(
+    lab: Lab,
+    *devices: str,
+    begin_s: float = 0.0,
+    for_s: float | None = None,
+    drain: bool = False,
+    owner: str = "",
+    reason: str = "new fan",
+) -> str:
+    """Claim devices from so many seconds after now; with an owner it is a booking."""
     number = str(lab.scheduler.state.last_device_claim + 1)
     at: dict[str, Any] = lab.at()
     from_s = at["at_s"] + begin_s
@@ -28,9 +36,10 @@ def claim(lab: Lab, *devices: str, begin_s: float = 0.0, for_s: float | None = N
         devices=tuple(map(DeviceId, devices)),
         from_s=from_s,
         until_s=None if for_s is None else from_s + for_s,
-        reason="new fan",
-        by="ann",
+        reason=reason,
+        by=owner or "ann",
         drain=drain,
+        owner=owner,
     )
     lab.tell(e.DevicesClaimed(**at, claim=made))
     return number
