@@ -1,6 +1,6 @@
 """Run the commands of docs/guide.md on a cluster inside this machine, and write what they print into the page.
 
-``python docs/guide.py`` rewrites the outputs; ``--check`` compares their form with that of the page, with numbers,
+``python -m docs.guide`` rewrites the outputs; ``--check`` compares their form with that of the page, with numbers,
 times, devices and plans left out, and fails where a command fails or prints something of another form. It takes some
 minutes. Blocks of ``console`` are run, in order; a block whose first line names a file is that file, from there on.
 """
@@ -22,10 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recording import wait_for
-
 from clusterd.client import Client
 from clusterd.errors import ClusterError
+from docs.recording import wait_for
 
 PAGE = Path(__file__).with_name("guide.md")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
