@@ -96,6 +96,21 @@ def test_a_replay_without_the_table_leads_to_the_same_state(past: Archiving, tmp
     other.close()
 
 
+def test_no_job_is_missing_or_counted_twice_while_it_is_moved(past: Archiving) -> None:
+    """Regression: whoever asked between the change of the state and the next look into the table missed jobs."""
+    past.ended("1", "2", "3")
+    seen: list[int] = []
+
+    def count(*_: object) -> None:
+        seen.append(len(past.engine.scheduler.state.jobs) + past.archived.counts.total())
+
+    past.engine.subscribe(count)
+    past.run(past.archived.archive)
+    past.recall("ann", job="2")
+    assert (past.in_state, past.archived.counts["cancelled"]) == (["2"], 2)
+    assert seen == [3, 3]
+
+
 def test_what_others_wait_for_stays(past: Archiving) -> None:
     past.ended("1", "2")
     waiting = JobSpec(name="next", command=("true",), after=(JobId("1:any"),))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import anyio
@@ -21,6 +21,7 @@ from clusterd.core.state import Job, State
 from clusterd.daemon.journal import job_table
 from clusterd.daemon.journal.checksums import Damaged
 from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.journal.journal import Statement
 from clusterd.errors import ClusterError, UsageError
 from clusterd.types import JobId
 
@@ -48,10 +49,11 @@ class ArchivedJobs:
     def __init__(self, engine: Engine, after_s: float, hides_names: bool = False) -> None:
         self._engine, self._after_s, self._hides_names = engine, after_s, hides_names
         self._recalled_s: dict[JobId, float] = {}
-        self.counts: Counter[str] = Counter()
-        """Number of archived jobs by their state."""
+        self._counts: Counter[str] = Counter()  # by state, without those on the way
+        self._on_the_way: dict[JobId, str] = {}  # being archived or recalled, with their state
+        self._moves_one = anyio.Lock()
         self.newest: JobId | None = None
-        """The archived job that was submitted last."""
+        """The job that was submitted last of those that were archived at the start."""
         self.names: set[tuple[str, str]] = set()
         """User and name of each archived job and array, where names are hidden from some users."""
 
@@ -59,15 +61,28 @@ class ArchivedJobs:
     def _state(self) -> State:
         return self._engine.scheduler.state
 
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of archived jobs by their state: those that the scheduler's state does not have at this instant."""
+        return self._counts + Counter(state for job, state in self._on_the_way.items() if job not in self._state.jobs)
+
     async def load(self) -> None:
-        """Read the counts."""
+        """Read what was archived before the start."""
         found = await self._query("SELECT state, count(*) FROM archived_jobs GROUP BY state")
-        self.counts = Counter(dict(found))
+        self._counts = Counter(dict(found))
         newest = await self._query(f"SELECT job FROM archived_jobs ORDER BY {job_table.NEWEST_FIRST} LIMIT 1")
         self.newest = JobId(newest[0][0]) if newest else None
         if self._hides_names:
             names = "SELECT user, name FROM archived_jobs UNION SELECT user, array_name FROM archived_jobs"
             self.names = {(user, name) for user, name in await self._query(names) if name is not None}
+
+    async def _post(self, event: e.JobsArchived | e.JobRecalled, jobs: Sequence[Job], rows: list[Statement]) -> None:
+        """Move jobs into the archive or back, with the statements that do it."""
+        self._on_the_way = {job.id: job.state.value for job in jobs}
+        try:
+            await self._engine.post(event, rows)
+        finally:
+            self._counts, self._on_the_way = self.counts, {}
 
     async def run(self) -> None:
         """Archive jobs until cancelled."""
@@ -91,11 +106,14 @@ class ArchivedJobs:
         ]
         due = archivable(self._state, [job for job in due if job not in self._recalled_s])
         for at in range(0, len(due), JOBS_AT_ONCE):
-            jobs = due[at : at + JOBS_AT_ONCE]
-            rows = [job_table.insert(self._state.jobs[job]) for job in jobs]
-            await self._engine.post(e.JobsArchived(at_s=now_s, jobs=tuple(jobs)), rows)
-        if due:
-            await self.load()
+            async with self._moves_one:
+                jobs = [self._state.jobs[job] for job in due[at : at + JOBS_AT_ONCE] if job in self._state.jobs]
+                if self._hides_names:
+                    for job in jobs:
+                        names = {job.spec.name, *([job.spec.array.name] if job.spec.array is not None else [])}
+                        self.names |= {(job.spec.user, name) for name in names}
+                event = e.JobsArchived(at_s=now_s, jobs=tuple(job.id for job in jobs))
+                await self._post(event, jobs, [job_table.insert(job) for job in jobs])
 
     # --- finding one --------------------------------------------------------------------------------------------------
 
@@ -106,9 +124,10 @@ class ArchivedJobs:
             ClusterError: the journal cannot be written, or the job cannot be read.
             UsageError: the beginning of a name fits several.
         """
-        if self.counts:
-            for text in _named(arguments):
-                await self._recall(text, user)
+        for text in _named(arguments):
+            if self.counts or self._on_the_way:
+                async with self._moves_one:
+                    await self._recall(text, user)
 
     async def _recall(self, text: str, user: str) -> None:
         state = self._state
@@ -123,9 +142,9 @@ class ArchivedJobs:
         if row is not None:
             job = self._decoded(row)
             self._recalled_s[job.id] = time.time()
+            self._counts[job.state.value] -= 1
             recalled = e.JobRecalled(at_s=time.time(), job=job.id, record=job)
-            await self._engine.post(recalled, [job_table.delete(job.id)])
-            await self.load()
+            await self._post(recalled, [job], [job_table.delete(job.id)])
 
     async def _row(self, condition: str, *values: object) -> tuple[Any, ...] | None:
         """Row of the newest job that fulfils a condition."""
