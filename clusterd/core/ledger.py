@@ -89,6 +89,10 @@ class Ledger:
         devices = [d for d in self.hosts[name].devices if d.id in free] if free else []
         return HostFree(self.hosts[name], devices, self.cores[name], self.memory_bytes[name])
 
+    def count_on(self, name: HostId) -> int:
+        """Number of free devices of one host."""
+        return sum(map(len, self.devices[name].values()))
+
     def all_devices(self) -> Iterator[Device]:
         """All free devices."""
         return (device for here in self.devices.values() for some in here.values() for device in some.values())

@@ -36,7 +36,7 @@ from clusterd.core.queueing.bookings import waits_for as waits_for_booking
 from clusterd.core.queueing.dependencies import in_vain, waits_for
 from clusterd.core.reservations import Reservation
 from clusterd.core.state import Outcome, State
-from clusterd.core.view import Policy, Proposal, Refusal, View
+from clusterd.core.view import HostAnswers, Policy, Proposal, Refusal, View
 from clusterd.types import AttemptState, JobId, JobKind, JobState
 
 __all__ = ["HOST_LOST_AFTER_S", "Batch", "Scheduler"]
@@ -82,6 +82,7 @@ class Scheduler:
         self.proposed: Proposal | None = None
         self.side_effects = NO_SIDE_EFFECTS
         self._before: tuple[Reservation | None, Order] = (None, {})
+        self._answers = HostAnswers()
         self._context = HandlerContext(host_lost_after_s=host_lost_after_s)
 
     @property
@@ -163,7 +164,7 @@ class Scheduler:
             for job_id in state.queue:
                 ctx.hold(state.jobs[job_id], f"the daemon has just started and waits for {names} to report")
             return None
-        return View(state, ctx.now_s, blocked)
+        return View(state, ctx.now_s, blocked, self._answers.of(state.hosts.values()))
 
     def _set_round_timer(self, ctx: HandlerContext) -> None:
         """Keep a timer for policies that work in rounds, while there are jobs."""

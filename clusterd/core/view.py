@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -92,11 +92,18 @@ class Proposal:
 class View:
     """The cluster at one instant, for one pass. Policies change only `free` and `quotas`."""
 
-    def __init__(self, state: State, now_s: float, blocked: Collection[JobId] = ()) -> None:
+    def __init__(
+        self,
+        state: State,
+        now_s: float,
+        blocked: Collection[JobId] = (),
+        of_request: dict[object, Any] | None = None,
+    ) -> None:
         """Build the view.
 
         Args:
             blocked: queued jobs that wait for other jobs or for data: policies do not see them as queued.
+            of_request: what earlier views found that these hosts could do for a request: see `HostAnswers`.
         """
         self.now_s = now_s
         self.hosts: Mapping[HostId, Host] = state.hosts
@@ -117,7 +124,7 @@ class View:
         self.calendar = ClaimCalendar(state, now_s)
         self.free = Ledger(state.hosts.values(), state.holders, _shared(state))
         self.quotas = Quotas(state, self.running, now_s)
-        self.of_request: dict[object, Any] = {}  # what hosts could do for a request if nothing ran: see `requirements`
+        self.of_request: dict[object, Any] = of_request if of_request is not None else {}
 
     def leaving(self, attempt: Attempt) -> str:
         """Message naming the drained hosts of an attempt, else its claimed devices; empty: none, or a booking."""
@@ -128,6 +135,24 @@ class View:
             return f"{', '.join(drained)} is drained"
         claimed = [(d, why) for host in hosts for d, why in host.claimed.items() if d in attempt.devices]
         return f"{', '.join(d for d, _ in claimed)} is {claimed[0][1]}" if claimed else ""
+
+
+class HostAnswers:
+    """What the hosts could do for each request if nothing ran (see `requirements`), kept until a host changes."""
+
+    def __init__(self) -> None:
+        self._hosts: tuple[object, ...] = ()
+        self._of_request: dict[object, Any] = {}
+
+    def of(self, hosts: Iterable[Host]) -> dict[object, Any]:
+        """Answers about these hosts so far; new ones are added by whoever asks."""
+        now = tuple((host.id, host.facts, host.devices) for host in hosts)
+        if now != self._hosts or len(self._of_request) > MOST_ANSWERS:
+            self._hosts, self._of_request = now, {}
+        return self._of_request
+
+
+MOST_ANSWERS = 10_000
 
 
 def _shared(state: State) -> Iterator[SharedDevice]:

@@ -134,7 +134,7 @@ def test_no_name_is_no_job(shared_cluster: RunningCluster) -> None:
     assert shared_cluster.call("jobs")[0]["state"] in ("queued", "starting", "running")
 
 
-@pytest.mark.slow_after(8)
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -53,6 +53,7 @@ def test_groff_sets_it_without_a_warning(page: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("man") is None, reason="no man on PATH")
 def test_man_finds_it_after_pip_install(page: str, tmp_path: Path) -> None:
     pytest.importorskip("setuptools", "77")

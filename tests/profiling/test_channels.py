@@ -32,6 +32,7 @@ def rows_where(rows: list[Measured], outcome: Outcome, condition) -> tuple[float
     return float(np.abs(outcome.errors[some]).mean()), float(outcome.covered[some].mean())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("factor", [1.0, 3.0, 8.0])
 def test_cards_in_part_use_are_learned_from_a_few_trials(factor):
     rows = table(seed=0, half_card=factor)
@@ -40,6 +41,7 @@ def test_cards_in_part_use_are_learned_from_a_few_trials(factor):
     assert covered > 0.7
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("factor", [0.6, 1.0, 1.5])
 def test_other_speeds_on_more_than_two_hosts_are_learned_from_few_trials(factor):
     found = []

@@ -141,6 +141,7 @@ def test_models_of_other_kinds_are_evaluated_side_by_side():
     json.dumps(result)
 
 
+@pytest.mark.slow
 def test_only_chosen_times_are_seen():
     """Times of plans that were not tried do not change the predictions."""
     table = measured(truth(), TRANSFORMER)
@@ -190,6 +191,7 @@ def test_a_name_changes_nothing(tmp_path):
     assert one == other
 
 
+@pytest.mark.slow
 def test_tables_of_a_folder_are_evaluated_together_with_the_rule_beside_the_model(tmp_path, capsys):
     """Other CSV files of the folder are ignored; one table of a kind that the rule describes, one that it does not."""
     plain = [

@@ -26,7 +26,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", WORLDS)
 def test_seven_trials_foretell_the_rest_of_a_world_unlike_the_prior(name):
     load, logs, card, parallel = WORLDS[name]

@@ -202,7 +202,7 @@ def test_a_runtime_that_the_account_may_not_use_is_said(cluster: RunningCluster,
     assert "docker on local0 cannot be used: permission denied while trying to connect" in ran.stderr
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

@@ -135,7 +135,7 @@ def test_a_job_runs_in_the_environment_of_its_lock(local_cluster: RunningCluster
         assert ran.stdout == f"{greeting}\n"
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -8,6 +8,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.conftest import RunningCluster, until
 
 
@@ -29,6 +31,7 @@ def player(cluster: RunningCluster) -> int | None:
     return None
 
 
+@pytest.mark.slow
 def test_when_a_job_starts_is_told_while_it_can_be_and_not_known_afterwards(cluster: RunningCluster) -> None:
     """One device, two jobs: the second starts when the first ends. At last the process that knows such things dies."""
     cluster.start(hosts=1, devices=1)

@@ -54,6 +54,7 @@ def pollux() -> Setting:
     return Setting(cluster, jobs, truth, performance_tables, move_s=30.0, start_s=30.0, round_s=60.0)
 
 
+@pytest.mark.slow
 def test_gavels_fifo_takes_as_long_as_published(gavel: Setting) -> None:
     """9.97 h, the fault of the published code included; what it would be without is another figure."""
     found = figures(run.simulate(gavel, "gavel-fifo"))

@@ -100,7 +100,7 @@ JOBS = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(JOBS, st.integers(0, 25), st.integers(0, 3))
 def test_with_all_run_times_known_the_forecast_is_what_happens(jobs: list[tuple], batch: int, late: int) -> None:
     """Commands with and without limits, of two priorities, some preemptible, some still to arrive at the start."""
@@ -121,6 +121,7 @@ def test_with_all_run_times_known_the_forecast_is_what_happens(jobs: list[tuple]
     assert {job: course.start_s.get(job) for job in new} == {job: true.start_s.get(job) for job in new}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("batch", [20, 45, 90])
 def test_elastic_jobs_go_on_from_a_live_state_as_they_would_have(batch: int) -> None:
     cluster = parse_cluster("2x8:g")

@@ -331,7 +331,7 @@ def test_a_long_job_alone_uses_both_types_of_a_cluster_and_ends_earlier(tmp_path
     assert both.end_s == pytest.approx(1000 * 1.2 * 8 / 6)
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("policy", ["default", "sampling", "sampling+plans", "gavel", "optimus", "rubick"])
 def test_on_two_types_every_job_finishes_and_no_invariant_is_broken(tmp_path: Path, policy: str) -> None:
     """Jobs of all sizes one after the other, mixed and not."""

@@ -32,6 +32,7 @@ def test_a_loop_of_the_scripts_own_gets_the_mapping(ranks: RankPool, tmp_path: P
     assert run.losses == pair.losses
 
 
+@pytest.mark.slow
 def test_batches_that_cannot_be_cut_train_under_replicas(ranks: RankPool, tmp_path: Path) -> None:
     """A replica's batch is what collate_fn made of its samples; nothing is cut."""
     pair = ranks.run(tmp_path / "pair", "dp=2", **OPTIONS).checked()

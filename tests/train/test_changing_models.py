@@ -59,6 +59,7 @@ def test_late_frozen_parameters_stay_frozen_after_a_restart(ranks: RankPool, tmp
     assert run.checked().losses == pytest.approx(whole.losses[STEPS:], rel=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("model", "was"), [("remembering", "none"), ("growing", "of shape (1, 1, 32)")])
 def test_a_buffer_that_is_made_later_is_saved_but_not_carried(
     ranks: RankPool, tmp_path: Path, model: str, was: str
@@ -75,7 +76,7 @@ def test_a_buffer_that_is_made_later_is_saved_but_not_carried(
     assert torch.load(file, weights_only=True)["embed.before"].shape == (16, 16, 32)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 def test_counters_of_forward_passes_rule_out_accumulation(ranks: RankPool, tmp_path: Path) -> None:
     replicas = ranks.run(tmp_path / "replicas", "dp=2", model="cooling", steps=2).checked().ranks[0].output
     assert "depends on how" not in replicas

@@ -16,6 +16,7 @@ from clusterd.exit_reasons import EXIT_CODE_OF, Reason
 CONTRASTIVE = {"depth": 2, "steps": 4, "global_batch": 8, "loss": "contrastive"}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "plan, batch",
     [("dp=2", 8), slow("dp=4", 8), ("dp=2,zero=3", 8), slow("dp=2,tp=2", 8), slow("dp=2,zero=2", 6)],
@@ -47,6 +48,7 @@ def test_rows_that_are_not_of_samples_are_refused(ranks: RankPool, tmp_path: Pat
     assert "train.gather was given a tensor of () for 4 samples" in run.ranks[0].output
 
 
+@pytest.mark.slow
 def test_a_queue_of_gathered_features_moves_with_its_job(
     moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
 ) -> None:

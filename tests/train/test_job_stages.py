@@ -43,6 +43,7 @@ def run(folder: Path, stage: str, *, under_clusterd: bool = False) -> subprocess
     )
 
 
+@pytest.mark.slow
 def test_each_job_trains_its_stage_and_passes_over_the_others(tmp_path: Path) -> None:
     first = run(tmp_path, "pretrain", under_clusterd=True)
     assert "outcomes 3 False 0 True" in first.stdout, first.stderr

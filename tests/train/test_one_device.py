@@ -50,6 +50,7 @@ def test_what_a_gpu_computes_is_computed(stays: Callable[[], object]) -> None:
         stays()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2"])
 def test_ranks_train_as_on_a_cpu_and_mix_nothing(plan: str, ranks: RankPool, tmp_path: Path) -> None:
     """The same losses, from steps in which CUDA would have found all tensors of an operation in one place."""

@@ -32,7 +32,7 @@ def test_running_statistics_see_every_sample_once(ranks: RankPool, tmp_path: Pat
     assert seen[1]["blocks.3.seen.num_batches_tracked"] == STEPS
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2,tp=2", "dp=2,pp=2,accumulation=2", "dp=2,accumulation=2"])
 def test_replicas_may_use_different_experts(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     options = {"model": "routed", "steps": STEPS, "optimizer": "sgd", "find_unused_parameters": True}
@@ -40,7 +40,7 @@ def test_replicas_may_use_different_experts(ranks: RankPool, tmp_path: Path, pla
     assert ranks.run(tmp_path / "plan", plan, **options).checked().losses == pytest.approx(alone.losses, rel=1e-5)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -82,7 +82,7 @@ def test_where_that_cannot_be_carried_it_is_said(ranks: RankPool, tmp_path: Path
     assert "replicas may use different parameters (find_unused_parameters)" in told.ranks[0].output
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"schedule": "onecycle", "optimizer": "momentum"}, {"schedule": "warmup", "optimizer": "rows and others"}],
@@ -127,6 +127,7 @@ def test_a_model_that_no_plan_can_train_is_refused_in_one_line(
         assert "Traceback" not in rank.output
 
 
+@pytest.mark.slow
 def test_a_model_may_leave_something_out_later(ranks: RankPool, tmp_path: Path) -> None:
     alone = ranks.run(tmp_path / "alone", ALONE, model="fading", steps=STEPS).checked()
     silent = ranks.run(tmp_path / "silent", "dp=2", model="fading", steps=STEPS)
@@ -195,7 +196,7 @@ def test_counters_of_modules_and_optimizers_continue(
     assert run.checked().losses == pytest.approx(whole.losses[STEPS:], rel=1e-5)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -265,6 +266,7 @@ def test_a_batch_is_cut_between_its_samples_or_not_at_all(ranks: RankPool, tmp_p
     assert "which cannot be cut into micro-batches: the first dimension of each tensor" in refused.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2,zero=2", "tp=2"])
 def test_a_hook_is_given_no_part_of_a_gradient(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     run = ranks.run(tmp_path, plan, model="hooked", steps=STEPS)
@@ -281,7 +283,7 @@ def test_recomputed_activations_equal_the_first_ones(ranks: RankPool, tmp_path: 
     assert again.losses == pytest.approx(alone.losses, rel=1e-6)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,accumulation=2", "dp=2,zero=1"])
 def test_a_model_may_compute_parts_again_by_itself(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """Replicas failed at their first step, which searched for unused parameters."""
@@ -297,6 +299,7 @@ def test_one_that_does_so_is_no_pipeline(ranks: RankPool, tmp_path: Path) -> Non
         assert "the model uses reentrant checkpoints" in rank.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2,zero=3,checkpointing", slow("dp=2,pp=2,zero=2,accumulation=2")])
 def test_compiled_blocks_are_sharded_from_outside(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """Inside, the compiler met the shards."""
@@ -313,6 +316,7 @@ def test_stages_send_non_contiguous_tensors(ranks: RankPool, tmp_path: Path, pla
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip_norm", [slow(None), 0.1])
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,offload=optimizer", slow("tp=2"), slow("pp=2,accumulation=2")])
 def test_a_sparse_gradient_is_clipped_and_offloaded(
@@ -360,6 +364,7 @@ def test_a_model_that_comes_for_evaluation_is_trained(ranks: RankPool, tmp_path:
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "dp=2,zero=2,accumulation=2"])
 def test_a_parameter_without_dimensions_is_trained_whole(plan: str, ranks: RankPool, tmp_path: Path) -> None:
     """FSDP2 cuts along dimensions; a learned scale has none, and counts once in the gradients' norm."""

@@ -72,6 +72,7 @@ def test_ends_with_its_terminal_though_hang_ups_are_ignored(socket: Path) -> Non
         daemon.wait()
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("garbage", ["text", "length", "msgpack", "rows", "item", "error"])
 def test_garbage_is_reported_and_the_rows_stay(socket: Path, garbage: str) -> None:
     daemon = pretend(socket, "--garbage", garbage)
@@ -214,6 +215,7 @@ def test_a_daemon_that_has_heard_from_its_hosts_is_up_again(cluster: RunningClus
     assert answer[-1] == []
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("garbage", ["text", "length", "msgpack", "rows", "item", "error"])
 def test_garbage_leaves_a_usable_screen_and_the_terminal_as_it_was(socket: Path, garbage: str) -> None:
     """A real terminal shows the error in the banner; keys still work, and quitting restores the terminal."""

@@ -243,6 +243,7 @@ def test_hosts_are_drained_and_used_again(shared: RunningCluster) -> None:
     drive(shared, script)
 
 
+@pytest.mark.slow
 def test_many_jobs_at_once(shared: RunningCluster) -> None:
     """Three are marked and cancelled with one answer; the filter and the order are kept."""
     jobs = [shared.submit('command = ["true"]\nresources = { gpus = 4 }\n', f"many{n}") for n in range(3)]

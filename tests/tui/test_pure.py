@@ -248,6 +248,7 @@ def test_history_goes_where_it_belongs(seen: list[int]) -> None:
         assert [one.reason for _, one in model.decisions] == [f"{n}{x}" for n in happened for x in "ab"]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(-5, 310), min_size=1, max_size=8))
 def test_a_recording_shows_the_same_wherever_one_comes_from(places: list[int]) -> None:
     """Forward, back, or straight there."""

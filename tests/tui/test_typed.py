@@ -14,6 +14,7 @@ from tests.tui.test_pilot import type_in, until, window
 from tests.tui.test_windows import drive
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize(
     ("key", "typed", "message"),
     [

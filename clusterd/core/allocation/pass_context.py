@@ -53,7 +53,8 @@ class PassContext:
     moved: set[JobId] = field(default_factory=set)
     availability: AvailabilityForecast = field(init=False)
     reserved: ReservedStart = field(init=False)
-    _migratable: tuple[int, Sequence[JobForecast]] = (-1, ())  # those of a pass with so many moves
+    _able_to_give: tuple[int, Sequence[JobForecast]] = (-1, ())  # those of a pass with so many moves
+    _migratable: tuple[int, Sequence[JobForecast]] = (-1, ())  # likewise
 
     def __post_init__(self) -> None:
         holds = [held_by(forecast, self.view) for forecast in self.holding]
@@ -104,16 +105,22 @@ class PassContext:
             victim for victim in victims if not self.view.calendar.to_withhold(victim.devices, self.availability.run_s)
         ]
 
-    def able_to_give(self) -> list[JobForecast]:
-        """Running jobs that may give devices by right: without the long pauses of migrations that are to pay."""
-        return [
-            victim
-            for victim in self.holding
-            if victim.job.id not in self.moved and can_migrate(victim.job, self.view) is not None
-        ]
+    def able_to_give(self) -> Sequence[JobForecast]:
+        """Running jobs that may give devices by right: without the long pauses of migrations that are to pay.
+
+        Cached until one migrates, as every waiting job asks.
+        """
+        if self._able_to_give[0] != len(self.moved):
+            able = [
+                victim
+                for victim in self.holding
+                if victim.job.id not in self.moved and can_migrate(victim.job, self.view) is not None
+            ]
+            self._able_to_give = len(self.moved), able
+        return self._able_to_give[1]
 
     def migratable(self) -> Sequence[JobForecast]:
-        """Running jobs that may migrate now; cached until one migrates, as every waiting job asks."""
+        """Running jobs that may migrate now; cached likewise."""
         if self._migratable[0] != len(self.moved):
             self._migratable = len(self.moved), [victim for victim in self.running if self.can_migrate(victim)]
         return self._migratable[1]

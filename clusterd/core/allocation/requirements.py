@@ -27,9 +27,9 @@ def unsatisfiable(job: Job, view: View) -> str | None:
 
 
 def _remembered(job: Job, view: View, make: Callable[[Job, View], Answer]) -> Answer:
-    """Answer that follows from the hosts and the request alone, made once in a pass for all jobs that ask alike."""
+    """Answer that follows from the hosts and the request alone, made once for all jobs that ask alike."""
     spec = job.spec
-    key = (make, spec.resources, spec.kind, spec.container, job.pinned, tuple(job.failures.excluded_hosts))
+    key = (make, spec.resources, spec.kind, spec.runtime, job.pinned, tuple(job.failures.excluded_hosts))
     if key not in view.of_request:
         view.of_request[key] = make(job, view)
     answer: Answer = view.of_request[key]

@@ -181,13 +181,22 @@ class AvailabilityForecast:
 
     def ledger_at(self, at_s: float) -> Ledger:
         """Free resources once the jobs that end by then have ended."""
-        found = self._ledger.copy()
-        found.shared.clear()  # who could join a job now has started
-        for hold in self._ending(at_s):
-            found.put(self._freed(hold), hold.booked)
+        found = self._later(self._now_alone(), -NEVER, at_s)
         if self._calendar:
             self._apply_claims(found, at_s)
         return found
+
+    def _now_alone(self) -> Ledger:
+        found = self._ledger.copy()
+        found.shared.clear()  # who could join a job now has started
+        return found
+
+    def _later(self, ledger: Ledger, after_s: float, at_s: float) -> Ledger:
+        """The ledger, with what jobs give back that end after one time and by another."""
+        for hold in self._ending(at_s):
+            if self._end_s(hold) > after_s + AT_ONCE_S:
+                ledger.put(self._freed(hold), hold.booked)
+        return ledger
 
     def _apply_claims(self, ledger: Ledger, at_s: float) -> None:
         """Take out what is claimed while the job would run, and give back what claims have left by then."""
@@ -210,14 +219,16 @@ class AvailabilityForecast:
                     return at_s, seen
             return None
         low, high = 0, len(times)
+        short, short_s = self._now_alone(), -NEVER  # what is free at the latest time that was not enough
         answer: tuple[float, Seen] | None = None
         while low < high:
             middle = (low + high) // 2
-            found = look(self.ledger_at(times[middle]))
+            ledger = self._later(short.copy(), short_s, times[middle])
+            found = look(ledger)
             if found is not None:
                 answer, high = (times[middle], found), middle
             else:
-                low = middle + 1
+                low, short, short_s = middle + 1, ledger, times[middle]
         return answer
 
     def awaited(self, at_s: float, place: Placement) -> list[Hold]:

@@ -8,6 +8,7 @@ to devices: those to which it may be shrunk for others.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 
 from clusterd.core.estimates.expected_time import expected_left_s
@@ -58,19 +59,18 @@ def forecast_request(job: Job, view: View, there: Inventory, curves: RequestCurv
     if attempt is None:
         return JobForecast(job, curves.of(job, there), left)
     devices = of_ranks(view.hosts, attempt)
-    now = _estimate(
-        attempt.plan or Plan(dp=max(len(devices), 1)), devices[0].name if devices else "", shape_of(devices)
-    )
+    now = _estimate(attempt.plan or len(devices), devices[0].name if devices else "", shape_of(devices))
     smaller = tuple(_smaller(job, devices)) if job.spec.kind is JobKind.ELASTIC else ()
     points = {len(devices): now} | {x.devices: x for x in reversed(smaller)}
     curve = Curve(points, 1.0, (now, *smaller))
     return JobForecast(job, curve, left, now, devices)
 
 
-def _estimate(plan: Plan, device_type: str, shape: Shape, slowdown: float = 1.0) -> Estimate:
-    """Estimate whose step time is a multiple of the job's `TimeLeft`."""
+@lru_cache(maxsize=4096)  # every pass asks for those of all running jobs
+def _estimate(plan: Plan | int, device_type: str, shape: Shape, slowdown: float = 1.0) -> Estimate:
+    """Estimate whose step time is a multiple of the job's `TimeLeft`; a number is one of replicas."""
     return Estimate(
-        plan=plan,
+        plan=plan if isinstance(plan, Plan) else Plan(dp=max(plan, 1)),
         device_type=device_type,
         shape=shape,
         step_time_s=slowdown,

@@ -14,9 +14,10 @@ from clusterd.core.state import Job
 from clusterd.types import Device, HostId, JobKind, RankPlace
 
 
-def candidates(job: Job, free: Ledger) -> list[HostFree]:
-    """Usable hosts that the job admits, in a fixed order."""
-    return [free.on_host(name) for name in sorted(free.hosts) if job.admits(free.hosts[name])]
+def candidates(job: Job, free: Ledger, least: int = 0) -> list[HostFree]:
+    """Usable hosts that the job admits, in a fixed order, with at least so many free devices."""
+    names = sorted(name for name in free.hosts if free.count_on(name) >= least)
+    return [free.on_host(name) for name in names if job.admits(free.hosts[name])]
 
 
 def kinds_for(job: Job) -> tuple[str, ...]:
@@ -54,8 +55,9 @@ def place(job: Job, free: Ledger, count: int, group: int, nodes: int | None) -> 
         return _cores_only(job, free)
     if free.total < count:
         return None
+    here = candidates(job, free, group if nodes is None else count // nodes)
     for kind in kinds_for(job):
-        by_host = [(h, fitting(job, h, kind)) for h in candidates(job, free)]
+        by_host = [(h, fitting(job, h, kind)) for h in here]
         chosen = _pack(by_host, count, group) if nodes is None else _spread_evenly(by_host, count, nodes)
         if chosen:
             return place_on(job, [device for _, devices in chosen for device in devices])

@@ -378,6 +378,7 @@ class Month(Lab):
             yield
 
 
+@pytest.mark.slow
 def test_a_month_in_a_lab_with_bookings() -> None:
     """Every morning ann books two devices, and comes four days of five; bob's jobs fill what is left.
 

@@ -39,6 +39,7 @@ def restored(cluster: RunningCluster) -> RunningCluster:
     return cluster
 
 
+@pytest.mark.slow
 def test_an_older_copy_of_a_running_daemons_journal_is_refused(cluster: RunningCluster) -> None:
     """The copy has the epoch of the daemon that the host knows: nothing but the events tells that it is older."""
     cluster.start(hosts=1, devices=2)

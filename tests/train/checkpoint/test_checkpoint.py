@@ -145,7 +145,7 @@ def test_the_last_checkpoint_is_tried_again(ranks: RankPool, tmp_path: Path) -> 
     assert (tmp_path / "final" / ".metadata").exists()
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("options", "plan", "says"),
     [

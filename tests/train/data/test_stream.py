@@ -122,6 +122,7 @@ json.dump(made[-1].seen, open(sys.argv[2], "w"))
 """
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("kind", "workers"), [("file", "0"), slow("file", "1"), ("thread", "0")])
 def test_a_stream_is_read_to_train_on_it_and_by_nobody_else(kind: str, workers: str, tmp_path: Path) -> None:
     """A forked process that read ahead moved the file's position, or waited for the reader's thread for minutes."""
@@ -159,6 +160,7 @@ def test_processes_with_other_streams_are_refused(ranks: RankPool, tmp_path: Pat
     assert "the data of rank 1 and rank 0 differ: sample 0 is another one" in run.ranks[0].output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "plans"),
     [

@@ -42,6 +42,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "precision"),
     [("gpt", "bf16"), slow("gpt", "fp32"), slow("convnet", "bf16"), slow("convnet", "fp32")],

@@ -427,6 +427,7 @@ def test_layers_that_share_parameters_are_cut_alike_by_ranks_and_by_whoever_plan
     assert any(set(paths[1:5]) <= set(stage) for stage in expected)
 
 
+@pytest.mark.slow
 def test_containers_that_are_never_called_are_no_blocks() -> None:
     class Pairs(nn.Module):
         def __init__(self) -> None:

@@ -82,7 +82,7 @@ def test_the_remaining_plans_train_as_one_process(ranks: RankPool, tmp_path: Pat
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
 def test_writes_to_buffers_do_not_make_replicas_diverge(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """Each replica shortened other rows of the embedding, and losses did not show it for a while."""
@@ -91,7 +91,7 @@ def test_writes_to_buffers_do_not_make_replicas_diverge(ranks: RankPool, tmp_pat
         assert "writes values into embed.token.weight that depend on its own samples" in rank.output
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("model", ["centred", "late following"])
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2", "dp=2,zero=3", "accumulation=2", "offload=optimizer"])
 def test_a_real_pass_finds_what_a_fake_one_misses(ranks: RankPool, tmp_path: Path, model: str, plan: str) -> None:
@@ -216,6 +216,7 @@ def test_a_snapshot_has_such_parameters_as_they_were_after_the_step(
     assert kept.tolist() == [160.0] * 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", slow("dp=2,zero=1"), slow("dp=3,shares=2:5:9")])
 def test_a_write_that_is_the_same_on_all_replicas_is_trained(plan: str, ranks: RankPool, tmp_path: Path) -> None:
     """A moving average of weights, in a forward pass that fake tensors cannot run."""

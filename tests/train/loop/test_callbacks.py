@@ -22,7 +22,7 @@ def scripts() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("script", "plan", "reason"),
     [

@@ -55,6 +55,7 @@ def test_a_weighted_loss_is_the_mean_over_counted_elements(alone: Run, ranks: Ra
     assert alone.losses == pair.losses
 
 
+@pytest.mark.slow
 def test_callbacks_are_called_on_rank_0_alone(ranks: RankPool, tmp_path: Path) -> None:
     options = {**OPTIONS, "evaluate": {"every": 2}}
     run = ranks.run(tmp_path, "dp=2", **options).checked()

@@ -30,7 +30,7 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return run
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -58,7 +58,7 @@ def test_every_plan_evaluates_to_the_numbers_of_one_process(
     assert run.ranks[0].result["asked"]  # training data are read as without evaluations
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("plan", ["dp=2", "pp=2,accumulation=2", "dp=3,shares=4:2:2"])
 def test_a_metric_that_is_no_mean_does_not_depend_on_the_plan(
@@ -147,6 +147,7 @@ def test_a_stop_in_the_middle_of_an_evaluation_is_obeyed_before_its_end(moving: 
     assert mover.evaluations() == []
 
 
+@pytest.mark.slow
 def test_a_second_stop_in_the_same_evaluation_saves_what_the_first_one_did(
     moving: Callable[..., Mover], tmp_path: Path
 ) -> None:

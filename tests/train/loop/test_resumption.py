@@ -82,6 +82,7 @@ def test_what_may_differ_is_no_difference(tmp_path: Path, plan: str, drew: bool,
     Resumption(training(plan), written(tmp_path, drew=drew)).record(8, loss, drew=drew)
 
 
+@pytest.mark.slow
 def test_later_steps_and_checkpoints_without_a_loss_are_not_compared(tmp_path: Path) -> None:
     Resumption(training(), str(tmp_path)).record(8, 9.0, drew=False)
     Resumption(training(), written(tmp_path)).record(9, 9.0, drew=False)

@@ -38,6 +38,7 @@ def test_both_front_doors_train_bit_by_bit_alike(plan: str, evaluated: Run, rank
         assert metrics.keys() == {"val", "both.right", "both.loss"}
 
 
+@pytest.mark.slow
 def test_leaving_the_loop_ends_the_job_as_done(ranks: RankPool, tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     run = ranks.run(tmp_path, "dp=2", **OPTIONS, own_loop={"leave_after": 4}, save=str(file)).checked()

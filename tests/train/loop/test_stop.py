@@ -110,6 +110,7 @@ def test_a_stop_that_reaches_one_rank_stops_all_at_the_same_step(
     assert_stopped_together(run.result(HANG_S)[0], "cancelled by ana")
 
 
+@pytest.mark.slow
 def test_a_stop_that_saves_leaves_a_checkpoint_of_the_last_step(
     agent: Agent, start: Callable[..., Future[list[Run]]], tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def test_state_that_is_not_carried_keeps_the_job_where_it_is(runner: Runner, scr
     )
 
 
+@pytest.mark.slow
 def test_a_schedule_and_clipping_are_carried(runner: Runner) -> None:
     assert runner.verdicts(registry.SCRIPTS["clipped_one_cycle"], ["move"])["move"].verdict == RIGHT
 
@@ -66,6 +67,7 @@ def test_the_largest_difference_is_named(value: float, times: float) -> None:
     assert ("learning rate of w" in str(rates), rates.random) == (True, False)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_differs_from_what_is() -> None:
     assert difference(steps(math.nan), steps(1.0), "fp32").excess > 1
     assert difference(steps(math.nan), steps(math.inf), "fp32").excess <= 1

@@ -76,6 +76,7 @@ def test_every_bit_of_the_state_is_read_from_the_memory_of_the_source_rank(
         recorded_state.assert_equal(left, arrived)
 
 
+@pytest.mark.slow
 def test_memory_that_the_driver_does_not_share_goes_through_the_host(
     moving: Callable[..., Any], undisturbed: Callable[..., list[float]]
 ) -> None:
@@ -92,6 +93,7 @@ def test_memory_that_the_driver_does_not_share_goes_through_the_host(
     assert [s["loss"] for s in steps] == pytest.approx(undisturbed()[: len(steps)], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", ["prepared", slow("quiesced")])
 def test_an_undone_move_leaves_shared_memory_to_the_source_ranks(
     after: str, moving: Callable[..., Any], undisturbed: Callable[..., list[float]]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_warnings_of_torch_are_no_errors_of_a_job() -> None:
     """A job with PYTHONWARNINGS=error is about its own script, where the filter goes on."""
     script = "import clusterd.train.process.preload, warnings; warnings.warn('own')"

@@ -78,7 +78,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.slow_after(5)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(("script", "plan", "reason"), REFUSED)
 def test_what_looks_at_the_batch_is_refused_before_the_first_step(
     foreign: RankPool, tmp_path: Path, script: str, plan: str, reason: str
@@ -106,7 +106,7 @@ EQUAL = [
 ]
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("script", "plan", "said"), EQUAL)
 def test_what_trains_alike_is_not_accused(foreign: RankPool, tmp_path: Path, script: str, plan: str, said: str) -> None:
     alone = foreign.run(tmp_path / "alone", "dp=1", script=script, steps=4).checked()
@@ -116,6 +116,7 @@ def test_what_trains_alike_is_not_accused(foreign: RankPool, tmp_path: Path, scr
     assert [said in line for line in lines] == [True] * bool(said), lines
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("script", "plan", "said"),
     [

@@ -192,6 +192,7 @@ def test_parameters_of_different_rates_are_not_put_into_one_group() -> None:
         moved(ranks, "one", one_group, SCHEDULES["step"])
 
 
+@pytest.mark.slow
 def test_the_losses_of_a_pipeline_are_those_of_one_process(
     moving: Callable[..., Any], undisturbed: Callable[..., list[float]], ranks: RankPool, tmp_path: Path
 ) -> None:
