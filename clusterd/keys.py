@@ -16,8 +16,18 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from clusterd.errors import ConfigError
+from clusterd.job_signals import parse_limit_signal
 from clusterd.plans.plan import Plan, PlanError
-from clusterd.units import duration, parse_capability, parse_duration_s, parse_gpus_or_part, parse_size, size
+from clusterd.units import (
+    duration,
+    local_time,
+    parse_capability,
+    parse_duration_s,
+    parse_gpus_or_part,
+    parse_size,
+    parse_time_s,
+    size,
+)
 
 NAME_LENGTH_MAX = 63
 
@@ -122,6 +132,11 @@ def checked_name(name: str) -> str:
 
 def _capability(text: str) -> str:
     parse_capability(text)
+    return text
+
+
+def _limit_signal(text: str) -> str:
+    parse_limit_signal(text)
     return text
 
 
@@ -262,6 +277,12 @@ DURATION = Value(
     expected="it must be a time, as in 90s or 12h", accepts=(int, float, str, time), shape=int | float | str,
     schema={"examples": ["90s", "12h", "1h30m"]}, convert=parse_duration_s, words=duration, problem=_no_time,
     metavar="TIME",
+)  # fmt: skip
+POINT_IN_TIME = Value(
+    expected='it must be a time, as in "mon 9:00"', accepts=str, convert=parse_time_s, words=local_time, metavar="TIME",
+)  # fmt: skip
+LIMIT_SIGNAL = Value(
+    expected="it must be a signal, as in USR1@2m", accepts=str, convert=_limit_signal, metavar="[B:]NAME[@TIME]",
 )  # fmt: skip
 SIZE = Value(
     expected="it must be a size, as in 16GiB", accepts=(int, float, str), schema={"examples": ["64GiB"]},

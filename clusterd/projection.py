@@ -313,6 +313,8 @@ def unusable(job: Job, state: State, now_s: float) -> list[str]:
         for device, why in host.reported_faults.items():
             reasons.append(f"{device} is left out: {why}; once it is reset, clusterd host undrain {host.id} offers it")
     places = tuple(f"{host.id}:" for host in hosts)
+    if job.spec.begin_s is not None and job.spec.begin_s > now_s and not job.attempts:
+        reasons.append(f"it is not to begin before {_day(job.spec.begin_s)}")
     own = state.device_claims.get(job.spec.booking)
     if own is not None and not own.is_active(now_s):
         reasons.append(f"its booking {own.id} begins {_day(own.from_s)}, on {', '.join(own.devices)}")

@@ -179,6 +179,7 @@ class Job(Struct, frozen=True, kw_only=True):
     step_time_s: Annotated[Seconds | None, about("Measured duration of a step.")] = None
     left_s: Annotated[float | None, about("Time to the end at this speed.")] = None
     time_limit_s: Annotated[Seconds | None, about("Longest run; null: no limit.")] = None
+    begin_s: Annotated[float | None, about("Time before which it is not to start; null: at once.")] = None
     booking: Annotated[str, about("Booking on whose devices it runs; empty: none.")] = ""
     ends_by_s: Annotated[Seconds | None, about("Time at which its time limit ends it; null: it has none, or does not run.")] = None  # noqa: E501
     progressed_s: Annotated[Seconds | None, about("Time of the newest step.")] = None

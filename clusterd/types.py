@@ -117,6 +117,8 @@ class Resources:
                               edit=QUEUED, option="--ntasks")] = 1
     hosts: Annotated[tuple[HostId, ...], Key(k.TEXTS, "Run on these hosts only.", "any", edit=QUEUED,
                                              option="--host")] = ()
+    exclude: Annotated[tuple[HostId, ...], Key(k.TEXTS, "Never run on these hosts.", "none", edit=QUEUED,
+                                               option="--exclude", sbatch="--exclude")] = ()
     constraint: Annotated[tuple[str, ...], Key(k.LABELS, "Labels that each host has.", "none", edit=QUEUED,
                                                option="--constraint")] = ()
     min_devices: Annotated[int, Key(k.COUNT, "Least size of an elastic job.", "any", edit=RUNNING),
@@ -255,11 +257,18 @@ class JobSpec:
         k.JOBS, 'Jobs, by id, name or pattern, that must have finished; the id of an array is all of it; "JOB:any": '
         'be over; "JOB:failed"; "JOB:corr": its task of this index; "singleton": earlier jobs of this name.', "none",
         edit=QUEUED, option="--after")] = ()
+    begin_s: Annotated[float | None, Key(k.POINT_IN_TIME, 'Not started before this time, as in "mon 9:00" or "+2h".',
+                                         "at once", name="begin", edit=QUEUED, option="--begin", row="begin_s")] = None
+    hold: Annotated[bool, Key(k.YES_OR_NO, "Queued, and started only once clusterd release lets it.", option="--hold",
+                              sbatch="--hold")] = False
     booking: Annotated[str, Key(k.TEXT, "Number of a booking of yours: starts on its devices once it begins, and ends "
                                 "with it.", "none", edit=QUEUED, option="--booking", row="booking")] = ""
     time_limit_s: Annotated[float | None, Key(k.DURATION, "Longest run, as in 12h; jobs that can save do so before it.",
                                               "none", name="limits.time", edit=RUNNING, option="--time",
                                               row="time_limit_s")] = None
+    limit_signal: Annotated[str, Key(k.LIMIT_SIGNAL, "Sent to its processes so long before the time limit ends them; "
+                                     "B: to the first of each rank alone.", "none", name="limits.signal", edit=RUNNING,
+                                     option="--signal")] = ""
     stall_s: Annotated[float | None, Key(k.DURATION, "An elastic job without a step for so long is restarted from its "
                                          "newest state.", "never", name="limits.stall", edit=RUNNING)] = None
     grace_s: Annotated[float, Key(k.DURATION, "Between the request to stop and SIGKILL.", name="limits.grace",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from datetime import time as clock_time
 from functools import lru_cache
 from operator import eq, ge, gt, le, lt
 from typing import Any
@@ -86,6 +88,47 @@ def parse_duration_s(text: str | float) -> float:
         return sum(float(number) * _SECONDS[unit] for number, unit in parts)
     except ValueError:
         raise ValueError(f"{text!r} is no duration; write it as in 90s, 12h or 1h30m") from None
+
+
+_CLOCKS = {"midnight": "0:00", "noon": "12:00"}
+_DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
+
+
+def parse_time_s(text: str) -> float:
+    """Parse local time into seconds since the epoch: ``14:00``, ``mon 9:00``, ``tomorrow``, a date and time, ``+2h``.
+
+    A time of day without a day is the next one.
+
+    Raises:
+        ValueError: not a point in time.
+    """
+    now = datetime.now(UTC).astimezone()
+    given = text.strip().lower()
+    if given.startswith(("+", "now+")):
+        return now.timestamp() + parse_duration_s(given.partition("+")[2])
+    for form in ("%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S", "%Y-%m-%d"):
+        with suppress(ValueError):
+            return datetime.strptime(given.replace("t", " "), form).astimezone().timestamp()
+    named, _, clock = given.rpartition(" ")
+    if clock in ("today", "tomorrow", *_DAYS, *(day[:3] for day in _DAYS)):
+        named, clock = clock, "0:00"
+    clock = _CLOCKS.get(clock, clock)
+    with suppress(ValueError):
+        at = clock_time.fromisoformat(clock.rjust(8 if clock.count(":") == 2 else 5, "0"))
+        is_past = (at.hour, at.minute) < (now.hour, now.minute)
+        days = {"": int(is_past), "today": 0, "tomorrow": 1}
+        for number, day in enumerate(_DAYS):
+            ahead = (number - now.weekday()) % 7 or 7 * is_past
+            days |= {day: ahead, day[:3]: ahead}
+        if ":" in clock and named.strip() in days:
+            day_of_it = now.date() + timedelta(days=days[named.strip()])
+            return datetime.combine(day_of_it, at).astimezone().timestamp()
+    raise ValueError("write it as in 14:00, 'mon 9:00', '2026-12-24 08:00' or +2h")
+
+
+def local_time(at_s: float) -> str:
+    """Point in time as people here write it: ``2026-12-24 08:00``."""
+    return datetime.fromtimestamp(at_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M" + (":%S" if at_s % 60 else ""))
 
 
 def size(count: float) -> str:
@@ -201,7 +244,7 @@ def expected_text(
 TIMES = {
     "at_s", "since_s", "submitted_s", "queued_s", "created_s", "started_s", "ended_s", "progressed_s", "idle_since_s",
     "latest_s", "p5_s", "p25_s", "p50_s", "p75_s", "p95_s", "from_s", "until_s", "reclaim_at_s", "not_before_s",
-    "ends_by_s",
+    "ends_by_s", "begin_s",
 }  # fmt: skip
 """Fields of rows that are points in time, as seconds since the epoch; all other names in ``_s`` are durations."""
 

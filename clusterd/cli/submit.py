@@ -130,7 +130,7 @@ def submit(file: Path | None, wrap: str | None, output: str, **options: Any) -> 
             note(f"{last['name']} is queued: clusterd why {last['id']} shows its state")
         else:
             note(f"{len(answers)} jobs are queued, {begin['name']} to {last['name']}: clusterd ls lists them")
-    if options["and_wait"]:
+    if options["and_wait"] or request.wait:
         return first_failure(until_over(answer["id"]) for answer in answers)
     return 0
 

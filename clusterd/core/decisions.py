@@ -134,6 +134,14 @@ class UseCores(ToRanks):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SignalRanks(ToRanks):
+    """Send the signal that a job asked for before its time limit; `first_only`: not to the children of its ranks."""
+
+    number: int
+    first_only: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SetTimer(Decision):
     """Fire a timer at this time; it replaces one with the same key."""
 
@@ -186,6 +194,7 @@ DECISIONS: dict[str, type[Decision]] = {
         AbortCollectives,
         TakeCheckpoint,
         UseCores,
+        SignalRanks,
         SetTimer,
         HoldJob,
         EndJob,

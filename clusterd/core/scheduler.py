@@ -215,6 +215,11 @@ def _hold_dependents(ctx: HandlerContext) -> set[JobId]:
         elif (awaited := waits_for(job.spec, ctx.state)) is not None:
             ctx.hold(job, awaited)
             blocked.add(job.id)
+        elif job.spec.begin_s is not None and job.spec.begin_s > ctx.now_s and not job.attempts:
+            if ctx.state.timers.get(Timer(TimerKind.RETRY, job.id)) != job.spec.begin_s:
+                ctx.set_timer(TimerKind.RETRY, job.id, job.spec.begin_s, f"{job.spec.name} may begin")
+            ctx.hold(job, "waits for the time at which it is to begin")
+            blocked.add(job.id)
         elif (limited := arrays.waits_for(job, ctx.now_s)) is not None:
             ctx.hold(job, limited)
             blocked.add(job.id)

@@ -403,7 +403,7 @@ class Job:
     def admits(self, host: Host) -> bool:
         """True where its ranks may be placed on the host."""
         wanted = self.spec.resources
-        named = not wanted.hosts or host.id in wanted.hosts
+        named = (not wanted.hosts or host.id in wanted.hosts) and host.id not in wanted.exclude
         labelled = not wanted.constraint or not host.missing_labels(wanted.constraint)
         if self.spec.container and host.why_no_container(self.spec.runtime):
             return False

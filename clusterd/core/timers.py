@@ -23,6 +23,7 @@ class TimerKind(StrEnum):
     TRIAL = "trial"  # a trial must have been measured
     STALL = "stall"  # a job without a step is restarted
     LIMIT = "limit"  # a job's time limit
+    SIGNAL = "signal"  # the signal that a job asked for before its time limit
     IDLE = "idle"  # a reservation whose devices do nothing ends
     SHARE = "share"  # a job that holds too much of a shared device's memory ends
     RETRY = "retry"  # the back-off of a job is over

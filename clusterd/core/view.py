@@ -138,7 +138,7 @@ class View:
 
 
 class HostAnswers:
-    """What the hosts could do for each request if nothing ran (see `requirements`), kept until a host changes."""
+    """Answers about what the hosts could do for each request if nothing ran, kept until a host changes."""
 
     def __init__(self) -> None:
         self._hosts: tuple[object, ...] = ()

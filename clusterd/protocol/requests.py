@@ -269,9 +269,10 @@ class WriteInput(OfGeneration, Request[Done], verb="input"):
 
 @dataclass(frozen=True)
 class SignalRanks(OfGeneration, Request[Done], verb="signal"):
-    """Send a signal to all processes of the ranks' sessions."""
+    """Send a signal to all processes of the ranks' sessions; `first_only`: to the ranks alone."""
 
     number: int
+    first_only: bool = False
 
 
 # ---- migrations and state snapshots ------------------------------------------------------------------------------

@@ -19,7 +19,9 @@ TURNS_MAX = 2000
 IDLE_MAX = 1000
 """Limit of batches without a running job where only the policy's own timers are pending: it will start no job."""
 
-NOT_SIMULATED = (d.DescribeModel, d.HoldJob, d.AbortMigration, d.ReleaseBooked, d.TakeCheckpoint, d.UseCores)
+NOT_SIMULATED = (
+    d.DescribeModel, d.HoldJob, d.AbortMigration, d.ReleaseBooked, d.SignalRanks, d.TakeCheckpoint, d.UseCores,
+)  # fmt: skip
 """Decisions without effect on the virtual clock: jobs come with their model, nobody is told, and migrations and
 hosts do not fail in these ways. Any other decision must have a method here."""
 

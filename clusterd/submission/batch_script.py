@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.errors import ConfigError
+from clusterd.job_signals import parse_limit_signal
 from clusterd.keys import Key
 from clusterd.submission.job_file import Request, job_keys, parse_job
 from clusterd.toml import parse_toml
-from clusterd.units import parse_gpus
+from clusterd.units import parse_gpus, parse_time_s
 
 PRELUDE = """
 while IFS= read -r -d '' pair; do
@@ -75,7 +76,7 @@ _SHORT = {
 
 IGNORED = (
     "--partition", "--account", "--qos", "--output", "--error", "--mail-type", "--mail-user", "--open-mode",
-    "--comment", "--export", "--requeue", "--no-requeue", "--exclusive", "--signal", "--parsable",
+    "--comment", "--export", "--requeue", "--no-requeue", "--exclusive", "--parsable",
 )  # fmt: skip
 """Options without a meaning here: there are no partitions and accounts, and logs are read with `clusterd logs`."""
 
@@ -136,6 +137,13 @@ def _read(text: str, file: Path, words: list[str]) -> tuple[Request, list[str]]:
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
     values.setdefault("name", _name(file))
     shell = ("-c",) if values.get("clean_env") else ("-l", "-c")
+    rest = words[0].removeprefix(PRELUDE)
+    if folder := values.pop("chdir", ""):
+        rest = rest.replace(_FILE, 'source "$OLDPWD/$script"\n')
+        rest = f"cd -- {shlex.quote(folder)} || exit\n{rest}"
+    if (number := values.pop("passes_on", None)) is not None:
+        rest = f"trap : {number}\n{rest}"
+    words = [PRELUDE + rest, *words[1:]]
     values.setdefault("command", ["bash", *shell, *words])
     values["workdir"] = str(Path.cwd())
     return parse_job(values, file, str(file)), ignored
@@ -176,9 +184,7 @@ def _translate(options: dict[str, tuple[str, str]], alike: dict[str, Key], value
                 _MEANINGS[name](value, values, resources)
             else:
                 key = alike[name]
-                (resources if key.section else values)[key.short] = (
-                    _number(value) if key.value.accepts is int else value
-                )
+                (resources if key.section else values)[key.short] = _of_key(key, value)
         except ValueError as error:
             wrong.append(f"{where}: {name}{f'={value}' if value else ''}: {error}")
     if wrong:
@@ -201,6 +207,21 @@ def _translate(options: dict[str, tuple[str, str]], alike: dict[str, Key], value
         raise ConfigError(f"--nodes={nodes} without GPUs: give --gpus-per-node as well")
     if resources:
         values["resources"] = resources
+
+
+def _of_key(key: Key, value: str) -> object:
+    """Value in a job file of an option that is spelled as in sbatch."""
+    if key.value.accepts is bool:
+        return True
+    if key.value.separator:
+        return _names(value)
+    return _number(value) if key.value.accepts is int else value
+
+
+def _names(value: str) -> list[str]:
+    if "[" in value:
+        raise ValueError("name the hosts one by one, separated by commas")
+    return value.split(",")
 
 
 def _set_tasks(each: int, nodes: int, values: dict[str, Any], resources: dict[str, Any]) -> None:
@@ -290,9 +311,27 @@ def _set(key: str) -> Callable[[str, dict[str, Any], dict[str, Any]], None]:
 
 
 def _hosts(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
-    if "[" in value:
-        raise ValueError("name the hosts one by one, separated by commas")
-    resources["hosts"] = value.split(",")
+    resources["hosts"] = _names(value)
+
+
+def _signal(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
+    asked = parse_limit_signal(value.removeprefix("R:"))
+    values.setdefault("limits", {})["signal"] = value.removeprefix("R:")
+    if not asked.first_only:  # the script itself goes on, as the signal is meant for what it runs
+        values["passes_on"] = asked.number
+
+
+def _begin(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
+    given = re.sub(r"(?<=\d)\s*(second|minute|hour|day)s?$", lambda unit: _UNITS[unit[1]], value)
+    parse_time_s(given)
+    values["begin"] = given
+
+
+_UNITS = {"second": "s", "minute": "m", "hour": "h", "day": "d"}
+
+
+def _chdir(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
+    values["chdir"] = value
 
 
 def _constraint(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
@@ -314,9 +353,6 @@ def _memory_per(count: str) -> Callable[[str, dict[str, Any], dict[str, Any]], N
 
 
 _INSTEAD = {
-    "--hold": "submit it, then clusterd hold",
-    "--wait": "clusterd submit --wait",
-    "--chdir": "submit it from that directory",
     "--wrap": "clusterd submit --wrap COMMAND",
     "--test-only": "clusterd submit --dry-run",
 }
@@ -337,6 +373,9 @@ _MEANINGS: dict[str, Callable[[str, dict[str, Any], dict[str, Any]], None]] = {
     "--nodelist": _hosts,
     "--dependency": _after,
     "--constraint": _constraint,
+    "--begin": _begin,
+    "--chdir": _chdir,
+    "--signal": _signal,
 }
 
 

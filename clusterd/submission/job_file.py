@@ -29,6 +29,9 @@ class Request:
     spec: JobSpec
     secrets: dict[str, str]
     array: Annotated[str, Key(k.TEXT, '"0-99%8": a job for each index, 8 at a time.', "one job", sbatch="--array")] = ""
+    wait: Annotated[
+        bool, Key(k.YES_OR_NO, "clusterd submit waits for its end, and returns its exit code.", sbatch="--wait")
+    ] = False
     stages: Annotated[str, Key(k.TEXTS, "A job for each stage of a training script, in turn.", "one job")] = ""
 
 
@@ -80,7 +83,7 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
             'kind = "elastic" or "checkpointable", or give it the paths'
         )
     secrets = _secrets(found.pop("secrets", {}), f"{where}: [secrets]")
-    array, stages = found.pop("array", ""), ",".join(found.pop("stages", ()))
+    array, stages, wait = found.pop("array", ""), ",".join(found.pop("stages", ())), found.pop("wait", False)
     try:
         named = {"name": checked_name(file.stem)} if "name" not in found else {}
     except ValueError as error:
@@ -93,7 +96,7 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
         wanted["max_devices"] = min(wanted.get("max_devices") or max(count, 1), max(count, 1))
     spec = JobSpec(**{**fields, "secrets": tuple(sorted(secrets)), "resources": Resources(**wanted)})
     check_environment(spec, where)
-    return Request(spec, secrets, array, stages)
+    return Request(spec, secrets, array, wait, stages)
 
 
 def _ranks_max(plans: Iterable[Plan | None]) -> int:

@@ -13,7 +13,7 @@ from clusterd.keys import Edit, keys_of
 from clusterd.submission.job_edit import parse_changes
 from clusterd.types import JobSpec
 
-SAMPLES = ("2", "true", "1h", "text", "dp=2", ">=8.0")
+SAMPLES = ("2", "true", "1h", "+2h", "USR1@2m", "text", "dp=2", ">=8.0")
 
 
 @pytest.mark.parametrize("command", ["run", "submit"])

@@ -110,6 +110,7 @@ class Lab:
             name: what.pop(name)
             for name in (
                 "hosts",
+                "exclude",
                 "nodes",
                 "cpus",
                 "memory_bytes",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,8 @@ import pytest
 from clusterd.errors import ConfigError
 from clusterd.submission.batch_script import is_script, read_batch_script
 from clusterd.types import HostId
-from tests.conftest import RunningCluster
+from clusterd.units import local_time
+from tests.conftest import RunningCluster, until
 
 COMMON = """#!/bin/bash
 #SBATCH --job-name=finetune     # a comment
@@ -100,13 +104,13 @@ def test_lines_without_a_meaning_are_refused_by_name(line: str, message: str) ->
 
 
 def test_all_lines_that_are_refused_are_named_at_once() -> None:
-    text = "#!/bin/bash\n#SBATCH --hint=none\n#SBATCH --mem=lots\n#SBATCH -W\ntrue\n"
+    text = "#!/bin/bash\n#SBATCH --hint=none\n#SBATCH --mem=lots\n#SBATCH --test-only\ntrue\n"
     with pytest.raises(ConfigError) as refused:
         read_batch_script(script(text))
     for part in (
         "line 2: --hint",
         "line 3: --mem=lots",
-        "line 4: --wait of Slurm is not understood here: clusterd submit",
+        "line 4: --test-only of Slurm is not understood here: clusterd submit --dry-run",
     ):
         assert part in str(refused.value)
 
@@ -118,6 +122,46 @@ def test_common_options_of_memory_gpus_and_time_have_their_meaning() -> None:
     assert spec.resources.memory_bytes == 8 << 30
     text = "#!/bin/bash\n#SBATCH --gpus=2 --mem-per-gpu=3G\ntrue\n"
     assert read_batch_script(script(text))[0].spec.resources.memory_bytes == 6 << 30
+
+
+def test_common_options_of_time_and_place_have_their_meaning() -> None:
+    options = "-H -W --exclude=gpu03,gpu04 --begin=2026-12-24T08:00:00 --signal=B:TERM@90"
+    request = read_batch_script(script(f"#!/bin/bash\n#SBATCH {options}\ntrue\n"))[0]
+    spec = request.spec
+    assert (spec.hold, request.wait, spec.resources.exclude) == (True, True, ("gpu03", "gpu04"))
+    assert (local_time(spec.begin_s or 0.0), spec.limit_signal) == ("2026-12-24 08:00", "B:TERM@90")
+    before_s = time.time()
+    later = read_batch_script(script("#!/bin/bash\n#SBATCH --begin=now+2hours\ntrue\n"))[0].spec.begin_s
+    assert later is not None and 7200.0 <= later - before_s < 7260.0
+    for line, message in (
+        ("--begin=soon", "line 2: --begin=soon: write it as in 14:00"),
+        ("--signal=KILL@9", "line 2: --signal=KILL@9: write it as in USR1@2m; signals are HUP"),
+        ("--exclude=gpu[1-3]", "name the hosts one by one"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            read_batch_script(script(f"#!/bin/bash\n#SBATCH {line}\ntrue\n"))
+
+
+def test_a_script_is_warned_before_its_time_limit_in_the_directory_that_it_names(
+    shared_cluster: RunningCluster,
+) -> None:
+    """Without B:, what the script runs gets the signal, and not the script itself."""
+    directory = shared_cluster.directory / "warned"
+    (directory / "sub").mkdir(parents=True)
+    child = (
+        "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: exit(3)); "
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    text = (
+        "#!/bin/bash\n#SBATCH --chdir=sub --time=20:00:00 --signal=USR1@36000\n"
+        f'echo "in ${{PWD##*/}}"\n{sys.executable} -c "{child}"\necho "child $?"\n'
+    )
+    (directory / "run.sh").write_text(text)
+    job = shared_cluster.run("submit", "run.sh", cwd=directory).stdout.strip()
+    until(lambda: "ready" in shared_cluster.run("logs", job).stdout)
+    shared_cluster.run("edit", job, "time=10h")  # which leaves less than the ten hours before
+    shared_cluster.wait_for(job, lambda row: row["state"] == "finished")
+    assert shared_cluster.run("logs", job).stdout.splitlines() == ["in sub", "ready", "child 3"]
 
 
 def test_tasks_are_counted_for_srun_and_for_what_they_need() -> None:

@@ -325,14 +325,14 @@ class Attempts:
             if rank.state == "running" and rank.end is None and processes.lives(rank.pid, rank.start_time, rank.boot_id)
         ]
 
-    def signal(self, attempt: Attempt, number: int, others: Set[int]) -> None:
+    def signal(self, attempt: Attempt, number: int, others: Set[int], first_only: bool = False) -> None:
         """Send a signal to the processes in the sessions of an attempt's ranks.
 
         Those that left these sessions, as workers of torchrun do, are stopped and continued too, but for those in
         `others`: sessions of what people run beside the ranks.
         """
         for pid, start_time in self._leaders(attempt):
-            stopping.signal_session(pid, start_time, number)
+            stopping.signal_session(pid, start_time, number, first_only)
         if number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in processes.of_attempt(self.tag(attempt.name)):
                 if (found := processes.stat(pid)) and found.session not in others:

@@ -68,11 +68,15 @@ async def end_ranks(
     return await sweep(tag, remaining_s, sessions, groups)
 
 
-def signal_session(leader: int, start_time: int, number: int) -> None:
-    """Signal a rank and its whole session, including process groups that a shell in it made."""
+def signal_session(leader: int, start_time: int, number: int, first_only: bool = False) -> None:
+    """Signal a rank and its whole session, including process groups that a shell in it made.
+
+    Args:
+        first_only: not the session's other processes.
+    """
     if not processes.lives(leader, start_time):
         return
-    members = processes.in_session(leader)
+    members = processes.in_session(leader) if not first_only else []
     processes.send(leader, start_time, number)  # first: a shell would log the death of its child
     for pid in members:
         if pid != leader and (found := processes.stat(pid)) and found.session == leader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -11,7 +10,7 @@ from typing import Any
 from clusterd.cli.common.output import note
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
-from clusterd.units import parse_duration_s
+from clusterd.units import parse_duration_s, parse_time_s
 
 
 def is_selected(row: dict[str, Any], texts: Iterable[str]) -> bool:
@@ -124,27 +123,12 @@ def time_s(option: str, text: str, hint: str = "") -> float:
 
 
 def point_in_time_s(option: str, text: str) -> float:
-    """Wall clock given to an option: the next ``14:00``, ``mon 9:00``, ``tomorrow 14:00``, a date with a time, ``+2h``.
+    """Wall clock given to an option: see `parse_time_s`.
 
     Raises:
         UsageError: it is none.
     """
-    now_s = time.time()
-    if text.startswith("+"):
-        return now_s + time_s(option, text[1:])
-    for form in ("%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%d"):
-        with suppress(ValueError):
-            return time.mktime((*time.strptime(text, form)[:8], -1))
-    named, _, clock = text.rpartition(" ")
-    named, today = named.strip().lower(), time.localtime(now_s)
-    with suppress(ValueError):
-        at = time.strptime(clock, "%H:%M")
-        is_past = (at.tm_hour, at.tm_min) < (today.tm_hour, today.tm_min)
-        days = {"": int(is_past), "today": 0, "tomorrow": 1}
-        for number, day in enumerate(("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")):
-            ahead = (number - today.tm_wday) % 7 or 7 * is_past
-            days |= {day: ahead, day[:3]: ahead}
-        if named in days:
-            day_of_month = today.tm_mday + days[named]
-            return time.mktime((today.tm_year, today.tm_mon, day_of_month, at.tm_hour, at.tm_min, 0, 0, 0, -1))
-    raise UsageError(f"{option} {text}: write it as in 14:00, 'mon 9:00', '2026-12-24 08:00' or +2h")
+    try:
+        return parse_time_s(text)
+    except ValueError as error:
+        raise UsageError(f"{option} {text}: {error}") from None

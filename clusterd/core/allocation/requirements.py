@@ -92,7 +92,7 @@ def never(job: Job, view: View, known: list[Device]) -> Refusal | None:
             hint = f"; there are {', '.join(sorted({f'{d.name} ({_capability(d)})' for d in devices}))}"
         elif wanted.device_name and (names := sorted({d.name for h in view.hosts.values() for d in h.devices})):
             hint = f"; there are {', '.join(names)}"
-        owner = f"{_its_hosts(wanted)} have" if wanted.hosts else "the cluster has"
+        owner = f"{_its_hosts(wanted)} have" if wanted.hosts or wanted.exclude else "the cluster has"
         if wanted.constraint:
             noun, owner = f"{noun} on {_labelled(wanted)}", "these have"
         return Refusal(job.id, f"asks for {least} {noun}, {owner} {has}{hint}")
@@ -120,7 +120,7 @@ def _noun(wanted: Resources, count: int = 2) -> str:
 def misfit(job: Job, host: Host) -> str | None:
     """Reason why a host could not serve the job even if nothing else ran there; None: it could, or is not meant."""
     wanted = job.spec.resources
-    if host.facts is None or (wanted.hosts and host.id not in wanted.hosts):
+    if host.facts is None or (wanted.hosts and host.id not in wanted.hosts) or host.id in wanted.exclude:
         return None
     if missing := host.missing_labels(wanted.constraint):
         has = f"it has {', '.join(host.facts.labels)}" if host.facts.labels else "it has none"
@@ -190,12 +190,13 @@ def beyond_every_host(job: Job, view: View) -> str | None:
 
 
 def _none(wanted: Resources) -> str:
-    return f"none of {_its_hosts(wanted)} has" if wanted.hosts else "no host has"
+    return f"none of {_its_hosts(wanted)} has" if wanted.hosts or wanted.exclude else "no host has"
 
 
 def _its_hosts(wanted: Resources) -> str:
     """Phrase for the hosts to which a job is restricted."""
-    return f"its hosts ({', '.join(dict.fromkeys(wanted.hosts))})"
+    excluded = f"all but {', '.join(wanted.exclude)}" if wanted.exclude else ""
+    return f"its hosts ({', '.join(dict.fromkeys(wanted.hosts)) or excluded})"
 
 
 def empty_hosts(job: Job, view: View) -> list[HostFree]:

@@ -237,6 +237,7 @@ class Curves:
         of_devices = wanted.device_name or wanted.device_memory_bytes or wanted.compute_capability
         if not (
             wanted.hosts
+            or wanted.exclude
             or wanted.constraint
             or wanted.cpus
             or wanted.memory_bytes
@@ -247,7 +248,8 @@ class Curves:
         if view is not self._view:
             self._view, self._restricted = view, {}
         devices = (wanted.kind, wanted.device_name, wanted.device_memory_bytes, wanted.compute_capability)
-        key = (wanted.hosts, wanted.constraint, needs(job, None), tuple(job.failures.excluded_hosts), devices)
+        names = (wanted.hosts, wanted.exclude, tuple(job.failures.excluded_hosts))
+        key = (names, wanted.constraint, needs(job, None), devices)
         if key not in self._restricted:
             self._restricted[key] = take_inventory(view, job)
         mine = self._restricted[key]

@@ -20,8 +20,8 @@ from clusterd.core.transitions import SeriesState
 from clusterd.types import AttemptReport, AttemptState, HostId, HostState, JobId, RankEnd, Reason
 
 _OF_JOB = (
-    TimerKind.RECOVER, TimerKind.CHECKPOINT, TimerKind.TRIAL, TimerKind.STALL, TimerKind.LIMIT, TimerKind.IDLE,
-    TimerKind.SHARE, TimerKind.RETRY,
+    TimerKind.RECOVER, TimerKind.CHECKPOINT, TimerKind.TRIAL, TimerKind.STALL, TimerKind.LIMIT, TimerKind.SIGNAL,
+    TimerKind.IDLE, TimerKind.SHARE, TimerKind.RETRY,
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import TimerKind
 from clusterd.core.host import NO_REASON, Host
@@ -23,6 +24,7 @@ from clusterd.core.lifecycle.adoption import adopt
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.queueing import bookings
 from clusterd.core.state import InspectionState, Job, Outcome, State
+from clusterd.job_signals import parse_limit_signal
 from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId
 from clusterd.units import duration
 
@@ -112,6 +114,16 @@ def _time_limit_reached(ctx: HandlerContext, job_id: str) -> None:
     stopping.stop(ctx, job.attempt, Outcome.TIME_LIMIT, f"its time limit{limit} is over")
 
 
+def _signal_due(ctx: HandlerContext, job_id: str) -> None:
+    job = ctx.state.jobs.get(JobId(job_id))
+    if job is None or job.attempt is None or job.attempt.state is not AttemptState.RUNNING or not job.spec.limit_signal:
+        return
+    asked = parse_limit_signal(job.spec.limit_signal)
+    reason = f"{job.spec.name} reaches its time limit in {duration(asked.before_s)}"
+    signal = {"number": asked.number, "first_only": asked.first_only}
+    ctx.to_ranks(d.SignalRanks, job.attempt, job.attempt.hosts, reason, **signal)
+
+
 def _pass_due(ctx: HandlerContext, _: str) -> None:
     ctx.state.passed_s = None
 
@@ -128,6 +140,7 @@ _TIMERS: dict[TimerKind, Callable[[HandlerContext, str], None]] = {
     TimerKind.TRIAL: lambda ctx, job: trial_events.trial_timed_out(ctx, JobId(job)),
     TimerKind.STALL: lambda ctx, job: attempt_events.check_stall(ctx, ctx.state.jobs.get(JobId(job))),
     TimerKind.LIMIT: _time_limit_reached,
+    TimerKind.SIGNAL: _signal_due,
     TimerKind.SHARE: lambda ctx, job: device_shares.end_over_share(ctx, ctx.state.jobs.get(JobId(job))),
     TimerKind.IDLE: lambda ctx, job: idleness.reclaim(ctx, ctx.state.jobs.get(JobId(job))),
 }

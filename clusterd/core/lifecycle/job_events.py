@@ -28,6 +28,7 @@ def on_job_submitted(ctx: HandlerContext, event: e.JobSubmitted) -> None:
     job.checkpoint, job.progress.step = Checkpoint(spec.restore, spec.restore_step), spec.restore_step
     if spec.kind is JobKind.ELASTIC:
         job.inspection.state = InspectionState.NEEDED
+    job.held_by = spec.user if spec.hold else None
     job.reason = "the scheduler has not looked at it yet"
     job.failures.excluded_hosts = hosts_without_login(ctx.state, spec.account)
     ctx.state.jobs[job.id] = job

@@ -18,6 +18,7 @@ from clusterd.core.queueing import bookings
 from clusterd.core.queueing.admission import hosts_without_login
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import CoreGrant, Start
+from clusterd.job_signals import parse_limit_signal
 from clusterd.plans.plan import Plan
 from clusterd.types import Device, HostId, JobKind, JobState
 
@@ -65,11 +66,15 @@ def set_time_limit(ctx: HandlerContext, job: Job, attempt: Attempt) -> None:
     """Set the timer that ends the attempt by the job's time limit, or with its booking."""
     limit_s, ends_s = time_left_s(job), bookings.ends_s(ctx.state.device_claims, job)
     left_s = min(limit_s if limit_s is not None else inf, ends_s - attempt.started_s)
+    ctx.cancel_timer(TimerKind.SIGNAL, job.id)
     if left_s == inf:
         ctx.cancel_timer(TimerKind.LIMIT, job.id)
         return
     reason = f"{job.spec.name} may run for {left_s:.0f} s"
     ctx.set_timer(TimerKind.LIMIT, job.id, max(attempt.started_s + left_s, ctx.now_s), reason)
+    if job.spec.limit_signal:
+        at_s = max(attempt.started_s + left_s - parse_limit_signal(job.spec.limit_signal).before_s, ctx.now_s)
+        ctx.set_timer(TimerKind.SIGNAL, job.id, at_s, f"{job.spec.name} is to be signalled before its time limit")
 
 
 def release_pin(job: Job, plan: Plan | None) -> str:

@@ -70,6 +70,7 @@ def stop(ctx: HandlerContext, attempt: Attempt, outcome: Outcome | None, why: st
     job.building.clear()
     job.reason = why
     ctx.cancel_timer(TimerKind.LIMIT, job.id)
+    ctx.cancel_timer(TimerKind.SIGNAL, job.id)
     ctx.cancel_timer(TimerKind.IDLE, job.id)
     ctx.cancel_timer(TimerKind.SHARE, job.id)
     attempt.idle_since_s, attempt.over_share = None, ""

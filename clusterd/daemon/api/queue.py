@@ -27,14 +27,12 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.rights import Rights
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.errors import ClusterError, UsageError
+from clusterd.job_signals import SIGNALS
 from clusterd.protocol.requests import SignalRanks
 from clusterd.ssh.host import AgentRefused
 from clusterd.submission.job_edit import with_changes
 from clusterd.types import JobKind, JobSpec, JobState
 from clusterd.units import duration
-
-SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that users send to running jobs; their programs decide what follows."""
 
 Submit = Callable[[Peer, dict[str, Any], dict[str, str]], Awaitable[rows.SubmittedJob]]
 
@@ -148,9 +146,8 @@ class QueueVerbs:
     async def signal(self, peer: Peer, job: str, number: int) -> None:
         """Send a signal to the processes of a running job, on all of its hosts."""
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
-        if number not in SIGNALS:
-            named = ", ".join(each.name.removeprefix("SIG") for each in SIGNALS)
-            raise UsageError(f"signal {number} is not sent to jobs, but {named}; clusterd cancel ends one")
+        if number not in SIGNALS.values():
+            raise UsageError(f"signal {number} is not sent to jobs, but {', '.join(SIGNALS)}; clusterd cancel ends one")
         await self._send(known, number, "signals are for running jobs")
 
     async def _send(self, job: Job, number: int, otherwise: str) -> None:
@@ -244,7 +241,8 @@ class QueueVerbs:
         if missing := sorted({*known.spec.secrets} - {*(secrets or {})}):
             raise UsageError(f"job {known.id} ({known.spec.name}) needs the secret {missing[0]}: set that variable")
         # A booking is of a time that may be over: it is named again.
-        alone = replace(known.spec, after=(), booking="", interactive=False, is_attached=False, reads_input=False)
+        alone = replace(known.spec, after=(), booking="", begin_s=None, hold=False)
+        alone = replace(alone, interactive=False, is_attached=False, reads_input=False)
         before = replace(alone, env={**known.spec.env, **(env or {})}, **more)
         spec = _with_changes(before, changes or {})
         return await self._submit(peer, msgspec.to_builtins(spec), secrets or {})

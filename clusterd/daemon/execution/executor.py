@@ -25,7 +25,7 @@ from clusterd.daemon.unexpected import in_a_line
 from clusterd.errors import AgentLost, ClusterError, NotStarted, TryLater, without_host
 from clusterd.protocol.control import PeersLost, TakeCheckpoint, UseCores
 from clusterd.protocol.launch import LaunchRequest
-from clusterd.protocol.requests import SendToRanks, StopRanks
+from clusterd.protocol.requests import SendToRanks, SignalRanks, StopRanks
 from clusterd.types import AttemptState, HostId, JobKind
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,8 @@ class Executor:
                     self._begin(self._cut_off, decision)
                 case d.UseCores():
                     self._begin(self._use_cores, decision)
+                case d.SignalRanks():
+                    self._begin(self._signal, decision)
                 case d.TakeCheckpoint():
                     self._begin(self._checkpoint, decision)
                 case d.SetTimer():
@@ -226,6 +228,9 @@ class Executor:
 
     async def _checkpoint(self, decision: d.TakeCheckpoint) -> None:
         await self._hosts.everywhere(decision, SendToRanks, message=TakeCheckpoint(decision.path).to_message())
+
+    async def _signal(self, decision: d.SignalRanks) -> None:
+        await self._hosts.everywhere(decision, SignalRanks, number=decision.number, first_only=decision.first_only)
 
     async def _use_cores(self, decision: d.UseCores) -> None:
         await self._hosts.everywhere(decision, SendToRanks, message=UseCores(decision.each).to_message())

@@ -32,7 +32,9 @@ MOST_ARCHIVED = 2000
 class ArchivedPages(Protocol):
     """Archived jobs, as `clusterd.daemon.storage.archived_jobs` has them."""
 
-    counts: Counter[str]
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of them by state."""
 
     async def page(self, before: str | None, limit: int) -> list[Job]:
         """Page of archived jobs, newest first."""
