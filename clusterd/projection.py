@@ -50,6 +50,9 @@ Row = dict[str, Any]
 JSON_VERSION = 1
 """Version of the fields of rows, which docs/json.md describes; raised when one is renamed or changes its meaning."""
 
+STARVED_SHARE = 0.25
+"""Part of a job's step time in waiting for its input from which on it is told."""
+
 _PASSWORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 """Parts of names of variables whose values belong into ``[secrets]``."""
 
@@ -189,6 +192,8 @@ def reason(job: Job, state: State) -> str:
     if attempt is not None and job.checkpoint.failure and not away and attempt.state is not AttemptState.STOPPING:
         good = f"of step {job.checkpoint.step:,}" if job.checkpoint.path is not None else "none"
         return f"not saved: {job.checkpoint.failure} (the newest checkpoint: {good}); {job.reason}"
+    if attempt is not None and (waits := job.progress.input_share or 0.0) >= STARVED_SHARE and not away:
+        return f"its devices wait for its data loader {waits:.0%} of the time; {job.reason}"
     if attempt is None or not away:
         return job.reason
     account = attempt.account

@@ -435,6 +435,7 @@ class AttemptProgressed(Event):
     first_loss: float | None = None  # of step 1; in the first such event only
     is_nan: bool | None = None  # there is a loss, and it is not a number; None: unknown, of an older agent
     start: tuple[tuple[str, float], ...] = ()  # "began_s" and phases of rank 0's start; in the first such event only
+    input_share: float | None = None  # of the newest timed step, in which the device waited for its input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,6 +117,7 @@ class Progress:
     first_loss: float | None = None
     loss: float | None = None
     step_time_s: float | None = None
+    input_share: float | None = None  # of its step time, smoothed, that passes in waiting for input; None: not timed
     reported_s: float | None = None  # time of the newest report of a step
     nan_step: int | None = None  # first step reported with a loss that is not a number; None: the newest is one
     target_hits: int = 0  # consecutive reports with the loss on target

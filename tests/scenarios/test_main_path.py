@@ -182,3 +182,25 @@ def test_a_second_training_in_a_script_is_refused_in_one_line(local_cluster: Run
     row = local_cluster.wait_for(job, lambda row: row["state"] in ("failed", "finished"), 120.0)
     assert (row["state"], row["exit_code"], row["attempt"]) == ("failed", 1, 1)
     assert "clusterd.train.run was called a second time" in local_cluster.run("logs", job).stdout
+
+
+def test_a_loader_that_starves_its_device_is_named(local_cluster: RunningCluster) -> None:
+    script = """
+import time
+import torch
+from clusterd import train
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        time.sleep(0.01)
+        return torch.ones(4), torch.ones(1)
+
+train.run(
+    model=lambda: torch.nn.Linear(4, 1), loss=torch.nn.functional.mse_loss, data=Slow(),
+    optimizer=lambda p: torch.optim.SGD(p, lr=0.01), global_batch=8, steps=100000,
+)
+"""
+    job = local_cluster.submit_script(script, "slow")
+    local_cluster.wait_for(job, lambda row: "wait for its data loader" in row["reason"])

@@ -324,6 +324,10 @@ def on_checkpoint_failed(ctx: HandlerContext, event: e.CheckpointFailed) -> None
         job.checkpoint = replace(job.checkpoint, failure=event.why)
 
 
+INPUT_WEIGHT = 0.2
+"""Weight of a timed step in the mean of the time for which steps wait for input: single ones wait at an epoch's end."""
+
+
 def on_attempt_progressed(ctx: HandlerContext, event: e.AttemptProgressed) -> None:
     job = ctx.state.jobs.get(event.job)
     attempt = ctx.state.attempt(event.job, event.attempt)
@@ -338,6 +342,9 @@ def on_attempt_progressed(ctx: HandlerContext, event: e.AttemptProgressed) -> No
     had_loss = progress.loss is not None or progress.nan_step is not None
     progress.step, progress.loss, progress.step_time_s = event.step, event.loss, event.step_time_s
     progress.reported_s = event.at_s
+    if event.input_share is not None:
+        before = progress.input_share if progress.input_share is not None else event.input_share
+        progress.input_share = before + INPUT_WEIGHT * (event.input_share - before)
     _watch_for_stall(ctx, job, event.at_s)
     if progress.first_loss is None:
         progress.first_loss = event.first_loss

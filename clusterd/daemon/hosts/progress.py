@@ -77,6 +77,7 @@ class Progress:
                 step_time_s=report.step_time_s,
                 first_loss=first.loss,
                 start=tuple(first.start.items()),
+                input_share=_input_share(report.phases),
             )
         )
 
@@ -107,6 +108,12 @@ class Progress:
         except (ClusterError, msgspec.MsgspecError) as error:
             log.info("the first step of %s is not known: %s", job, error)
             return _FirstStep()
+
+
+def _input_share(phases: dict[str, float]) -> float | None:
+    """Share of a timed step that passed in waiting for its input; None: none was timed."""
+    whole_s = sum(phases.values())
+    return round(phases.get("input", 0.0) / whole_s, 3) if whole_s > 0.0 else None
 
 
 class _FirstStep(msgspec.Struct):

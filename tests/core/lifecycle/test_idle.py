@@ -178,3 +178,19 @@ def test_devices_of_a_host_that_does_not_answer_are_not_reclaimed() -> None:
     lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="cable"))
     assert d.StopAttempt.match(due(lab, job), job=job) is None
     assert lab.scheduler.state.timers[Timer(TimerKind.IDLE, job)] > lab.now_s
+
+
+def test_a_job_that_waits_for_its_loader_says_so(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    job, _ = lab.submit()
+    lab.run(job)
+
+    def steps(first: int, shares: list[float | None]) -> str:
+        for step, share in enumerate(shares, first):
+            told = {"job": job, "attempt": 1, "step": step, "loss": None, "step_time_s": 0.1}
+            lab.tell(e.AttemptProgressed(**lab.at(), **told, input_share=share))
+        return projection.reason(lab.scheduler.state.jobs[job], lab.scheduler.state)
+
+    assert steps(1, [0.05, None, 1.0, 0.05]) == "started on a"  # a single step, as where an epoch begins
+    assert steps(5, [0.6] * 12) == "its devices wait for its data loader 57% of the time; started on a"
+    assert steps(17, [0.0] * 9) == "started on a"
