@@ -256,7 +256,8 @@ class QueueVerbs:
         if not (current or all):
             return []
         found: dict[str, rows.Array] = {}
-        for job, count in [*await self._archived.arrays(), *((job, 1) for job in state.jobs.values())]:
+        here = {(a.id, a.index): (job, 1) for job in state.jobs.values() if (a := job.spec.array) is not None}
+        for job, count in [*await self._archived.arrays(), *here.values()]:  # of a task that ran again, the newest
             array = job.spec.array
             if array is None or not (all or array.id in current):
                 continue

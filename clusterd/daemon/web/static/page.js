@@ -108,9 +108,10 @@ const STATES = ["running", "starting", "stopping", "queued", "failed", "cancelle
 function folded(jobs) {
   const arrays = Map.groupBy(jobs.filter(job => job.array), job => job.array.id);
   return jobs.flatMap(job => {
-    const tasks = job.array ? arrays.get(job.array.id) : [];
+    const runs = job.array ? arrays.get(job.array.id) : [];
+    const tasks = [...new Map(runs.map(run => [run.array.index, run])).values()];  // of one that ran again, the newest
     if (tasks.length < 2) return [job];
-    if (tasks[0] !== job) return [];
+    if (runs[0] !== job) return [];
     const counts = STATES.map(state => [state, tasks.filter(task => task.state === state).length]).filter(([, count]) => count);
     return [{...job, array_id: job.array.id, id: `${job.array.id}_*`, name: job.array.name, state: counts[0][0], loss: null, left_s: null, ends_by_s: null,
       devices: tasks.flatMap(task => task.holds_devices ? task.devices : []), asked: tasks.reduce((sum, task) => sum + task.asked, 0),
