@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,13 @@ IGNORED = (
     "--comment", "--export", "--requeue", "--no-requeue", "--exclusive", "--signal", "--parsable",
 )  # fmt: skip
 """Options without a meaning here: there are no partitions and accounts, and logs are read with `clusterd logs`."""
+
+
+def command_line(command: Sequence[str]) -> str:
+    """A job's command as one types it; of a batch script its file, or its text."""
+    if len(command) > 3 and command[-3].endswith((_FILE, _TEXT)):
+        return command[-1]
+    return shlex.join(command)
 
 
 def is_script(file: Path) -> bool:

@@ -280,7 +280,7 @@ async function page(name) {
   const rows = [...past.events, ...past.decisions].filter(row => row.job === job.id && !row.routine && row.text);
   rows.sort((a, b) => a.at_s - b.at_s || ("cause" in a) - ("cause" in b));
   const facts = [["state", element("span", {class: job.state}, job.state)], ["why", job.reason], ["user", job.user], ["kind", job.kind],
-    ["command", job.spec.command && job.spec.command.length ? element("code", {}, job.spec.command.join(" ")) : ""],
+    ["command", job.command ? element("code", {}, job.command) : ""],
     ["devices", placement(job.devices) || `asks for ${job.asked}`], ["plan", job.plan], ["step", progress(job)], ["loss", number(job.loss)],
     ["step time", job.step_time_s ? `${number(job.step_time_s)} s` : ""], ["time left", left(job)], ["submitted", `${clock(job.submitted_s)}, ${duration(now() - job.submitted_s)} ago`], ["elapsed", elapsed(job)],
     ["expected start", job.state === "queued" ? expected(job, "start") : ""], ["expected end", job.ended_s ? "" : expected(job, "end")],
