@@ -35,7 +35,7 @@ absent() {
 declare -F conda > /dev/null || conda() {
     unset -f conda
     eval "$("${CONDA_EXE:-conda}" shell.bash hook 2> /dev/null)"
-    declare -F conda > /dev/null || absent conda "put what conda init wrote into ~/.bashrc into ~/.profile"
+    declare -F conda > /dev/null || absent conda "run conda init there"
     conda "$@"
 }
 type module > /dev/null 2>&1 || module() { absent module "source its init script before"; }

@@ -241,7 +241,7 @@ class Attempts:
     async def log_in(self, attempt: Attempt) -> None:
         """Give an attempt the variables of the newest login, or those of a clean environment."""
         is_clean = attempt.launch.clean_env or attempt.launch.container
-        attempt.login = clean() if is_clean else await self.login.get()
+        attempt.login = clean() if is_clean else (await self.login.get()).variables
 
     async def _abandon(self, attempt: Attempt) -> None:
         """Stop the ranks that a failed launch had started."""
