@@ -193,8 +193,10 @@ def test_a_profile_that_changes_counts_from_the_next_check_of_the_host(at_home: 
     assert "exits with 3" in at_home.ok("check", peers={})["login_fault"]
     assert at_home.refused("launch", **launch(["true"]))["kind"] == "login"
     for name in (".bash_profile", ".profile"):
-        (tmp_path / name).write_text("export SCRATCH=/new\n")
-    assert at_home.ok("check", peers={})["login_fault"] == ""
+        (tmp_path / name).write_text("case $- in *i*) exit 5 ;; esac\nexport SCRATCH=/new\n")
+    found = at_home.ok("check", peers={})
+    assert found["login_fault"] == ""
+    assert "when it is interactive, exits with 5 before its end: jobs get what it sets up" in found["login_note"]
     assert output(at_home, ["sh", "-c", "echo $SCRATCH"], job="k") == "/new\n"
 
 
