@@ -53,7 +53,7 @@ done
     export SLURM_GPUS_ON_NODE=$((${#given} + 1))
 }
 unset name given
-srun() { eval "${CLUSTERD_STEP:?srun works outside of containers}" '"$@"'; }
+srun() { eval "$CLUSTERD_STEP" '"$@"'; }
 scontrol() { [ "$1 $2" = "show hostnames" ] && echo "$SLURM_JOB_NODELIST"; }
 export -f srun scontrol
 script=$1; shift

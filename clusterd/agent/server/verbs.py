@@ -149,7 +149,7 @@ class Verbs:
 
     async def _signal(self, request: r.SignalRanks) -> Done:
         attempt = self._attempts.get(request.job, request.attempt, request.generation)
-        self._attempts.signal(attempt, request.number, self._terminals.sessions)
+        await self._attempts.signal(attempt, request.number, self._terminals.sessions)
         return Done()
 
     async def _steps(self, request: r.ReadSteps) -> r.Chunk:

@@ -116,9 +116,6 @@ class QueueVerbs:
             return await self.hold(peer, job)
         if known.spec.kind is not JobKind.COMMAND:
             return await self.requeue(peer, job, hold=True)
-        if known.spec.container:
-            other = f"clusterd requeue --hold {known.id} stops it, and it begins anew"
-            raise ClusterError(f"job {known.id} ({known.spec.name}) runs in a container, which is not paused: {other}")
         admission.running_attempt(known, "only what runs is paused")
         # Recorded first: stopped processes of a job that counts as running could not be let go on.
         await self._engine.post(e.JobPaused(at_s=time.time(), job=known.id, by=peer.user))
