@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 from clusterd import keys as k
 from clusterd.errors import ConfigError, UsageError
 from clusterd.keys import Key, data_folders
+from clusterd.mistakes import refuse_mistakes
 from clusterd.toml import check_keys, read_toml
 from clusterd.trusted_paths import UnsafePath, check_file
 from clusterd.types import Limits, Reclaim, Tenant
@@ -347,12 +348,14 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
     """Load the daemon's settings from `file`, else from the usual file if it exists.
 
     Raises:
-        ConfigError: unreadable, unknown keys or invalid values; names file and key.
+        ConfigError: unreadable, unknown keys or invalid values; names file, line and key of each.
     """
     chosen = file or usual_file(system)
     if chosen is None:
         return of_values({}, None, system=system)
-    made = of_values(read_toml(chosen), chosen, system=system)
+    values = read_toml(chosen)
+    refuse_mistakes(chosen, values, lambda some: of_values(some, chosen, system=system))
+    made = of_values(values, chosen, system=system)
     command = made.notify.command[:1] if made.notify is not None else ()
     try:
         for path in (chosen, made.ssh_config, *map(shutil.which, command)):  # all say what the daemon executes

@@ -298,6 +298,7 @@ class JobDetail(PlacedJob, frozen=True, kw_only=True):
     """Everything about one job."""
 
     spec: Annotated[dict[str, Any], about("Keys of the job file, with units.")] = {}
+    command: Annotated[str, about("Its command as it is typed; of a batch script the script.")] = ""
     shape: Annotated[dict[str, Any] | None, about("Description of its model.")] = None
     attempts: Annotated[tuple[Attempt, ...], about("Its attempts.")] = ()
     decisions: Annotated[tuple[Decision, ...], about("The newest decisions about it, oldest first.")] = ()

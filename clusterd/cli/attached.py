@@ -65,7 +65,7 @@ def attend(answer: dict[str, Any], spec: JobSpec) -> int:
     if given is not None:
         threading.Thread(target=given.pass_on, daemon=True).start()
     try:
-        row = _follow(answer, tasks=spec.resources.tasks)
+        row = _follow(answer, tasks=spec.resources.tasks, nodes=spec.resources.nodes)
     except KeyboardInterrupt:
         note(f"\ncancelling {name}; Ctrl-C again leaves it to the daemon")
         _cancel(job)
@@ -88,10 +88,11 @@ def _cancel(job: str, why: str = "") -> None:
         note(f"clusterd: {error}")
 
 
-def _follow(answer: dict[str, Any], tasks: int) -> dict[str, Any]:
-    """The job's final row; prints its log until then, while standard output is open."""
+def _follow(answer: dict[str, Any], tasks: int, nodes: int) -> dict[str, Any]:
+    """The job's final row; prints the log of all its nodes until then, while standard output is open."""
     try:
-        show_logs(answer, None if tasks > 1 else 0, follow=True, apart=True)
+        rank = 0 if tasks == nodes == 1 else None
+        show_logs(answer, rank, follow=True, apart=True, labelled=tasks > 1)
     except OSError as error:  # as by `run ... | head`: the job still runs, and its exit code is needed
         if not is_unread(sys.stdout, error):
             raise

@@ -204,7 +204,7 @@ def show(job: str, output: str) -> None:
     facts = {
         "kind": row["kind"],
         **{name: row.get(name) for name in SEARCHED},  # absent from the reply of an older daemon
-        "command": " ".join(spec["command"]),
+        "command": row.get("command") or " ".join(spec["command"]),  # absent from the reply of an older daemon
         "python": _environment(spec),
         "container": spec.get("container"),
         "commit": spec.get("commit"),

@@ -309,7 +309,8 @@ def run(argv: tuple[str, ...], output: str, **options: Any) -> int:
     """Run ARGV on the cluster: passes input on, streams its output, returns its exit code. Ctrl-C cancels it.
 
     With --nodes ARGV is started once on each host, with the variables of torchrun: MASTER_ADDR, MASTER_PORT, NNODES,
-    NODE_RANK, WORLD_SIZE, and PET_*, by which a plain torchrun finds the others.
+    NODE_RANK, WORLD_SIZE, and PET_*, by which a plain torchrun finds the others. Lines have the first rank of their
+    node before them.
 
     \b
     clusterd run --gpus 2 -- python train.py

@@ -247,6 +247,7 @@ class HostCheck:
     all_reduce: dict[str, Any] | None = None  # likewise, over several GPUs; None: there are none
     disk_free_bytes: int | None = None  # where jobs write; None: the agent is of an older version
     login_fault: str | None = None  # why jobs do not get the login's variables; empty: they do; None: likewise
+    login_note: str = ""  # why they get those of a login without a prompt
 
 
 @dataclass(frozen=True)

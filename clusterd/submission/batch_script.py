@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ absent() {
 declare -F conda > /dev/null || conda() {
     unset -f conda
     eval "$("${CONDA_EXE:-conda}" shell.bash hook 2> /dev/null)"
-    declare -F conda > /dev/null || absent conda "put what conda init wrote into ~/.bashrc into ~/.profile"
+    declare -F conda > /dev/null || absent conda "run conda init there"
     conda "$@"
 }
 type module > /dev/null 2>&1 || module() { absent module "source its init script before"; }
@@ -54,7 +54,7 @@ done
     export SLURM_GPUS_ON_NODE=$((${#given} + 1))
 }
 unset name given
-srun() { eval "${CLUSTERD_STEP:?srun works outside of containers}" '"$@"'; }
+srun() { eval "$CLUSTERD_STEP" '"$@"'; }
 scontrol() { [ "$1 $2" = "show hostnames" ] && echo "$SLURM_JOB_NODELIST"; }
 export -f srun scontrol
 script=$1; shift
@@ -79,6 +79,13 @@ IGNORED = (
     "--comment", "--export", "--requeue", "--no-requeue", "--exclusive", "--parsable",
 )  # fmt: skip
 """Options without a meaning here: there are no partitions and accounts, and logs are read with `clusterd logs`."""
+
+
+def command_line(command: Sequence[str]) -> str:
+    """A job's command as one types it; of a batch script its file, or its text."""
+    if len(command) > 3 and command[-3].endswith((_FILE, _TEXT)):
+        return command[-1]
+    return shlex.join(command)
 
 
 def is_script(file: Path) -> bool:

@@ -185,9 +185,12 @@ def test_a_configuration_that_cannot_be(cluster: RunningCluster, text: str, mess
     """Named with file, table, and what would be right; also before anything is started."""
     file = cluster.directory / "clusterd.toml"
     file.write_text(text)
-    assert f"{file}: {message}" in (answer := refused(cluster, "start", "--config", str(file), code=2))
-    checked = refused(cluster, "config", "check", str(file), code=2)
-    assert re.sub(r"(?<=\.toml):\d+(?=: )", "", checked) == answer
+    answer, checked = (
+        re.sub(r"(?<=\.toml):\d+(?=: )", "", refused(cluster, *command, str(file), code=2))
+        for command in (("start", "--config"), ("config", "check"))
+    )
+    assert f"{file}: {message}" in answer
+    assert checked == answer
 
 
 def test_a_log_that_cannot_be_written(cluster: RunningCluster) -> None:

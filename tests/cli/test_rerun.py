@@ -35,6 +35,8 @@ def test_the_failed_tasks_of_an_array_run_again_in_their_places(shared_cluster: 
     (tmp_path / "mended").touch()
     again = cluster.run("rerun", "grid").stdout.split()
     cluster.run("wait", *again)
+    (listed,) = (line for line in cluster.run("ls", "--all").stdout.splitlines() if line.startswith(f"{tasks[0]}_* "))
+    assert " finished " in listed and listed.endswith(" 3 tasks: 3 done"), listed
     rows = json.loads(cluster.run("results", "grid", "--json").stdout)
     assert [(row["id"], row["index"], row["state"]) for row in rows] == [
         (again[0], 0, "finished"), (tasks[1], 1, "finished"), (again[1], 2, "finished"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import re
 from pathlib import Path
 
@@ -172,3 +173,25 @@ def test_a_missing_command_is_reported_without_a_line(tmp_path: Path) -> None:
     first, second = str(error.value).splitlines()
     assert first.startswith(f"{file}: command is missing")
     assert second.startswith(f"{file}:2: ")
+
+
+def test_limits_that_change_count_for_queued_jobs_at_once(cluster: RunningCluster, tmp_path: Path) -> None:
+    """Mistakes are named with line and key, and what was in force stays so."""
+    me = getpass.getuser()
+    settings = cluster.directory / "clusterd.toml"
+    settings.write_text("[limits]\ndevices = 1\n")
+    cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+    cluster.start(hosts=1, devices=2)
+    command = ("run", "-d", "--no-snapshot", "--devices", "1", "--", "sleep", "1000")
+    first, second = (cluster.run(*command, cwd=tmp_path).stdout.strip() for _ in range(2))
+    cluster.wait_for(first, lambda row: row["state"] == "running")
+    assert f"{me} may hold 1 device, and holds 1" in cluster.run("why", second).stdout
+    settings.write_text(f'[limits]\ndevices = "two"\n\n[users.{me}]\ndevises = 2\n')
+    refused = cluster.run("reload", check=False)
+    assert refused.returncode == 2
+    assert f"{settings}:2: [limits]: devices is 'two'; it must be a whole number" in refused.stderr
+    assert f"{settings}:5: [users.{me}]: unknown key 'devises'; did you mean 'devices'?" in refused.stderr
+    assert f"{me} may hold 1 device, and holds 1" in cluster.run("why", second).stdout
+    settings.write_text(f"[limits]\ndevices = 1\n\n[users.{me}]\ndevices = 2\n")
+    assert "changed: users" in cluster.run("reload").stderr
+    cluster.wait_for(second, lambda row: row["state"] == "running")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import pytest
@@ -24,10 +24,12 @@ from clusterd.daemon.storage import archived_jobs
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.errors import ClusterError, UsageError
 from clusterd.replay import journal_batches
-from clusterd.types import JobId, JobSpec
+from clusterd.types import ArrayTask, JobId, JobSpec
 from tests.conftest import RunningCluster, until
 
 DAY_S = 86400.0
+
+T = TypeVar("T")
 
 
 class Archiving:
@@ -57,12 +59,18 @@ class Archiving:
             else:
                 self._portal.call(step)
 
+    def call(self, verb: Callable[[], Awaitable[T]]) -> T:
+        """Result of a call."""
+        return self._portal.call(verb)
+
     def close(self) -> None:
         self._serving.close()
 
-    def ended(self, *jobs: str, name: str = "train", user: str = "ann", at_s: float = 1000.0) -> None:
+    def ended(
+        self, *jobs: str, name: str = "train", user: str = "ann", at_s: float = 1000.0, array: ArrayTask | None = None
+    ) -> None:
         """Jobs that were cancelled while they waited, in 1970 unless told otherwise."""
-        spec = JobSpec(name=name, command=("true",), user=user)
+        spec = JobSpec(name=name, command=("true",), user=user, array=array)
         for job in map(JobId, jobs):
             self.run(e.JobSubmitted(at_s=at_s, job=job, spec=spec), e.JobCancelled(at_s=at_s, job=job))
 
@@ -109,6 +117,15 @@ def test_no_job_is_missing_or_counted_twice_while_it_is_moved(past: Archiving) -
     past.recall("ann", job="2")
     assert (past.in_state, past.archived.counts["cancelled"]) == (["2"], 2)
     assert seen == [3, 3]
+
+
+def test_a_task_of_an_array_that_ran_again_counts_once(past: Archiving) -> None:
+    for job, index in (("9", 0), ("10", 1), ("11", 0)):
+        past.ended(job, array=ArrayTask(id=JobId("9"), name="grid", index=index))
+    past.run(past.archived.archive)
+    assert past.in_state == []
+    ((newest, count),) = past.call(past.archived.arrays)
+    assert (newest.spec.name, count) == ("train", 2)
 
 
 def test_what_others_wait_for_stays(past: Archiving) -> None:

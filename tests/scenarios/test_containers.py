@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterd.agent.host import processes
 from tests.conftest import RunningCluster, until
 from tests.hang import HANG_S
 
@@ -107,6 +108,64 @@ def test_cancel_ends_the_container_of_a_command_that_ignores_the_request(
     beat.unlink()
     containers.run("run", "--no-snapshot", "--", "sleep", "0.5", cwd=tmp_path)
     assert not beat.exists()
+
+
+@standin_only
+def test_a_container_is_paused_and_a_cancel_lets_it_end_by_itself(
+    containers: RunningCluster, runtime: Path, tmp_path: Path
+) -> None:
+    """Its runtime freezes it, as its client passes no stop on; where it cannot, the job goes on."""
+    script = f"trap 'echo > {tmp_path}/asked; exit 0' TERM; echo begun; while true; do sleep 0.1; done"
+    command = ["run", "-d", "--mount", str(tmp_path), *in_container(), script]
+    job = containers.run(*command, cwd=tmp_path).stdout.strip()
+    until(lambda: "begun" in containers.run("logs", job, check=False).stdout, HANG_S, lambda: containers.story(job))
+    (record,) = (runtime / "state").iterdir()
+
+    def stands() -> bool:
+        found = processes.stat(json.loads(record.read_text())["pid"])
+        return found is not None and found.state == "T" and bool(json.loads(record.read_text())["paused"])
+
+    (runtime / "cannot-pause").touch()
+    refused = containers.run("pause", job, check=False)
+    assert refused.returncode == 1
+    assert "docker pause: cannot pause rootless containers with cgroup V1" in refused.stderr
+    assert containers.job(job)["paused_by"] is None
+    (runtime / "cannot-pause").unlink()
+    assert "is paused, and keeps its devices" in containers.run("pause", job).stderr
+    until(stands)
+    containers.run("unpause", job)
+    assert not stands()
+    containers.run("pause", job)
+    containers.run("cancel", "--wait", job)
+    assert (tmp_path / "asked").exists()
+    assert left(containers) == []
+
+
+@standin_only
+def test_steps_of_a_batch_script_run_in_its_container(
+    containers: RunningCluster, runtime: Path, tmp_path: Path
+) -> None:
+    """By the image's Python, which the host's is not, and clusterd's code; an image without one is named."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (tmp_path / "image").mkdir()
+    for program in ("bash", "sh"):
+        (tmp_path / "image" / program).symlink_to(str(shutil.which(program)))
+    script = (
+        f"#!/bin/bash\n#SBATCH --ntasks=2\n#CLUSTERD container = \"{CONTAINER}\"\nsrun -l sh -c 'echo $SLURM_PROCID'\n"
+    )
+    (work / "job.sh").write_text(script)
+    job = containers.run("submit", "--wait", "job.sh", cwd=work).stdout.split()[0]
+    assert sorted(containers.run("logs", job).stdout.splitlines()) == ["0: 0", "1: 1"]
+    begun = [call for line in (runtime / "calls").read_text().splitlines() if (call := json.loads(line))[0] == "run"]
+    assert any(re.search(r"target=.*/agent-[0-9a-f]{16},readonly$", word) for word in begun[-1])
+    (work / "job.sh").write_text(script.replace("srun", f"export PATH={tmp_path}/image\nsrun", 1))
+    done = containers.run("submit", "--wait", "job.sh", cwd=work, check=False)
+    assert done.returncode == 127
+    assert (
+        "clusterd: srun needs python3 (3.10 or newer) in the image"
+        in containers.run("logs", done.stdout.split()[0]).stdout
+    )
 
 
 @pytest.mark.slow

@@ -34,6 +34,14 @@ def test_each_node_has_the_variables_of_its_launcher(local_cluster: RunningClust
     assert nodes[0]["MASTER_PORT"]
 
 
+def test_a_run_shows_the_output_of_every_node(local_cluster: RunningCluster) -> None:
+    """Each line has the first rank of its node before it; stderr stays apart."""
+    command = ("run", "--nodes", "2", "--devices-per-node", "2", "--", "sh", "-c", "echo on $NODE_RANK; echo bad >&2")
+    done = local_cluster.run(*command)
+    assert sorted(done.stdout.splitlines()) == ["0: on 0", "2: on 1"]
+    assert {"0: bad", "2: bad"} <= {*done.stderr.splitlines()}
+
+
 @pytest.mark.slow
 def test_a_node_that_fails_ends_the_others_and_gives_its_exit_code(local_cluster: RunningCluster) -> None:
     script = 'test "$NODE_RANK" = 0 || exit 7; sleep infinity'

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clusterd.errors import ConfigError
-from clusterd.submission.batch_script import is_script, read_batch_script
+from clusterd.submission.batch_script import command_line, is_script, read_batch_script, read_script_text
 from clusterd.types import HostId
 from clusterd.units import local_time
 from tests.conftest import RunningCluster, until
@@ -232,3 +232,9 @@ def test_what_is_submitted_without_a_file_is_a_script(shared_cluster: RunningClu
     assert "no script that begins with #!" in shared_cluster.run("submit", input="x = 1", check=False).stderr
     both = shared_cluster.run("submit", "--wrap", "true", "job.sh", check=False)
     assert both.returncode == 2 and "leave job.sh out" in both.stderr
+
+
+def test_the_command_is_shown_as_it_was_typed() -> None:
+    assert command_line(read_batch_script(script("#!/bin/bash\ntrue\n"))[0].spec.command) == "train.sh"
+    assert command_line(read_script_text("make all", "wrap")[0].spec.command) == "make all"
+    assert command_line(["sh", "-c", "echo $HOME; ls"]) == "sh -c 'echo $HOME; ls'"

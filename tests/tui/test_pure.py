@@ -85,6 +85,9 @@ def test_an_array_is_one_row_that_counts_its_tasks() -> None:
     assert row.tasks == "1 pending, 1 running, 1 done, 1 failed"
     assert row.reason == "4 tasks, at most 2 at once"
     assert model.tasks_of(model.key_of("12")) == ["11", "12", "13", "14"]
+    again = {**task(12, "finished"), "id": "15"}
+    model.apply({"number": 3, "at_s": NOW_S, "events": [], "decisions": [], "hosts": [], "gone": [], "jobs": [again]})
+    assert model.folded_jobs()["11_*"].tasks == "1 pending, 1 running, 2 done", "of a task that ran again, the newest"
     shown = parse("array:net state:failed", columns.JOB_FIELDS)
     assert [row.id for row in model.jobs.values() if shown.matches(columns.job_fields(row))] == ["12"]
 

@@ -270,7 +270,7 @@ class ClusterCommands:
         want = counted(spec.resources.devices, "device") if spec.resources.devices else "CPU cores"
         about = [
             line((spec.name, "bold"), f", {spec.kind.value}, {want}, priority {spec.priority}"),
-            line((" ".join(spec.command), "dim")),
+            line((shlex.join(spec.command), "dim")),
             line(("workdir ", "dim"), spec.workdir or "none"),
         ]
         if await self._app.confirm(f"submit {spec.name}", about, {"y": "submit"}):

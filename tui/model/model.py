@@ -243,8 +243,9 @@ _TASK_STATES = {
 """Words for the states in which tasks of an array are counted."""
 
 
-def _fold(tasks: Sequence[rows.Job]) -> rows.Job:
-    """Row that stands for the tasks of an array."""
+def _fold(runs: Sequence[rows.Job]) -> rows.Job:
+    """Row that stands for the tasks of an array; of one that ran again, for the newest run."""
+    tasks = list({run.array.index: run for run in runs if run.array is not None}.values())
     counts: dict[str, int] = {}
     for task in tasks:
         counts[task.state] = counts.get(task.state, 0) + 1

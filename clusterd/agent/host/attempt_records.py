@@ -90,6 +90,7 @@ class Attempt:
     grace_s: float = 0.0  # of the stop that is under way
     stop_asked: asyncio.Event = field(default_factory=asyncio.Event)  # aborts a launch that is under way
     unmarked_stop_s: float | None = None  # wall time of a stop whose marker could not be written
+    is_paused: bool = False  # its containers, as far as this agent knows
     is_shortened: bool = False  # its logs were trimmed after it ended
 
     @property

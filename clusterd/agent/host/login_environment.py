@@ -11,9 +11,11 @@ import signal
 import subprocess
 import uuid
 from collections.abc import Mapping
+from typing import NamedTuple
 
-from clusterd.agent.host import programs
+from clusterd.agent.host import processes, programs
 from clusterd.agent.host.attempt_records import Refused
+from clusterd.agent.log import log_line
 from clusterd.agent.threads import in_thread
 from clusterd.trusted_paths import account_name
 
@@ -31,23 +33,41 @@ _NO_LOGIN = ("nologin", "false")
 CLEAN = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TZ")
 """Variables of a job that asks for none of the login's."""
 
+_NO_TERMINAL = re.compile(r"^\s*$|no job control in this shell|cannot set terminal process group")
+"""Lines of every interactive shell without a terminal."""
+
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+
+
+class Login(NamedTuple):
+    """Variables that a login ends with.
+
+    Attributes:
+        note: why they are those of a login without a prompt; empty: they are those of a prompt.
+    """
+
+    variables: dict[str, str]
+    note: str = ""
 
 
 class LoginEnvironment:
     """The captured environment; captured again when a daemon connects, and by a check of the host."""
 
     def __init__(self) -> None:
-        self._capture: asyncio.Task[dict[str, str]] | None = None
+        self._capture: asyncio.Task[Login] | None = None
 
     def renew(self) -> None:
-        """Begin another capture, which the next launch waits for."""
-        if self._capture is None or self._capture.done():
-            self._capture = asyncio.ensure_future(in_thread(capture, "login"))
-            self._capture.add_done_callback(lambda task: task.cancelled() or task.exception())  # `get` reports it
+        """Begin another capture, which the next launch waits for; one that runs may have read older files."""
+        self._capture = asyncio.ensure_future(self._after(self._capture))
+        self._capture.add_done_callback(lambda task: task.cancelled() or task.exception())  # `get` reports it
 
-    async def get(self) -> dict[str, str]:
-        """Variables of the newest login. One that failed is tried again.
+    async def _after(self, before: asyncio.Task[Login] | None) -> Login:
+        if before is not None:
+            await asyncio.wait([before])
+        return await in_thread(capture, "login")
+
+    async def get(self) -> Login:
+        """The newest login. One that failed is tried again.
 
         Raises:
             Refused: ``login``: the login shell fails, or takes too long.
@@ -55,55 +75,90 @@ class LoginEnvironment:
         if self._capture is None or (self._capture.done() and self._capture.exception()):
             self.renew()
         assert self._capture is not None
-        return dict(await asyncio.shield(self._capture))
+        return await asyncio.shield(self._capture)
 
 
-def capture() -> dict[str, str]:
+def capture() -> Login:
     """Run the login shell of this account, without a terminal or input, and return the variables it ends with.
 
-    Its output goes to files, not pipes: programs that a profile leaves running keep pipes open.
+    It is run as an interactive one first: the usual ~/.bashrc returns at once in any other, before what `conda init`
+    wrote. Where that fails, as with an rc file that starts another program in the place of the shell, a login that
+    is not interactive counts.
 
     Raises:
         Refused: ``login``: as `LoginEnvironment.get`.
     """
     own = programs.own_environment(os.environ)
     if os.environ.get(VARIABLE) == INHERITED:
-        return own
+        return Login(own)
     try:
         shell = pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
     except KeyError:  # a uid without an entry in the user database
         shell = "/bin/sh"
-    mark = uuid.uuid4().hex  # what profiles print comes before it
-    command = [shell, "-l", "-c", f"echo {mark}; exec env -0"]
-    if shell.endswith("csh"):  # for which -l must be the only option
-        command = [f"-{os.path.basename(shell)}", *command[2:]]
     if os.path.basename(shell) in _NO_LOGIN:
-        return own
+        return Login(own)
     what = f"the login shell of {account_name(os.getuid())} here ({shell})"
-    remedy = "mend its profile, or submit with clean_env, for none of its variables"
+    note = ""
+    if not shell.endswith("csh"):  # which reads the same files either way
+        try:
+            return Login(_run([shell, "-l", "-i"], shell, own))
+        except _LoginFailed as failed:
+            note = f"{what}, when it is interactive, {failed}: jobs get what it sets up without a prompt"
+            log_line(f"agent: {note}")
+    try:
+        # Of csh, -l must be the only option.
+        begin = [f"-{os.path.basename(shell)}"] if shell.endswith("csh") else [shell, "-l"]
+        return Login(_run(begin, shell, own), note)
+    except _LoginFailed as failed:
+        remedy = "mend its profile, or submit with clean_env, for none of its variables"
+        raise Refused("login", f"{what} {failed}; {remedy}") from None
+
+
+class _LoginFailed(Exception):
+    """A login shell ended without variables; the message says how."""
+
+
+def _run(begin: list[str], program: str, own: dict[str, str]) -> dict[str, str]:
+    """Variables that a shell of this command line ends with.
+
+    Its output goes to files, not pipes: programs that a profile leaves running keep pipes open. These are killed, also
+    those that left its session, such as an ssh-agent for each login.
+
+    Raises:
+        _LoginFailed: it cannot be run, exits early, or takes too long.
+    """
+    mark = uuid.uuid4().hex  # what profiles print comes before it
+    tag = f"login/{mark}"
+    # Prompts of a dumb terminal ask and draw nothing.
+    env = {**own, "TERM": "dumb", processes.TAG: tag}
     with open(os.memfd_create("login"), "w+b") as output, open(os.memfd_create("login-errors"), "w+b") as errors:
         try:
             process = subprocess.Popen(
-                command, executable=shell, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=own,
-                cwd=own.get("HOME") or "/", start_new_session=True,
+                [*begin, "-c", f"echo {mark}; exec env -0"], executable=program, stdin=subprocess.DEVNULL,
+                stdout=output, stderr=errors, env=env, cwd=own.get("HOME") or "/", start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            raise Refused("login", f"{what} cannot be run: {error.strerror}; {remedy}") from error
+            raise _LoginFailed(f"cannot be run: {error.strerror}") from error
+        processes.set_mark(tag, process.pid)
         try:
             code = process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise Refused("login", f"{what} does not end within {TIMEOUT_S:.0f} s; {remedy}") from None
+            raise _LoginFailed(f"does not end within {TIMEOUT_S:.0f} s") from None
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # itself, or what its profile started in the background
+            while left := processes.of_attempt(tag):
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             process.wait()
         output.seek(0)
         _, marked, printed = output.read().rpartition(f"{mark}\n".encode())
         if code != 0 or not marked:
             errors.seek(0)
-            said = errors.read().decode(errors="replace").strip().splitlines()
-            last = f", after: {said[-1][:200]}" if said else ""
-            raise Refused("login", f"{what} exits with {code} before its end{last}; {remedy}")
+            said = [
+                line for line in errors.read().decode(errors="replace").splitlines() if not _NO_TERMINAL.search(line)
+            ]
+            last = f", after: {said[-1].strip()[:200]}" if said else ""
+            raise _LoginFailed(f"exits with {code} before its end{last}")
     return _variables(printed)
 
 

@@ -18,7 +18,7 @@ import sys
 
 if sys.version_info < (3, 10):
     have = "%s is Python %d.%d" % (sys.executable, sys.version_info[0], sys.version_info[1])
-    sys.exit("clusterd: %s; jobs of kind elastic need Python 3.10 or newer" % have)
+    sys.exit("clusterd: %s; this needs Python 3.10 or newer" % have)
 
 from clusterd.agent.__main__ import main
 

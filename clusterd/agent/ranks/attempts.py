@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import signal
 import time
@@ -241,7 +242,7 @@ class Attempts:
     async def log_in(self, attempt: Attempt) -> None:
         """Give an attempt the variables of the newest login, or those of a clean environment."""
         is_clean = attempt.launch.clean_env or attempt.launch.container
-        attempt.login = clean() if is_clean else await self.login.get()
+        attempt.login = clean() if is_clean else (await self.login.get()).variables
 
     async def _abandon(self, attempt: Attempt) -> None:
         """Stop the ranks that a failed launch had started."""
@@ -300,6 +301,9 @@ class Attempts:
 
     async def _stop(self, attempt: Attempt, reason: str, flags: StopFlags | None = None) -> list[int]:
         async with attempt.lock:
+            if attempt.is_paused:
+                with contextlib.suppress(Refused):  # what is frozen hears no request to end; it is removed at last
+                    await self.signal(attempt, signal.SIGCONT, set())
             swept = await stopping.end_ranks(
                 lambda: self._leaders(attempt),
                 attempt.sessions,
@@ -325,11 +329,14 @@ class Attempts:
             if rank.state == "running" and rank.end is None and processes.lives(rank.pid, rank.start_time, rank.boot_id)
         ]
 
-    def signal(self, attempt: Attempt, number: int, others: Set[int], first_only: bool = False) -> None:
+    async def signal(self, attempt: Attempt, number: int, others: Set[int], first_only: bool = False) -> None:
         """Send a signal to the processes in the sessions of an attempt's ranks.
 
         Those that left these sessions, as workers of torchrun do, are stopped and continued too, but for those in
-        `others`: sessions of what people run beside the ranks.
+        `others`: sessions of what people run beside the ranks. So are containers: their client passes no stop on.
+
+        Raises:
+            Refused: ``container``: the runtime cannot pause it.
         """
         for pid, start_time in self._leaders(attempt):
             stopping.signal_session(pid, start_time, number, first_only)
@@ -337,6 +344,9 @@ class Attempts:
             for pid in processes.of_attempt(self.tag(attempt.name)):
                 if (found := processes.stat(pid)) and found.session not in others:
                     processes.send(pid, found.start_time, number)
+            attempt.is_paused = number == signal.SIGSTOP
+            runtime = containers.runtime_of(attempt.launch.container)
+            await containers.set_paused(self.tag(attempt.name), runtime, attempt.is_paused)
 
     async def forget(self, job: str, attempt: int) -> int:
         """Remove an attempt's files; return the bytes freed.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import grp
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,14 @@ _OF_HOST = ("PATH", "PYTHONPATH", "HOME", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES")
 """Variables with a value for the host, which does not apply inside."""
 
 CPU_SHARES_PER_CORE = 1024
+
+_STEP = "CLUSTERD_STEP"
+"""Variable with the command that runs a step of a batch script; of the host's Python, outside of containers."""
+
+_STEP_INSIDE = (
+    'command -v python3 > /dev/null && exec "$@"\n'
+    'echo "clusterd: srun needs python3 (3.10 or newer) in the image" >&2; exit 127'
+)
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,8 @@ def _variables(inside: Inside, runtime: str) -> dict[str, str]:
     if uuids and runtime != "apptainer":  # only its own are there, counted from 0
         visible = ",".join(str(index) for index in range(len(uuids)))
     found = {**defaults, **found, "CUDA_VISIBLE_DEVICES": visible}
+    step = programs.command("step", python="python3", heeds_environment=False)
+    found[_STEP] = shlex.join(["sh", "-c", _STEP_INSIDE, "srun", *step])
     if inside.launch.kind != "command":
         ours = [str(CODE_ROOT), str(CODE_ROOT / "vendor")]
         found["PYTHONPATH"] = os.pathsep.join([*ours, *([found["PYTHONPATH"]] if "PYTHONPATH" in inside.named else [])])
@@ -166,7 +177,7 @@ def _mounts(inside: Inside) -> Iterator[tuple[str, ...]]:
     same = [inside.work, *inside.directories]
     for directory in dict.fromkeys(same):
         yield str(directory), str(directory)
-    if launch.kind != "command":
+    if launch.kind != "command" or any(_STEP in word for word in launch.argv):  # as in the prelude of batch scripts
         yield str(CODE_ROOT), str(CODE_ROOT), "ro"
     for path in dict.fromkeys(known.path for known in launch.datasets.values() if known.path):
         yield path, path, "ro"

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
+from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.log import log_line
 
 LABEL = "clusterd.tag"
@@ -92,11 +93,43 @@ async def remove(tag: str, runtime: str) -> None:
         log_line(f"agent: {runtime} does not answer: a container of {tag} may still run")
 
 
+async def set_paused(tag: str, runtime: str, paused: bool) -> None:
+    """Freeze the containers of an attempt, or let them go on; those of Apptainer get signals like any process.
+
+    Returns once none is left that is not so: one that is being created appears late.
+
+    Raises:
+        Refused: ``container``: the runtime cannot do it, with its message.
+    """
+    verb, status = ("pause", "running") if paused else ("unpause", "paused")
+    empty = 0 if runtime in OUTLIVE_CLIENTS else 2
+    while empty < 2:
+        found = await _output(
+            runtime, "ps", "--quiet", "--no-trunc", "--filter", f"label={LABEL}={tag}", "--filter", f"status={status}"
+        )
+        if names := found.split():
+            await _output(runtime, verb, *names)
+        empty = 0 if names else empty + 1
+
+
 async def _call(runtime: str, *arguments: str) -> str | None:
     """Output of a command of the runtime; None: it failed, which is logged."""
+    try:
+        return await _output(runtime, *arguments)
+    except Refused as refused:
+        log_line(f"agent: {refused}")
+        return None
+
+
+async def _output(runtime: str, *arguments: str) -> str:
+    """Output of a command of the runtime.
+
+    Raises:
+        Refused: ``container``: it failed.
+    """
     path = program(runtime)
     if path is None:
-        return None
+        raise Refused("container", f"{runtime} is not on this host")
     process = await asyncio.create_subprocess_exec(
         path, *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -105,11 +138,9 @@ async def _call(runtime: str, *arguments: str) -> str | None:
     except (asyncio.TimeoutError, TimeoutError):
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        log_line(f"agent: {runtime} {arguments[0]} has not answered for {COMMAND_TIMEOUT_S:.0f} s")
-        return None
+        raise Refused("container", f"{runtime} {arguments[0]} has not answered for {COMMAND_TIMEOUT_S:.0f} s") from None
     if process.returncode:
-        log_line(f"agent: {runtime} {arguments[0]}: {errors.decode(errors='replace').strip()}")
-        return None
+        raise Refused("container", f"{runtime} {arguments[0]}: {errors.decode(errors='replace').strip()}")
     return out.decode(errors="replace")
 
 

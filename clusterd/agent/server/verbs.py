@@ -149,7 +149,7 @@ class Verbs:
 
     async def _signal(self, request: r.SignalRanks) -> Done:
         attempt = self._attempts.get(request.job, request.attempt, request.generation)
-        self._attempts.signal(attempt, request.number, self._terminals.sessions, request.first_only)
+        await self._attempts.signal(attempt, request.number, self._terminals.sessions, request.first_only)
         return Done()
 
     async def _steps(self, request: r.ReadSteps) -> r.Chunk:
@@ -213,12 +213,13 @@ class Verbs:
     async def _check(self, request: r.CheckHost) -> r.HostCheck:
         self._attempts.login.renew()
         found = await in_thread(lambda: checks.check(request.peers, request.python, request.gpus), "check")
-        fault = ""
+        fault, note = "", ""
         try:
-            await self._attempts.login.get()
+            note = (await self._attempts.login.get()).note
         except Refused as refused:
             fault = str(refused)
-        return replace(found, disk_free_bytes=shutil.disk_usage(self._home.root).free, login_fault=fault)
+        free = shutil.disk_usage(self._home.root).free
+        return replace(found, disk_free_bytes=free, login_fault=fault, login_note=note)
 
     async def _move(self, request: r.MoveRanks) -> r.Receivers:
         return self._forward(request, control.BeginMigration(request.move))

@@ -55,13 +55,15 @@ def show_logs(
     raw: bool = True,
     last_lines: int | None = None,
     apart: bool = False,
+    labelled: bool = False,
 ) -> None:
     """Print a job's log as it arrives; with several ranks, whole lines prefixed with the rank.
 
     Args:
         raw: pass control sequences on to a terminal, as for the caller's own job.
         last_lines: of what is there already, of one rank; None: all.
-        apart: stderr goes to stderr, where the job was submitted so; the lines of all ranks have prefixes already.
+        apart: stderr goes to stderr, where the job was submitted so.
+        labelled: the lines of all ranks have prefixes already.
     Raises:
         ClusterError: there is no log.
         DaemonAbsent: the daemon went away and did not come back.
@@ -69,7 +71,7 @@ def show_logs(
     name = f"{row['name']} ({row['id']})"
     out = sys.stdout.buffer
     safe = TerminalText() if not raw and sys.stdout.isatty() else None
-    begun: dict[tuple[int, int], bytes] = {}
+    begun: dict[tuple[int, int, bool], bytes] = {}
     after: dict[str, Any] = {}  # position up to which the log is printed
 
     def show(cluster: Client) -> None:
@@ -84,16 +86,16 @@ def show_logs(
             if notice := chunk.get("says"):
                 note(f"{name}: {notice}")
                 continue
-            if rank is not None or apart:
-                sink = sys.stderr.buffer if chunk.get("stderr") else out
+            is_error = bool(chunk.get("stderr"))
+            sink = sys.stderr.buffer if is_error else out
+            if rank is not None or labelled:
                 sink.write(safe.feed(chunk["data"]) if safe is not None else chunk["data"])
-                sink.flush()
             else:
-                key = (chunk["attempt"], chunk["rank"])
+                key = (chunk["attempt"], chunk["rank"], is_error)
                 *lines, begun[key] = (begun.get(key, b"") + chunk["data"]).split(b"\n")
                 lines = lines if safe is None else [TerminalText().feed(line, final=True) for line in lines]
-                out.writelines(b"%d: %s\n" % (chunk["rank"], line) for line in lines)
-            out.flush()
+                sink.writelines(b"%d: %s\n" % (chunk["rank"], line) for line in lines)
+            sink.flush()
             at = {"attempt": chunk["attempt"], "generation": chunk.get("generation", 1)}
             if not at.items() <= after.items():
                 after.update(at, offsets={})
@@ -102,9 +104,10 @@ def show_logs(
     over_restarts(
         show, f"the daemon went away; {name} keeps running; waiting up to {duration(RESTART_S)} for a restart"
     )
-    for key, rest in begun.items():
+    for (_, number, is_error), rest in begun.items():
         if rest:
-            out.write(b"%d: %s\n" % (key[1], rest if safe is None else TerminalText().feed(rest, final=True)))
+            sink = sys.stderr.buffer if is_error else out
+            sink.write(b"%d: %s\n" % (number, rest if safe is None else TerminalText().feed(rest, final=True)))
     if safe is not None:
         out.write(safe.feed(b"", final=True))
     out.flush()

@@ -18,7 +18,7 @@ from clusterd.client import Client
 from clusterd.config import python_path
 from clusterd.errors import ClusterError, DaemonAbsent
 from clusterd.trusted_paths import own_directory
-from clusterd.units import duration, size
+from clusterd.units import counted, duration, size
 
 START_TIMEOUT_S = 30.0
 
@@ -113,8 +113,11 @@ def _wait_until_it_answers(
             here = [row for row in rows if row["link"].get("address", "").startswith("local:")]
             if len(here) >= local and all(row["state"] == "up" for row in here):
                 for row in here:
-                    difference = _why_different(config, row) if devices and len(row["devices"]) != devices else ""
-                    note(f"  {row['name']}: {len(row['devices'])} CPU devices{difference}")
+                    gpus = sum(device["kind"] == "cuda" for device in row["devices"])
+                    cpus = len(row["devices"]) - gpus
+                    difference = _why_different(config, row) if devices and cpus != devices else ""
+                    offered = f"{counted(gpus, 'GPU')}, " if gpus else ""
+                    note(f"  {row['name']}: {offered}{cpus} CPU devices{difference}")
                 note("next: clusterd run -- COMMAND, clusterd submit FILE, clusterd top")
                 return 0
             failed = [row for row in here if row["why"] not in ("", "not connected yet", "the daemon has just started")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import click
 
 from clusterd import config as configuration
 from clusterd.cli.common.output import note
-from clusterd.cli.head_node.mistakes import mistakes
 from clusterd.errors import ConfigError, UsageError
+from clusterd.mistakes import refuse_mistakes
 from clusterd.submission.job_file import Request, parse_job
 from clusterd.toml import read_toml
 
@@ -31,23 +31,14 @@ def check(file: Path, is_job: bool) -> None:
     """Check a job file or the daemon's configuration, and report all mistakes with their lines; needs no daemon."""
     values = read_toml(file)
     if is_job or _looks_like_a_job(values):
-        _refuse_mistakes(file, values, lambda some: _refuse_as_submit_does(file, parse_job(some, file, str(file))))
+        refuse_mistakes(file, values, lambda some: _refuse_as_submit_does(file, parse_job(some, file, str(file))))
         spec = parse_job(values, file, str(file)).spec
         note(f"{file}: job {spec.name}, {spec.kind.value}: valid")
         return
     from clusterd.daemon.settings import refuse_unknown  # importing the policies takes a second
 
-    _refuse_mistakes(file, values, lambda some: refuse_unknown(configuration.of_values(some, file), str(file)))
+    refuse_mistakes(file, values, lambda some: refuse_unknown(configuration.of_values(some, file), str(file)))
     note(f"{file}: valid")
-
-
-def _refuse_mistakes(file: Path, values: dict[str, Any], validate: Callable[[dict[str, Any]], object]) -> None:
-    """Raise one error with a line for each mistake."""
-    found = mistakes(file.read_text(encoding="utf-8"), values, validate)
-    if found:
-        raise ConfigError(
-            "\n".join(f"{file}:{line}:{text.removeprefix(f'{file}:')}" if line else text for line, text in found)
-        )
 
 
 def _looks_like_a_job(values: dict[str, Any]) -> bool:

@@ -86,7 +86,7 @@ class HostChecks:
             answer = await self._hosts.request(host.id, request, timeout_s=None, account=of)
             if of != account and host.reaches(account):  # the login that counts is that of the user's jobs
                 own = await self._hosts.request(host.id, CheckHost({}), timeout_s=None, account=account)
-                answer = replace(answer, login_fault=own.login_fault)
+                answer = replace(answer, login_fault=own.login_fault, login_note=own.login_note)
             return to_map(answer)
 
         answers = await self._each(up, check)
@@ -175,7 +175,9 @@ def _tried(host: HostId, answer: Row, python: str | None) -> Iterator[Row]:
     if answer.get("lingers") is not None:
         yield _limits(host, answer)
     if (fault := answer.get("login_fault")) is not None:
-        yield _row(host, "login", "failed" if fault else "ok", fault or "jobs get the variables of the account's login")
+        note = answer.get("login_note", "")
+        state = "failed" if fault else "warning" if note else "ok"
+        yield _row(host, "login", state, fault or note or "jobs get the variables of the account's login")
     if python is not None:
         found = answer["environment"]
         has = ", ".join(f"{what} {found[what]}" for what in ("python", "torch") if what in found)

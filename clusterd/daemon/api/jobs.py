@@ -46,6 +46,7 @@ from clusterd.daemon.rights import Rights
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.errors import ClusterError, UsageError, first_of
+from clusterd.submission.batch_script import command_line
 from clusterd.types import HostId, JobId, JobSpec, JobState
 
 log = logging.getLogger(__name__)
@@ -247,8 +248,8 @@ class JobVerbs:
         """Everything about one job."""
         known = admission.find_job(self._state, job, peer.user)
         return rows.JobDetail(
-            **self._placed(known), spec=projection.spec_row(known.spec), shape=known.inspection.shape,
-            attempts=tuple(projection.attempt_row(a) for a in known.attempts),
+            **self._placed(known), spec=projection.spec_row(known.spec), command=command_line(known.spec.command),
+            shape=known.inspection.shape, attempts=tuple(projection.attempt_row(a) for a in known.attempts),
             decisions=await self._decisions(known.id),
         )  # fmt: skip
 

@@ -114,9 +114,6 @@ class QueueVerbs:
             return await self.hold(peer, job)
         if known.spec.kind is not JobKind.COMMAND:
             return await self.requeue(peer, job, hold=True)
-        if known.spec.container:
-            other = f"clusterd requeue --hold {known.id} stops it, and it begins anew"
-            raise ClusterError(f"job {known.id} ({known.spec.name}) runs in a container, which is not paused: {other}")
         admission.running_attempt(known, "only what runs is paused")
         # Recorded first: stopped processes of a job that counts as running could not be let go on.
         await self._engine.post(e.JobPaused(at_s=time.time(), job=known.id, by=peer.user))
@@ -254,7 +251,8 @@ class QueueVerbs:
         if not (current or all):
             return []
         found: dict[str, rows.Array] = {}
-        for job, count in [*await self._archived.arrays(), *((job, 1) for job in state.jobs.values())]:
+        here = {(a.id, a.index): (job, 1) for job in state.jobs.values() if (a := job.spec.array) is not None}
+        for job, count in [*await self._archived.arrays(), *here.values()]:  # of a task that ran again, the newest
             array = job.spec.array
             if array is None or not (all or array.id in current):
                 continue

@@ -194,11 +194,13 @@ class ArchivedJobs:
         return [job async for job in self._selected("array_id = ? OR array_name = ?", text, text)]
 
     async def arrays(self) -> list[tuple[Job, int]]:
-        """One archived task of each array and each state, with their number."""
+        """One archived task of each array and each state, with their number; a task counts once, by its newest run."""
         if not self.counts:
             return []
-        by_state = "WHERE array_id IS NOT NULL GROUP BY array_id, state"
-        rows = await self._query(f"SELECT {job_table.COLUMNS}, count(*) FROM archived_jobs {by_state}")
+        newest = (
+            "SELECT *, max(CAST(job AS INTEGER)) FROM archived_jobs WHERE array_id IS NOT NULL GROUP BY array_id, task"
+        )
+        rows = await self._query(f"SELECT {job_table.COLUMNS}, count(*) FROM ({newest}) GROUP BY array_id, state")
         return [(self._decoded(row), row[-1]) for row in rows]
 
     async def _selected(self, condition: str, *values: object) -> AsyncIterator[Job]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clusterd.agent.host import login_environment
+from clusterd.agent.host import login_environment, processes
 from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.host.login_environment import capture, expanded
 from clusterd.submission.batch_script import read_script_text
@@ -38,7 +40,7 @@ def test_a_login_gives_what_its_profile_exports_whatever_it_prints_or_asks(home:
     (home / ".bash_profile").write_text(
         f"{PROFILE}sleep 1000 & read -p 'which project? ' project\necho on to $project\n"
     )
-    found = capture()
+    found = capture().variables
     assert (found["SCRATCH"], found["PATH"]) == ("/scratch/ann", "/opt/tools:/usr/bin:/bin")
     assert not {"SHLVL", "PWD", "_"} & found.keys()
 
@@ -60,6 +62,99 @@ def test_a_profile_that_fails_is_named_with_the_way_out(
         capture()
     assert refused.value.kind == "login"
     assert "(/bin/bash)" in str(refused.value) and "clean_env" in str(refused.value)
+
+
+@pytest.fixture
+def usual_home(home: Path) -> Path:
+    """Home as Debian makes it, whose ~/.bashrc returns at once in a shell that is not interactive."""
+    for name, otherwise in ((".profile", ". ~/.bashrc\n"), (".bashrc", "case $- in *i*) ;; *) return;; esac\n")):
+        usual = Path("/etc/skel", name)
+        (home / name).write_text(usual.read_text() if usual.exists() else otherwise)
+    return home
+
+
+CONDA = """\
+#!/bin/sh
+cat << 'EOF'
+export CONDA_EXE=HOME/conda/bin/conda PATH=HOME/conda/condabin:$PATH
+conda() { export CONDA_DEFAULT_ENV=$2 PATH="HOME/conda/envs/$2/bin:$PATH"; }
+conda activate base
+EOF
+"""
+
+CONDA_INIT = """
+# >>> conda initialize >>>
+# !! Contents within this block are managed by 'conda init' !!
+__conda_setup="$('HOME/conda/bin/conda' 'shell.bash' 'hook' 2> /dev/null)"
+if [ $? -eq 0 ]; then
+    eval "$__conda_setup"
+else
+    export PATH="HOME/conda/bin:$PATH"
+fi
+unset __conda_setup
+# <<< conda initialize <<<
+"""
+
+OF_A_PROMPT = """
+echo welcome back
+stty -ixon
+bind 'set bell-style none'
+read -p 'start the agent? ' answer
+export PS1='\\u@\\h $ '
+"""
+
+
+def test_what_conda_init_wrote_behind_the_guard_of_the_usual_bashrc_counts(usual_home: Path) -> None:
+    """`python` is that of conda's base environment, and `conda activate` works in a batch script."""
+    conda = usual_home / "conda"
+    for path, text in {
+        "bin/conda": CONDA.replace("HOME", str(usual_home)),
+        "envs/base/bin/python": "#!/bin/sh\necho python of base\n",
+        "envs/llm/bin/python": "#!/bin/sh\necho python of llm\n",
+    }.items():
+        (conda / path).parent.mkdir(parents=True)
+        (conda / path).write_text(text)
+        (conda / path).chmod(0o755)
+    with open(usual_home / ".bashrc", "a") as file:
+        file.write(OF_A_PROMPT + CONDA_INIT.replace("HOME", str(usual_home)))
+    login = capture()
+    assert login.note == ""
+    assert not {"PS1", "TERM"} & login.variables.keys()
+    script = read_script_text("#!/bin/bash\npython\nconda activate llm\npython\n", "job")[0].spec.command
+    env = {**login.variables, "CLUSTERD_JOB": "1", "CLUSTERD_JOB_NAME": "job"}
+    done = subprocess.run(script, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "python of base\npython of llm\n"
+
+
+@pytest.mark.parametrize(
+    ("rc", "message"),
+    [
+        ("exec sh", "exits with 0 before its end"),
+        ("exec tmux-that-is-not-here", "exits with 127 before its end, after: .*not found"),
+        ("while :; do sleep 1000; done", "does not end within"),
+    ],
+)
+def test_an_rc_file_that_leads_elsewhere_is_left_out_and_told_of(
+    usual_home: Path, monkeypatch: pytest.MonkeyPatch, rc: str, message: str
+) -> None:
+    if "sleep" in rc:
+        monkeypatch.setattr(login_environment, "TIMEOUT_S", 1.0)
+    with open(usual_home / ".profile", "a") as file:
+        file.write("export SCRATCH=/scratch/ann\n")
+    with open(usual_home / ".bashrc", "a") as file:
+        file.write(f"{rc}\n")
+    login = capture()
+    assert login.variables["SCRATCH"] == "/scratch/ann"
+    assert re.search(rf"\(/bin/bash\), when it is interactive, {message}", login.note), login.note
+
+
+def test_what_a_login_leaves_running_is_ended(usual_home: Path) -> None:
+    """As an ssh-agent of each login: in a session of its own, with another environment."""
+    with open(usual_home / ".bashrc", "a") as file:
+        file.write("env -i setsid sh -c 'echo $$ > started; exec sleep 1000' &\nwhile [ ! -s started ]; do :; done\n")
+    assert capture().note == ""
+    state = processes.stat(int((usual_home / "started").read_text()))
+    assert state is None or state.state in "ZX"
 
 
 def test_values_refer_to_variables_of_the_login() -> None:
@@ -98,8 +193,10 @@ def test_a_profile_that_changes_counts_from_the_next_check_of_the_host(at_home: 
     assert "exits with 3" in at_home.ok("check", peers={})["login_fault"]
     assert at_home.refused("launch", **launch(["true"]))["kind"] == "login"
     for name in (".bash_profile", ".profile"):
-        (tmp_path / name).write_text("export SCRATCH=/new\n")
-    assert at_home.ok("check", peers={})["login_fault"] == ""
+        (tmp_path / name).write_text("case $- in *i*) exit 5 ;; esac\nexport SCRATCH=/new\n")
+    found = at_home.ok("check", peers={})
+    assert found["login_fault"] == ""
+    assert "when it is interactive, exits with 5 before its end: jobs get what it sets up" in found["login_note"]
     assert output(at_home, ["sh", "-c", "echo $SCRATCH"], job="k") == "/new\n"
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.agent.host.fake_nvml import fake_driver, needs_gcc, set_state
 from tests.conftest import RunningCluster
 
 
@@ -41,3 +44,11 @@ def test_devices_of_no_hosts_are_refused(cluster: RunningCluster) -> None:
     refused = cluster.run("start", "--devices", "3", check=False)
     assert refused.returncode == 2
     assert "give their number with --local N" in refused.stderr
+
+
+@needs_gcc
+def test_gpus_of_this_machine_are_counted_apart(cluster: RunningCluster, tmp_path: Path) -> None:
+    fake_driver(tmp_path, "libnvidia-ml.so.1", used_gib=0)
+    set_state(tmp_path, used0=0)
+    cluster.environment["LD_LIBRARY_PATH"] = str(tmp_path)
+    assert "local0: 2 GPUs, 3 CPU devices\n" in cluster.run("start", "--local", "1", "--devices", "3").stderr

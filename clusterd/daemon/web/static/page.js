@@ -108,9 +108,10 @@ const STATES = ["running", "starting", "stopping", "queued", "failed", "cancelle
 function folded(jobs) {
   const arrays = Map.groupBy(jobs.filter(job => job.array), job => job.array.id);
   return jobs.flatMap(job => {
-    const tasks = job.array ? arrays.get(job.array.id) : [];
+    const runs = job.array ? arrays.get(job.array.id) : [];
+    const tasks = [...new Map(runs.map(run => [run.array.index, run])).values()];  // of one that ran again, the newest
     if (tasks.length < 2) return [job];
-    if (tasks[0] !== job) return [];
+    if (runs[0] !== job) return [];
     const counts = STATES.map(state => [state, tasks.filter(task => task.state === state).length]).filter(([, count]) => count);
     return [{...job, array_id: job.array.id, id: `${job.array.id}_*`, name: job.array.name, state: counts[0][0], loss: null, left_s: null, ends_by_s: null,
       devices: tasks.flatMap(task => task.holds_devices ? task.devices : []), asked: tasks.reduce((sum, task) => sum + task.asked, 0),
@@ -279,7 +280,7 @@ async function page(name) {
   const rows = [...past.events, ...past.decisions].filter(row => row.job === job.id && !row.routine && row.text);
   rows.sort((a, b) => a.at_s - b.at_s || ("cause" in a) - ("cause" in b));
   const facts = [["state", element("span", {class: job.state}, job.state)], ["why", job.reason], ["user", job.user], ["kind", job.kind],
-    ["command", job.spec.command && job.spec.command.length ? element("code", {}, job.spec.command.join(" ")) : ""],
+    ["command", job.command ? element("code", {}, job.command) : ""],
     ["devices", placement(job.devices) || `asks for ${job.asked}`], ["plan", job.plan], ["step", progress(job)], ["loss", number(job.loss)],
     ["step time", job.step_time_s ? `${number(job.step_time_s)} s` : ""], ["time left", left(job)], ["submitted", `${clock(job.submitted_s)}, ${duration(now() - job.submitted_s)} ago`], ["elapsed", elapsed(job)],
     ["expected start", job.state === "queued" ? expected(job, "start") : ""], ["expected end", job.ended_s ? "" : expected(job, "end")],

@@ -9,16 +9,33 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Container, Iterator
+from pathlib import Path
 from typing import Any
 
-from clusterd.errors import UsageError
+from clusterd.errors import ConfigError, UsageError
 
-Path = tuple[str, ...]
+Keys = tuple[str, ...]
 """Keys from the top of the file to an entry."""
 
 _HEADER = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]")
 _KEY = re.compile(r"\s*((?:[\w-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[\w-]+|\"[^\"]*\"|'[^']*'))*)\s*=")
 _PART = re.compile(r"[\w-]+|\"[^\"]*\"|'[^']*'")
+
+
+def refuse_mistakes(file: Path, values: dict[str, Any], validate: Callable[[dict[str, Any]], object]) -> None:
+    """Refuse a file with a line for each mistake.
+
+    Args:
+        values, validate: as of `mistakes`.
+    Raises:
+        ConfigError: there are some.
+    """
+    if _first(values, validate) is None:
+        return
+    found = mistakes(file.read_text(encoding="utf-8"), values, validate)
+    raise ConfigError(
+        "\n".join(f"{file}:{line}:{text.removeprefix(f'{file}:')}" if line else text for line, text in found)
+    )
 
 
 def mistakes(text: str, values: dict[str, Any], validate: Callable[[dict[str, Any]], object]) -> list[tuple[int, str]]:
@@ -32,12 +49,13 @@ def mistakes(text: str, values: dict[str, Any], validate: Callable[[dict[str, An
     lines = {**tables, **keys}
     values = copy.deepcopy(values)
     found: list[tuple[int, str]] = []
-    removed: list[Path] = []
+    removed: list[Keys] = []
     while (message := _first(values, validate)) is not None:
         blamed = next(
             (path for path in _named(values, message, tables) if _is_to_blame(values, path, message, validate)), None
         )
-        if not any(_names(message, path) for path in removed):  # else it is said of what was taken out
+        said = message.partition("; did you mean")[0]  # a hint names keys that are right
+        if not any(_names(said, path) for path in removed):  # else it is said of what was taken out
             found.append((_line(lines, blamed or ()), message))
         if blamed is None:
             break
@@ -46,11 +64,11 @@ def mistakes(text: str, values: dict[str, Any], validate: Callable[[dict[str, An
     return sorted(found)
 
 
-def _outline(text: str) -> tuple[dict[Path, int], dict[Path, int]]:
+def _outline(text: str) -> tuple[dict[Keys, int], dict[Keys, int]]:
     """Lines, from 1, of the tables with a header and of the keys."""
-    tables: dict[Path, int] = {}
-    keys: dict[Path, int] = {}
-    table: Path = ()
+    tables: dict[Keys, int] = {}
+    keys: dict[Keys, int] = {}
+    table: Keys = ()
     for number, line in enumerate(text.splitlines(), 1):
         if header := _HEADER.match(line):
             table = _parts(header[1])
@@ -61,11 +79,11 @@ def _outline(text: str) -> tuple[dict[Path, int], dict[Path, int]]:
     return tables, keys
 
 
-def _parts(dotted: str) -> Path:
+def _parts(dotted: str) -> Keys:
     return tuple(part.strip("\"'") for part in _PART.findall(dotted))
 
 
-def _line(lines: dict[Path, int], path: Path) -> int:
+def _line(lines: dict[Keys, int], path: Keys) -> int:
     """Line of an entry, or of the inline table that it is in."""
     return next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), 0)
 
@@ -78,19 +96,19 @@ def _first(values: dict[str, Any], validate: Callable[[dict[str, Any]], object])
     return None
 
 
-def _named(values: dict[str, Any], message: str, tables: Container[Path]) -> Iterator[Path]:
+def _named(values: dict[str, Any], message: str, tables: Container[Keys]) -> Iterator[Keys]:
     """Entries whose key is a word of the message, in the order of these words; tables, which come before keys, last."""
     entries = [(path in tables, _names(message, path), path) for path in _entries(values, ())]
     return (path for _, place, path in sorted(entries) if place)
 
 
-def _names(message: str, path: Path) -> int:
+def _names(message: str, path: Keys) -> int:
     """Place of the entry's key in the message, from 1; 0: it is not there."""
     found = re.search(rf"(?<![\w-]){re.escape(path[-1])}(?![\w-])", message)
     return found.start() + 1 if found else 0
 
 
-def _entries(table: dict[str, Any], at: Path) -> Iterator[Path]:
+def _entries(table: dict[str, Any], at: Keys) -> Iterator[Keys]:
     for key, value in table.items():
         yield (*at, key)
         if isinstance(value, dict):
@@ -98,14 +116,14 @@ def _entries(table: dict[str, Any], at: Path) -> Iterator[Path]:
 
 
 def _is_to_blame(
-    values: dict[str, Any], path: Path, message: str, validate: Callable[[dict[str, Any]], object]
+    values: dict[str, Any], path: Keys, message: str, validate: Callable[[dict[str, Any]], object]
 ) -> bool:
     without = copy.deepcopy(values)
     _remove(without, path)
     return _first(without, validate) != message
 
 
-def _remove(values: dict[str, Any], path: Path) -> None:
+def _remove(values: dict[str, Any], path: Keys) -> None:
     for key in path[:-1]:
         values = values[key]
     del values[path[-1]]
