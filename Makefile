@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # Hundreds of processes that import the same modules: compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-gpu test-gpus test-slow test-all soak mutants bench check docs binary release clean
+.PHONY: setup demo test test-gpu test-gpus test-slow test-all soak mutants bench figures check docs binary release clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -60,6 +60,20 @@ mutants: $(STAMP)
 
 bench: $(STAMP)
 	for b in $(BENCHMARKS); do $(BIN)/python tests/benchmarks/$$b.py || exit 1; done
+
+# What charts and tables of the docs are made of: about an hour on two quiet cores, with the data sets in CLUSTERD_DATA.
+RIVALS := default,tiresias,optimus,gavel,sia+plans,aiturbo+plans,rubick
+SIMULATE := $(BIN)/python tests/benchmarks/simulate.py --json
+MIGRATE := $(BIN)/python tests/benchmarks/migration.py --json --turns 0
+figures: $(STAMP)
+	$(SIMULATE) > docs/measured/completion-1.0.json
+	$(SIMULATE) --policies $(RIVALS) --load 0.7 > docs/measured/completion-0.7.json
+	$(SIMULATE) --policies $(RIVALS) --load 1.5 > docs/measured/completion-1.5.json
+	$(SIMULATE) --policies default --move-cost measured > docs/measured/completion-live.json
+	$(BIN)/python tests/benchmarks/accuracy.py --json > docs/measured/accuracy.json
+	$(MIGRATE) --sizes 0.25 > docs/measured/migration-0.25.json
+	$(MIGRATE) --sizes 1 > docs/measured/migration-1.json
+	$(BIN)/python docs/charts.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .

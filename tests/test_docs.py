@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import tomllib
 from dataclasses import fields
 from pathlib import Path
 
 import click
 import msgspec
+import pytest
 
 from clusterd import config as configuration
 from clusterd import projection
@@ -21,6 +23,7 @@ from clusterd.rows import plain
 from clusterd.submission.job_keys import CheckpointKeys, JobKeys, LimitKeys, ResourceKeys
 from clusterd.types import DeviceClaim, DeviceId, HostId, Tenant
 from clusterd.units import TIMES
+from docs import charts
 from tests.core.conftest import Lab
 
 ROOT = Path(__file__).parent.parent
@@ -191,3 +194,22 @@ def test_links_between_pages_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
     ]
     assert [link for link in links if "://" not in link[1] and not (link[0].parent / link[1]).exists()] == []
+
+
+def test_a_page_that_says_other_than_what_was_measured_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables and charts have no figures but those that benchmarks printed."""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    monkeypatch.setattr(charts, "DOCS", tmp_path / "docs")
+    assert charts.main(["--check"]) == 0
+    for name, figure in (("simulate.md", "| rubick | "), ("charts/completion.svg", ">rubick<")):
+        file = tmp_path / "docs" / name
+        written = file.read_text()
+        file.write_text(written.replace(figure, figure.replace("rubick", "sia")))
+        assert charts.main(["--check"]) == 1
+        file.write_text(written)
+    measured = tmp_path / "docs" / "measured" / "accuracy.json"
+    measured.write_text(measured.read_text().replace("0.1", "0.2"))
+    assert charts.main(["--check"]) == 1
+    assert charts.main([]) == 0 == charts.main(["--check"])

@@ -522,7 +522,7 @@ def why(job: str, output: str) -> None:
     text = escaped(with_key(f"{answer['name']} ({answer['id']}) is {state_and_reason(answer)}"))
     print(click.style(text, bold=True) if use_colour() else text)
     if silence := _silence(answer):
-        print_line(f"  {silence}")
+        print_line(f"  {with_key(silence)}")
     if answer["state"] == "running" and (left := _left(answer)):
         print_line(f"  has run for {_elapsed(answer)}, ends in {left}")
     for text in filter(None, (*forecast_lines(answer), promised(answer))):
@@ -551,7 +551,7 @@ def why(job: str, output: str) -> None:
         if len(misfits) > HOSTS_MAX:
             print_line(f"  and {len(misfits) - HOSTS_MAX} more hosts do not fit either")
         for reason in answer["unusable"]:
-            print_line(f"  {reason}")
+            print_line(f"  {with_key(reason)}")
     decisions = (decision for decision in answer["decisions"] if not decision["routine"])
     for text, group in groupby(decisions, lambda decision: decision["text"]):
         first, *others = group

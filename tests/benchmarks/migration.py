@@ -53,10 +53,10 @@ from tests.conftest import RunningCluster, kill_everything_of
 HOME = "dp=2,tp=2"
 FOUR = ("local0:cpu0", "local0:cpu1", "local1:cpu0", "local1:cpu1")
 PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "tp4": ("tp=4", FOUR),
-    "zero3": ("dp=4,zero=3", FOUR),
-    "pp2 x tp2": ("tp=2,pp=2,accumulation=2", FOUR),
-    "2 ranks": ("tp=2", ("local0:cpu0", "local1:cpu1")),  # of two cores: embedded hosts share them
+    "tp=4": ("tp=4", FOUR),
+    "dp=4,zero=3": ("dp=4,zero=3", FOUR),
+    "tp=2,pp=2": ("tp=2,pp=2,accumulation=2", FOUR),
+    "tp=2": ("tp=2", ("local0:cpu0", "local1:cpu1")),  # of two cores: embedded hosts share them
 }
 SIZES = {"0.25": (512, 7, 64), "1": (1024, 7, 8), "2": (1024, 13, 8)}
 """State in GB: width, depth and context of the GPT that has it; short ones, as what it computes takes longest here."""

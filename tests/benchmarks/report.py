@@ -9,7 +9,9 @@ import platform
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 from rich.console import Console
@@ -41,9 +43,19 @@ class Report:
     def show(self, as_json: bool) -> None:
         """Print it."""
         if as_json:
-            machine = {"cores": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine()}
-            answer = {"benchmark": self.title, "figures": self._figures, "machine": machine, **self.details}
-            print(json.dumps(answer, indent=2))
+            machine = {
+                "date": time.strftime("%Y-%m-%d"),
+                "cores": os.cpu_count(),
+                "load": os.getloadavg()[0],
+                "machine": platform.machine(),
+                "python": platform.python_version(),
+                "torch": version("torch"),
+            }
+            aims = {name: {"aim": self._aims[name], "met": met} for name, met in self._met.items() if met is not None}
+            answer = {
+                "benchmark": self.title, "figures": self._figures, "aims": aims, "machine": machine, **self.details
+            }  # fmt: skip
+            print(json.dumps(_rounded(answer), indent=1))
             return
         table = Table(title=self.title, title_justify="left")
         for column, justify in (("figure", "left"), ("measured", "right"), ("aim", "right"), ("", "left")):
@@ -53,6 +65,15 @@ class Report:
             message = "" if met is None else "met" if met else "[bold]missed[/bold]"
             table.add_row(name, "not measured" if value is None else f"{value:.4g}", self._aims[name], message)
         Console().print(table)
+
+
+def _rounded(value: Any) -> Any:
+    """The same with five digits of each number: no benchmark measures more of them."""
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def options(description: str, **defaults: Any) -> argparse.Namespace:

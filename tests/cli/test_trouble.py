@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+import ast
+import errno
+import os
 import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from clusterd.cli import jobs
 from clusterd.cli.main import cli
 from clusterd.cli.trouble import entries, with_key
-from tests.conftest import RunningCluster
+from tests.conftest import REPOSITORY, RunningCluster
+
+COMPOSED = {r"asks for \d+ GPUs?, the cluster has 0"}
+"""Messages that no one string of the code holds: a running cluster prints them below."""
+
+
+def _worded() -> Iterator[str]:
+    """Messages of the operating system, and strings of the code with 0 for each value; docstrings are left out."""
+    yield from map(os.strerror, errno.errorcode)
+    for file in (REPOSITORY / "clusterd").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "0" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                yield node.value
+
+
+def test_each_pattern_has_a_message_in_the_code() -> None:
+    """A message that is reworded must not lose its entry unnoticed."""
+    worded = list(_worded())
+    patterns = {pattern for entry in entries() if entry.messages for pattern in entry.messages.split("|")}
+    assert {one for one in patterns if not any(re.search(one, text) for text in worded)} == COMPOSED
 
 
 def test_messages_in_the_entries_lead_to_them() -> None:
@@ -26,6 +56,7 @@ def test_messages_in_the_entries_lead_to_them() -> None:
     [
         ("net can never start: it asks for 2 GPUs, the cluster has 0; queue it all the same", "no-gpu"),
         ("net can never start: it asks for 8 GPUs, the cluster has 4", "never-starts"),
+        ("a:gpu0 is left out for 4m58s: the GPU failed: clusterd host undrain a offers it again now", "no-gpu"),
         ("ann may not submit for tenant vision: an operator adds the name", "permission-denied"),
         ("bad (4) is failed: its model could not be built on local0 (exit code 1): Error", "model-not-built"),
         ("net (4) is failed: exit code 95 on a: out of device memory", "out-of-memory"),
@@ -51,10 +82,14 @@ def test_the_name_of_a_command_shows_its_help_and_an_unknown_key_is_refused() ->
         CliRunner().invoke(cli, ["help", "queud"], catch_exceptions=False)
 
 
-def test_why_and_refusals_name_the_entry(cluster: RunningCluster) -> None:
+def test_why_and_refusals_name_the_entry(cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.start(hosts=1, devices=1)
     refused = cluster.run("run", "--gpus", "1", "--", "true", check=False)
     assert refused.returncode == 2 and refused.stderr.rstrip().endswith("(clusterd help no-gpu)")
     cluster.run("run", "-d", "--name", "first", "--devices", "1", "--", "sleep", "600")
     cluster.run("run", "-d", "--name", "second", "--devices", "1", "--", "true")
     assert cluster.run("why", "second").stdout.splitlines()[0].endswith("(clusterd help queued)")
+    fault = "local0:gpu0 is left out for 5m00s: the GPU failed; clusterd host undrain local0 offers it again now"
+    answer = cluster.call("why", job="second") | {"unusable": [fault]}
+    monkeypatch.setattr(jobs, "Client", lambda: nullcontext(SimpleNamespace(call=lambda *_, **__: answer)))
+    assert f"{fault} (clusterd help no-gpu)" in CliRunner().invoke(cli, ["why", "second"]).output

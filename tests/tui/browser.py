@@ -89,6 +89,12 @@ class Page:
         """Load another page; returns when the old one is gone."""
         await self._ask("Page.navigate", url=url)
 
+    async def resize(self, width: int) -> None:
+        """Look through a window of so many pixels, as on a telephone."""
+        await self._ask(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
+        )
+
     async def evaluate(self, script: str) -> Any:
         """Result of the script, once its promise has resolved."""
         answer = await self._ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)

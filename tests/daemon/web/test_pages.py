@@ -263,5 +263,11 @@ def test_a_browser_shows_queue_fleet_and_a_job_with_its_metrics(cluster: Running
             assert await page.evaluate("document.querySelectorAll('main img').length") == 0
             await page.go(f"{url}jobs/none")
             await page.text_with("there is no job 'none'")
+            await page.resize(420)
+            narrow = {"?all": "All jobs", "calendar": "sleeper", "history": "Waiting times", f"jobs/{job}": "Attempts"}
+            for path, word in narrow.items():
+                await page.go(url + path)
+                await page.text_with(word)
+                assert await page.evaluate("document.querySelector('main').scrollWidth <= innerWidth"), path
 
     asyncio.run(look())

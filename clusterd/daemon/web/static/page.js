@@ -40,7 +40,7 @@ const clock = seconds => new Date((seconds - new Date(seconds * 1000).getTimezon
 const expected = (job, what) => {
   const times = job.forecast && job.forecast[what];
   if (!times) return job.state === "queued" ? "not known" : "";
-  const ends = times.p5_s !== null && times.p95_s !== null ? `, between ${clock(times.p5_s)} and ${clock(times.p95_s)}` : "";
+  const ends = times.p5_s !== null && times.p95_s !== null && times.p5_s !== times.p95_s ? `, between ${clock(times.p5_s)} and ${clock(times.p95_s)}` : "";
   return clock(times.p50_s) + ends + (what === "start" && job.forecast.after ? `; after ${job.forecast.after} ends or shrinks` : "");
 };
 const size = bytes => bytes === null || bytes === undefined ? "" : `${number(bytes / 2 ** 30, 3)} GiB`;
@@ -48,7 +48,7 @@ const jobLink = (id, text) => element("a", {href: "/jobs/" + encodeURIComponent(
 
 function table(columns, rows) {
   const head = columns.map(([title, , kind]) => element("th", {class: kind || null}, title));
-  const body = rows.map(row => element("tr", {}, columns.map(([, cell, kind]) => element("td", {class: kind || null}, cell(row)))));
+  const body = rows.map(row => element("tr", {}, columns.map(([title, cell, kind]) => element("td", {class: kind || null, "data-heading": title}, cell(row)))));
   return element("table", {}, element("thead", {}, element("tr", {}, head)), element("tbody", {}, body));
 }
 
@@ -230,14 +230,14 @@ async function past() {
     element("h2", {}, "Device-hours by day"), element("p", {class: "dim"}, users.map((row, index) => key(row.group, index))),
     table([["day", day => day], ["device-hours", day => number(sum(users.map(row => hours(row, day))), 3), "number"],
       ["", day => bar(users.map(row => [hours(row, day), `${row.group} ${number(hours(row, day), 3)} h`]), most)]], days),
-    element("h2", {}, "Busy and idle"), element("p", {class: "dim"}, ["worked", "held, not working"].map(key)),
+    element("h2", {}, "Busy and idle"), element("p", {class: "dim"}, ["worked", "held, not working"].map(key), " (grey: held by no job)"),
     table([["host", row => row.group], ["held", row => `${number(row.device_hours, 3)} h`, "number"], ["idle", row => `${number(row.idle_device_hours, 3)} h`, "number"],
       ["", row => {
         const worked = row.device_hours * (row.utilisation || 0), whole = row.device_hours + row.idle_device_hours;
         return bar([[worked, `worked ${number(worked, 3)} h`], [row.device_hours - worked, `held, not working ${number(row.device_hours - worked, 3)} h`],
           [row.idle_device_hours, `held by no job ${number(row.idle_device_hours, 3)} h`, "none"]], whole);
       }]], hosts),
-    element("h2", {}, "Waiting times"),
+    element("h2", {}, "Waiting times"), element("p", {class: "dim"}, ["median", "longest"].map(key)),
     table([["user", row => row.group], ["submitted", row => String(row.submitted), "number"], ["median", row => duration(row.waited_s_median), "number"],
       ["longest", row => duration(row.waited_s_longest), "number"],
       ["", row => bar([[row.waited_s_median || 0, "median"], [(row.waited_s_longest || 0) - (row.waited_s_median || 0), "longest"]], longest)]], users),
