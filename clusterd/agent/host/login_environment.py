@@ -9,6 +9,7 @@ import pwd
 import re
 import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -26,6 +27,9 @@ INHERITED = "inherited"
 
 TIMEOUT_S = 20.0
 """Limit of a login; profiles on a network file system take seconds, one that waits for an answer takes for ever."""
+
+KILL_S = 2.0
+"""Time for what a login leaves running to be gone; a process that waits for its disk is left."""
 
 _NO_LOGIN = ("nologin", "false")
 """Shells of accounts that nobody logs in to, whose agents are started by other ways."""
@@ -145,10 +149,12 @@ def _run(begin: list[str], program: str, own: dict[str, str]) -> dict[str, str]:
         except subprocess.TimeoutExpired:
             raise _LoginFailed(f"does not end within {TIMEOUT_S:.0f} s") from None
         finally:
-            while left := processes.of_attempt(tag):
+            until_s = time.monotonic() + KILL_S
+            while (left := processes.of_attempt(tag)) and time.monotonic() < until_s:
                 for pid in left:
-                    with contextlib.suppress(ProcessLookupError):
+                    with contextlib.suppress(OSError):  # gone, or another account's by now
                         os.kill(pid, signal.SIGKILL)
+                time.sleep(0.01)
             process.wait()
         output.seek(0)
         _, marked, printed = output.read().rpartition(f"{mark}\n".encode())
