@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from typing import TYPE_CHECKING, Any
 
 from clusterd.errors import ClusterError
@@ -33,7 +34,7 @@ class Users:
         """Make requests until cancelled."""
         kinds = (self._submit,) * 6 + (
             self._cancel, self._requeue, self._hold, self._release, self._prioritise, self._drain, self._undrain,
-            self._claim, self._migrate, self._migrate, self._migrate,
+            self._claim, self._migrate, self._migrate, self._migrate, self._book, self._cancel_booking, self._edit,
         )  # fmt: skip
         while True:
             await asyncio.sleep(self._random.expovariate(1.0 / MEAN_PAUSE_S))
@@ -58,6 +59,9 @@ class Users:
                 await call("release", job=job.id)
         for claim in list(state.device_claims):
             await call("claim_remove", claim=claim)
+        for job in list(state.jobs.values()):
+            if job.spec.booking and not job.state.is_final:
+                await call("cancel", job=job.id)
 
     async def _submit(self) -> None:
         draw = self._random
@@ -79,6 +83,9 @@ class Users:
             "retries": draw.choice((0, 0, 2)),
             "grace_s": draw.choice((0.0, 5.0, 30.0)),
             "time_limit_s": draw.choice((None, None, 60.0)),
+            "hold": draw.random() < 0.05,
+            "begin_s": time.time() + draw.uniform(0.0, 60.0) if draw.random() < 0.1 else None,
+            "booking": draw.choice([*self._simulation.state.device_claims, ""]) if draw.random() < 0.2 else "",
             "after": [f"{draw.choice(list(self.accepted))}:any"] if self.accepted and draw.random() < 0.2 else [],
             "waits_for_hosts": True,
             "trials": False,
@@ -120,8 +127,25 @@ class Users:
     def _host(self) -> str:
         return self._random.choice(list(self._simulation.network.machines))
 
+    async def _edit(self) -> None:
+        changes = self._random.choice(({"begin_s": None}, {"time_limit_s": 90.0}, {"resources": {"exclude": ["h1"]}}))
+        await self._simulation.call("edit", job=self._job(), changes=changes)
+
+    async def _book(self) -> None:
+        draw, now_s = self._random, time.time()
+        begins_s, length_s = now_s + draw.uniform(0.0, 60.0), draw.uniform(20.0, 120.0)
+        await self._simulation.call("booking_add", devices=draw.choice((1, 2)), for_s=length_s, from_s=begins_s)
+
+    async def _cancel_booking(self) -> None:
+        claims = self._simulation.state.device_claims
+        booked = [claim.id for claim in claims.values() if claim.owner]
+        if not booked:
+            raise ClusterError("nothing is booked")
+        await self._simulation.call("booking_cancel", booking=self._random.choice(booked))
+
     async def _drain(self) -> None:
-        await self._simulation.call("host_drain", host=self._host(), why="a check")
+        stays = self._random.random() < 0.3
+        await self._simulation.call("host_drain", host=self._host(), why="a check", jobs_stay=stays)
 
     async def _undrain(self) -> None:
         await self._simulation.call("host_undrain", host=self._host())
