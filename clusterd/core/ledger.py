@@ -72,9 +72,13 @@ class Ledger:
 
     def only(self, hosts: Container[HostId]) -> Ledger:
         """Copy with the free resources of these hosts alone."""
-        found = self.copy()
-        found.take([d for d in self.all_devices() if d.host not in hosts])
+        found = Ledger()
         found.hosts = {name: host for name, host in self.hosts.items() if name in hosts}
+        found.devices = {name: {} for name in found.hosts}
+        found.cores = {name: self.cores[name] for name in found.hosts}
+        found.memory_bytes = {name: self.memory_bytes[name] for name in found.hosts}
+        found.put(device for name in found.hosts for some in self.devices[name].values() for device in some.values())
+        found.shared = dict(self.shared)
         return found
 
     def without(self, attempt: Attempt) -> Ledger:

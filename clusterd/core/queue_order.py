@@ -46,8 +46,10 @@ def places(keys: Mapping[JobId, Key]) -> Order:
 
 def _deciding(first: Key, second: Key) -> Criterion:
     """The first criterion in which two keys differ."""
-    at = next(at for at, (one, other) in enumerate(zip(first, second, strict=True)) if one != other)
-    return _BY_NAME[first._fields[at]]
+    for name, one, other in zip(first._fields, first, second, strict=True):
+        if one != other:
+            return _BY_NAME[name]
+    raise AssertionError("two jobs have one key")
 
 
 def listed(order: Mapping[JobId, QueuePlace]) -> list[JobId]:

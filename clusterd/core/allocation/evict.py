@@ -91,6 +91,9 @@ def evict_by_right(ctx: PassContext, forecast: JobForecast) -> EvictionPlan | No
     Returns:
         None: all that may be taken is not enough.
     """
+    lowest = ctx.lowest_holder  # asked by every waiting job, and mostly nobody may be preempted, nor has a loan
+    if lowest is None or not (may_preempt(lowest, forecast.job) or ctx.has_loans()):
+        return None
     least: dict[JobId, int] = {}
     givers = ctx.able_to_give()
     for victim in givers:

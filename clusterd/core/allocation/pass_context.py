@@ -8,6 +8,7 @@ from functools import cached_property
 
 from clusterd.core.allocation.migration_cost import MigrationCosts, fits_beside
 from clusterd.core.allocation.reserved_start import ReservedStart, held_by
+from clusterd.core.allocation.rights import on_loan
 from clusterd.core.allocation.target_sizes import TargetSizes
 from clusterd.core.allocation.worth import Worth
 from clusterd.core.estimates.availability import AvailabilityForecast
@@ -69,8 +70,16 @@ class PassContext:
     @cached_property
     def lowest_right(self) -> Job | None:
         """The running job with a performance model that more jobs may preempt than any other; None: none runs."""
-        jobs = (forecast.job for forecast in self.running)
-        return min(jobs, key=lambda job: (job.priority, job.spec.guaranteed), default=None)
+        return _lowest(self.running)
+
+    @cached_property
+    def lowest_holder(self) -> Job | None:
+        """The same of all running jobs."""
+        return _lowest(self.holding)
+
+    def has_loans(self) -> bool:
+        """True where a job that may give devices by right has some beyond its request."""
+        return any(on_loan(victim.job, len(victim.devices)) for victim in self.able_to_give())
 
     def find_with_own(self, forecast: JobForecast, offers: Sequence[Estimate]) -> Found | None:
         """First of these offers that fits, the running job's own devices counting as free; None: none fits."""
@@ -124,3 +133,8 @@ class PassContext:
         if self._migratable[0] != len(self.moved):
             self._migratable = len(self.moved), [victim for victim in self.running if self.can_migrate(victim)]
         return self._migratable[1]
+
+
+def _lowest(forecasts: Iterable[JobForecast]) -> Job | None:
+    jobs = (forecast.job for forecast in forecasts)
+    return min(jobs, key=lambda job: (job.priority, job.spec.guaranteed), default=None)

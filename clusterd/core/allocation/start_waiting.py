@@ -444,7 +444,7 @@ def _bound(
         promised_s: start that was promised before, in seconds from now: it is kept where hosts and claims allow it.
     """
     by_limits = availability.by_limits()
-    found = by_limits.first(lambda free: find(free.only(place.booked.cores)))
+    found = by_limits.first(find, place.booked.cores)
     for at_s in sorted({promised_s, found[0] if found is not None else inf}):
         if 0.0 <= at_s < inf:
             bound = Backfill(at_s, 0.0, by_limits.ledger_at(at_s), find)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -207,19 +207,26 @@ class AvailabilityForecast:
             if device.id not in held and self._calendar.is_free(device.id, at_s, self.run_s):
                 ledger.put([device])
 
-    def first(self, look: Callable[[Ledger], Seen | None]) -> tuple[float, Seen] | None:
+    def first(
+        self, look: Callable[[Ledger], Seen | None], hosts: Container[HostId] | None = None
+    ) -> tuple[float, Seen] | None:
         """First end of a job, in seconds from now, after which `look` finds something; None: it never does.
 
         By binary search: free resources only increase, unless there are claims, whose ends count like those of jobs.
+
+        Args:
+            hosts: on which it looks; None: on all.
         """
         times = sorted({self._end_s(hold) for hold in self._ending()})
         if self._calendar:
             for at_s in sorted({*times, *self._calendar.ends_s}):
-                if (seen := look(self.ledger_at(at_s))) is not None:
+                there = self.ledger_at(at_s)
+                if (seen := look(there if hosts is None else there.only(hosts))) is not None:
                     return at_s, seen
             return None
         low, high = 0, len(times)
         short, short_s = self._now_alone(), -NEVER  # what is free at the latest time that was not enough
+        short = short if hosts is None else short.only(hosts)
         answer: tuple[float, Seen] | None = None
         while low < high:
             middle = (low + high) // 2
