@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -74,10 +75,10 @@ class Ledger:
         """Copy with the free resources of these hosts alone."""
         found = Ledger()
         found.hosts = {name: host for name, host in self.hosts.items() if name in hosts}
-        found.devices = {name: {} for name in found.hosts}
+        found.devices = {h: {n: dict(some) for n, some in self.devices[h].items()} for h in found.hosts}
         found.cores = {name: self.cores[name] for name in found.hosts}
         found.memory_bytes = {name: self.memory_bytes[name] for name in found.hosts}
-        found.put(device for name in found.hosts for some in self.devices[name].values() for device in some.values())
+        found.count = Counter(n for types in found.devices.values() for n, some in types.items() for _ in some)
         found.shared = dict(self.shared)
         return found
 

@@ -18,8 +18,8 @@ def start_booked(view: View, proposal: Proposal) -> None:
         booking = view.claims.get(job.spec.booking)
         if booking is None or not booking.is_active(view.now_s):
             continue  # as in a view that is made for a question about other jobs
-        free = view.free.only(())
-        free.hosts = view.free.hosts
+        free = view.free.copy()
+        free.take([*free.all_devices()])
         free.shared.clear()
         for host in free.hosts.values():
             booked = [d for d in host.devices_beside_claims if d.id in booking.devices]
