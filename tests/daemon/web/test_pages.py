@@ -251,7 +251,7 @@ def test_a_browser_shows_queue_fleet_and_a_job_with_its_metrics(cluster: Running
             await page.go(f"{url}calendar")
             await page.text_with("Calendar", "local0", "now", f"sleeper ({sleeper})")
             await page.go(f"{url}history")
-            await page.text_with("Device-hours by day", "Busy and idle", "local0", "Waiting times", "submitted by")
+            await page.text_with("Device-hours by day", "Busy and idle", "local0\t", "Waiting times", "submitted by")
             assert await page.evaluate("document.querySelectorAll('svg.bar rect').length") >= 3
             await page.go(f"{url}jobs/{waiting}")
             await page.text_with("Waits for", "sleeper holds 1 device", "expected start")
