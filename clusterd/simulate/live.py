@@ -72,9 +72,8 @@ class LiveSimulation(Simulation):
         self.types = {device.id: device.name for facts in self.facts.values() for device in facts.devices}
         self._queue.now_s = self._from_s = now_s
         self._awaited = set(awaited)
-        # A pass is due at once: the newest events may have come after the last one.
-        first: list[e.Event] = [e.TimerFired(**self._queue.stamp(), timer=Timer(TimerKind.PASS))]
-        first += [replace(change, **self._queue.stamp()) for change in changes]
+        # No pass of its own: what is due is among the timers, and a further pass would decide what the daemon does not.
+        first = [replace(change, **self._queue.stamp()) for change in changes]
         for run in runs:
             self.runs[run.job] = run
             job = state.jobs[run.job]
@@ -92,7 +91,8 @@ class LiveSimulation(Simulation):
                 self._queue.add(now_s, "stopped", stop)
         for timer, at_s in state.timers.items():
             self._set_timer(timer, at_s)
-        self._handle(first)
+        if first:
+            self._handle(first)
         return self._play(now_s)
 
     def _gathering_s(self, at_s: float) -> float:
