@@ -108,6 +108,10 @@ _ELSEWHERE = {
 """Commands of Slurm, tmux, pueue and docker that hands type, and what does the same."""
 
 
+_JOBS = ("submit", "run", "shell")
+"""Commands on which people type options of sbatch and srun."""
+
+
 class _Commands(click.Group):
     """Imports a command's module when it is called: `clusterd ls` does not pay for the others."""
 
@@ -119,6 +123,16 @@ class _Commands(click.Group):
             return None
         module, attribute, _ = _COMMANDS[cmd_name]
         return add_examples(getattr(importlib.import_module(f"clusterd.cli.{module}"), attribute), cmd_name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            from clusterd.submission.batch_script import option_here
+
+            if error.ctx and error.ctx.info_name in _JOBS and (here := option_here(error.option_name)):
+                raise click.UsageError(f"No such option {error.option_name!r}. Here it is: {here}", error.ctx) from None
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, commands in _GROUPS.items():
