@@ -103,9 +103,10 @@ _ELSEWHERE = {
     "sbatch": "submit", "srun": "run", "salloc": "shell", "squeue": "ls", "sinfo": "host ls", "sacct": "ls --since 1d",
     "scancel": "cancel", "scontrol": "hold, release, requeue, edit", "sprio": "why", "attach": "logs -f",
     "ps": "ls", "list": "ls", "jobs": "ls", "queue": "ls", "hosts": "host ls", "nodes": "host ls", "kill": "cancel",
-    "exec": "shell", "rm": "forget", "tail": "logs -f",
+    "exec": "shell", "rm": "forget", "tail": "logs -f", "sattach": "logs -f", "sstat": "show", "sreport": "report",
+    "smap": "top", "launch": "submit", "down": "cancel",
 }  # fmt: skip
-"""Commands of Slurm, tmux, pueue and docker that hands type, and what does the same."""
+"""Commands of Slurm, tmux, SkyPilot, pueue and docker that hands type, and what does the same."""
 
 
 _JOBS = ("submit", "run", "shell")

@@ -222,6 +222,10 @@ def _read(file: Path, arguments: Sequence[str]) -> Request:
                 f"{file} is neither a job file nor a script that begins with #! (docs/scheduling.md); or use "
                 f"clusterd run -d --gpus 1 -- {SCRIPTS[file.suffix]} {file}"
             )
+        if file.suffix in (".yaml", ".yml"):
+            raise UsageError(
+                f"{file}: job files are TOML: clusterd template single > job.toml prints one to begin with"
+            )
         if arguments:
             raise UsageError(f"{arguments[0]} is an argument for a batch script, and {file} is a job file: see --set")
         return read_job_file(file)

@@ -81,7 +81,12 @@ def test_no_line_of_help_is_taken_for_a_request(page: str) -> None:
 
 
 def test_commands_of_other_programs_lead_to_the_one_here() -> None:
-    for typed, here in (("squeue", "clusterd ls"), ("scancel", "clusterd cancel"), ("attach", "clusterd logs -f")):
+    for typed, here in (
+        ("squeue", "clusterd ls"),
+        ("scancel", "clusterd cancel"),
+        ("attach", "clusterd logs -f"),
+        ("down", "clusterd cancel"),
+    ):
         answer = CliRunner().invoke(cli, [typed])
         assert answer.exit_code == 2 and f"No such command '{typed}'. Here it is: {here}" in answer.output
     for here in {text.split()[0].strip(",") for text in _ELSEWHERE.values()}:

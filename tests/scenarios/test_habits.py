@@ -514,6 +514,8 @@ def _(lab: Prompt, submit: str) -> None:
     (lab.work / "data.txt").write_text("sent along\n")
     job = lab.types(submit).stdout.strip()
     assert lab.output(job, "\n") == "sent along\n"
+    (lab.work / "task.yaml").write_text("run: python train.py\n")
+    assert "job files are TOML: clusterd template" in lab.types("clusterd submit task.yaml", fails=2).stderr
 
 
 @habit("sky queue, sky status")
