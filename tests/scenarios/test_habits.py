@@ -591,7 +591,8 @@ train.run(
 def _(lab: Prompt, plans: str) -> None:
     (lab.work / "train.py").write_text(ELASTIC)
     (lab.work / "job.toml").write_text(
-        'kind = "elastic"\ncommand = ["python", "train.py"]\nresources = { devices = 2 }\n'
+        'kind = "elastic"\ncommand = ["python", "train.py"]\ntrials = false\n'
+        "resources = { devices = 2, min_devices = 2, max_devices = 2 }\n"
     )
     job = lab.types("clusterd submit job.toml").stdout.strip()
     lab.cluster.wait_for(job, lambda row: row["step"] > 5)
