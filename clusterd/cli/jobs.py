@@ -137,11 +137,18 @@ _ORDER = ("queued", "starting", "running", "stopping", "finished", "failed", "ca
 """States in which tasks of an array are counted."""
 
 
+_OF_SLURM = {
+    "pending": "queued", "pd": "queued", "configuring": "starting", "cf": "starting", "r": "running",
+    "completing": "stopping", "cg": "stopping", "completed": "finished", "cd": "finished", "f": "failed",
+    "ca": "cancelled",
+}  # fmt: skip
+
+
 def _check_state(state: str) -> str:
-    """State of this name; Slurm's word for a queued job is understood."""
+    """State of this name; Slurm's words and letters are understood."""
     from clusterd.types import JobState
 
-    state = {"pending": "queued"}.get(state.lower(), state)
+    state = _OF_SLURM.get(state.lower(), state.lower())
     if state not in list(JobState):
         raise UsageError(f"--state {state}: unknown state; known ones are {', '.join(JobState)}")
     return state

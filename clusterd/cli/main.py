@@ -103,9 +103,14 @@ _ELSEWHERE = {
     "sbatch": "submit", "srun": "run", "salloc": "shell", "squeue": "ls", "sinfo": "host ls", "sacct": "ls --since 1d",
     "scancel": "cancel", "scontrol": "hold, release, requeue, edit", "sprio": "why", "attach": "logs -f",
     "ps": "ls", "list": "ls", "jobs": "ls", "queue": "ls", "hosts": "host ls", "nodes": "host ls", "kill": "cancel",
-    "exec": "shell", "rm": "forget", "tail": "logs -f",
+    "exec": "shell", "rm": "forget", "tail": "logs -f", "sattach": "logs -f", "sstat": "show", "sreport": "report",
+    "smap": "top", "launch": "submit", "down": "cancel",
 }  # fmt: skip
-"""Commands of Slurm, tmux, pueue and docker that hands type, and what does the same."""
+"""Commands of Slurm, tmux, SkyPilot, pueue and docker that hands type, and what does the same."""
+
+
+_JOBS = ("submit", "run", "shell")
+"""Commands on which people type options of sbatch and srun."""
 
 
 class _Commands(click.Group):
@@ -119,6 +124,16 @@ class _Commands(click.Group):
             return None
         module, attribute, _ = _COMMANDS[cmd_name]
         return add_examples(getattr(importlib.import_module(f"clusterd.cli.{module}"), attribute), cmd_name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            from clusterd.submission.batch_script import option_here
+
+            if error.ctx and error.ctx.info_name in _JOBS and (here := option_here(error.option_name)):
+                raise click.UsageError(f"No such option {error.option_name!r}. Here it is: {here}", error.ctx) from None
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, commands in _GROUPS.items():

@@ -68,6 +68,7 @@ _ARRAY = click.option(
 
 @click.command()
 @click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.argument("arguments", nargs=-1)
 @click.option("--wrap", metavar="COMMAND", help="A line of shell in the place of FILE, as with sbatch.")
 @job_options
 @click.option(
@@ -100,13 +101,14 @@ _ARRAY = click.option(
 @click.option("--dry-run", is_flag=True, help="Print where the job would start, or why it would wait; submit nothing.")
 @click.option("--wait", "and_wait", is_flag=True, help="Wait for the end; return the exit code.")
 @output_option
-def submit(file: Path | None, wrap: str | None, output: str, **options: Any) -> int:
+def submit(file: Path | None, arguments: tuple[str, ...], wrap: str | None, output: str, **options: Any) -> int:
     """Submit the job of FILE; prints its id.
 
     FILE is a job file, or a script that begins with #! and says what it needs in #CLUSTERD or #SBATCH lines; - or no
-    FILE is such a script on standard input. Options override it; those that may be repeated add to it.
+    FILE is such a script on standard input. Options override it; those that may be repeated add to it. ARGUMENTS are
+    for a script; -- goes before those that begin with -.
     """
-    request = _given(file, wrap)
+    request = _given(file, arguments, wrap)
     spec = request.spec
     if options["changes"]:
         spec = with_fields(spec, parse_fields(options["changes"]))
@@ -185,7 +187,7 @@ SCRIPTS = {".sh": "sh", ".bash": "bash", ".py": "python"}
 """Programs that run files with these endings."""
 
 
-def _given(file: Path | None, wrap: str | None) -> Request:
+def _given(file: Path | None, arguments: Sequence[str], wrap: str | None) -> Request:
     """Job of a file, of a line of shell, or of a script on standard input.
 
     Raises:
@@ -194,12 +196,14 @@ def _given(file: Path | None, wrap: str | None) -> Request:
     if file is not None and str(file) != "-":
         if wrap is not None:
             raise UsageError(f"--wrap is in the place of a file: leave {file} out")
-        return _read(file)
+        return _read(file, arguments)
     if wrap is None and sys.stdin.isatty():
         raise UsageError("give the FILE of a job, --wrap COMMAND, or a script on standard input")
     text = sys.stdin.read() if wrap is None else f"#!/bin/bash\n{wrap}\n"
     if not text.startswith("#!"):
         raise UsageError("what is on standard input is no script that begins with #!: give a job file by its name")
+    if arguments:
+        raise UsageError(f"{arguments[0]} is an argument for a script on standard input: give it as a FILE")
     request, ignored = read_script_text(text, "stdin" if wrap is None else "wrap")
     _tell_of_ignored("the script", ignored)
     return request
@@ -210,16 +214,22 @@ def _tell_of_ignored(name: str, ignored: list[str]) -> None:
         note(f"{name}: {', '.join(dict.fromkeys(ignored))} of Slurm have no effect here")
 
 
-def _read(file: Path) -> Request:
-    """Read a job file or a batch script."""
+def _read(file: Path, arguments: Sequence[str]) -> Request:
+    """Read a job file or a batch script, which alone takes arguments."""
     if not is_script(file):
         if file.suffix in SCRIPTS:
             raise UsageError(
                 f"{file} is neither a job file nor a script that begins with #! (docs/scheduling.md); or use "
                 f"clusterd run -d --gpus 1 -- {SCRIPTS[file.suffix]} {file}"
             )
+        if file.suffix in (".yaml", ".yml"):
+            raise UsageError(
+                f"{file}: job files are TOML: clusterd template single > job.toml prints one to begin with"
+            )
+        if arguments:
+            raise UsageError(f"{arguments[0]} is an argument for a batch script, and {file} is a job file: see --set")
         return read_job_file(file)
-    request, ignored = read_batch_script(file)
+    request, ignored = read_batch_script(file, arguments)
     _tell_of_ignored(str(file), ignored)
     return request
 

@@ -71,7 +71,7 @@ _SHORT = {
     "-J": "--job-name", "-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-c": "--cpus-per-task", "-t": "--time",
     "-p": "--partition", "-A": "--account", "-o": "--output", "-e": "--error", "-w": "--nodelist", "-d": "--dependency",
     "-C": "--constraint", "-a": "--array", "-x": "--exclude", "-H": "--hold", "-W": "--wait", "-D": "--chdir",
-    "-b": "--begin", "-q": "--qos",
+    "-b": "--begin", "-q": "--qos", "-l": "--label",
 }  # fmt: skip
 
 IGNORED = (
@@ -83,9 +83,19 @@ IGNORED = (
 
 def command_line(command: Sequence[str]) -> str:
     """A job's command as one types it; of a batch script its file, or its text."""
-    if len(command) > 3 and command[-3].endswith((_FILE, _TEXT)):
-        return command[-1]
+    for number, word in enumerate(command[:-2]):
+        if word.endswith(_TEXT):
+            return command[number + 2]
+        if word.endswith(_FILE):
+            return shlex.join(command[number + 2 :])
     return shlex.join(command)
+
+
+def option_here(name: str) -> str:
+    """Option of `clusterd submit` or `run`, or another way, for one of sbatch and srun; empty: none is known."""
+    name = _SHORT.get(name, name)
+    alike = next((key.option for key in job_keys().values() if key.sbatch == name), "")
+    return alike or _TYPED.get(name, "") or _INSTEAD.get(name, "")
 
 
 def is_script(file: Path) -> bool:
@@ -97,8 +107,8 @@ def is_script(file: Path) -> bool:
         return False  # whoever reads it as a job file says what is wrong
 
 
-def read_batch_script(file: Path) -> tuple[Request, list[str]]:
-    """Read the job of a batch script.
+def read_batch_script(file: Path, arguments: Sequence[str] = ()) -> tuple[Request, list[str]]:
+    """Read the job of a batch script, which is run with these arguments.
 
     Returns:
         The job, and the options that were ignored.
@@ -113,7 +123,7 @@ def read_batch_script(file: Path) -> tuple[Request, list[str]]:
     script = os.path.relpath(file.resolve(), Path.cwd())
     if script.startswith(".."):
         raise ConfigError(f"{file} is outside of this directory, which is sent to the hosts: change to its directory")
-    return _read(text, file, [PRELUDE + _FILE, "bash", script])
+    return _read(text, file, [PRELUDE + _FILE, "bash", script, *arguments])
 
 
 def read_script_text(text: str, name: str) -> tuple[Request, list[str]]:
@@ -364,6 +374,17 @@ _INSTEAD = {
     "--test-only": "clusterd submit --dry-run",
 }
 """What does the same here as options that a script cannot give."""
+
+_TYPED = {
+    "--gres": "--gpus N", "--gpus-per-task": "--gpus N, for all tasks", "--cpus-per-task": "--cpus N, for all tasks",
+    "--ntasks-per-node": "--ntasks N, on all nodes", "--mem": "--memory SIZE", "--mem-per-cpu": "--memory SIZE, in all",
+    "--mem-per-gpu": "--memory SIZE, in all", "--nice": "--priority -N", "--time": "--time 12h",
+    "--nodelist": "--host NAME", "--dependency": "--after JOB", "--array": "--array 0-9", "--export": "--env NAME",
+    "--partition": "there are none, leave it out", "--account": "leave it out", "--qos": "leave it out",
+    "--output": "clusterd logs JOB", "--error": "clusterd logs JOB", "--pty": "clusterd shell",
+    "--label": "lines of several tasks have their number",
+}  # fmt: skip
+"""What does the same on a command line as options that scripts have, or `srun`."""
 
 _MEANINGS: dict[str, Callable[[str, dict[str, Any], dict[str, Any]], None]] = {
     "--ntasks": _set("tasks"),

@@ -348,7 +348,7 @@ def test_a_state_directory_that_cannot_be(cluster: RunningCluster) -> None:
 def test_a_command_is_shown_and_not_obeyed(shared_cluster: RunningCluster) -> None:
     shared_cluster.call("submit", spec={"name": "odd", "command": ["echo", "\x1b[2J\nnext"], "user": ""})
     done = shared_cluster.run("show", "odd")
-    assert "command    echo \\x1b[2J\\nnext" in done.stdout and "\x1b" not in done.stdout
+    assert "command    echo '\\x1b[2J\\nnext'" in done.stdout and "\x1b" not in done.stdout
 
 
 def test_a_tenant_that_there_is_not(cluster: RunningCluster) -> None:

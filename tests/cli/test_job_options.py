@@ -27,6 +27,12 @@ def test_a_zero_is_a_value_and_a_flag_that_is_not_set_is_none() -> None:
     assert given_values({"priority": 0, "guaranteed": False, "hosts": (), "name": None}) == {"priority": 0}
 
 
+def test_a_time_without_a_unit_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """To Slurm it is minutes."""
+    assert given_values({"time": "90"}) == given_values({"time": "90s"})
+    assert capsys.readouterr().err == "--time 90 is 90 seconds; 90m would be minutes\n"
+
+
 def test_options_are_refused_by_their_names() -> None:
     for options, message in (
         ({"gpus": "many"}, "--gpus: 'many' is no number of GPUs"),

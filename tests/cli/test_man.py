@@ -82,9 +82,25 @@ def test_no_line_of_help_is_taken_for_a_request(page: str) -> None:
 
 
 def test_commands_of_other_programs_lead_to_the_one_here() -> None:
-    for typed, here in (("squeue", "clusterd ls"), ("scancel", "clusterd cancel"), ("attach", "clusterd logs -f")):
+    for typed, here in (
+        ("squeue", "clusterd ls"),
+        ("scancel", "clusterd cancel"),
+        ("attach", "clusterd logs -f"),
+        ("down", "clusterd cancel"),
+    ):
         answer = CliRunner().invoke(cli, [typed])
         assert answer.exit_code == 2 and f"No such command '{typed}'. Here it is: {here}" in answer.output
     for here in {text.split()[0].strip(",") for text in _ELSEWHERE.values()}:
         assert here in _COMMANDS
     assert not _ELSEWHERE.keys() & _COMMANDS.keys()
+
+
+def test_options_of_sbatch_lead_to_the_one_here() -> None:
+    for command, option, here in (
+        ("submit", "-J", "--name"), ("submit", "--dependency", "--after JOB"), ("run", "--gres", "--gpus N"),
+        ("run", "-t", "--time 12h"), ("run", "-l", "lines of several"), ("submit", "--hold", "then clusterd hold"),
+    ):  # fmt: skip
+        answer = CliRunner().invoke(cli, [command, option, "x"])
+        assert answer.exit_code == 2
+        assert f"No such option {option!r}. Here it is: " in answer.output and here in answer.output
+    assert "Did you mean" in CliRunner().invoke(cli, ["ls", "--sinse", "1d"]).output

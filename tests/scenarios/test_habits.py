@@ -173,6 +173,9 @@ def _(lab: Prompt, file: str, stdin: str) -> None:
     for command in (file, stdin):
         job = lab.types(command).stdout.strip()
         assert lab.output(job, "\n") == f"{job} is prep\n"
+    lab.script('echo "$# arguments: $1, $2"')
+    job = lab.types(f"{file} one -- --lr=2").stdout.strip()
+    assert lab.output(job, "\n") == "2 arguments: one, --lr=2\n"
     lab.script("true", "--hold", "--licenses=matlab:1")
     refused = lab.types(file, fails=2).stderr
     assert "line 2: --hold of Slurm is not understood here: submit it, then clusterd hold" in refused
@@ -276,7 +279,8 @@ def _(lab: Prompt, one: str, pattern: str, pending: str) -> None:
     lab.types(pattern)
     lab.types(pending)
     assert [lab.ends(each) for each in (job, *named, waits)] == ["cancelled"] * 4
-    assert lab.cluster.job(other)["state"] == "running"
+    for state in ("R", "RUNNING"):
+        assert re.search(rf"(?m)^{other} ", lab.types(f"clusterd ls --state {state}").stdout)
 
 
 @habit("scancel -s USR1 12")
@@ -510,6 +514,8 @@ def _(lab: Prompt, submit: str) -> None:
     (lab.work / "data.txt").write_text("sent along\n")
     job = lab.types(submit).stdout.strip()
     assert lab.output(job, "\n") == "sent along\n"
+    (lab.work / "task.yaml").write_text("run: python train.py\n")
+    assert "job files are TOML: clusterd template" in lab.types("clusterd submit task.yaml", fails=2).stderr
 
 
 @habit("sky queue, sky status")
@@ -585,7 +591,8 @@ train.run(
 def _(lab: Prompt, plans: str) -> None:
     (lab.work / "train.py").write_text(ELASTIC)
     (lab.work / "job.toml").write_text(
-        'kind = "elastic"\ncommand = ["python", "train.py"]\nresources = { devices = 2 }\n'
+        'kind = "elastic"\ncommand = ["python", "train.py"]\ntrials = false\n'
+        "resources = { devices = 2, min_devices = 2, max_devices = 2 }\n"
     )
     job = lab.types("clusterd submit job.toml").stdout.strip()
     lab.cluster.wait_for(job, lambda row: row["step"] > 5)

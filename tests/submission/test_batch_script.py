@@ -236,5 +236,7 @@ def test_what_is_submitted_without_a_file_is_a_script(shared_cluster: RunningClu
 
 def test_the_command_is_shown_as_it_was_typed() -> None:
     assert command_line(read_batch_script(script("#!/bin/bash\ntrue\n"))[0].spec.command) == "train.sh"
+    file = script("#!/bin/bash\ntrue\n")
+    assert command_line(read_batch_script(file, ["--lr", "1 e"])[0].spec.command) == "train.sh --lr '1 e'"
     assert command_line(read_script_text("make all", "wrap")[0].spec.command) == "make all"
     assert command_line(["sh", "-c", "echo $HOME; ls"]) == "sh -c 'echo $HOME; ls'"

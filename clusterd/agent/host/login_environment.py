@@ -28,8 +28,8 @@ INHERITED = "inherited"
 TIMEOUT_S = 20.0
 """Limit of a login; profiles on a network file system take seconds, one that waits for an answer takes for ever."""
 
-KILL_S = 2.0
-"""Time for what a login leaves running to be gone; a process that waits for its disk is left."""
+END_S = 2.0
+"""Time in which what is killed is gone, but where the kernel cannot end it."""
 
 _NO_LOGIN = ("nologin", "false")
 """Shells of accounts that nobody logs in to, whose agents are started by other ways."""
@@ -149,13 +149,9 @@ def _run(begin: list[str], program: str, own: dict[str, str]) -> dict[str, str]:
         except subprocess.TimeoutExpired:
             raise _LoginFailed(f"does not end within {TIMEOUT_S:.0f} s") from None
         finally:
-            until_s = time.monotonic() + KILL_S
-            while (left := processes.of_attempt(tag)) and time.monotonic() < until_s:
-                for pid in left:
-                    with contextlib.suppress(OSError):  # gone, or another account's by now
-                        os.kill(pid, signal.SIGKILL)
-                time.sleep(0.01)
-            process.wait()
+            _end(tag)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
         output.seek(0)
         _, marked, printed = output.read().rpartition(f"{mark}\n".encode())
         if code != 0 or not marked:
@@ -166,6 +162,16 @@ def _run(begin: list[str], program: str, own: dict[str, str]) -> dict[str, str]:
             last = f", after: {said[-1].strip()[:200]}" if said else ""
             raise _LoginFailed(f"exits with {code} before its end{last}")
     return _variables(printed)
+
+
+def _end(tag: str) -> None:
+    """Kill the processes with a tag; what waits for a dead file server cannot end now."""
+    deadline_s = time.monotonic() + END_S
+    while (left := processes.of_attempt(tag)) and time.monotonic() < deadline_s:
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def _variables(printed: bytes) -> dict[str, str]:

@@ -9,9 +9,11 @@ from typing import Any
 import click
 
 from clusterd.cli.common.completers import complete_job
+from clusterd.cli.common.output import note
 from clusterd.errors import UsageError
-from clusterd.keys import JOBS, RESOURCES, Key, keys_of, read_values
+from clusterd.keys import DURATION, JOBS, RESOURCES, Key, keys_of, read_values
 from clusterd.types import JobSpec
+from clusterd.units import counted
 
 _LETTERS = {"--ntasks": ("-n",), "--nodes": ("-N",)}
 """Short options, those of Slurm."""
@@ -65,6 +67,8 @@ def given_values(options: Mapping[str, Any]) -> dict[str, Any]:
             given.append((key, key.value.separator.join(value) if key.value.separator else value))
     found = read_values(given, lambda key: key.option, texts=True)
     for key, value in given:
+        if key.value is DURATION and value.isdecimal():
+            note(f"{key.option} {value} is {counted(int(value), 'second')}; {value}m would be minutes")
         if isinstance(value, int) and (problem := key.value.problem(value)):
             raise UsageError(f"{key.option} {problem}")
     return found
