@@ -72,7 +72,7 @@ class RunningCluster:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.environment = {**os.environ, "CLUSTERD_STATE_DIR": str(directory), "NO_COLOR": "1"}
-        for name in ("CLUSTERD_SOCKET", "CLUSTERD_CONFIG"):
+        for name in ("CLUSTERD_SOCKET", "CLUSTERD_CONFIG", "MAKEFLAGS", "MAKELEVEL"):
             self.environment.pop(name, None)
         self.socket = directory / "clusterd.sock"
 

@@ -156,8 +156,8 @@ def _read(text: str, file: Path, words: list[str]) -> tuple[Request, list[str]]:
     shell = ("-c",) if values.get("clean_env") else ("-l", "-c")
     rest = words[0].removeprefix(PRELUDE)
     if folder := values.pop("chdir", ""):
-        rest = rest.replace(_FILE, 'source "$OLDPWD/$script"\n')
-        rest = f"cd -- {shlex.quote(folder)} || exit\n{rest}"
+        whole = "script=$PWD/$script\n" if rest == _FILE else ""
+        rest = f"{whole}cd -- {shlex.quote(folder)} || exit\n{rest}"
     if (number := values.pop("passes_on", None)) is not None:
         rest = f"trap : {number}\n{rest}"
     words = [PRELUDE + rest, *words[1:]]
@@ -382,7 +382,7 @@ _TYPED = {
     "--nodelist": "--host NAME", "--dependency": "--after JOB", "--array": "--array 0-9", "--export": "--env NAME",
     "--partition": "there are none, leave it out", "--account": "leave it out", "--qos": "leave it out",
     "--output": "clusterd logs JOB", "--error": "clusterd logs JOB", "--pty": "clusterd shell",
-    "--label": "lines of several tasks have their number",
+    "--chdir": "submit it from that directory", "--label": "lines of several tasks have their number",
 }  # fmt: skip
 """What does the same on a command line as options that scripts have, or `srun`."""
 

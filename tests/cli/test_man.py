@@ -98,7 +98,7 @@ def test_commands_of_other_programs_lead_to_the_one_here() -> None:
 def test_options_of_sbatch_lead_to_the_one_here() -> None:
     for command, option, here in (
         ("submit", "-J", "--name"), ("submit", "--dependency", "--after JOB"), ("run", "--gres", "--gpus N"),
-        ("run", "-t", "--time 12h"), ("run", "-l", "lines of several"), ("submit", "--hold", "then clusterd hold"),
+        ("run", "-t", "--time 12h"), ("run", "-l", "lines of several"), ("submit", "--chdir", "from that directory"),
     ):  # fmt: skip
         answer = CliRunner().invoke(cli, [command, option, "x"])
         assert answer.exit_code == 2

@@ -37,7 +37,7 @@ def test_a_request_that_raises_is_a_broken_promise(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Users, "_submit", misread)
     monkeypatch.setattr(logging.getLogger("clusterd"), "propagate", False)
-    assert "no such field" in "\n".join(simulate(1, faults_s=60.0).wrong)
+    assert "no such field" in "\n".join(simulate(1, faults_s=180.0).wrong)
 
 
 @pytest.mark.slow

@@ -140,10 +140,10 @@ def _run(begin: list[str], program: str, own: dict[str, str]) -> dict[str, str]:
             process = subprocess.Popen(
                 [*begin, "-c", f"echo {mark}; exec env -0"], executable=program, stdin=subprocess.DEVNULL,
                 stdout=output, stderr=errors, env=env, cwd=own.get("HOME") or "/", start_new_session=True,
+                preexec_fn=lambda: processes.set_mark(tag),  # later, what the shell has started by then is without it
             )  # fmt: skip
         except OSError as error:
             raise _LoginFailed(f"cannot be run: {error.strerror}") from error
-        processes.set_mark(tag, process.pid)
         try:
             code = process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:

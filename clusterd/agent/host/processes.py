@@ -89,8 +89,8 @@ def environment(pid: int) -> bytes:
         return b""
 
 
-def set_mark(tag: str, pid: int = 0) -> bool:
-    """Mark a process, by default this one, and all that it starts from now on, with `tag`; false if that is refused.
+def set_mark(tag: str) -> bool:
+    """Mark this process, and all that it starts from now on, as of the attempt with `tag`; false if that is refused.
 
     The mark is a resource limit without effect. A new session, a double fork or another environment does not remove
     it; only a program that sets this very limit does. It is refused where an administrator, or an enclosing attempt,
@@ -98,7 +98,7 @@ def set_mark(tag: str, pid: int = 0) -> bool:
     """
     value = mark_of(tag)
     try:
-        resource.prlimit(pid, _RLIMIT_LOCKS, (value, value))
+        resource.setrlimit(_RLIMIT_LOCKS, (value, value))
     except (OSError, ValueError):
         return False
     return True
