@@ -71,7 +71,7 @@ def one_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> di
     return dict(zip(OPTIMIZERS, [run.checked() for run in runs], strict=True))
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(p, marks=pytest.mark.slow) for p in SLOW)])
 def test_equivalence(plan: str, one_process: dict[str, Run], ranks: RankPool, tmp_path: Path) -> None:
     runs = ranks.run_each(tmp_path, plan, [{"optimizer": o, "depth": DEPTH} for o in OPTIMIZERS])

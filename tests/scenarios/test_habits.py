@@ -285,7 +285,9 @@ def _(lab: Prompt, ls: str, mine: str, why: str) -> None:
     for command in (ls, mine):
         assert re.search(rf"(?m)^{waits} +second +queued ", lab.types(command).stdout)
     told = lab.types(why, ("12", waits)).stdout
-    assert re.match(rf"second \({waits}\) is queued: waits for sh \(\d+, running\)\n  expected start( and end)?: ", told)
+    assert re.match(
+        rf"second \({waits}\) is queued: waits for sh \(\d+, running\)\n  expected start( and end)?: ", told
+    )
 
 
 @habit("sacct -S now-1day, sreport")

@@ -72,7 +72,7 @@ def test_fifo_on_mixed_devices_waits_for_nobody_who_is_not_there(gavel: Setting)
     assert found["average_completion_s"] / 3600 < 9.0
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["optimus", "gavel", "equal"])
 def test_between_rounds_jobs_count_on_the_types_that_they_have(gavel: Setting, policy: str) -> None:
     """All devices of a type are in the middle of moves: there is none left to count."""

@@ -107,7 +107,7 @@ def test_tensors_outside_of_the_model_go_on(
     assert first.ranks[0].output.count(says or "neither migrated") == (1 if says else 0)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["slow weights", "anchored"])
 def test_an_optimizers_own_tensors_are_not_lost(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
     """They began as zeros after every migration, and under zero=1 they belonged to other parameters."""

@@ -62,6 +62,7 @@ def test_one_process_trains_all_stages(tmp_path: Path) -> None:
     assert "outcomes 3 False 2 False" in ended.stdout, ended.stderr
 
 
+@pytest.mark.slow
 def test_a_job_that_names_no_stage_is_refused_before_training(tmp_path: Path) -> None:
     ended = run(tmp_path, "", under_clusterd=True)
     assert ended.returncode == 92

@@ -20,7 +20,7 @@ STEPS = 5
 ALONE = "dp=1"
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["pp=2,accumulation=1,schedule=gpipe", "dp=1,checkpointing"])
 def test_running_statistics_see_every_sample_once(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """Without the shape-inference pass of a pipeline and without recomputations."""

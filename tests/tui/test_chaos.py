@@ -149,6 +149,7 @@ def test_updates_during_another_program_in_the_terminal_are_shown_after_it(monke
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_shell_is_in_the_cluster_that_is_looked_at(local_cluster: RunningCluster, tmp_path: Path) -> None:
     """The environment names another one, as for whoever has a cluster of their own."""
     script = "import time; time.sleep(1000)"

@@ -94,6 +94,7 @@ def test_window(snap_compare: Any, keys: list[str], tmp_path: Path, monkeypatch:
     assert snap_compare(app, terminal_size=(100, 30), run_before=press)
 
 
+@pytest.mark.slow_after(1)
 def test_ascii(snap_compare: Any) -> None:
     """Not one character beyond ASCII."""
     app = staged(first="job", ascii=True)

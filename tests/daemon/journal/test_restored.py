@@ -83,6 +83,7 @@ def sleeps(seconds: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_job_that_came_after_the_backup_goes_on_under_the_restored_daemon(restored: RunningCluster) -> None:
     """Its host has a record of the launch: the job is shown, followed and cancelled like any other."""
     cluster = restored

@@ -27,7 +27,7 @@ def loaded(file: Path, model: str = "gpt") -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "model"),
     [

@@ -55,6 +55,7 @@ def test_a_stream_without_a_position_is_refused_before_training(ranks: RankPool,
     assert run.steps == []
 
 
+@pytest.mark.slow
 def test_a_stream_that_would_repeat_samples_moves_nowhere_and_a_restart_tells(
     moving: Callable[..., Mover], ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -93,7 +93,7 @@ def test_optimizers_are_classified_by_behaviour(optimizer: str, ratio: float, el
     assert (shape.optimizer_state_ratio, shape.optimizer_elementwise) == (ratio, elementwise)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "ratio"),
     [

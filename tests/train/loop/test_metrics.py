@@ -19,7 +19,7 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return ranks.run(tmp_path_factory.mktemp("alone"), "dp=1", **OPTIONS, loss="dict").checked()
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

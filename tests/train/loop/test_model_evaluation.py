@@ -139,6 +139,7 @@ def test_moves_in_the_middle_of_evaluations_lose_none(
     assert set(range(2, last, 2)) <= set(seen)
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_middle_of_an_evaluation_is_obeyed_before_its_end(moving: Callable[..., Mover]) -> None:
     mover = moving(evaluate={"every": 2, "pace_s": 0.2, "samples": 10_000, "batch": 1})  # half an hour
     mover.start("dp=2")

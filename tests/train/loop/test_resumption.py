@@ -26,7 +26,7 @@ def pools() -> Iterator[tuple[RankPool, RankPool]]:
         pool.close()
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "lost"), [("counter_in_a_global", True), ("clipped_one_cycle", False)])
 def test_a_restart_tells_of_state_that_its_checkpoint_lacks(
     pools: tuple[RankPool, RankPool], tmp_path: Path, script: str, lost: bool
