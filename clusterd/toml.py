@@ -42,9 +42,13 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: a value is nested too deeply") from None
 
 
-def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+def check_keys(
+    table: Mapping[str, Any], known: Iterable[str], where: str, sections: Mapping[str, str] | None = None
+) -> None:
     """Refuse unknown keys and suggest the nearest known one.
 
+    Args:
+        sections: of keys that another one has.
     Raises:
         ConfigError: names the key and `where`.
     """
@@ -53,4 +57,6 @@ def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> No
         if key not in names:
             near = difflib.get_close_matches(key, names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(names)}"
+            if section := (sections or {}).get(key):
+                hint = f"it belongs into [{section}]"
             raise ConfigError(f"{where}: unknown key {key!r}; {hint}")

@@ -129,7 +129,8 @@ class Resources:
     share: Annotated[int, Key(k.whole(1, expected="a number of jobs, 1 for none beside it"), "Jobs that may be on the "
                               "device of a command at a time, itself included, each on its part of the memory.",
                               edit=QUEUED, option="--share")] = 1
-    plan: Annotated[Plan | None, Key(k.PLAN, 'Requested plan of an elastic job: { dp = 2, tp = 2 } or "dp=2,tp=2".',
+    plan: Annotated[Plan | None, Key(k.PLAN, 'Plan of an elastic job until a faster one is known: { dp = 2, tp = 2 } '
+                                     'or "dp=2,tp=2".',
                                      "clusterd chooses", kinds=_TRAINED, edit=QUEUED)] = None
     plans: Annotated[tuple[Plan, ...], Key(k.PLANS, "Plans under which a checkpointable job may run, the first "
                                            "preferred.", "none")] = ()

@@ -67,6 +67,8 @@ def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run:
         f"  downtime {duration(done['downtime_s'])}, predicted {duration(answer['predicted_downtime_s'])}; "
         f"resumed after step {done['step']}"
     )
+    if not pin:
+        note("it may be moved again where that pays: --pin keeps plan and devices")
     return 0
 
 

@@ -71,7 +71,8 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
         if not isinstance(table, dict):
             raise ConfigError(f"{where}: {section} is {table!r}; it must be a table, [{section}]")
         known = {*keys, *(sections.keys() - {""})} if not section else {*keys}
-        check_keys(table, known, f"{where}: [{section}]" if section else where)
+        elsewhere = {key.short: key.section for key in job_keys().values() if key.section}
+        check_keys(table, known, f"{where}: [{section}]" if section else where, elsewhere)
         found |= read_values(((key, table[short]) for short, key in keys.items() if short in table), at)
     if "checkpoints.every" in found and "checkpoints.directory" not in found:
         raise ConfigError(f'{where}: [checkpoints] needs a place: directory = "/shared/folder", seen by all its hosts')

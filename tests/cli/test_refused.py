@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from clusterd.errors import UsageError
+from clusterd.errors import ConfigError, UsageError
+from clusterd.submission.job_file import read_job_file
 from tests.cli.test_bad_input import refused
 from tests.conftest import RunningCluster, new_cluster
 
@@ -148,3 +149,10 @@ def test_what_would_end_up_on_other_peoples_terminals(
     with pytest.raises(UsageError) as refused:
         cluster.call("submit", spec=spec, secrets=secrets)
     assert message in str(refused.value)
+
+
+def test_a_key_of_a_section_is_sent_there(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('command = ["true"]\nmin_devices = 2\n')
+    with pytest.raises(ConfigError, match=r"unknown key 'min_devices'; it belongs into \[resources\]"):
+        read_job_file(file)

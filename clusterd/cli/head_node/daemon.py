@@ -157,6 +157,7 @@ def stop(system: bool) -> None:
     if os.environ.get("CLUSTERD_HOST") and not system:
         raise click.UsageError("CLUSTERD_HOST names another machine: run clusterd stop there")
     with Client(configuration.served_socket(system)) as cluster:
+        local = [row["name"] for row in cluster.call("hosts") if row["link"].get("address", "").startswith("local:")]
         answer = cluster.call("stop")
     pid = answer["pid"]
     deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -167,6 +168,9 @@ def stop(system: bool) -> None:
     running = answer["running"]
     verb = "jobs keep" if len(running) > 1 else "job keeps"
     note("clusterd is stopped" + (f"; {len(running)} {verb} running: {', '.join(running)}" if running else ""))
+    if local and not running:
+        names = " ".join(local)
+        note(f"the agents of {names} wait for the next start; clusterd host remove {names}, before a stop, ends them")
 
 
 def _has_ended(pid: int) -> bool:

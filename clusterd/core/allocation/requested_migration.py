@@ -11,15 +11,16 @@ from clusterd.core.view import Move, Refusal, View
 from clusterd.plans.legality import check
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
-from clusterd.types import AttemptState, DeviceId
+from clusterd.types import AttemptState, DeviceId, JobKind
 
 
 def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, ...], by: str) -> Move | Refusal:
     """Migration that a user asked for, or the reason why it cannot be made."""
     attempt = job.attempt
     if attempt is None or attempt.plan is None or attempt.state is not AttemptState.RUNNING:
-        description = f"{job.spec.name} ({job.spec.kind.value}) is {job.state.value}"
-        return Refusal(job.id, f"{description}: only elastic jobs that run can be moved")
+        waits = job.spec.kind is not JobKind.COMMAND and not job.state.is_final
+        why = "it can be moved once it trains" if waits else f"a {job.spec.kind.value} job that does not run stays"
+        return Refusal(job.id, f"{job.spec.name} is {job.state.value}: {why}")
     requested = plan or attempt.plan
     count = requested.ranks
     own = of_ranks(view.hosts, attempt)

@@ -24,7 +24,7 @@ from clusterd.core.estimates.backfill import Backfill
 from clusterd.core.estimates.expected_time import Ends, ends_of_modelled, ends_of_request
 from clusterd.core.estimates.job_forecast import WORTHWHILE, JobForecast
 from clusterd.core.ledger import Ledger, bind, held
-from clusterd.core.performance_table import Estimate
+from clusterd.core.performance_table import Estimate, evenly
 from clusterd.core.placement.assign import PlannedStart, assign
 from clusterd.core.placement.heterogeneous_search import Found, shared_by
 from clusterd.core.reservations import Reservation
@@ -483,6 +483,9 @@ def started_as(forecast: JobForecast, offer: Estimate, devices: Sequence[Device]
     where = bind(forecast.job, offer, devices)
     left = duration(forecast.left_s(offer))
     reason = f"{offer.plan} on {_names(devices)}{shared_by(offer)}: {left} to go, by what is known of its speed"
+    asked = forecast.job.spec.resources.plan
+    if asked is not None and offer.plan != evenly(asked):
+        reason += f", in place of {asked}, which it asks for (clusterd migrate --pin keeps a plan)"
     return Start(forecast.job.id, offer.plan, where.ranks, where.booked, reason)
 
 

@@ -343,7 +343,7 @@ def on_attempt_progressed(ctx: HandlerContext, event: e.AttemptProgressed) -> No
     progress.step, progress.loss, progress.step_time_s = event.step, event.loss, event.step_time_s
     progress.reported_s = event.at_s
     if event.input_share is not None:
-        before = progress.input_share if progress.input_share is not None else event.input_share
+        before = progress.input_share or 0.0  # the first steps of a job say little
         progress.input_share = before + INPUT_WEIGHT * (event.input_share - before)
     _watch_for_stall(ctx, job, event.at_s)
     if progress.first_loss is None:
