@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import inf
 from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 
 from clusterd.units import parse_duration_s
@@ -34,4 +35,6 @@ def parse_limit_signal(text: str) -> LimitSignal:
     if match is None or match[2] not in known:
         raise ValueError(f"write it as in USR1@2m; signals are {', '.join(SIGNALS)}")
     before_s = parse_duration_s(match[3].lower()) if match[3] else BEFORE_S
+    if not 0.0 <= before_s < inf:
+        raise ValueError("the time before the limit must be at least 0, as in USR1@2m")
     return LimitSignal(int(known[match[2]]), before_s, match[1] is not None)

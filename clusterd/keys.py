@@ -280,9 +280,11 @@ DURATION = Value(
 )  # fmt: skip
 POINT_IN_TIME = Value(
     expected='it must be a time, as in "mon 9:00"', accepts=str, convert=parse_time_s, words=local_time, metavar="TIME",
+    problem=lambda at_s: "" if math.isfinite(at_s) else f"is {at_s:g}; it must be a time",
 )  # fmt: skip
 LIMIT_SIGNAL = Value(
     expected="it must be a signal, as in USR1@2m", accepts=str, convert=_limit_signal, metavar="[B:]NAME[@TIME]",
+    problem=_problem(lambda text: text and parse_limit_signal(text)),
 )  # fmt: skip
 SIZE = Value(
     expected="it must be a size, as in 16GiB", accepts=(int, float, str), schema={"examples": ["64GiB"]},

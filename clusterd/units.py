@@ -105,7 +105,10 @@ def parse_time_s(text: str) -> float:
     now = datetime.now(UTC).astimezone()
     given = text.strip().lower()
     if given.startswith(("+", "now+")):
-        return now.timestamp() + parse_duration_s(given.partition("+")[2])
+        ahead_s = parse_duration_s(given.partition("+")[2])
+        if not 0.0 <= ahead_s < math.inf:
+            raise ValueError("the time from now must be at least 0, as in +2h")
+        return now.timestamp() + ahead_s
     for form in ("%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S", "%Y-%m-%d"):
         with suppress(ValueError):
             return datetime.strptime(given.replace("t", " "), form).astimezone().timestamp()

@@ -146,7 +146,7 @@ class HostAnswers:
 
     def of(self, hosts: Iterable[Host]) -> dict[object, Any]:
         """Answers about these hosts so far; new ones are added by whoever asks."""
-        now = tuple((host.id, host.facts, host.devices) for host in hosts)
+        now = tuple((host.id, host.unusable, host.facts, host.devices) for host in hosts)
         if now != self._hosts or len(self._of_request) > MOST_ANSWERS:
             self._hosts, self._of_request = now, {}
         return self._of_request

@@ -137,6 +137,8 @@ def test_common_options_of_time_and_place_have_their_meaning() -> None:
         ("--begin=soon", "line 2: --begin=soon: write it as in 14:00"),
         ("--signal=KILL@9", "line 2: --signal=KILL@9: write it as in USR1@2m; signals are HUP"),
         ("--exclude=gpu[1-3]", "name the hosts one by one"),
+        ("--signal=USR1@nan", "the time before the limit must be at least 0"),
+        ("--begin=now+inf", "the time from now must be at least 0"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             read_batch_script(script(f"#!/bin/bash\n#SBATCH {line}\ntrue\n"))

@@ -110,7 +110,7 @@ def _wait_until_it_answers(
     with Client(config.socket) as cluster:
         for item in cluster.stream("watch"):
             rows = item["snapshot"]["hosts"] if "snapshot" in item else cluster_hosts(config)
-            here = [row for row in rows if row["link"].get("address", "").startswith("local:")]
+            here = _embedded(rows)
             if len(here) >= local and all(row["state"] == "up" for row in here):
                 for row in here:
                     gpus = sum(device["kind"] == "cuda" for device in row["devices"])
@@ -157,7 +157,7 @@ def stop(system: bool) -> None:
     if os.environ.get("CLUSTERD_HOST") and not system:
         raise click.UsageError("CLUSTERD_HOST names another machine: run clusterd stop there")
     with Client(configuration.served_socket(system)) as cluster:
-        local = [row["name"] for row in cluster.call("hosts") if row["link"].get("address", "").startswith("local:")]
+        local = [row["name"] for row in _embedded(cluster.call("hosts"))]
         answer = cluster.call("stop")
     pid = answer["pid"]
     deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -171,6 +171,11 @@ def stop(system: bool) -> None:
     if local and not running:
         names = " ".join(local)
         note(f"the agents of {names} wait for the next start; clusterd host remove {names}, before a stop, ends them")
+
+
+def _embedded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the hosts that `start --local` made."""
+    return [row for row in rows if row["link"].get("address", "").startswith("local:")]
 
 
 def _has_ended(pid: int) -> bool:

@@ -18,8 +18,9 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
     """Migration that a user asked for, or the reason why it cannot be made."""
     attempt = job.attempt
     if attempt is None or attempt.plan is None or attempt.state is not AttemptState.RUNNING:
-        waits = job.spec.kind is not JobKind.COMMAND and not job.state.is_final
-        why = "it can be moved once it trains" if waits else f"a {job.spec.kind.value} job that does not run stays"
+        if job.spec.kind is JobKind.COMMAND:
+            return Refusal(job.id, f"{job.spec.name} is a command: only elastic and checkpointable jobs are moved")
+        why = "what is over is not moved" if job.state.is_final else "it can be moved while it runs"
         return Refusal(job.id, f"{job.spec.name} is {job.state.value}: {why}")
     requested = plan or attempt.plan
     count = requested.ranks

@@ -484,7 +484,7 @@ def started_as(forecast: JobForecast, offer: Estimate, devices: Sequence[Device]
     left = duration(forecast.left_s(offer))
     reason = f"{offer.plan} on {_names(devices)}{shared_by(offer)}: {left} to go, by what is known of its speed"
     asked = forecast.job.spec.resources.plan
-    if asked is not None and offer.plan != evenly(asked):
+    if asked is not None and evenly(offer.plan) != evenly(asked):
         reason += f", in place of {asked}, which it asks for (clusterd migrate --pin keeps a plan)"
     return Start(forecast.job.id, offer.plan, where.ranks, where.booked, reason)
 

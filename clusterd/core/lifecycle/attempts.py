@@ -123,6 +123,7 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
     state.index(attempt)
     job.go(JobState.STARTING, now_s)
     job.reason = start.reason
+    job.progress.input_share = None
     job.started_s = job.started_s if job.started_s is not None else now_s
     state.queue.pop(job.id)
     state.handovers.pop(job.id, None)

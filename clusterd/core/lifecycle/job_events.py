@@ -60,11 +60,11 @@ def on_job_edited(ctx: HandlerContext, event: e.JobEdited) -> None:
     job = ctx.state.jobs[event.job]
     if job.state.is_final or refused_now(job, event.spec):  # it started, or ended, before this was handled
         return
-    limit_s, resources = job.spec.time_limit_s, job.spec.resources
+    limit, resources = (job.spec.time_limit_s, job.spec.limit_signal), job.spec.resources
     job.spec, job.priority = event.spec, event.spec.priority
     if job.state is JobState.QUEUED and job.spec.resources != resources:
         _withdraw_promises(ctx, job)  # they were made for what it asked for before
-    if job.spec.time_limit_s != limit_s and job.attempt is not None:
+    if (job.spec.time_limit_s, job.spec.limit_signal) != limit and job.attempt is not None:
         jobs.set_time_limit(ctx, job, job.attempt)
     ctx.pass_due = True
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.allocation.requested_migration import requested
 from clusterd.core.events import Timer, TimerKind
-from clusterd.types import JobState
+from clusterd.core.view import Refusal, View
+from clusterd.plans.plan import Plan
+from clusterd.types import HostId, JobState
 from tests.core.conftest import Lab
 
 
@@ -61,3 +65,31 @@ def test_an_excluded_host_is_not_used(lab: Lab) -> None:
     assert lab.attempt(job).hosts == {"a": "a"} or list(lab.attempt(job).hosts) == ["a"]
     wide, _ = lab.submit("wide", devices=2, exclude=("a",))
     assert lab.why(wide) == "asks for 2 devices, its hosts (all but a) have 1 GPUs and 0 CPU devices"
+
+
+def test_a_signal_that_is_edited_counts_while_the_job_runs(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    job, _ = lab.submit(time_limit_s=3600.0)
+    lab.run(job)
+    known = lab.scheduler.state.jobs[job]
+    lab.tell(e.JobEdited(**lab.at(), job=job, what="", spec=replace(known.spec, limit_signal="TERM@10m")))
+    assert lab.scheduler.state.timers[Timer(TimerKind.SIGNAL, job)] == lab.attempt(job).started_s + 3000.0
+
+
+def test_the_reason_follows_the_state_of_a_host_without_facts(lab: Lab) -> None:
+    """Regression: answers about hosts are kept from pass to pass, and this one is about more than their facts."""
+    lab.tell(e.HostAdded(**lab.at(), host=HostId("a")))
+    job, _ = lab.submit(waits_for_hosts=True)
+    assert lab.why(job) == "waits for a host: a is connecting"
+    lab.fire(Timer(TimerKind.HOST_LOST, "a"))
+    assert lab.why(job) == "waits for a host: a is lost"
+
+
+def test_a_command_is_not_moved_and_the_reason_is_that(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    job, _ = lab.submit("tool")
+    lab.run(job)
+    known = lab.scheduler.state.jobs[job]
+    answer = requested(known, View(lab.scheduler.state, lab.now_s), Plan(dp=1), (), "ann")
+    assert isinstance(answer, Refusal)
+    assert answer.reason == "tool is a command: only elastic and checkpointable jobs are moved"
