@@ -286,6 +286,10 @@ LIMIT_SIGNAL = Value(
     expected="it must be a signal, as in USR1@2m", accepts=str, convert=_limit_signal, metavar="[B:]NAME[@TIME]",
     problem=_problem(lambda text: text and parse_limit_signal(text)),
 )  # fmt: skip
+OUTPUT = limited(
+    TEXT, lambda text: re.fullmatch(r"([^%\0]|%\d{0,2}[AaJjNntsux%])+", text),
+    "it must be a path, in which %x, %j, %A, %a, %u and %N are filled in, and %% is a percent sign",
+)  # fmt: skip
 SIZE = Value(
     expected="it must be a size, as in 16GiB", accepts=(int, float, str), schema={"examples": ["64GiB"]},
     convert=parse_size, words=size, problem=COUNT.problem, metavar="SIZE",

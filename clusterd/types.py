@@ -239,6 +239,10 @@ class JobSpec:
     secrets: Annotated[tuple[str, ...], Key(  # names only; values are not in the journal
         k.SECRETS, 'Variables that no log, list or journal shows: "env:NAME" from the submitting shell, "file:PATH" '
         "from a file.", "none")] = ()
+    output: Annotated[str, Key(
+        k.OUTPUT, "File for stdout and stderr, in the workdir or elsewhere on the host, as in logs/%x-%j.out: %x is "
+        "the name, %j the id, %A and %a are id and index of an array, %N is the host. clusterd get fetches it.",
+        "none: clusterd logs has them", kinds=(JobKind.COMMAND, JobKind.CHECKPOINTABLE), sbatch="--output")] = ""
     ports: Annotated[tuple[int, ...], Key(k.PORTS, "Ports that the job serves, for clusterd forward.", "none")] = ()
     datasets: Annotated[dict[str, str], Key(
         k.DATASETS, 'Folders that clusterd.train reads from wherever they are: "HOST:/folder", or "/folder" on '

@@ -107,6 +107,7 @@ class LaunchRequest(Request[Launched], verb="launch"):
     probe: bool = False  # measure devices and links first
     proven: tuple[str, ...] = ()  # families of plans that are known to train as one process
     note: str = ""  # first line of the log of rank 0
+    output: str = ""  # file that the log of its first process is; "": the attempt's own
     memory_bytes: int = 0  # of the host, that all ranks on it may use together; 0: not limited
     cores: int = 0  # booked for them on the host; 0: unknown
     record: bytes = field(default=b"", repr=False)  # of the job, sealed, for a daemon with an older journal

@@ -75,10 +75,10 @@ _SHORT = {
 }  # fmt: skip
 
 IGNORED = (
-    "--partition", "--account", "--qos", "--output", "--error", "--mail-type", "--mail-user", "--open-mode",
+    "--partition", "--account", "--qos", "--error", "--mail-type", "--mail-user", "--open-mode",
     "--comment", "--export", "--requeue", "--no-requeue", "--exclusive", "--parsable",
 )  # fmt: skip
-"""Options without a meaning here: there are no partitions and accounts, and logs are read with `clusterd logs`."""
+"""Options without a meaning here: there are no partitions and accounts, and stderr is where stdout is."""
 
 
 def command_line(command: Sequence[str]) -> str:
@@ -158,6 +158,8 @@ def _read(text: str, file: Path, words: list[str]) -> tuple[Request, list[str]]:
     if folder := values.pop("chdir", ""):
         whole = "script=$PWD/$script\n" if rest == _FILE else ""
         rest = f"{whole}cd -- {shlex.quote(folder)} || exit\n{rest}"
+        if "output" in values:
+            values["output"] = os.path.join(folder, values["output"])
     if (number := values.pop("passes_on", None)) is not None:
         rest = f"trap : {number}\n{rest}"
     words = [PRELUDE + rest, *words[1:]]

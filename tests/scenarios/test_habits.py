@@ -210,6 +210,25 @@ def _(lab: Prompt, exclude: str) -> None:
     assert lab.cluster.job(job)["hosts"] == ["local1"]
 
 
+@habit("--output=logs/%x-%j.out")
+def _(lab: Prompt, log: str, get: str) -> None:
+    lab.script("echo to its file; echo and stderr >&2", "--job-name=prep --output=logs/%x-%j.out")
+    job = lab.types("clusterd submit job.sh").stdout.strip()
+    whole = "to its file\nand stderr\n"
+    assert lab.output(job, "stderr\n") == whole
+    assert lab.types(log, ("12", job)).stdout == whole
+    lab.types(get, ("12", job))
+    assert (lab.work / "logs" / f"prep-{job}.out").read_text() == whole
+    elsewhere = lab.work.parent / "elsewhere"
+    lab.script("echo there", f"--output={elsewhere}/5%%.out")
+    job = lab.types("clusterd submit job.sh").stdout.strip()
+    lab.output(job, "there\n")
+    assert (elsewhere / "5%.out").read_text() == "there\n"
+    lab.script("echo kept", f"--output={elsewhere}")
+    job = lab.types("clusterd submit job.sh").stdout.strip()
+    assert f"output {elsewhere}: Is a directory" in lab.output(job, "kept\n")
+
+
 @habit("--signal=B:USR1@120")
 def _(lab: Prompt, warned: str) -> None:
     lab.script("trap 'echo warned; exit 4' USR1; echo begun; while :; do sleep 0.1; done", "--time=60")

@@ -52,7 +52,8 @@ def test_a_script_of_a_common_shape_says_what_it_needs() -> None:
     assert (wanted.nodes, wanted.devices, wanted.per_node, wanted.kind) == (2, 8, 4, "cuda")
     assert (wanted.device_name, wanted.cpus, wanted.memory_bytes) == ("a100", 16, 128 << 30)
     assert spec.command[-1] == "train.sh"
-    assert ignored == ["--partition", "--output", "--mail-type"]
+    assert spec.output == "%x-%j.out"
+    assert ignored == ["--partition", "--mail-type"]
 
 
 @pytest.mark.parametrize(("line", "seconds"), [("30", 1800.0), ("5:30", 330.0), ("2:00:00", 7200.0), ("1-6", 108000.0)])

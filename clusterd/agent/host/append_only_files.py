@@ -44,15 +44,20 @@ def pull(path: Path, offset: int, limit: int, ended: bool) -> Chunk:
 def trim(path: Path, most: int = LOG_BYTES_MAX) -> int:
     """Free the disk space of the oldest part of a log that occupies more than `most` bytes.
 
-    The old part becomes a hole in the file: offsets do not change, and the writer is not disturbed.
+    The old part becomes a hole in the file: offsets do not change, and the writer is not disturbed. A link to
+    a file of the job's is left whole.
 
     Returns:
         Bytes freed; 0 if the log is small enough or the file system does not support holes.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         return 0  # its rank has not started
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return 0
+        raise
     try:
         known = os.fstat(descriptor)
         if known.st_blocks * 512 <= most:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import stat
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -198,6 +199,8 @@ class Launcher:
             first_task=tasks * (spec.node or 0),
             all_tasks=launch.all_tasks,
         )
+        if launch.output and rank.rank == launch.ranks[0].rank:
+            await asyncio.get_running_loop().run_in_executor(None, _send_output, attempt, rank.rank, work)
         group = self._group(attempt.name)
         if group and cgroups.make(group):
             cgroups.limit(group, launch.memory_bytes, launch.cores)
@@ -232,6 +235,29 @@ def inside_of(
         work=rank_environment.work_of(attempt),
         directories=(attempt.directory, *sockets),
     )
+
+
+def _send_output(attempt: Attempt, rank: int, work: Path) -> None:
+    """Make the log of a rank a link to the file that the job names; what prevents that is the log's first line.
+
+    The file is emptied by a job's first attempt, and the others append to it.
+    """
+    log, file = attempt.log(rank), work / Path(attempt.launch.output).expanduser()
+    if log.is_symlink():
+        return  # of an agent that died in the launch
+    mode = os.O_APPEND if attempt.attempt > 1 else os.O_TRUNC
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | mode, 0o666)
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode) or str(file) == os.devnull
+        os.close(descriptor)
+        if not is_file:
+            raise OSError(errno.EINVAL, "not a file")
+        log.symlink_to(file)
+    except (OSError, RuntimeError) as error:  # of a home directory that is not known
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        with open(log, "ab") as own:
+            own.write(f"clusterd: output {file}: {why}; it is in clusterd logs alone\n".encode())
 
 
 def _never_started(attempt: Attempt, number: int) -> bool:

@@ -139,6 +139,7 @@ class LaunchRequests:
                 datasets=datasets[host],
                 cores=booked.cores.get(host, 0),
                 memory_bytes=booked.memory_bytes.get(host, 0) if spec.resources.memory_bytes else 0,
+                output=output_path(spec, decision.job, host, node),
                 reads_input=spec.reads_input and node == 0,
                 all_tasks=tasks,
             )
@@ -354,6 +355,18 @@ def filled_in(command: Iterable[str], job: str, plan: Plan | None, hosts: int) -
     values = dict(zip(TEMPLATE_NAMES, sizes, strict=True))
     names = "|".join(values)
     return [re.sub(rf"\{{({names})\}}", lambda found: str(values[found[1]]), argument) for argument in command]
+
+
+def output_path(spec: JobSpec, job: str, host: str, node: int) -> str:
+    """Path of the file for the output of one host's process; empty: it has none, or only that of another host."""
+    array = spec.array
+    values = {
+        "x": spec.name, "j": job, "J": job, "A": (array.id or job) if array else job, "a": array.index if array else 0,
+        "u": spec.user, "N": host, "n": node, "t": node, "s": 0, "%": "%",
+    }  # fmt: skip
+    if node and not re.search(r"%\d*[Nnt]", spec.output.replace("%%", "")):
+        return ""
+    return re.sub(r"%(\d*)([A-Za-z%])", lambda found: str(values[found[2]]).zfill(int(found[1] or 0)), spec.output)
 
 
 def _device(place: RankPlace, devices: dict[Any, Device], cores: int) -> DeviceSpec:

@@ -83,8 +83,8 @@ ADDED = frozenset(
         "Attempt.over_share", "Attempt.paused_by", "Attempt.reclaim", "DeviceClaim.owner", "DeviceClaim.unused",
         "Host.jobs_stay",
         "JobSpec.begin_s", "JobSpec.booking", "JobSpec.clean_env", "JobSpec.hold", "JobSpec.is_attached",
-        "JobSpec.limit_signal", "JobSpec.reads_input", "Resources.exclude", "Resources.tasks", "State.booked_s",
-        "State.budgets", "State.device_weights", "State.half_life_s", "State.notice", "State.used",
+        "JobSpec.limit_signal", "JobSpec.output", "JobSpec.reads_input", "Resources.exclude", "Resources.tasks",
+        "State.booked_s", "State.budgets", "State.device_weights", "State.half_life_s", "State.notice", "State.used",
         "Progress.input_share", "Tenant.device_hours", "Used.month_s",
     }
 )  # fmt: skip
