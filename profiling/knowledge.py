@@ -198,7 +198,7 @@ class Knowledge:
         hosts = np.array([len(c.shape) for c in choices])
         options = DesignOptions(budget=len(done) + 1)
         first = next_trials(self.online.fit, rows, rows, hosts, cost, done, options)
-        return (choices[first[0]], f"trial {tried + 1} of at least {least}") if first else None
+        return (choices[first[0]], f"trial {tried + 1} of about {least}") if first else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,8 @@ def check(names: tuple[str, ...], python: str | None, output: str) -> None:
             print_line(f"{row['host']:<{width}}  {row['check']:<10}  {row['state']:<7}  {row['said']}")
         if not rows:
             note("no hosts yet: clusterd host add HOST")
+        elif python is None:
+            note("Python, torch and idle GPUs are tried with --python ENVIRONMENT")
     failed = sum(row["state"] == "failed" for row in rows)
     if failed:
         raise ClusterError(f"{failed} of {len(rows)} checks failed")

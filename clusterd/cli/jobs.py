@@ -530,9 +530,13 @@ def why(job: str, output: str) -> None:
     print(click.style(text, bold=True) if use_colour() else text)
     if silence := _silence(answer):
         print_line(f"  {with_key(silence)}")
-    if answer["state"] == "running" and (left := _left(answer)):
-        print_line(f"  has run for {_elapsed(answer)}, ends in {left}")
-    for text in filter(None, (*forecast_lines(answer), promised(answer))):
+    expected = forecast_lines(answer)
+    if answer["state"] == "running":
+        # The roll-outs know of moves, loans and trials to come: where they tell the end, it alone is said.
+        left = _left(answer) if not (answer.get("forecast") or {}).get("end") else ""
+        at_speed = "" if left.startswith("<") else " at this speed"
+        print_line(f"  has run for {_elapsed(answer)}{f', ends in {left}{at_speed}' if left else ''}")
+    for text in filter(None, (*expected, promised(answer))):
         print_line(f"  {text}")
     if loan := answer.get("on_loan"):  # absent from the reply of an older daemon
         held = len(answer["devices"])
@@ -586,7 +590,8 @@ def forecast_lines(job: dict[str, Any]) -> list[str]:
         if (times := forecast[what]) is not None:
             after = forecast["after"] if what == "start" else ""
             text = expected_text(times["p5_s"], times["p50_s"], times["p95_s"], clock, after)
-            found.append(f"expected {what}: {text}")
+            left_s = times["p50_s"] - time.time()
+            found.append(f"expected {what}: {f'in {duration(left_s)}, at ' if left_s > 0 else ''}{text}")
         elif what == "end" or job["state"] == "queued":
             found.append(f"expected {what}: not known")
     weeks = forecast.get("weeks")

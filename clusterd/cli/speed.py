@@ -14,7 +14,7 @@ from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.submission.job_file import read_job_file
 from clusterd.submission.submit import plain, with_workdir
-from clusterd.units import duration, fine, size
+from clusterd.units import counted, duration, fine, size
 
 _SHOWN = 12
 _IMPORT_CHARACTERS = 1 << 18
@@ -111,6 +111,10 @@ def estimate(file: Path, output: str) -> int:
     _show_plans(answer["rows"], everything=False)
     print()
     _show_curve(answer["curve"])
+    fastest = answer["curve"][-1] if answer["curve"] else None
+    if fastest and fastest["devices"] < answer["devices"]:
+        on = counted(fastest["devices"], "device")
+        print_line(f"{answer['devices']} devices are not faster than {on} with {fastest['plan']}")
     return 0
 
 

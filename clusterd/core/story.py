@@ -122,7 +122,7 @@ def _of_job(event: e.Event) -> Line | None:
             ends = f"by its loss it ends at step {steps:,}" if steps is not None else "its loss tells no end"
             return Line(f"{ends}{f': {why}' if why else ''}", is_routine=True)
         case e.TrialProposed(plan=plan, why=why):
-            return Line(f"trial of {plan}: {why}" if plan is not None else f"no more trials: {why}", is_routine=True)
+            return Line(f"trial of {plan}: {why}", is_routine=True) if plan else Line(f"no more trials: {why}")
         case e.TrialMeasured(plan=plan, shape=shape, step_time_s=took_s, predicted_s=predicted_s):
             predicted = f", predicted {duration(predicted_s)}" if predicted_s is not None else ""
             on = f"{counted(sum(shape), 'device')}{f' of {len(shape)} hosts' if len(shape) > 1 else ''}"

@@ -63,8 +63,8 @@ MOVE = {
     "reason": "asked for by ann", "started_s": NOW_S - 900, "ended_s": NOW_S - 899, "step": 1200,
     "network_bytes": 3 << 20, "local_bytes": 120 << 20, "downtime_s": 0.212, "failure": "",
     "phases": [
-        {"phase": "prepare", "seconds": 0.8, "what": "4 ranks ready"},
-        {"phase": "quiesce", "seconds": 0.05, "what": "at step 1200"},
+        {"phase": "prepare", "seconds": 0.8, "what": "4 ranks ready; training goes on"},
+        {"phase": "quiesce", "seconds": 0.05, "what": "training goes on to step 1200"},
         {"phase": "transfer", "seconds": 0.1, "what": "3 MiB over the network"},
         {"phase": "verify", "seconds": 0.02, "what": "step 1200 on 4 ranks"},
         {"phase": "resume", "seconds": 0.04, "what": ""},

@@ -39,7 +39,7 @@ class Grant:
     reason: str
 
 
-LEARNING = "its model is being learned, without devices"
+LEARNING = "its model is being learned: its script runs up to clusterd.train.run, without devices"
 
 
 def allocate(job: Job, view: View, free: Ledger | None = None) -> Grant | Refusal:

@@ -114,10 +114,10 @@ def _start_trial(ctx: HandlerContext, job: Job, attempt: Attempt, trial: Trial) 
 def _return_from_trials(ctx: HandlerContext, job: Job, attempt: Attempt) -> None:
     """Migrate the job to the fastest known plan for its devices, or give back those that it does not need."""
     job.trials.go(SeriesState.IDLE, ctx.now_s)
-    plan = trials.best_plan(job, attempt, ctx.state) if job.pinned is None else None
-    if plan is not None:
-        reason = f"{plan}: the fastest known for its devices"
-        answer = trials.move_for(job, attempt, plan, ctx.state.hosts, reason)
+    best = trials.best_plan(job, attempt, ctx.state) if job.pinned is None else None
+    if best is not None:
+        plan, why = best
+        answer = trials.move_for(job, attempt, plan, ctx.state.hosts, f"{plan}: {why}")
         if isinstance(answer, Move):
             migrate(ctx, replace(answer, may_restart=True))
             if attempt.migration is not None or attempt.pending_restart is not None:

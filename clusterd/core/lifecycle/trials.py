@@ -18,6 +18,7 @@ from clusterd.core.view import Move
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
 from clusterd.types import AttemptState, Device, DeviceId, HostId
+from clusterd.units import duration
 
 WORTH_CHANGING = 0.03
 """Share of the step time that another plan must save to be worth a migration."""
@@ -63,8 +64,8 @@ def move_for(job: Job, attempt: Attempt, plan: Plan, hosts: Mapping[HostId, Host
     return Move(job.id, plan, where.ranks, where.booked, reason)
 
 
-def best_plan(job: Job, attempt: Attempt, state: State) -> Plan | None:
-    """Fastest known plan on all devices that the job holds; None: the current one, or they are of several types."""
+def best_plan(job: Job, attempt: Attempt, state: State) -> tuple[Plan, str] | None:
+    """Fastest known plan on all devices that the job holds, and by what; None: the current one, or they are mixed."""
     mine = held(attempt, state.hosts)
     table = state.performance_tables.get(job.inspection.model)
     if table is None or attempt.plan is None or len({device.name for device in mine}) != 1:
@@ -74,7 +75,10 @@ def best_plan(job: Job, attempt: Attempt, state: State) -> Plan | None:
     if best is None or best.plan == attempt.plan:
         return None
     now = table.of(attempt.plan, mine[0].name, shape)
-    return best.plan if now is None or best.step_time_s < (1.0 - WORTH_CHANGING) * now.step_time_s else None
+    if now is not None and best.step_time_s >= (1.0 - WORTH_CHANGING) * now.step_time_s:
+        return None
+    instead = f", {duration(now.step_time_s)} with {attempt.plan}" if now is not None else ""
+    return best.plan, f"the fastest known for its devices, {duration(best.step_time_s)} a step{instead}"
 
 
 def held(attempt: Attempt, hosts: Mapping[HostId, Host]) -> list[Device]:

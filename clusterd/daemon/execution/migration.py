@@ -188,7 +188,8 @@ class MigrationSaga:
         digests = {report.digest for report in prepared.values()}
         if len(digests) != 1:
             raise MoveFailed(f"ranks computed {len(digests)} different moves: old and new do not run the same clusterd")
-        description = f"{counted(len(self.decision.new_ranks), 'rank')} ready"
+        meanwhile = "training stands still" if self.decision.source_releases_memory else "training goes on"
+        description = f"{counted(len(self.decision.new_ranks), 'rank')} ready; {meanwhile}"
         if why := next((report.not_shared for report in prepared.values() if report.not_shared), ""):
             description += f"; through host memory: {why}"
         await self._advance(description, post=not self.decision.source_releases_memory)
@@ -229,7 +230,8 @@ class MigrationSaga:
         self._step = steps.pop()
         # Ranks report after copying, when target ranks have read most of it: the copying is part of the transfer.
         copying = [report.copied[0] for report in quiesced.values() if report.copied]
-        await self._advance(f"at step {self._step}", post=False, over_at_s=min(copying, default=self.quiesced_at_s))
+        over_at_s = min(copying, default=self.quiesced_at_s)
+        await self._advance(f"training goes on to step {self._step}", post=False, over_at_s=over_at_s)
 
     async def _transfer(self) -> None:
         self._phase = "transfer"

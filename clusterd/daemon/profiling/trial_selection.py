@@ -75,6 +75,7 @@ class TrialSelection:
             return
         self._note_refused(job, known)
         answer, restarts = None, False
+        why = "the rest of the job is too short to repay another"
         held = trials.held(attempt, self._state.hosts)
         known_so_far = (len(known.online.observations), len(known.refused), len(held))
         if not job.trials.is_running and self._nothing_to_try.get(job.id) == known_so_far:
@@ -85,6 +86,7 @@ class TrialSelection:
             shapes = [shape_of(trials.pack(held, n)) for n in range(least, len(held) + 1)]
             ask = partial(known.next_trial, shapes, tried, beside=attempt.plan)
             answer = await anyio.to_thread.run_sync(ask)
+            why = "no other plan is worth one"
         if answer is None and self._restarts(job, attempt) and self._is_worth_it(job, self._restart_s(job)):
             # No plan fits in memory beside the training ranks: restart through host memory with a plan of all devices.
             restarts = True
@@ -92,7 +94,6 @@ class TrialSelection:
         if answer is None:
             self._nothing_to_try[job.id] = known_so_far
             if job.trials.is_running:
-                why = "nothing more is worth a trial"
                 await self._engine.report(e.TrialProposed(at_s=time.time(), job=job.id, plan=None, why=why))
             return
         choice, why = answer
