@@ -46,7 +46,7 @@ def _shared_in_use(job: Job) -> tuple[DeviceId, ...]:
 def _leaving(job: Job) -> set[DeviceId]:
     """Devices that come free once the job's current migration or stop is done."""
     attempt = job.attempt
-    if attempt is None:
+    if attempt is None or not (attempt.retired or attempt.migration or attempt.state is AttemptState.STOPPING):
         return set()
     going = [rank for retired in attempt.retired.values() for rank in retired.ranks.values()]
     stays: set[DeviceId | None] = set(attempt.reserved_devices)

@@ -10,7 +10,7 @@ from clusterd.core.allocation.migration_cost import MigrationCosts
 from clusterd.core.allocation.rights import may_preempt
 from clusterd.core.estimates.availability import AvailabilityForecast, Hold
 from clusterd.core.estimates.backfill import Backfill
-from clusterd.core.estimates.expected_time import Ends, ends_of_modelled, ends_of_request
+from clusterd.core.estimates.expected_time import Ends, ends_of_modelled
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.ledger import Ledger, bind
 from clusterd.core.performance_table import Estimate
@@ -102,10 +102,7 @@ def owes(job: Job, view: View) -> bool:
 def held_by(forecast: JobForecast, view: View) -> Hold:
     """Resources that a running job holds."""
     job, now_s = forecast.job, view.now_s
-    if not forecast.has_model:
-        ends = ends_of_request(job, view.run_times, now_s)
-    else:
-        ends = ends_of_modelled(job, forecast.now_s, now_s)
+    ends = forecast.ends(view)
     if (left_s := ends_s(view.claims, job) - now_s) < inf:
         ends = Ends(*(min(each_s, max(left_s, 0.0)) for each_s in astuple(ends)))
     promise = view.reservation

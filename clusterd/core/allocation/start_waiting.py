@@ -21,7 +21,7 @@ from clusterd.core.allocation.victim_search import EvictionPlan
 from clusterd.core.booked import Placement
 from clusterd.core.estimates.availability import AvailabilityForecast, EarliestStart, Hold
 from clusterd.core.estimates.backfill import Backfill
-from clusterd.core.estimates.expected_time import Ends, ends_of_modelled, ends_of_request
+from clusterd.core.estimates.expected_time import Ends, ends_of_modelled
 from clusterd.core.estimates.job_forecast import WORTHWHILE, JobForecast
 from clusterd.core.ledger import Ledger, bind, held
 from clusterd.core.performance_table import Estimate, evenly
@@ -74,7 +74,7 @@ def _start_handed_over(ctx: PassContext, forecast: JobForecast, devices: list[De
     # Without a model the handover may be of devices whose cores alone it needs.
     answer = allocate(job, ctx.view) if not forecast.has_model else None
     if isinstance(answer, Grant):
-        _grant(ctx, job, answer, ends_of_request(job, ctx.view.run_times, ctx.view.now_s))
+        _grant(ctx, job, answer, forecast.ends(ctx.view))
     elif answer is None and fits_cores(ctx.ledger, job, handover, devices):
         _start(ctx, forecast, handover.offer, devices)
     else:
@@ -89,7 +89,7 @@ def _start_handed_over(ctx: PassContext, forecast: JobForecast, devices: list[De
 def _start_request_like_others(ctx: PassContext, forecast: JobForecast) -> Refusal | None:
     """Start the job on what it requests, or refuse; one that asks for what another was refused is refused alike."""
     job = forecast.job
-    ends = ends_of_request(job, ctx.view.run_times, ctx.view.now_s)
+    ends = forecast.ends(ctx.view)
     alike = _alike(job, ctx.view, ends)
     if alike is not None and (same := ctx.refused.get(alike)) is not None:
         return replace(same, job=job.id)

@@ -33,7 +33,7 @@ class Ends:
     """End of a job in seconds from now, by three measures."""
 
     expected_s: float  # a guess where nothing is known
-    foreseen_s: float  # by its time limit, its like or its performance model; infinite: nothing tells
+    foreseen_s: float  # by its time limit, else by its like or its performance model; infinite: nothing tells
     latest_s: float  # by its time limit, the grace period included; infinite: it has none
 
 
@@ -46,32 +46,20 @@ def run_key(job: Job) -> str:
     return f"{job.spec.user}/{job.spec.name}"
 
 
-def expected_left_s(job: Job, run_times: RunTimes, now_s: float) -> float:
-    """Expected seconds until the job's end once it runs, at least 1."""
+def ends_of_request(job: Job, run_times: RunTimes, now_s: float) -> Ends:
+    """Ends of a job whose speed is not known, once it runs; the expected one is at least a second away."""
     elapsed_s = _elapsed_s(job, now_s)
-    known = run_times.get(run_key(job)) or run_times.get(job.spec.user) or ()
-    limit_s = limit_left_s(job, now_s)
-    if known:
+    limit_s = _limit_left_s(job, elapsed_s)
+    alike = run_times.get(run_key(job), ())
+    if known := alike or run_times.get(job.spec.user, ()):
         total_s = median(known)
     else:
         total_s = limit_s + elapsed_s if limit_s < inf else FIRST_GUESS_S
     left_s = total_s - elapsed_s if elapsed_s < total_s else elapsed_s
-    return max(min(left_s, limit_s), 1.0)
-
-
-def longest_left_s(job: Job, run_times: RunTimes, now_s: float) -> float:
-    """Seconds within which the job will have ended, by its time limit, else by its like; infinite: neither tells."""
-    limit_s = limit_left_s(job, now_s)
-    known = run_times.get(run_key(job), ())
-    if limit_s < inf or len(known) < RUNS_TO_TRUST:
-        return limit_s
-    return max(SAFETY * max(known) - _elapsed_s(job, now_s), 0.0) or inf
-
-
-def ends_of_request(job: Job, run_times: RunTimes, now_s: float) -> Ends:
-    """Ends of a job whose speed is not known."""
-    longest_s = longest_left_s(job, run_times, now_s)
-    return Ends(expected_left_s(job, run_times, now_s), longest_s, limit_left_s(job, now_s) + job.spec.grace_s)
+    foreseen_s = limit_s
+    if limit_s == inf and len(alike) >= RUNS_TO_TRUST:
+        foreseen_s = max(SAFETY * max(alike) - elapsed_s, 0.0) or inf
+    return Ends(max(min(left_s, limit_s), 1.0), foreseen_s, limit_s + job.spec.grace_s)
 
 
 def ends_of_modelled(job: Job, left_s: float, now_s: float) -> Ends:
@@ -82,8 +70,12 @@ def ends_of_modelled(job: Job, left_s: float, now_s: float) -> Ends:
 
 def limit_left_s(job: Job, now_s: float) -> float:
     """Seconds until the time limit ends the job; infinite without one."""
+    return _limit_left_s(job, _elapsed_s(job, now_s))
+
+
+def _limit_left_s(job: Job, elapsed_s: float) -> float:
     left_s = time_left_s(job)
-    return inf if left_s is None else max(left_s - _elapsed_s(job, now_s), 0.0)
+    return inf if left_s is None else max(left_s - elapsed_s, 0.0)
 
 
 def _elapsed_s(job: Job, now_s: float) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from clusterd.core.estimates.attained_service import likely_steps_left
 from clusterd.core.estimates.candidate_plans import CandidatePlans, CandidatePlansCache, PlanFreedom, is_alike, may_fit
+from clusterd.core.estimates.expected_time import Ends, ends_of_modelled
 from clusterd.core.estimates.heterogeneous_speed import believed
 from clusterd.core.ledger import by_type, needs, of_ranks
 from clusterd.core.performance_table import Estimate, PerformanceTable, Shape, evenly
@@ -150,11 +151,11 @@ class TimeLeft:
     The step times of its estimates are multiples of this time.
     """
 
-    time_s: float
+    ends: Ends
 
     def seconds(self, slowdown: float) -> float:
         """Seconds left on devices that take so many times as long."""
-        return self.time_s * slowdown
+        return self.ends.expected_s * slowdown
 
 
 @dataclass(slots=True)
@@ -178,6 +179,12 @@ class JobForecast:
         assert isinstance(self.left, StepsLeft), f"{self.job.id} has no performance model"
         return self.left.steps
 
+    def ends(self, view: View) -> Ends:
+        """Its end by each measure."""
+        if isinstance(self.left, TimeLeft):
+            return self.left.ends
+        return ends_of_modelled(self.job, self.now_s, view.now_s)
+
     @property
     def work_s(self) -> float:
         """Remaining device-seconds at the most efficient size."""
@@ -193,7 +200,7 @@ class JobForecast:
         if self.now is None:
             return self.left_s(next(iter(self.curve.points.values())))
         if isinstance(self.left, TimeLeft):
-            return self.left.time_s
+            return self.left.ends.expected_s
         measured_s, believed_s = self.job.progress.step_time_s, self.now.step_time_s
         # Far off the prediction it is news from before the last move.
         fits = measured_s is not None and STALE > measured_s / believed_s > 1.0 / STALE

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 
-from clusterd.core.estimates.expected_time import expected_left_s
+from clusterd.core.estimates.expected_time import ends_of_request
 from clusterd.core.estimates.first_fit import ChosenPlan, choose
 from clusterd.core.estimates.job_forecast import Curve, Inventory, JobForecast, TimeLeft
 from clusterd.core.ledger import of_ranks, per_host, shape_of
@@ -41,9 +41,9 @@ class RequestCurves:
             self._there = there
             self._known.clear()
         wanted = job.spec.resources
-        if wanted not in self._known:
-            self._known[wanted] = _curve(job, there)
-        return self._known[wanted]
+        if (known := self._known.get(wanted)) is None:
+            known = self._known[wanted] = _curve(job, there)
+        return known
 
 
 def _curve(job: Job, there: Inventory) -> Curve:
@@ -54,7 +54,7 @@ def _curve(job: Job, there: Inventory) -> Curve:
 
 def forecast_request(job: Job, view: View, there: Inventory, curves: RequestCurves) -> JobForecast:
     """Forecast of a job of which no speed is known, queued or running."""
-    left = TimeLeft(expected_left_s(job, view.run_times, view.now_s))
+    left = TimeLeft(ends_of_request(job, view.run_times, view.now_s))
     attempt = job.attempt
     if attempt is None:
         return JobForecast(job, curves.of(job, there), left)

@@ -17,7 +17,7 @@ from clusterd.core.allocation.suspend import next_settled_s, take_handovers
 from clusterd.core.allocation.target_sizes import TargetSizes, by_work, shares
 from clusterd.core.allocation.worth import Worth
 from clusterd.core.estimates.can_migrate import is_settled
-from clusterd.core.estimates.expected_time import limit_left_s, longest_left_s
+from clusterd.core.estimates.expected_time import limit_left_s
 from clusterd.core.estimates.job_forecast import Curves, JobForecast, forecast_job, take_inventory
 from clusterd.core.estimates.request_forecast import RequestCurves, forecast_request
 from clusterd.core.placement.cpu_cores import Cores
@@ -52,7 +52,7 @@ def _start_before_claims(
         start_waiting(ctx, job, forecasts, handovers)
         return
     forecast = forecasts[job.id]
-    run_s = longest_left_s(job, ctx.view.run_times, ctx.view.now_s)
+    run_s = forecast.ends(ctx.view).foreseen_s
     if forecast.has_model:
         run_s = min(max(forecast.left_s(offer) for offer in forecast.curve.offers), limit_left_s(job, ctx.view.now_s))
     withheld = ctx.view.calendar.to_withhold([*ctx.ledger.all_devices()], run_s)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from clusterd.core.estimates.expected_time import expected_left_s
+from clusterd.core.estimates.expected_time import ends_of_request
 from clusterd.core.host import Host
 from clusterd.core.state import Attempt, Job, State
 from clusterd.types import Device, DeviceClaim, DeviceId, HostId, HostState, JobSpec, Resources
@@ -129,7 +129,7 @@ def _overlaps(claim: DeviceClaim, wanted: Wanted) -> bool:
 def _free_s(state: State, device: DeviceId, now_s: float) -> float:
     """Time at which the jobs on a device are expected to have ended; a guess where nothing is known of them."""
     jobs = (state.jobs[job] for job in state.jobs_on(device))
-    return now_s + max((expected_left_s(job, state.run_times, now_s) for job in jobs), default=0.0)
+    return now_s + max((ends_of_request(job, state.run_times, now_s).expected_s for job in jobs), default=0.0)
 
 
 def ends_s(claims: Claims, job: Job) -> float:
