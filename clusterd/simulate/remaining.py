@@ -2,8 +2,10 @@
 
 Of an elastic job with a performance model the steps that are left are known, or foreseen from its loss, and its step
 time is lognormal about the prediction, by the prediction's own interval; a measured step time moves it. Of other jobs
-the total run time is drawn from finished jobs of the same name, of the same user, and a wide prior, and is above what
-the job has run already. A time limit bounds both: its timer is part of the state.
+the total run time is drawn from jobs of the same name, of the same user, and a wide prior, and is above what the job
+has run already. In one course what was drawn for a job counts for the next ones like a finished run (Blackwell and
+MacQueen's urn): jobs of one batch are long or short together, and those that still run tell of them, too. A time limit
+bounds both: its timer is part of the state.
 """
 
 from __future__ import annotations
@@ -11,10 +13,8 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from clusterd.core.estimates.attained_service import STEPS_TO_TRUST, total_steps
 from clusterd.core.estimates.expected_time import FIRST_GUESS_S, RunTimes, limit_left_s, run_key
@@ -43,7 +43,16 @@ PRIOR_POINTS = 31
 BANDWIDTH_LEAST, BANDWIDTH_ALONE = 0.05, 0.5
 """Standard deviation of the logarithm by which an earlier run time is blurred: at least, and of a single one."""
 
-Draw = Callable[[random.Random], Run]
+
+class Chance(random.Random):
+    """Random numbers of one course, and the run times that were drawn in it, by `run_key` and by user."""
+
+    def __init__(self, seed: str) -> None:
+        super().__init__(seed)
+        self.drawn: dict[str, list[float]] = {}
+
+
+Draw = Callable[[Chance], Run]
 """Function that draws one course of a job."""
 
 
@@ -120,7 +129,7 @@ def _by_model(job: Job, table: PerformanceTable, state: State) -> Draw:
     if measured is not None and job.progress.step_time_s is not None:
         alone_s = job.progress.step_time_s * sum(measured[1])
 
-    def draw(random_: random.Random) -> Run:
+    def draw(random_: Chance) -> Run:
         speed = Predicted(table, random_.gauss(0.0, 1.0), scale, measured, alone_s, parameters)
         done = float(job.progress.step)
         steps = max(_total_steps(job, random_), done + 1.0)
@@ -168,7 +177,7 @@ def _by_history(job: Job, run_times: RunTimes, now_s: float) -> Draw:
     held = len(attempt.ranks) if attempt is not None else max(job.spec.resources.devices, 1)
     speed = Elapsing(held if is_elastic else 0)
 
-    def draw(random_: random.Random) -> Run:
+    def draw(random_: Chance) -> Run:
         return Run(
             job=job.id,
             name=job.spec.name,
@@ -183,37 +192,48 @@ def _by_history(job: Job, run_times: RunTimes, now_s: float) -> Draw:
     return draw
 
 
-def total_time(job: Job, run_times: RunTimes, elapsed_s: float, limit_s: float) -> Callable[[random.Random], float]:
+def total_time(job: Job, run_times: RunTimes, elapsed_s: float, limit_s: float) -> Callable[[Chance], float]:
     """Distribution of a job's run time in seconds, given that it has run for `elapsed_s` and is not over.
 
-    With n finished runs of its name, the next one is of their kind n times in n + 1; else it is of the kind of its
-    user's runs, by the same rule, and else of the prior's.
+    With n runs of its name, finished or drawn, the next one is of their kind n times in n + 1; else it is of the kind
+    of its user's runs, by the same rule, and else of the prior's.
     """
-    weight = 1.0
-    points: list[tuple[float, float, float]] = []
+    levels: list[tuple[str, list[float], float]] = []
     for key in (run_key(job), job.spec.user):
-        if known := [max(seconds, 1e-3) for seconds in run_times.get(key, ())]:
-            share = weight * len(known) / (len(known) + 1.0)
-            blur = _bandwidth(known)
-            points += [(seconds, blur, share / len(known)) for seconds in known]
-            weight -= share
-    points += [(seconds, 0.0, weight / PRIOR_POINTS) for seconds in _prior(limit_s)]
-    alive = [(seconds, blur, w) for seconds, blur, w in points if seconds > elapsed_s]
-    weights = list(accumulate(w for _, _, w in alive))
+        known = [max(seconds, 1e-3) for seconds in run_times.get(key, ())]
+        levels.append((key, known, _bandwidth(known)))
+    prior = [seconds for seconds in _prior(limit_s) if seconds > elapsed_s]
 
-    def draw(random_: random.Random) -> float:
+    def draw(random_: Chance) -> float:
+        weight = 1.0
+        alive: list[tuple[float, float, int]] = []  # run time, blur, first level that it is news for
+        weights: list[float] = []
+        for number, (key, known, blur) in enumerate(levels):
+            if runs := known + random_.drawn.get(key, []):
+                each = weight / (len(runs) + 1.0)
+                some = [(seconds, blur, number) for seconds in runs if seconds > elapsed_s]
+                alive += some
+                weights += [each] * len(some)
+                weight = each
+        alive += [(seconds, 0.0, len(levels)) for seconds in prior]
+        weights += [weight / PRIOR_POINTS] * len(prior)
+        level = len(levels)
         if not alive:  # longer than anything known: as likely as not as long again
-            return min(elapsed_s / (1.0 - random_.random()), max(limit_s, elapsed_s + 1.0)) + 1.0
-        seconds, blur, _ = alive[bisect(weights, random_.random() * weights[-1], hi=len(alive) - 1)]
-        blurred_s: float = seconds * random_.lognormvariate(0.0, blur)
-        return blurred_s if blurred_s > elapsed_s else seconds
+            total_s = min(elapsed_s / (1.0 - random_.random()), max(limit_s, elapsed_s + 1.0)) + 1.0
+        else:
+            ((seconds, blur, level),) = random_.choices(alive, weights)
+            total_s = seconds * random_.lognormvariate(0.0, blur)
+            total_s = total_s if total_s > elapsed_s else seconds
+        for key, _, _ in levels[: level + 1]:
+            random_.drawn.setdefault(key, []).append(total_s)
+        return total_s
 
     return draw
 
 
 def _bandwidth(known: Sequence[float]) -> float:
     """Blur of a sample of run times, by Silverman's rule on their logarithms."""
-    if len(known) == 1:
+    if len(known) <= 1:
         return BANDWIDTH_ALONE
     return float(max(statistics.stdev(map(math.log, known)) * len(known) ** -0.2, BANDWIDTH_LEAST))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from clusterd.forecasting import SHARES, PastJob
 from clusterd.rows import Forecast, Quantiles
 from clusterd.simulate.arrivals import Arrivals
 from clusterd.simulate.live import LiveSimulation
-from clusterd.simulate.remaining import Draw, Elapsing
+from clusterd.simulate.remaining import Chance, Draw, Elapsing
 from clusterd.simulate.runs import Run
 from clusterd.types import DeviceId, HostId, JobId
 from clusterd.units import counted
@@ -140,7 +139,7 @@ def roll_out(
     while True:
         copy = _decoder.decode(body)
         copy.performance_tables = dict(tables)
-        random_ = random.Random(f"{seed} {number}")
+        random_ = Chance(f"{seed} {number}")
         runs = [draw(random_) for draw in draws.values()]
         later = arrivals.draw(random_) if arrivals is not None else ()
         until = draws if awaited is None else awaited

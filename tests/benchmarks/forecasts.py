@@ -1,6 +1,6 @@
 """Forecasts of starts and ends against what happens, and against Slurm's method on the same queue.
 
-python tests/benchmarks/forecasts.py [--json] [--seeds N] [--jobs N] [--rollouts N]
+python tests/benchmarks/forecasts.py [--json] [--seeds N] [--jobs N] [--rollouts N] [--recorded]
 
 Commands of some users arrive on 4 hosts of 4 GPUs. Each name has its own median run time, its runs are lognormal about
 it, and users ask for 1.2 to 8 times as long. The first half of the jobs is history; then, at every fifth submission,
@@ -8,6 +8,11 @@ the jobs that are not over are forecast. Roll-outs draw later submissions from
 four weeks of history of the same users. Widening is learned only from what had happened by then. Slurm's method takes
 limits for run times and plans the queue in order of arrival, with backfill. Figures are for seeds 1 to N; 101 on are
 for development.
+
+`--recorded` takes jobs of a trace from a production cluster (philly_durations.csv, under CLUSTERD_DATA): in their
+order, with their run times, users (its virtual clusters) and numbers of devices, up to four. Their times of arrival are
+stretched to the load that 16 GPUs carry, and those of 2,000 jobs before them that had ended are known. They have no
+names but their size, and no limits, so Slurm's method has no answer.
 
 `rollouts_200_s` is the processor time of five roll-outs of 16 hosts with 100 jobs, half of them with finished runs,
 times forty. `encode_ms` is how long the event loop waits for the state of so many jobs to be encoded.
@@ -19,13 +24,15 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import csv
 import math
 import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
@@ -35,6 +42,7 @@ import msgspec
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.lifecycle.jobs import RUN_TIMES_MAX
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import State
@@ -55,6 +63,8 @@ HORIZON_S = 1e9
 LONG_WAIT_S = 600.0
 GAP_S = 400.0
 PAST_S = 30 * 86400.0
+RECORDED_PAST = 2000
+DATA = Path(os.environ.get("CLUSTERD_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,31 @@ def workload(seed: int, jobs: int, part: str = "") -> list[Drawn]:
     return found
 
 
+def recorded(seed: int, jobs: int, past: int) -> tuple[list[Drawn], list[PastJob]]:
+    """Consecutive jobs of the trace from a drawn one on, and those before it, at about the load that 16 GPUs carry."""
+    with (DATA / "pollux" / "philly_durations.csv").open() as file:
+        rows = sorted(
+            (
+                datetime.fromisoformat(row["timestamp"]).timestamp(),
+                float(row["duration"]),
+                int(row["num_gpus"]),
+                row["cluster"],
+            )
+            for row in csv.DictReader(file)
+            if 1 <= int(row["num_gpus"]) <= 4 and float(row["duration"]) >= 1.0
+        )
+    first = random.Random(f"recorded {seed}").randrange(past, len(rows) - jobs)
+    some = rows[first - past : first + jobs]
+    work_s = sum(run_s * devices for _, run_s, devices, _ in some) / 16.0
+    from_s, stretch = rows[first][0], work_s / (some[-1][0] - some[0][0])
+    found = []
+    for at_s, run_s, devices, user in some:
+        resources = Resources(devices=devices, kind="cuda")
+        spec = JobSpec(name=f"{user}-{devices}", user=user, command=("x",), resources=resources)
+        found.append(Drawn((at_s - from_s) * stretch, spec, run_s))
+    return found[past:], [PastJob(at_s=job.at_s, spec=job.spec, ran_s=job.run_s) for job in found[:past]]
+
+
 @dataclass
 class Captures:
     """States of the true course at some submissions, and the course itself."""
@@ -113,7 +148,12 @@ class Captures:
 
 
 def by_limits(state: State, now_s: float) -> dict[JobId, float]:
-    """Starts of queued jobs by Slurm's method: every run takes its limit, first come first served, with backfill."""
+    """Starts of queued jobs by Slurm's method: every run takes its limit, first come first served, with backfill.
+
+    None, where a job has no limit.
+    """
+    if any(state.jobs[job].spec.time_limit_s is None for job in (*state.active, *state.queue)):
+        return {}
     free = {host: len(each.devices) for host, each in state.hosts.items()}
     changes: dict[str, list[tuple[float, int]]] = {host: [] for host in free}
     for job in map(state.jobs.__getitem__, state.active):
@@ -146,9 +186,31 @@ class Shown:
     slurm_error_s: float | None = None
 
 
-def of_seed(seed: int, jobs: int, rollouts: int) -> list[Shown]:
-    """Forecasts of one generated workload."""
-    drawn = workload(seed, jobs)
+def generated(seed: int, jobs: int) -> tuple[list[Drawn], list[PastJob]]:
+    """A workload and its past."""
+    # A stationary process: the past of the same weekly hours is another part of it.
+    past = workload(seed, int(PAST_S / GAP_S), "past")
+    return workload(seed, jobs), [PastJob(at_s=job.at_s - PAST_S, spec=job.spec, ran_s=job.run_s) for job in past]
+
+
+def run_times(past: Sequence[PastJob]) -> dict[str, list[float]]:
+    """Run times of jobs that were over before time 0, as the state remembers them."""
+    found: dict[str, list[float]] = {}
+    for job in sorted((job for job in past if job.at_s + job.ran_s < 0.0), key=lambda job: job.at_s + job.ran_s):
+        for key in (f"{job.spec.user}/{job.spec.name}", job.spec.user):
+            found[key] = [*found.get(key, ()), job.ran_s][-RUN_TIMES_MAX:]
+    return found
+
+
+def of_workload(
+    drawn: Sequence[Drawn], past: Sequence[PastJob], known: Mapping[str, list[float]], seed: int, rollouts: int
+) -> list[Shown]:
+    """Forecasts of one workload.
+
+    Args:
+        known: run times that are known at its start.
+    """
+    jobs = len(drawn)
     captures = Captures(from_job=jobs // 2)
     truth = LiveSimulation(POLICIES["default"](), HORIZON_S, on_batch=captures.on_batch)
     for number, job in enumerate(drawn, 1):
@@ -157,12 +219,9 @@ def of_seed(seed: int, jobs: int, rollouts: int) -> list[Shown]:
             job=JobId(str(number)), name=name, steps=job.run_s, speed=Elapsing(), has_steps=False, keeps_state=False
         )
         truth.submit(job.at_s, job.spec, run)
-    truth.go_on(cluster_of("4x4:g"), [], 0.0, [JobId(str(number)) for number in range(1, jobs + 1)])
-    # A stationary process: the past of the same weekly hours is another part of it.
-    past = [
-        PastJob(at_s=job.at_s - PAST_S, spec=job.spec, ran_s=job.run_s)
-        for job in workload(seed, int(PAST_S / GAP_S), "past")
-    ]
+    there = cluster_of("4x4:g")
+    there.run_times.update(known)
+    truth.go_on(there, [], 0.0, [JobId(str(number)) for number in range(1, jobs + 1)])
     policy, found = POLICIES["default"](), list[Shown]()
     for now_s, body in captures.states:
         state = codec.state(body)
@@ -179,7 +238,7 @@ def of_seed(seed: int, jobs: int, rollouts: int) -> list[Shown]:
                     continue
                 used = widening.get(what, Widening())
                 outcome = Outcome(what, "command", now_s, times, used, true[job_id])
-                error_s = abs(slurm[job_id] - true[job_id]) if what == "start" else None
+                error_s = abs(slurm[job_id] - true[job_id]) if what == "start" and job_id in slurm else None
                 found.append(Shown(outcome, what == "start", error_s))
     return found
 
@@ -248,11 +307,15 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=80)
     parser.add_argument("--rollouts", type=int, default=20)
+    parser.add_argument("--recorded", action="store_true", help="jobs of a trace, not generated ones")
     parser.add_argument("--only-accuracy", action="store_true", help="leave the times out")
     given = parser.parse_args()
     report = Report("forecasts")
     seeds = range(given.first_seed, given.first_seed + given.seeds)
-    shown = [each for seed in seeds for each in of_seed(seed, given.jobs, given.rollouts)]
+    shown: list[Shown] = []
+    for seed in seeds:
+        drawn, past = recorded(seed, given.jobs, RECORDED_PAST) if given.recorded else generated(seed, given.jobs)
+        shown += of_workload(drawn, past, run_times(past) if given.recorded else {}, seed, given.rollouts)
     starts = [each for each in shown if each.is_wait]
     late = [each for each in starts if each.outcome.came_s - each.outcome.at_s > LONG_WAIT_S]
     report.add("forecasts", len(shown))
@@ -260,21 +323,22 @@ def main() -> None:
         report.add(f"within_90_{name}", coverage(some, 90), at_least=0.85)
         report.add(f"within_50_{name}", coverage(some, 50), at_least=0.45)
         report.add(f"within_90_{name}_unwidened", coverage(some, 90, widened=False))
-        late_ones = [each.outcome for each in some if each.outcome.raw.p95_s is not None]
-        report.add(
-            f"later_than_p95_{name}_unwidened", statistics.fmean(one.came_s > one.raw.p95_s for one in late_ones)
-        )
+        if late_ones := [each.outcome for each in some if each.outcome.raw.p95_s is not None]:
+            report.add(
+                f"later_than_p95_{name}_unwidened", statistics.fmean(one.came_s > one.raw.p95_s for one in late_ones)
+            )
     widths = [each.outcome.widening.applied(each.outcome.raw, each.outcome.at_s) for each in starts]
     known = [q.p95_s - q.p5_s for q in widths if q.p95_s is not None and q.p5_s is not None]
-    report.add("width_90_starts_s", statistics.median(known))
+    if known:
+        report.add("width_90_starts_s", statistics.median(known))
     report.add(
         "pinball_starts_s", statistics.fmean(pinball_s(each.outcome.came_s, each.outcome.raw) for each in starts)
     )
     ours_s = statistics.median(abs(each.outcome.raw.p50_s - each.outcome.came_s) for each in starts)
-    slurm_s = statistics.median(each.slurm_error_s for each in starts if each.slurm_error_s is not None)
     report.add("median_error_starts_s", ours_s)
-    report.add("median_error_starts_slurm_s", slurm_s)
-    report.add("error_over_slurm", ours_s / slurm_s, at_most=0.5)
+    if by_slurm := [each.slurm_error_s for each in starts if each.slurm_error_s is not None]:
+        report.add("median_error_starts_slurm_s", statistics.median(by_slurm))
+        report.add("error_over_slurm", ours_s / statistics.median(by_slurm), at_most=0.5)
     if not given.only_accuracy:
         one_s = rollout_s(16, 100)
         report.add("rollouts_200_s_16_hosts_100_jobs", 200 * one_s, at_most=20)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, pairwise
 
 import msgspec
 import pytest
@@ -24,7 +24,7 @@ from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.generate import Spec, generate
 from clusterd.simulate.live import LiveSimulation
 from clusterd.simulate.loop import NOT_SIMULATED, Simulation
-from clusterd.simulate.remaining import Elapsing, courses_of, total_time
+from clusterd.simulate.remaining import Chance, Elapsing, courses_of, total_time
 from clusterd.simulate.rollout import Course, play, roll_out, summary
 from clusterd.simulate.run import believe
 from clusterd.simulate.runs import Run
@@ -196,24 +196,51 @@ def test_the_same_seed_gives_the_same_courses() -> None:
 def test_a_job_is_drawn_to_run_longer_than_it_has(known: list[float], elapsed_s: float, limit_s: float | None) -> None:
     job = Job(JobId("1"), command("net", 1, time_limit_s=limit_s), 0, 0.0, 0.0)
     draw = total_time(job, {"ann/net": known}, elapsed_s, limit_s if limit_s is not None else float("inf"))
-    random_ = random.Random(1)
+    random_ = Chance("1")
     assert all(draw(random_) > elapsed_s for _ in range(20))
 
 
 def test_earlier_runs_of_the_same_name_tell_how_long_the_next_one_takes() -> None:
     """Sixteen runs of an hour make the next one an hour; without them it may be anything."""
     job = Job(JobId("1"), command("net", 1), 0, 0.0, 0.0)
-    random_ = random.Random(1)
 
     def interval(known: list[float]) -> tuple[float, float]:
         draw = total_time(job, {"ann/net": known}, 0.0, float("inf"))
-        drawn = sorted(draw(random_) for _ in range(400))
+        drawn = sorted(draw(Chance(str(course))) for course in range(400))
         return drawn[40], drawn[360]
 
     low, high = interval([3600.0] * 16)
     assert 3000.0 < low <= high < 4500.0
     low, high = interval([])
     assert high > 50.0 * low
+
+
+def test_jobs_of_a_batch_are_long_together() -> None:
+    """Nothing is known of eight jobs of one name: in most courses the last is like one before it, not drawn alone."""
+    job = Job(JobId("1"), command("net", 1), 0, 0.0, 0.0)
+    draw, alike = total_time(job, {}, 0.0, float("inf")), 0
+    for course in range(100):
+        random_ = Chance(str(course))
+        *others, last = [draw(random_) for _ in range(8)]
+        alike += any(0.2 < last / other < 5.0 for other in others)
+    independent = [draw(Chance(f"alone {course}")) for course in range(100)]
+    by_chance = sum(0.2 < one / other < 5.0 for one, other in pairwise(independent))
+    assert by_chance < 60 < alike
+
+
+def test_a_batch_that_still_runs_tells_of_those_behind_it() -> None:
+    """Regression: sixteen runs of a minute said that the next takes one, while twenty of its name ran for a day."""
+    job = Job(JobId("1"), command("net", 1), 0, 0.0, 0.0)
+    known = {"ann/net": [60.0] * 16}
+    running = total_time(job, known, 86400.0, float("inf"))
+    waiting = total_time(job, known, 0.0, float("inf"))
+    long = 0
+    for course in range(100):
+        random_ = Chance(str(course))
+        for _ in range(20):
+            running(random_)
+        long += waiting(random_) > 3600.0
+    assert 30 < long < 80
 
 
 def test_later_submissions_are_those_of_the_same_hours_of_past_weeks() -> None:

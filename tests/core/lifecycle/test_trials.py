@@ -14,7 +14,7 @@ from clusterd.core.transitions import MigrationState, TrialState
 from clusterd.errors import InvalidTransition
 from clusterd.plans.memory import estimate
 from clusterd.plans.plan import Plan
-from clusterd.types import HostId, JobId, JobKind, RankEnd, Reason
+from clusterd.types import DeviceClaim, HostId, JobId, JobKind, RankEnd, Reason
 from tests.core.conftest import Lab, facts
 from tests.plans.test_reshard import gpt
 
@@ -128,6 +128,24 @@ def test_a_person_who_moves_a_job_ends_its_trial(lab_with_two_hosts: Lab) -> Non
     decided = lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(tp=4), by="ann"))
     assert d.StartMigration.match(decided, new_plan=Plan(tp=4))
     assert "ann" in lab.scheduler.state.jobs[job].trials.finished[-1].failure
+
+
+@pytest.mark.parametrize("why", ["drained", "claimed"])
+def test_a_trial_does_not_keep_a_job_on_a_host_that_it_must_leave(lab_with_two_hosts: Lab, why: str) -> None:
+    lab = lab_with_two_hosts
+    job = running(lab)
+    propose(lab, job, Plan(tp=4))
+    move(lab, job)
+    attempt = lab.attempt(job)
+    (host,) = attempt.hosts
+    if why == "drained":
+        decided = lab.tell(e.HostDrained(**lab.at(), host=host))
+    else:
+        claim = DeviceClaim(id="1", devices=attempt.devices, from_s=lab.now_s, reason="fan", drain=True)
+        decided = lab.tell(e.DevicesClaimed(**lab.at(), claim=claim))
+    away = d.StartMigration.match(decided)
+    assert away is not None and {place.host for place in away.new_ranks} == {HostId("b" if host == "a" else "a")}
+    assert lab.scheduler.state.jobs[job].trials.current is None
 
 
 def test_a_trial_that_nobody_measures_is_given_up(lab_with_two_hosts: Lab) -> None:
