@@ -11,8 +11,9 @@ for development.
 
 `--recorded` takes jobs of a trace from a production cluster (philly_durations.csv, under CLUSTERD_DATA): in their
 order, with their run times, users (its virtual clusters) and numbers of devices, up to four. Their times of arrival are
-stretched to the load that 16 GPUs carry, and those of 2,000 jobs before them that had ended are known. They have no
-names but their size, and no limits, so Slurm's method has no answer.
+stretched to the load that 16 GPUs carry, and those of 2,000 jobs before them that had ended are known, as are the
+outcomes of the forecasts of the queues before. They have no names but their size, and no limits, so Slurm's method has
+no answer.
 
 `rollouts_200_s` is the processor time of five roll-outs of 16 hosts with 100 jobs, half of them with finished runs,
 times forty. `encode_ms` is how long the event loop waits for the state of so many jobs to be encoded.
@@ -47,7 +48,7 @@ from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import State
 from clusterd.daemon.forecasts.forecaster import live_part
-from clusterd.daemon.forecasts.outcomes import Outcome, Widening, is_within, learned, pinball_s
+from clusterd.daemon.forecasts.outcomes import LEARNED_FROM, Outcome, Widening, is_within, learned, pinball_s
 from clusterd.daemon.journal import codec
 from clusterd.forecasting import PastJob
 from clusterd.simulate.arrivals import Arrivals
@@ -203,12 +204,18 @@ def run_times(past: Sequence[PastJob]) -> dict[str, list[float]]:
 
 
 def of_workload(
-    drawn: Sequence[Drawn], past: Sequence[PastJob], known: Mapping[str, list[float]], seed: int, rollouts: int
+    drawn: Sequence[Drawn],
+    past: Sequence[PastJob],
+    known: Mapping[str, list[float]],
+    before: Sequence[Shown],
+    seed: int,
+    rollouts: int,
 ) -> list[Shown]:
     """Forecasts of one workload.
 
     Args:
         known: run times that are known at its start.
+        before: forecasts of whose outcomes it is known at its start, oldest first.
     """
     jobs = len(drawn)
     captures = Captures(from_job=jobs // 2)
@@ -225,7 +232,8 @@ def of_workload(
     policy, found = POLICIES["default"](), list[Shown]()
     for now_s, body in captures.states:
         state = codec.state(body)
-        widening = learned(each.outcome for each in found if each.outcome.came_s <= now_s)
+        newest = [*before, *(each for each in found if each.outcome.came_s <= now_s)][-LEARNED_FROM:]
+        widening = learned(each.outcome for each in newest)
         draws = courses_of(state, now_s)
         courses = list(islice(roll_out(state, policy, draws, now_s, str(seed), None, Arrivals(past, now_s)), rollouts))
         slurm = by_limits(state, now_s)
@@ -315,7 +323,9 @@ def main() -> None:
     shown: list[Shown] = []
     for seed in seeds:
         drawn, past = recorded(seed, given.jobs, RECORDED_PAST) if given.recorded else generated(seed, given.jobs)
-        shown += of_workload(drawn, past, run_times(past) if given.recorded else {}, seed, given.rollouts)
+        # Generated queues are of labs that have just begun, those of the trace of one that goes on.
+        known, before = (run_times(past), shown) if given.recorded else ({}, [])
+        shown += of_workload(drawn, past, known, before, seed, given.rollouts)
     starts = [each for each in shown if each.is_wait]
     late = [each for each in starts if each.outcome.came_s - each.outcome.at_s > LONG_WAIT_S]
     report.add("forecasts", len(shown))

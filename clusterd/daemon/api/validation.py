@@ -62,6 +62,8 @@ def refuse_malformed(spec: JobSpec) -> None:
     if wanted.max_devices and max(wanted.devices, wanted.min_devices) > wanted.max_devices:
         asked = max(wanted.devices, wanted.min_devices)
         raise UsageError(f"at most {counted(wanted.max_devices, 'device')} may be used, but {asked} are asked for")
+    if spec.limit_signal and spec.time_limit_s is None and not spec.booking:
+        raise UsageError("limits.signal is sent before the time limit, and the job has none: give limits.time")
     if spec.uv and spec.requirements:
         raise UsageError("uv and requirements are both given: give one of them")
     if spec.is_built and not (spec.snapshot or spec.workdir):

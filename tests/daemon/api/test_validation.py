@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from clusterd.core import events as e
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import State
-from clusterd.daemon.api.validation import refuse_unsatisfiable
+from clusterd.daemon.api.validation import refuse_malformed, refuse_unsatisfiable
 from clusterd.errors import UsageError
 from clusterd.types import HostId, JobSpec, Resources
 from tests.core.conftest import facts
@@ -46,3 +48,12 @@ def test_a_refusal_tells_of_the_whole_cluster() -> None:
         refuse_unsatisfiable(job(devices=16), state, "")
     with pytest.raises(UsageError, match="nobody, which is not in the cluster"):
         refuse_unsatisfiable(job(devices=1, hosts=("host1", "nobody")), state, "")
+
+
+def test_a_signal_before_a_limit_needs_a_limit() -> None:
+    """Regression: it was accepted, and never sent."""
+    with_signal = replace(job(cpus=1), limit_signal="USR1@2m")
+    with pytest.raises(UsageError, match=r"the job has none: give limits\.time"):
+        refuse_malformed(with_signal)
+    refuse_malformed(replace(with_signal, time_limit_s=600.0))
+    refuse_malformed(replace(with_signal, booking="3"))
