@@ -18,7 +18,7 @@ activations        per micro-batch in flight m * (whole + cut/tp), or with check
                    the largest block's once, when recomputing; plus the loss function's on the last stage. Where
                    activations are, also copies of parameters in another precision (autocast), for any m.
                    In flight: all under gpipe, min(accumulation, pp - stage) under 1f1b, 1 without pipeline
-buffers            received by the pipeline: m * boundary bytes, forward and backward, for every micro-batch
+buffers            received by the pipeline: m * boundary bytes, forward for those in flight, backward for one
 overhead           of the process: on CUDA the context and the buffers of each communicator (`Overhead`), learned from
                    measurements, and the workspaces of cuBLAS; elsewhere the interpreter with torch
 host               offloaded: parameters, gradients and optimizer state. Pinned on CUDA
@@ -198,7 +198,7 @@ def _estimate_stage(
         optimizer_bytes=state,
         activations_bytes=samples * _activations(plan, shape, stage, layers, in_flight)
         + _casts(plan, shape, own, layers, in_flight),
-        buffers_bytes=samples * _boundaries(plan, shape, stage, layers),
+        buffers_bytes=samples * _boundaries(plan, shape, stage, layers, in_flight),
         overhead_bytes=overhead.of(plan) + WORKSPACES_BYTES if kind == "cuda" else CPU_OVERHEAD_BYTES,
         host_bytes=host,
         build_bytes=shape.parameter_bytes,
@@ -273,10 +273,10 @@ def _casts(plan: Plan, shape: ModelShape, own: list[ParameterShape], layers: ran
     return in_flight * saved + recomputed
 
 
-def _boundaries(plan: Plan, shape: ModelShape, stage: int, layers: range) -> int:
+def _boundaries(plan: Plan, shape: ModelShape, stage: int, layers: range, in_flight: int) -> int:
     """Bytes per sample: activations received from the previous stage, gradients from the next one."""
     if plan.pp == 1:
         return 0
     received = shape.layers[layers.start - 1].output_bytes if stage else 0
     returned = shape.layers[layers.stop - 1].output_bytes if stage < plan.pp - 1 else 0
-    return plan.accumulation * (received + returned)
+    return in_flight * received + returned

@@ -332,6 +332,8 @@ class Stepper:
             # The initial exchange creates NCCL communicators. torch before 2.10 sends 8 bytes for 4 in it, and gloo
             # then aborts the process.
             stage._get_init_p2p_neighbors_ops = list
+        in_flight = plan.pp - self._stage if plan.schedule == "1f1b" else plan.accumulation
+        share_receive_buffers(stage, in_flight)
         self._pipeline_stage = stage
         schedule_class = Schedule1F1B if plan.schedule == "1f1b" else ScheduleGPipe
         # Outputs are not needed; torch before 2.10 has no such option and would pass it on to the model.
@@ -426,6 +428,35 @@ def holders(parameter: nn.Parameter, plan: Plan) -> int:
         if not placement.is_replicate():
             shards *= parameter.device_mesh.size(dim)
     return plan.dp * plan.tp // shards
+
+
+def share_receive_buffers(stage: Any, in_flight: int) -> None:
+    """Let micro-batches that are never in flight at once receive into the same memory.
+
+    torch makes a buffer for each micro-batch of a step, for activations and for gradients. A stage has the activations
+    of at most `in_flight` micro-batches, and of the gradients those of one.
+    """
+    prepare_forward, prepare_backward = stage._prepare_forward_infra, stage._prepare_backward_infra
+    receive_forward = stage.get_fwd_recv_ops
+
+    def forward_prepared(*arguments: Any, **options: Any) -> Any:
+        found = prepare_forward(*arguments, **options)
+        stage.args_recv_info = {chunk: stage.args_recv_info[chunk % in_flight] for chunk in stage.args_recv_info}
+        return found
+
+    def backward_prepared(*arguments: Any, **options: Any) -> Any:
+        found = prepare_backward(*arguments, **options)
+        stage.grad_recv_info = dict.fromkeys(stage.grad_recv_info, stage.grad_recv_info.get(0))
+        return found
+
+    def received(chunk: int) -> Any:
+        for info in stage.args_recv_info[chunk]:
+            if (buffer := getattr(info, "buffer", None)) is not None:
+                buffer.grad = None  # of the micro-batch before: being sent, and the next one's would be added to it
+        return receive_forward(chunk)
+
+    stage._prepare_forward_infra, stage._prepare_backward_infra = forward_prepared, backward_prepared
+    stage.get_fwd_recv_ops = received
 
 
 def send_contiguous(module: nn.Module) -> None:
