@@ -167,8 +167,11 @@ def _line(row: dict[str, Any]) -> list[Any]:
 
 
 def _left(row: dict[str, Any]) -> str:
-    """Time to the end of a running job, or ``<`` that to its time limit where nothing else is known."""
+    """Time to the end of a running job: as expected, else at this speed, else ``<`` that to its time limit."""
     left_s, by_s = row.get("left_s"), row.get("ends_by_s")  # absent from the reply of an older daemon
+    end = (row.get("forecast") or {}).get("end")
+    if left_s is not None and end is not None and end["p50_s"] > time.time():
+        left_s = end["p50_s"] - time.time()  # the roll-outs know of trials, moves and loans to come
     most_s = max(by_s - time.time(), 0.0) if by_s is not None else None
     if row["state"] != "running" or (left_s is None and most_s is None):
         return ""
@@ -530,13 +533,9 @@ def why(job: str, output: str) -> None:
     print(click.style(text, bold=True) if use_colour() else text)
     if silence := _silence(answer):
         print_line(f"  {with_key(silence)}")
-    expected = forecast_lines(answer)
     if answer["state"] == "running":
-        # The roll-outs know of moves, loans and trials to come: where they tell the end, it alone is said.
-        left = _left(answer) if not (answer.get("forecast") or {}).get("end") else ""
-        at_speed = "" if left.startswith("<") else " at this speed"
-        print_line(f"  has run for {_elapsed(answer)}{f', ends in {left}{at_speed}' if left else ''}")
-    for text in filter(None, (*expected, promised(answer))):
+        print_line(f"  has run for {_elapsed(answer)}{f', ends in {left}' if (left := _left(answer)) else ''}")
+    for text in filter(None, (*forecast_lines(answer), promised(answer))):
         print_line(f"  {text}")
     if loan := answer.get("on_loan"):  # absent from the reply of an older daemon
         held = len(answer["devices"])
@@ -591,7 +590,8 @@ def forecast_lines(job: dict[str, Any]) -> list[str]:
             after = forecast["after"] if what == "start" else ""
             text = expected_text(times["p5_s"], times["p50_s"], times["p95_s"], clock, after)
             left_s = times["p50_s"] - time.time()
-            found.append(f"expected {what}: {f'in {duration(left_s)}, at ' if left_s > 0 else ''}{text}")
+            soon = f"in {duration(left_s)}, at " if left_s > 0 and what == "start" else ""  # of an end the line above
+            found.append(f"expected {what}: {soon}{text}")
         elif what == "end" or job["state"] == "queued":
             found.append(f"expected {what}: not known")
     weeks = forecast.get("weeks")

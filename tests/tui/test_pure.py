@@ -118,6 +118,22 @@ def test_a_loss_is_shown_with_its_exponent(loss: float, shown: str) -> None:
     assert columns.short_number(loss, 7) == shown
 
 
+def test_the_time_left_is_that_of_the_expected_end() -> None:
+    """Regression: in a trial of a slow plan it was hours, beside an end that was expected in minutes."""
+    end = dict.fromkeys(("p5_s", "p25_s", "p50_s", "p75_s", "p95_s"), NOW_S + 120.0)
+    trained = {"steps": 1000, "step": 100, "step_time_s": 60.0, "forecast": {"at_s": NOW_S - 30.0, "end": end}}
+    column = next(column for column in columns.JOB_COLUMNS if column.name == "why")
+
+    def shown(**others: Any) -> str:
+        row = rows.read(rows.Job, job(1, "a", "running", **{**trained, **others}))
+        return lines.plain(column.show(row, columns.CellContext(NOW_S, Look(), {})))
+
+    assert shown() == "2m00s left"
+    assert shown(forecast=None) == "15h00m left"
+    past = {"at_s": NOW_S - 3600.0, "end": dict.fromkeys(end, NOW_S - 60.0)}
+    assert shown(forecast=past) == "15h00m left", "an end that is past is no longer expected"
+
+
 def test_a_loss_that_is_no_number_is_sorted_last() -> None:
     losses = [math.nan, 2.0, None, 1.0, math.nan, 3.0, 0.5]
     jobs = {str(n): rows.read(rows.Job, job(n, "a", "running", loss=loss)) for n, loss in enumerate(losses)}

@@ -104,10 +104,14 @@ def waited_s(job: rows.Job, now_s: float) -> float:
     return max((job.started_s or job.ended_s or now_s) - job.submitted_s, 0.0)
 
 
-def time_left_s(job: rows.Job) -> float | None:
-    """Seconds that a job of known length still trains; None: not known, or it does not run."""
+def time_left_s(job: rows.Job, now_s: float) -> float | None:
+    """Seconds that a job of known length still trains, as expected, else at its speed; None: neither is known."""
     if not job.steps or job.step_time_s is None or job.is_over:
         return None
+    if job.state == "running" and (forecast := job.forecast) is not None and forecast.end is not None:
+        expected_s = forecast.end.p50_s - max(now_s, forecast.at_s)
+        if expected_s > 0.0:
+            return expected_s
     return (job.steps - job.step) * job.step_time_s
 
 
@@ -208,7 +212,7 @@ def _ran(job: rows.Job, frame: CellContext) -> Line:
 def _why(job: rows.Job, frame: CellContext) -> Line:
     """Time left of a job that trains; else the reason for its state, or its promised start."""
     if job.state == "running":
-        left_s, at_most = time_left_s(job), ""
+        left_s, at_most = time_left_s(job, frame.now_s), ""
         if left_s is None and job.ends_by_s is not None:
             left_s, at_most = max(job.ends_by_s - frame.now_s, 0.0), "<"
         return _text("" if left_s is None else f"{at_most}{duration(left_s)} left")
@@ -241,7 +245,7 @@ JOB_COLUMNS: tuple[Column[rows.Job], ...] = (
     Column("waited", "waited", 7, _waited, lambda j: -j.submitted_s, right=True, rank=8),
     Column("ran", "ran", 7, _ran, lambda j: -(j.started_s or 1e18), right=True, rank=6),
     *(_searched(name) for name in SEARCHED),
-    Column("why", "time left / why", 18, _why, lambda j: _last(time_left_s(j)), flexible=True),
+    Column("why", "time left / why", 18, _why, lambda j: _last(time_left_s(j, 0.0)), flexible=True),
 )  # fmt: skip
 
 

@@ -150,7 +150,7 @@ def job_summary(job: rows.Job, model: Model, look: Look, now_s: float) -> list[L
     if job.step or job.steps:
         share = job.step / job.steps if job.steps else 0.0
         done = f"{job.step}/{job.steps} " if job.steps else f"{job.step}"
-        left_s = time_left_s(job)
+        left_s = time_left_s(job, now_s)
         left = f" {duration(left_s)} left" if left_s is not None else ""
         made.append(_fact("step", done, (look.bar(share, 12) if job.steps else "", "info"), left))
     if job.step_time_s is not None:

@@ -120,8 +120,9 @@ function folded(jobs) {
   });
 }
 
-// Time to the end at this speed; else to the time limit.
-const left = job => job.left_s === null && job.ends_by_s ? `<${duration(Math.max(job.ends_by_s - Date.now() / 1000, 0))}` : duration(job.left_s);
+// Time to the end as expected, else at this speed, else to the time limit.
+const expectedLeft = job => job.state === "running" && job.left_s !== null && job.forecast && job.forecast.end ? job.forecast.end.p50_s - Date.now() / 1000 : 0;
+const left = job => expectedLeft(job) > 0 ? duration(expectedLeft(job)) : job.left_s === null && job.ends_by_s ? `<${duration(Math.max(job.ends_by_s - Date.now() / 1000, 0))}` : duration(job.left_s);
 
 const queueLink = (job, text) => job.array_id ? element("a", {href: `/?all&array=${encodeURIComponent(job.array_id)}`}, text) : jobLink(job.id, text);
 
