@@ -1,7 +1,8 @@
 """Batch scripts: ``#CLUSTERD`` lines with keys of a job file, and the usual ``#SBATCH`` lines of Slurm.
 
-A script runs under bash in a copy of the directory it is submitted from. With several nodes it runs once on each of
-them; ``srun`` in it starts the tasks of that node. Lines whose effect clusterd cannot give are refused by name.
+A script runs in a copy of the directory it is submitted from, under bash with the options of its first line, or under
+the other interpreter that this line names. With several nodes it runs once on each of them; ``srun`` in it starts the
+tasks of that node. Lines whose effect clusterd cannot give are refused by name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ while IFS= read -r -d '' pair; do
 done < /proc/$$/environ 2> /dev/null
 unset pair
 absent() {
-    echo "clusterd: $1: not on the PATH of $USER's login on $HOSTNAME, nor defined by its profile; $2" >&2
+    echo "clusterd: $1: not on the PATH of ${USER:-$(id -un)}'s login on $HOSTNAME, nor defined by its profile; $2" >&2
     exit 127
 }
 declare -F conda > /dev/null || conda() {
@@ -55,7 +56,12 @@ done
 }
 unset name given
 srun() { eval "$CLUSTERD_STEP" '"$@"'; }
-scontrol() { [ "$1 $2" = "show hostnames" ] && echo "$SLURM_JOB_NODELIST"; }
+scontrol() {
+    [ "$1 $2" != "show hostnames" ] || { echo "$SLURM_JOB_NODELIST"; return; }
+    echo "clusterd: scontrol $*: it knows show hostnames alone in a job; to be queued again, exit with a code of" \
+        "the job's retry_on" >&2
+    return 1
+}
 export -f srun scontrol
 script=$1; shift
 """
@@ -64,8 +70,11 @@ script=$1; shift
 The job's variables come first, as a profile sets PATH anew; then Slurm's, and its two commands that scripts use.
 """
 
-_FILE, _TEXT = 'source "$script"\n', 'eval "$script"\n'
-"""End of the prelude: the script is a file in the working directory, or the text itself."""
+_SCRIPT = "script=$1; shift\n"
+"""Last line of the prelude: what follows runs ``$script``, a file in the working directory or the text itself."""
+
+_SHELLS = ("bash", "sh", "dash", "ksh")
+"""Interpreters whose scripts bash reads itself: they may use functions of the profile."""
 
 _SHORT = {
     "-J": "--job-name", "-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-c": "--cpus-per-task", "-t": "--time",
@@ -84,10 +93,9 @@ IGNORED = (
 def command_line(command: Sequence[str]) -> str:
     """A job's command as one types it; of a batch script its file, or its text."""
     for number, word in enumerate(command[:-2]):
-        if word.endswith(_TEXT):
-            return command[number + 2]
-        if word.endswith(_FILE):
-            return shlex.join(command[number + 2 :])
+        if _SCRIPT in word:
+            script = command[number + 2]
+            return script if script.startswith("#!") else shlex.join(command[number + 2 :])
     return shlex.join(command)
 
 
@@ -117,21 +125,23 @@ def read_batch_script(file: Path, arguments: Sequence[str] = ()) -> tuple[Reques
         ConfigError: names file, line and option.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_bytes().decode()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as text: {error}") from None
+    if "\r\n" in text:
+        raise ConfigError(f"{file} has the line ends of Windows, which become part of words: sed -i 's/\\r$//' {file}")
     script = os.path.relpath(file.resolve(), Path.cwd())
     if script.startswith(".."):
         raise ConfigError(f"{file} is outside of this directory, which is sent to the hosts: change to its directory")
-    return _read(text, file, [PRELUDE + _FILE, "bash", script, *arguments])
+    return _read(text, file, ["bash", script, *arguments], is_file=True)
 
 
 def read_script_text(text: str, name: str) -> tuple[Request, list[str]]:
     """As `read_batch_script`, of a script that is no file: on standard input, or on a command line."""
-    return _read(text, Path(name), [PRELUDE + _TEXT, "bash", text])
+    return _read(text, Path(name), ["bash", text], is_file=False)
 
 
-def _read(text: str, file: Path, words: list[str]) -> tuple[Request, list[str]]:
+def _read(text: str, file: Path, words: list[str], *, is_file: bool) -> tuple[Request, list[str]]:
     values: dict[str, Any] = {}
     ignored: list[str] = []
     own: list[str] = []
@@ -147,23 +157,41 @@ def _read(text: str, file: Path, words: list[str]) -> tuple[Request, list[str]]:
                     options[name] = (value, where)
         elif line.startswith("#CLUSTERD"):
             own.append(line.removeprefix("#CLUSTERD").strip())
-        elif line.strip() and not line.startswith("#"):
+        elif line.strip() and not line.lstrip().startswith("#"):
             break  # as for sbatch, what follows the first command is no option
     _translate(options, alike, values)
     for key, value in parse_toml("\n".join(own), f"{file}: #CLUSTERD lines").items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
     values.setdefault("name", _name(file))
     shell = ("-c",) if values.get("clean_env") else ("-l", "-c")
-    rest = words[0].removeprefix(PRELUDE)
+    rest = _interpreted(text.partition("\n")[0], file, is_file=is_file)
     if folder := values.pop("chdir", ""):
-        whole = "script=$PWD/$script\n" if rest == _FILE else ""
+        whole = "script=$PWD/$script\n" if is_file else ""
         rest = f"{whole}cd -- {shlex.quote(folder)} || exit\n{rest}"
     if (number := values.pop("passes_on", None)) is not None:
         rest = f"trap : {number}\n{rest}"
-    words = [PRELUDE + rest, *words[1:]]
-    values.setdefault("command", ["bash", *shell, *words])
+    values.setdefault("command", ["bash", *shell, PRELUDE + rest, *words])
     values["workdir"] = str(Path.cwd())
     return parse_job(values, file, str(file)), ignored
+
+
+def _interpreted(first_line: str, file: Path, *, is_file: bool) -> str:
+    """Lines of bash that run ``$script`` as its first line says."""
+    try:
+        words = shlex.split(first_line.removeprefix("#!"))
+    except ValueError as error:
+        raise ConfigError(f"{file}, line 1: {error}") from None
+    named = 0
+    if words and os.path.basename(words[0]) == "env":
+        named = next((n for n, word in enumerate(words) if n and not word.startswith("-") and "=" not in word), 0)
+    program = os.path.basename(words[named]) if words else "sh"
+    if program not in _SHELLS:
+        script = '"$script"' if is_file else '<(printf %s "$script")'
+        return f'exec {shlex.join(words)} {script} "$@"\n'
+    # Of bash's own options, those of the login it is already.
+    options = [re.sub("[li]", "", word) if re.fullmatch("-[a-z]+", word) else word for word in words[named + 1 :]]
+    options = [word for word in options if word != "-" and not word.startswith("--")]
+    return f"set {shlex.join(options)}\n" * bool(options) + ('source "$script"\n' if is_file else 'eval "$script"\n')
 
 
 def _options(text: str, where: str) -> Iterator[tuple[str, str]]:
@@ -177,7 +205,7 @@ def _options(text: str, where: str) -> Iterator[tuple[str, str]]:
         name, equals, value = token.partition("=")
         if not token.startswith("--"):
             name, equals, value = _SHORT.get(token[:2], token[:2]), token[2:], token[2:].removeprefix("=")
-        if not name.startswith("--"):
+        if not name.startswith("-"):
             raise ConfigError(f"{where}: {token} is not understood: take the line out, or write #CLUSTERD KEY = VALUE")
         if not equals and tokens and not tokens[0].startswith("-"):
             value = tokens.pop(0)

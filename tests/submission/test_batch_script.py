@@ -75,6 +75,11 @@ def test_constraints_are_labels_that_all_hold() -> None:
         read_batch_script(script("#!/bin/bash\n#SBATCH --constraint=a|b\ntrue\n"))
 
 
+def test_a_comment_ends_no_options() -> None:
+    text = "#!/bin/bash\n\n  # which GPUs\n#SBATCH --gpus=2\ntrue\n"
+    assert read_batch_script(script(text))[0].spec.resources.devices == 2
+
+
 def test_dependencies_keep_their_conditions() -> None:
     text = "#!/bin/bash\n#SBATCH -d afterok:1:2,afterany:3,afternotok:4\ntrue\n"
     assert read_batch_script(script(text))[0].spec.after == ("1:ok", "2:ok", "3:any", "4:failed")
@@ -90,7 +95,7 @@ def test_dependencies_keep_their_conditions() -> None:
         ("#SBATCH --mem=lots", "line 2: --mem=lots: write it as in 64G"),
         ("#SBATCH --nodes=2-4", "line 2: --nodes=2-4: it must be a whole number"),
         ("#SBATCH --nodes=2", "--nodes=2 without GPUs"),
-        ("#SBATCH -y gpu3", "line 2: -y is not understood"),
+        ("#SBATCH -y gpu3", "line 2: -y of Slurm is not understood here"),
         ("#SBATCH --job-name='a", "line 2: No closing quotation"),
         ("#CLUSTERD priorty = 1", "did you mean 'priority'?"),
         ("#CLUSTERD priority: 1", "#CLUSTERD lines"),
@@ -104,13 +109,14 @@ def test_lines_without_a_meaning_are_refused_by_name(line: str, message: str) ->
 
 
 def test_all_lines_that_are_refused_are_named_at_once() -> None:
-    text = "#!/bin/bash\n#SBATCH --hint=none\n#SBATCH --mem=lots\n#SBATCH --test-only\ntrue\n"
+    text = "#!/bin/bash\n#SBATCH --hint=none\n#SBATCH --mem=lots\n#SBATCH --test-only\n#SBATCH -y\ntrue\n"
     with pytest.raises(ConfigError) as refused:
         read_batch_script(script(text))
     for part in (
         "line 2: --hint",
         "line 3: --mem=lots",
         "line 4: --test-only of Slurm is not understood here: clusterd submit --dry-run",
+        "line 5: -y of Slurm",
     ):
         assert part in str(refused.value)
 
@@ -203,6 +209,47 @@ def test_an_sbatch_script_runs_unchanged(local_cluster: RunningCluster) -> None:
     assert done.returncode == 5
 
 
+@pytest.mark.parametrize(
+    ("first_line", "body", "code", "shown"),
+    [
+        ("/bin/bash -e", "false\necho went on", 1, ""),
+        ("/usr/bin/env -S bash -o pipefail", "false | true && echo went on", 1, ""),
+        ("/bin/bash -l", "shopt -q login_shell && echo a login", 0, "a login\n"),
+        (
+            "/usr/bin/env python3",
+            "import os; print('job', os.environ['SLURM_JOB_NAME']); raise SystemExit(4)",
+            4,
+            "job s\n",
+        ),
+        ("/bin/sed -n 2p", "as sed reads it", 0, "as sed reads it\n"),
+    ],
+)
+def test_a_script_runs_as_its_first_line_says(
+    shared_cluster: RunningCluster, tmp_path: Path, first_line: str, body: str, code: int, shown: str
+) -> None:
+    """Regression: bash read scripts for Python, and went on behind a failed command in spite of `#!/bin/bash -e`."""
+    text = f"#!{first_line}\n{body}\n"
+    (tmp_path / "s.py").write_text(text)
+    for given, typed in (("s.py", ""), ("-", text)):
+        done = shared_cluster.run("submit", "--wait", "--name", "s", given, input=typed, cwd=tmp_path, check=False)
+        assert done.returncode == code, done.stderr
+        assert shared_cluster.run("logs", done.stdout.split()[0]).stdout == shown
+
+
+def test_a_script_is_told_what_scontrol_does_not_do(shared_cluster: RunningCluster) -> None:
+    """Regression: it returned 1 without a word, and a job that was to be queued again was over."""
+    done = shared_cluster.run("submit", "--wait", "--wrap", "scontrol requeue $SLURM_JOB_ID; echo code $?")
+    log = shared_cluster.run("logs", done.stdout.strip()).stdout
+    assert "clusterd: scontrol requeue" in log and "exit with a code of the job's retry_on\ncode 1\n" in log
+
+
+def test_a_script_with_the_line_ends_of_windows_is_refused(tmp_path: Path) -> None:
+    """As by sbatch: `mkdir out` would make another folder."""
+    (tmp_path / "job.sh").write_bytes(b"#!/bin/bash\r\nmkdir out\r\n")
+    with pytest.raises(ConfigError, match="line ends of Windows"):
+        read_batch_script(tmp_path / "job.sh")
+
+
 def test_srun_runs_a_step_for_each_task(shared_cluster: RunningCluster) -> None:
     """With its options apart from the command: `srun -n 2 hostname` once ran a command named 2."""
     text = (
@@ -240,5 +287,7 @@ def test_the_command_is_shown_as_it_was_typed() -> None:
     assert command_line(read_batch_script(script("#!/bin/bash\ntrue\n"))[0].spec.command) == "train.sh"
     file = script("#!/bin/bash\ntrue\n")
     assert command_line(read_batch_script(file, ["--lr", "1 e"])[0].spec.command) == "train.sh --lr '1 e'"
-    assert command_line(read_script_text("make all", "wrap")[0].spec.command) == "make all"
+    assert command_line(read_script_text("#!/bin/sh\nmake", "wrap")[0].spec.command) == "#!/bin/sh\nmake"
+    python = script("#!/usr/bin/env python3\n", "train.py")
+    assert command_line(read_batch_script(python, ["a"])[0].spec.command) == "train.py a"
     assert command_line(["sh", "-c", "echo $HOME; ls"]) == "sh -c 'echo $HOME; ls'"
