@@ -216,5 +216,5 @@ def _leave(code: int) -> NoReturn:
         try:
             stream.flush()
         except (OSError, ValueError):
-            code = code or 120  # as Python does when the last output cannot be written
+            code = code or relay.LOST_OUTPUT
     os._exit(code)
