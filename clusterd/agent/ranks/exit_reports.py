@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from clusterd.agent.background_tasks import Background
 from clusterd.agent.host import processes
 from clusterd.agent.host.attempt_records import Attempt, Rank
+from clusterd.agent.host.home import no_space
 from clusterd.agent.ranks import containers, stopping
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.agent import RankExited
@@ -23,9 +22,6 @@ STRAGGLER_GRACE_S = 1.0
 
 CLEAR_S = 10.0
 """The exit of one of several ranks is reported after this long at the latest: its peers wait for the report."""
-
-NO_SPACE_BYTES = 1 << 16
-"""A disk with less is full."""
 
 Emit = Callable[[Event], object]
 
@@ -104,7 +100,7 @@ class ExitReports:
                 attempt.launch.container, rank.exit_code, _last_lines(attempt, rank)
             )
         if rank.exit_code != 0 and rank.reason in (Reason.EXIT, Reason.SIGNAL) and not rank.message:
-            rank.message = _full_disk(attempt.directory)
+            rank.message = no_space(attempt.directory)  # for which its log had no room either
         rank.end = None
         self._send(attempt, rank)
 
@@ -121,15 +117,6 @@ class ExitReports:
         named = (attempt.job, attempt.attempt, attempt.generation, rank.rank)
         reason, message = rank.reason or Reason.LOST, rank.message or ""
         self._emit(RankExited(*named, reason, rank.exit_code, rank.signal, rank.at_s, message))
-
-
-def _full_disk(directory: Path) -> str:
-    """Message for a rank that failed on a full disk: its log had no room for it, and its output ended in SIGPIPE."""
-    try:
-        found = os.statvfs(directory)
-    except OSError:
-        return ""  # it was deleted by hand
-    return f"no space left on the disk of {directory}" if found.f_bavail * found.f_frsize < NO_SPACE_BYTES else ""
 
 
 def _last_lines(attempt: Attempt, rank: Rank) -> list[str]:
