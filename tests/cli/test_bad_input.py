@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterd.errors import ClusterError, UsageError
+from clusterd.submission.job_file import read_job_file
 from tests.conftest import GPT, RunningCluster
 
 
@@ -233,6 +234,11 @@ def test_a_standard_input_that_is_closed(shared_cluster: RunningCluster) -> None
     assert message.stdout == "there\n"
     assert "top needs a terminal" in message.stderr
     assert "bug" not in message.stderr
+
+
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(b'\xef\xbb\xbfcommand = ["true"]\r\n')
+    assert read_job_file(tmp_path / "job.toml").spec.command == ("true",)
 
 
 def test_a_workdir_that_is_too_large_names_its_largest_files(cluster: RunningCluster) -> None:
