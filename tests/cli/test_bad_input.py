@@ -305,6 +305,8 @@ def test_ended_jobs_are_not_changed(shared_cluster: RunningCluster) -> None:
     for terms in (("priority", job, "5"), ("unpin", job), ("cancel", job)):
         assert f"job {job} (true) is finished already" in refused(shared_cluster, *terms, code=1)
     assert "local0 is in the cluster already" in refused(shared_cluster, "host", "add", "local0", code=1)
+    other = refused(shared_cluster, "host", "add", "root@local0:2201", code=1)
+    assert "another port or account there needs a name of its own: Host in the SSH configuration" in other
     assert "has the known key" in shared_cluster.run("host", "trust", "local0").stderr
 
 
