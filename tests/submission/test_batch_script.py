@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -278,9 +280,32 @@ def test_an_array_of_scripts_knows_its_size(shared_cluster: RunningCluster) -> N
 
 
 def test_what_is_submitted_without_a_file_is_a_script(shared_cluster: RunningCluster) -> None:
-    assert "no script that begins with #!" in shared_cluster.run("submit", input="x = 1", check=False).stderr
+    assert "standard input: unknown key 'x'" in shared_cluster.run("submit", input="x = 1", check=False).stderr
+    assert "it is empty" in shared_cluster.run("submit", input="", check=False).stderr
     both = shared_cluster.run("submit", "--wrap", "true", "job.sh", check=False)
     assert both.returncode == 2 and "leave job.sh out" in both.stderr
+
+
+def test_what_is_in_a_pipe_is_read_once(shared_cluster: RunningCluster, tmp_path: Path) -> None:
+    """Regression: of `submit <(envsubst < job.toml)` the first bytes were lost: "command is missing"."""
+    (tmp_path / "job.toml").write_text('command = ["echo", "a job file"]\n')
+    (tmp_path / "job.sh").write_text("#!/bin/bash\necho a script\n")
+    for typed, shown in (
+        ("submit --wait <(cat job.toml)", "a job file\n"),
+        ("submit --wait - < job.toml", "a job file\n"),
+        ("submit --wait <(cat job.sh)", "a script\n"),
+        ("submit --wait /dev/stdin < <(cat job.sh)", "a script\n"),
+    ):
+        words = f"{shlex.quote(sys.executable)} -m clusterd {typed}"
+        done = subprocess.run(
+            ["bash", "-c", words],
+            cwd=tmp_path,
+            env=shared_cluster.environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert shared_cluster.run("logs", done.stdout.strip()).stdout == shown
 
 
 def test_the_command_is_shown_as_it_was_typed() -> None:
