@@ -43,7 +43,8 @@ declare -F conda > /dev/null || conda() {
 type module > /dev/null 2>&1 || module() { absent module "source its init script before"; }
 export SLURM_JOB_ID=$CLUSTERD_JOB SLURM_JOBID=$CLUSTERD_JOB SLURM_JOB_NAME=$CLUSTERD_JOB_NAME
 export SLURM_SUBMIT_DIR=$PWD SLURM_NNODES=${NNODES:-1} SLURM_JOB_NUM_NODES=${NNODES:-1}
-export SLURM_NTASKS=${SLURM_NTASKS:-${NNODES:-1}} SLURM_NPROCS=${SLURM_NTASKS:-${NNODES:-1}}
+export SLURM_CPUS_ON_NODE=$(nproc)
+[ -z "${SLURM_NTASKS-}" ] || export SLURM_NPROCS=$SLURM_NTASKS
 export SLURM_NODEID=${NODE_RANK:-0} SLURM_PROCID=${NODE_RANK:-0} SLURM_LOCALID=0
 export SLURM_JOB_NODELIST=${MASTER_ADDR:-localhost} SLURM_NODELIST=${MASTER_ADDR:-localhost}
 for name in JOB_ID TASK_ID TASK_COUNT TASK_MIN TASK_MAX; do
@@ -235,11 +236,12 @@ def _translate(options: dict[str, tuple[str, str]], alike: dict[str, Key], value
     if wrong:
         raise ConfigError("; ".join(wrong) + (f"; these are: {', '.join(unknown)}" if unknown else ""))
     nodes = resources.get("nodes", 1)
+    told = {"tasks", "tasks_per_node"} & resources.keys()
     tasks = resources.pop("tasks", nodes * resources.pop("tasks_per_node", 1))
     resources.pop("tasks_per_node", None)
     if tasks % nodes:
         raise ConfigError(f"{tasks} tasks on {nodes} nodes: give a multiple, as each node gets as many")
-    _set_tasks(tasks // nodes, nodes, values, resources)
+    _set_tasks(tasks // nodes, nodes, values, resources, told=bool(told))
     if (per := resources.pop("memory_per", None)) is not None:
         gpus = resources.get("gpus_per_node", -(-parse_gpus(resources.get("gpus", nodes))[1] // nodes))
         resources["memory_each"] *= resources.get("cpus", 1) if per == "cpus" else gpus
@@ -269,9 +271,13 @@ def _names(value: str) -> list[str]:
     return value.split(",")
 
 
-def _set_tasks(each: int, nodes: int, values: dict[str, Any], resources: dict[str, Any]) -> None:
-    """Variables about the tasks that `srun` starts in the script, and what all on one node need together."""
-    env = {"SLURM_NTASKS": str(each * nodes), "SLURM_NTASKS_PER_NODE": str(each)} if each > 1 else {}
+def _set_tasks(each: int, nodes: int, values: dict[str, Any], resources: dict[str, Any], *, told: bool) -> None:
+    """Variables about the tasks that `srun` starts in the script, and what all on one node need together.
+
+    Their number is there if it was `told`, as in Slurm: by it Lightning takes itself for one of that many tasks, and
+    starts no process for a second GPU.
+    """
+    env = {"SLURM_NTASKS": str(each * nodes), "SLURM_NTASKS_PER_NODE": str(each)} if told else {}
     if "cpus" in resources:
         env["SLURM_CPUS_PER_TASK"] = str(resources["cpus"])
         resources["cpus"] *= each

@@ -197,7 +197,7 @@ def test_a_job_file_is_no_script(tmp_path: Path) -> None:
 def test_an_sbatch_script_runs_unchanged(local_cluster: RunningCluster) -> None:
     """With Slurm's variables, srun, and its exit code."""
     text = (
-        "#!/bin/bash\n#SBATCH --job-name=unchanged\n#SBATCH --time=10\n#SBATCH --cpus-per-task=1\n"
+        "#!/bin/bash\n#SBATCH --job-name=unchanged\n#SBATCH --time=10\n#SBATCH -n 1 --cpus-per-task=1\n"
         'echo "job $SLURM_JOB_NAME on $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"\n'
         'srun --unbuffered -K1 echo "task $SLURM_PROCID of $SLURM_NTASKS"\nexit 5\n'
     )
@@ -238,9 +238,21 @@ def test_a_script_runs_as_its_first_line_says(
         assert shared_cluster.run("logs", done.stdout.split()[0]).stdout == shown
 
 
-def test_a_script_is_told_what_scontrol_does_not_do(shared_cluster: RunningCluster) -> None:
+@pytest.mark.parametrize(("option", "shown"), [("", "none\n"), ("#SBATCH -n 1\n", "1\n")])
+def test_the_number_of_tasks_is_there_if_it_was_asked_for(
+    shared_cluster: RunningCluster, tmp_path: Path, option: str, shown: str
+) -> None:
+    """Regression: Lightning took itself for the one task of Slurm, and refused a second device."""
+    text = f"#!/bin/bash\n{option}echo ${{SLURM_NTASKS-none}}\n"
+    done = shared_cluster.run("submit", "--wait", input=text, cwd=tmp_path)
+    assert shared_cluster.run("logs", done.stdout.strip()).stdout == shown
+
+
+def test_a_script_is_told_what_scontrol_does_not_do(shared_cluster: RunningCluster, tmp_path: Path) -> None:
     """Regression: it returned 1 without a word, and a job that was to be queued again was over."""
-    done = shared_cluster.run("submit", "--wait", "--wrap", "scontrol requeue $SLURM_JOB_ID; echo code $?")
+    done = shared_cluster.run(
+        "submit", "--wait", "--wrap", "scontrol requeue $SLURM_JOB_ID; echo code $?", cwd=tmp_path
+    )
     log = shared_cluster.run("logs", done.stdout.strip()).stdout
     assert "clusterd: scontrol requeue" in log and "exit with a code of the job's retry_on\ncode 1\n" in log
 
