@@ -23,6 +23,7 @@ class ClusterError(Exception):
     exit_code = 1
     is_permanent = False  # a retry would fail alike
     is_of_job = False  # any other host would fail alike, too
+    is_full_disk = False  # of a host: a retry succeeds once somebody has made room
 
 
 class UsageError(ClusterError):

@@ -126,7 +126,10 @@ def checked_name(name: str) -> str:
     if re.fullmatch(r"[0-9]+", name):
         raise ValueError(f"the name {name!r} would be taken for the id of a job: add a letter")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or len(name) > NAME_LENGTH_MAX:
-        raise ValueError(f"the name {name!r} must be letters, digits, '.', '_' and '-', {NAME_LENGTH_MAX} at most")
+        first = "" if re.match("[A-Za-z0-9]?$|[A-Za-z0-9]", name) else "begin with a letter or digit, and "
+        raise ValueError(
+            f"the name {name!r} must {first}be letters, digits, '.', '_' and '-', {NAME_LENGTH_MAX} at most"
+        )
     return name
 
 

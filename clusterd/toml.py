@@ -18,7 +18,7 @@ def read_toml(file: Path) -> dict[str, Any]:
         ConfigError: it cannot be read or is not TOML; names line and column.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # Windows marks texts so
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}: give the path of a TOML file") from None
     except UnicodeDecodeError:

@@ -388,7 +388,7 @@ class RankEnd:
     reason: Reason
     exit_code: int | None = None
     signal: int | None = None
-    message: str = ""  # from the rank, if the training loop ended it
+    message: str = ""  # from the rank, if the training loop ended it, or from its agent
 
     @property
     def is_success(self) -> bool:
@@ -397,7 +397,7 @@ class RankEnd:
 
     def __str__(self) -> str:
         if self.reason is Reason.SIGNAL:
-            return f"killed by signal {self.signal}"
+            return f"killed by signal {self.signal}" + (f": {self.message}" if self.message else "")
         if self.reason is Reason.EXIT:
             return f"exit code {self.exit_code}" + (f": {self.message}" if self.message else "")
         if self.reason in (Reason.PLAN, Reason.SCRIPT, Reason.DEVICE_FAULT, Reason.NO_TORCH) and self.message:

@@ -24,11 +24,11 @@ from clusterd.units import counted, size
 @click.command()
 @click.argument("job", shell_complete=complete_job)
 @click.argument("files", nargs=-1)
-@click.option("--to", "folder", type=click.Path(path_type=Path), default=Path(), help="Target folder; default: here.")
+@click.option("--to", "folder", type=click.Path(path_type=Path), help="Target folder; default: here.")
 @click.option("--force", is_flag=True, help="Overwrite existing files.")
 @output_option
-def get(job: str, files: tuple[str, ...], folder: Path, force: bool, output: str) -> None:
-    """Copy FILES that a job wrote into its working directory; without FILES, list them.
+def get(job: str, files: tuple[str, ...], folder: Path | None, force: bool, output: str) -> None:
+    """Copy FILES that a job wrote into its working directory; without FILES, list them, or with --to copy all.
 
     A FILE is a path below the working directory, a folder, or a pattern in quotes, as in '*.pt'. While the job runs, a
     file is copied up to its current end. A path that several hosts of a job wrote is copied below a folder for each.
@@ -37,9 +37,11 @@ def get(job: str, files: tuple[str, ...], folder: Path, force: bool, output: str
         listing = cluster.call("files", job=job)
         for host, why in listing["left"].items():
             note(f"{host} cannot list its files: {why}")
-        if not files:
+        if not files and folder is None:
             _list(listing, output)
             return
+        files, folder = files or (".",), folder or Path()
+        _complete(cluster, listing)
         chosen = [_matching(listing, wanted) for wanted in files]
         files_of = Counter(file["path"] for file in listing["files"])
         unique = {
@@ -57,6 +59,19 @@ def get(job: str, files: tuple[str, ...], folder: Path, force: bool, output: str
         for path, file in unique.items():
             _copy(cluster, listing["job"], file, folder / path)
             note(f"{folder / path} ({size(file['bytes'])}) from {file['host']}")
+        if listing["more"] and not {os.path.normpath(wanted) for wanted in files} <= set(files_of):
+            raise ClusterError(
+                f"{counted(listing['more'], 'file')} of {listing['name']} cannot be copied, by names that are no UTF-8"
+            )
+
+
+def _complete(cluster: Client, listing: dict[str, Any]) -> None:
+    """Add the files that were too many for one answer."""
+    page = listing
+    while page["more"] and page["files"]:
+        page = cluster.call("files", job=listing["job"], after=page["files"][-1]["path"])
+        listing["files"] += page["files"]
+    listing["more"] = page["more"]
 
 
 def _list(listing: dict[str, Any], output: str) -> None:

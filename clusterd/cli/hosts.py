@@ -296,13 +296,12 @@ def trust(name: str, yes: bool) -> None:
     with Client() as cluster:
         address = cluster.call("host", host=name)["link"]["address"]
         seen = cluster.call("host_inspect", address=address, accept=[])
-        for hop in seen["changed"]:
-            note(f"{hop['host']}: its key was {hop['old_fingerprint']}, is {hop['kind']} {hop['fingerprint']}")
+        for hop in (*seen["changed"], *seen["unknown"]):
+            was = f"was {hop['old_fingerprint']}" if "old_fingerprint" in hop else "is in no known_hosts file"
+            note(f"{hop['host']}: its key {was}, is {hop['kind']} {hop['fingerprint']}")
             if not yes and not (sys.stdin.isatty() and click.confirm("Is the new key right?", err=True)):
                 raise ClusterError(f"{name} is unchanged: its new key was not accepted (--yes accepts it)")
         accept = [hop["fingerprint"] for hop in (*seen["changed"], *seen["unknown"])]
-        if not accept:
-            note(f"{name} has the known key")
-            return
-        cluster.call("host_trust", host=name, accept=accept)
-        note(f"{name}'s new key is trusted; connecting again")
+        if not address.startswith(("local:", "joined:")):  # which have no key of their own
+            cluster.call("host_trust", host=name, accept=accept)  # dials at once, also without a new key
+        note(f"{name}'s new key is trusted; connecting again" if accept else f"{name} has the known key")

@@ -398,8 +398,9 @@ def cancel(
 
 def _send_signal(cluster: Client, jobs: list[str], name: str) -> None:
     """Send a signal to running jobs."""
-    number = getattr(signal, f"SIG{name.upper().removeprefix('SIG')}", None)
-    if not isinstance(number, signal.Signals):
+    named = name.upper().removeprefix("SIG")
+    number = next((each for each in signal.Signals if named in (each.name.removeprefix("SIG"), str(int(each)))), None)
+    if number is None:
         raise UsageError(f"--signal {name}: there is no such signal; write it as in USR1 or TERM")
     for job in jobs:
         cluster.call("signal", job=job, number=int(number))

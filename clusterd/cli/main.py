@@ -6,6 +6,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,9 +105,28 @@ _ELSEWHERE = {
     "scancel": "cancel", "scontrol": "hold, release, requeue, edit", "sprio": "why", "attach": "logs -f",
     "ps": "ls", "list": "ls", "jobs": "ls", "queue": "ls", "hosts": "host ls", "nodes": "host ls", "kill": "cancel",
     "exec": "shell", "rm": "forget", "tail": "logs -f", "sattach": "logs -f", "sstat": "show", "sreport": "report",
-    "smap": "top", "launch": "submit", "down": "cancel",
+    "smap": "top", "launch": "submit", "down": "cancel", "up": "start", "delete": "cancel, or forget", "info": "show",
+    "describe": "show", "ssh": "shell JOB", "add": "host add", "drain": "host drain", "host rm": "host remove",
+    "host delete": "host remove", "host list": "host ls", "host info": "host show", "host describe": "host show",
+    "host cordon": "host drain", "host uncordon": "host undrain", "host resume": "host undrain",
 }  # fmt: skip
-"""Commands of Slurm, tmux, SkyPilot, pueue and docker that hands type, and what does the same."""
+"""Commands of Slurm, tmux, SkyPilot, pueue, docker and kubectl that hands type, and what does the same."""
+
+_OPTIONS_ELSEWHERE = {
+    "cancel": {
+        "-u": "clusterd cancel '*', for all of your own", "--user": "clusterd cancel '*', for all of your own",
+        "--all": "clusterd cancel '*'", "-n": "clusterd cancel 'NAME*'", "--name": "clusterd cancel 'NAME*'",
+        "-t": "--state STATE", "-s": "--signal SIGNAL", "-9": "--now", "-f": "--now", "--force": "--now",
+    },
+    "ls": {
+        "-u": "--user NAME", "--me": "--user .", "-t": "--state STATE", "--states": "--state STATE", "-S": "--since 1d",
+        "--starttime": "--since 1d", "-j": "clusterd ls JOB", "--jobs": "clusterd ls JOB", "-w": "clusterd top",
+        "--watch": "clusterd top", "--format": "-o csv or -o json", "--start": "clusterd why JOB",
+        "-p": "there are no partitions, leave it out", "--partition": "there are no partitions, leave it out",
+    },
+    "logs": {"--tail": "--lines N", "-F": "--follow"},
+}  # fmt: skip
+"""Options of scancel, squeue, sacct, tail and kubectl, and what does the same."""
 
 
 _JOBS = ("submit", "run", "shell")
@@ -131,8 +151,15 @@ class _Commands(click.Group):
         except click.NoSuchOption as error:
             from clusterd.submission.batch_script import option_here
 
-            if error.ctx and error.ctx.info_name in _JOBS and (here := option_here(error.option_name)):
-                raise click.UsageError(f"No such option {error.option_name!r}. Here it is: {here}", error.ctx) from None
+            command, option = error.ctx.info_name if error.ctx else "", error.option_name
+            here = option_here(option) if command in _JOBS else _OPTIONS_ELSEWHERE.get(command or "", {}).get(option)
+            if here:
+                raise click.UsageError(f"No such option {option!r}. Here it is: {here}", error.ctx) from None
+            raise
+        except click.UsageError as error:
+            named = re.fullmatch(r"No such command '(.+)'\.", error.message)
+            if named and error.ctx and (here := _ELSEWHERE.get(f"{error.ctx.info_name} {named[1]}")):
+                raise click.UsageError(f"{error.message} Here it is: clusterd {here}", error.ctx) from None
             raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -33,6 +33,7 @@ from clusterd.submission.job_file import (
     check_environment,
     command_line_job,
     fields_of,
+    parse_job,
     read_job_file,
     variables,
     with_fields,
@@ -49,6 +50,7 @@ from clusterd.submission.sweep import (
     swept,
 )
 from clusterd.submission.workdir import commit_of
+from clusterd.toml import parse_toml
 from clusterd.types import JobSpec
 from clusterd.units import counted
 
@@ -105,7 +107,7 @@ def submit(file: Path | None, arguments: tuple[str, ...], wrap: str | None, outp
     """Submit the job of FILE; prints its id.
 
     FILE is a job file, or a script that begins with #! and says what it needs in #CLUSTERD or #SBATCH lines; - or no
-    FILE is such a script on standard input. Options override it; those that may be repeated add to it. ARGUMENTS are
+    FILE is either on standard input. Options override it; those that may be repeated add to it. ARGUMENTS are
     for a script; -- goes before those that begin with -.
     """
     request = _given(file, arguments, wrap)
@@ -188,22 +190,32 @@ SCRIPTS = {".sh": "sh", ".bash": "bash", ".py": "python"}
 
 
 def _given(file: Path | None, arguments: Sequence[str], wrap: str | None) -> Request:
-    """Job of a file, of a line of shell, or of a script on standard input.
+    """Job of a file, of a line of shell, or of what is on standard input or in a pipe, which can be read once.
 
     Raises:
         UsageError: none, or several, are given.
     """
-    if file is not None and str(file) != "-":
-        if wrap is not None:
-            raise UsageError(f"--wrap is in the place of a file: leave {file} out")
+    named = file is not None and str(file) != "-"
+    if named and wrap is not None:
+        raise UsageError(f"--wrap is in the place of a file: leave {file} out")
+    if file is not None and named and not file.is_fifo() and not file.is_char_device():
         return _read(file, arguments)
-    if wrap is None and sys.stdin.isatty():
-        raise UsageError("give the FILE of a job, --wrap COMMAND, or a script on standard input")
-    text = sys.stdin.read() if wrap is None else f"#!/bin/bash\n{wrap}\n"
-    if not text.startswith("#!"):
-        raise UsageError("what is on standard input is no script that begins with #!: give a job file by its name")
+    if not named and wrap is None and sys.stdin.isatty():
+        raise UsageError("give the FILE of a job, --wrap COMMAND, or a job file or script on standard input")
+    if wrap is not None:
+        text = f"#!/bin/bash\n{wrap}\n"
+    else:
+        text = (
+            file.read_text(encoding="utf-8", errors="surrogateescape")
+            if file is not None and named
+            else sys.stdin.read()
+        )
     if arguments:
         raise UsageError(f"{arguments[0]} is an argument for a script on standard input: give it as a FILE")
+    if not text.strip():
+        raise UsageError("there is no job on standard input: it is empty")
+    if not text.startswith("#!"):
+        return parse_job(parse_toml(text, "standard input"), Path("stdin"), "standard input")
     request, ignored = read_script_text(text, "stdin" if wrap is None else "wrap")
     _tell_of_ignored("the script", ignored)
     return request

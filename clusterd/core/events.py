@@ -292,6 +292,7 @@ class ModelNotDescribed(Event):
     why: str
     is_infrastructure: bool = False  # the host's fault: another host may succeed
     is_permanent: bool = False  # that host would fail again: without another host the job fails
+    is_full_disk: bool = False  # that host has no room: without another host the job waits for it
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
@@ -385,6 +386,7 @@ class LaunchFailed(Event):
     why: str
     is_infrastructure: bool = True
     is_permanent: bool = False  # that host would fail again: without another host the job fails
+    is_full_disk: bool = False  # that host has no room: without another host the job waits for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
     TIME_LIMIT = "time limit"
     HOST_LOST = "host lost"
+    HOST_FULL = "host full"  # its disk: the job waits for somebody who makes room
     TARGET_REACHED = "target reached"
     LAUNCH_FAILED = "launch failed"
     PREEMPTED = "preempted"

@@ -77,7 +77,8 @@ class Notifier:
                 )
             elif isinstance(decision, RequeueJob):
                 job = self._state.jobs[decision.job]
-                if job.attempts[decision.attempt - 1].stop.outcome not in _BY_CHOICE:
+                *before, last = (attempt.stop.outcome for attempt in job.attempts[: decision.attempt])
+                if last not in _BY_CHOICE and not (last is Outcome.HOST_FULL and before[-1:] == [last]):
                     # The reason ends with where it goes on.
                     self.tell(_of_job(job, "queued again", f": {decision.reason}"))
             elif isinstance(decision, ReleaseBooked):

@@ -143,7 +143,9 @@ class Files:
 
 @dataclass(frozen=True)
 class ListFiles(OfAttempt, Request[Files], verb="files"):
-    """List the files that an attempt wrote."""
+    """List the files that an attempt wrote, those behind a path in their order."""
+
+    after: str = ""
 
 
 @dataclass(frozen=True)

@@ -307,7 +307,7 @@ async def _explain(
     if isinstance(error, asyncssh.PermissionDenied):
         tried = ", ".join(credentials.tried) or "no key at all"
         skipped = f"; not usable: {'; '.join(credentials.skipped)}" if credentials.skipped else ""
-        usual = f"Make `ssh {route.name}` work without a password, for example with ssh-copy-id"
+        usual = f"Make `{route.command}` work without a password, for example with ssh-copy-id"
         remedy = route.remedy or usual
         if watcher.is_asked and KEYBOARD not in await _first_methods(route, tunnel):
             # It did not say so before it had the key.
@@ -337,7 +337,7 @@ def _why(error: BaseException, route: Route, waited_s: float) -> str:
     if isinstance(error, socket.gaierror):
         return f"the name {route.host!r} cannot be resolved; correct the address, or HostName in your SSH configuration"
     if isinstance(error, TimeoutError):
-        return f"no answer within {waited_s:.3g} s; is it switched on, and does `ssh {route.name}` work?"
+        return f"no answer within {waited_s:.3g} s; is it switched on, and does `{route.command}` work?"
     if isinstance(error, ConnectionRefusedError):
         return f"nothing listens on port {route.port}; is sshd running there?"
     if isinstance(error, asyncssh.ChannelOpenError):

@@ -63,6 +63,7 @@ class AgentRefused(HostError):
         self.kind = kind
         self.is_permanent = kind in _PERMANENT
         self.is_of_job = kind in _OF_JOB
+        self.is_full_disk = kind == "disk-full"
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,14 @@ class Route:
         """All routes on the path, in the order of connection; this one is last."""
         return (*(self.via.hops if self.via else ()), self)
 
+    @property
+    def command(self) -> str:
+        """The ``ssh`` that people type for it."""
+        address = parse(self.name)
+        return f"ssh -p {address.port} {replace(address, port=None)}" if address.port else f"ssh {self.name}"
+
     def __str__(self) -> str:
-        place = f"{self.user}@{self.host}:{self.port}"
+        place = str(Address(self.host, self.user, self.port))
         return place if self.name in (self.host, place) else f"{self.name} ({place})"
 
 

@@ -8,6 +8,7 @@ files print comes before the first such line and is skipped by the reader.
 
 import io
 import json
+import marshal
 import os
 import shutil
 import sys
@@ -44,11 +45,25 @@ def is_intact(target, sha256):  # type: (str, str) -> bool
     for folder, folders, names in os.walk(target):
         if "__pycache__" in folders:
             folders.remove("__pycache__")
+            drop_truncated(os.path.join(folder, "__pycache__"))
         for name in names:
             path = os.path.join(folder, name)
             with open(path, "rb") as file:
                 files.append((os.path.relpath(path, target), file.read()))
     return content_digest(files) == sha256
+
+
+def drop_truncated(folder):  # type: (str) -> None
+    """Remove what Python compiled and a full disk cut off: each later start would end with "marshal data too short"."""
+    for name in os.listdir(folder):
+        if name.endswith(f"{sys.implementation.cache_tag}.pyc"):
+            path = os.path.join(folder, name)
+            try:
+                with open(path, "rb") as file:
+                    file.seek(16)
+                    marshal.load(file)
+            except (EOFError, ValueError, TypeError):
+                os.unlink(path)
 
 
 def unpack(data, target, sha256):  # type: (bytes, str, str) -> bool

@@ -1,7 +1,8 @@
 """Batch scripts: ``#CLUSTERD`` lines with keys of a job file, and the usual ``#SBATCH`` lines of Slurm.
 
-A script runs under bash in a copy of the directory it is submitted from. With several nodes it runs once on each of
-them; ``srun`` in it starts the tasks of that node. Lines whose effect clusterd cannot give are refused by name.
+A script runs in a copy of the directory it is submitted from, under bash with the options of its first line, or under
+the other interpreter that this line names. With several nodes it runs once on each of them; ``srun`` in it starts the
+tasks of that node. Lines whose effect clusterd cannot give are refused by name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ while IFS= read -r -d '' pair; do
 done < /proc/$$/environ 2> /dev/null
 unset pair
 absent() {
-    echo "clusterd: $1: not on the PATH of $USER's login on $HOSTNAME, nor defined by its profile; $2" >&2
+    echo "clusterd: $1: not on the PATH of ${USER:-$(id -un)}'s login on $HOSTNAME, nor defined by its profile; $2" >&2
     exit 127
 }
 declare -F conda > /dev/null || conda() {
@@ -42,7 +43,8 @@ declare -F conda > /dev/null || conda() {
 type module > /dev/null 2>&1 || module() { absent module "source its init script before"; }
 export SLURM_JOB_ID=$CLUSTERD_JOB SLURM_JOBID=$CLUSTERD_JOB SLURM_JOB_NAME=$CLUSTERD_JOB_NAME
 export SLURM_SUBMIT_DIR=$PWD SLURM_NNODES=${NNODES:-1} SLURM_JOB_NUM_NODES=${NNODES:-1}
-export SLURM_NTASKS=${SLURM_NTASKS:-${NNODES:-1}} SLURM_NPROCS=${SLURM_NTASKS:-${NNODES:-1}}
+export SLURM_CPUS_ON_NODE=$(nproc)
+[ -z "${SLURM_NTASKS-}" ] || export SLURM_NPROCS=$SLURM_NTASKS
 export SLURM_NODEID=${NODE_RANK:-0} SLURM_PROCID=${NODE_RANK:-0} SLURM_LOCALID=0
 export SLURM_JOB_NODELIST=${MASTER_ADDR:-localhost} SLURM_NODELIST=${MASTER_ADDR:-localhost}
 for name in JOB_ID TASK_ID TASK_COUNT TASK_MIN TASK_MAX; do
@@ -55,7 +57,12 @@ done
 }
 unset name given
 srun() { eval "$CLUSTERD_STEP" '"$@"'; }
-scontrol() { [ "$1 $2" = "show hostnames" ] && echo "$SLURM_JOB_NODELIST"; }
+scontrol() {
+    [ "$1 $2" != "show hostnames" ] || { echo "$SLURM_JOB_NODELIST"; return; }
+    echo "clusterd: scontrol $*: it knows show hostnames alone in a job; to be queued again, exit with a code of" \
+        "the job's retry_on" >&2
+    return 1
+}
 export -f srun scontrol
 script=$1; shift
 """
@@ -64,8 +71,11 @@ script=$1; shift
 The job's variables come first, as a profile sets PATH anew; then Slurm's, and its two commands that scripts use.
 """
 
-_FILE, _TEXT = 'source "$script"\n', 'eval "$script"\n'
-"""End of the prelude: the script is a file in the working directory, or the text itself."""
+_SCRIPT = "script=$1; shift\n"
+"""Last line of the prelude: what follows runs ``$script``, a file in the working directory or the text itself."""
+
+_SHELLS = ("bash", "sh", "dash", "ksh")
+"""Interpreters whose scripts bash reads itself: they may use functions of the profile."""
 
 _SHORT = {
     "-J": "--job-name", "-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-c": "--cpus-per-task", "-t": "--time",
@@ -84,10 +94,9 @@ IGNORED = (
 def command_line(command: Sequence[str]) -> str:
     """A job's command as one types it; of a batch script its file, or its text."""
     for number, word in enumerate(command[:-2]):
-        if word.endswith(_TEXT):
-            return command[number + 2]
-        if word.endswith(_FILE):
-            return shlex.join(command[number + 2 :])
+        if _SCRIPT in word:
+            script = command[number + 2]
+            return script if script.startswith("#!") else shlex.join(command[number + 2 :])
     return shlex.join(command)
 
 
@@ -117,21 +126,23 @@ def read_batch_script(file: Path, arguments: Sequence[str] = ()) -> tuple[Reques
         ConfigError: names file, line and option.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_bytes().decode()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as text: {error}") from None
+    if "\r\n" in text:
+        raise ConfigError(f"{file} has the line ends of Windows, which become part of words: sed -i 's/\\r$//' {file}")
     script = os.path.relpath(file.resolve(), Path.cwd())
     if script.startswith(".."):
         raise ConfigError(f"{file} is outside of this directory, which is sent to the hosts: change to its directory")
-    return _read(text, file, [PRELUDE + _FILE, "bash", script, *arguments])
+    return _read(text, file, ["bash", script, *arguments], is_file=True)
 
 
 def read_script_text(text: str, name: str) -> tuple[Request, list[str]]:
     """As `read_batch_script`, of a script that is no file: on standard input, or on a command line."""
-    return _read(text, Path(name), [PRELUDE + _TEXT, "bash", text])
+    return _read(text, Path(name), ["bash", text], is_file=False)
 
 
-def _read(text: str, file: Path, words: list[str]) -> tuple[Request, list[str]]:
+def _read(text: str, file: Path, words: list[str], *, is_file: bool) -> tuple[Request, list[str]]:
     values: dict[str, Any] = {}
     ignored: list[str] = []
     own: list[str] = []
@@ -147,25 +158,43 @@ def _read(text: str, file: Path, words: list[str]) -> tuple[Request, list[str]]:
                     options[name] = (value, where)
         elif line.startswith("#CLUSTERD"):
             own.append(line.removeprefix("#CLUSTERD").strip())
-        elif line.strip() and not line.startswith("#"):
+        elif line.strip() and not line.lstrip().startswith("#"):
             break  # as for sbatch, what follows the first command is no option
     _translate(options, alike, values)
     for key, value in parse_toml("\n".join(own), f"{file}: #CLUSTERD lines").items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
     values.setdefault("name", _name(file))
     shell = ("-c",) if values.get("clean_env") else ("-l", "-c")
-    rest = words[0].removeprefix(PRELUDE)
+    rest = _interpreted(text.partition("\n")[0], file, is_file=is_file)
     if folder := values.pop("chdir", ""):
-        whole = "script=$PWD/$script\n" if rest == _FILE else ""
+        whole = "script=$PWD/$script\n" if is_file else ""
         rest = f"{whole}cd -- {shlex.quote(folder)} || exit\n{rest}"
         if "output" in values:
             values["output"] = os.path.join(folder, values["output"])
     if (number := values.pop("passes_on", None)) is not None:
         rest = f"trap : {number}\n{rest}"
-    words = [PRELUDE + rest, *words[1:]]
-    values.setdefault("command", ["bash", *shell, *words])
+    values.setdefault("command", ["bash", *shell, PRELUDE + rest, *words])
     values["workdir"] = str(Path.cwd())
     return parse_job(values, file, str(file)), ignored
+
+
+def _interpreted(first_line: str, file: Path, *, is_file: bool) -> str:
+    """Lines of bash that run ``$script`` as its first line says."""
+    try:
+        words = shlex.split(first_line.removeprefix("#!"))
+    except ValueError as error:
+        raise ConfigError(f"{file}, line 1: {error}") from None
+    named = 0
+    if words and os.path.basename(words[0]) == "env":
+        named = next((n for n, word in enumerate(words) if n and not word.startswith("-") and "=" not in word), 0)
+    program = os.path.basename(words[named]) if words else "sh"
+    if program not in _SHELLS:
+        script = '"$script"' if is_file else '<(printf %s "$script")'
+        return f'exec {shlex.join(words)} {script} "$@"\n'
+    # Of bash's own options, those of the login it is already.
+    options = [re.sub("[li]", "", word) if re.fullmatch("-[a-z]+", word) else word for word in words[named + 1 :]]
+    options = [word for word in options if word != "-" and not word.startswith("--")]
+    return f"set {shlex.join(options)}\n" * bool(options) + ('source "$script"\n' if is_file else 'eval "$script"\n')
 
 
 def _options(text: str, where: str) -> Iterator[tuple[str, str]]:
@@ -179,7 +208,7 @@ def _options(text: str, where: str) -> Iterator[tuple[str, str]]:
         name, equals, value = token.partition("=")
         if not token.startswith("--"):
             name, equals, value = _SHORT.get(token[:2], token[:2]), token[2:], token[2:].removeprefix("=")
-        if not name.startswith("--"):
+        if not name.startswith("-"):
             raise ConfigError(f"{where}: {token} is not understood: take the line out, or write #CLUSTERD KEY = VALUE")
         if not equals and tokens and not tokens[0].startswith("-"):
             value = tokens.pop(0)
@@ -209,11 +238,12 @@ def _translate(options: dict[str, tuple[str, str]], alike: dict[str, Key], value
     if wrong:
         raise ConfigError("; ".join(wrong) + (f"; these are: {', '.join(unknown)}" if unknown else ""))
     nodes = resources.get("nodes", 1)
+    told = {"tasks", "tasks_per_node"} & resources.keys()
     tasks = resources.pop("tasks", nodes * resources.pop("tasks_per_node", 1))
     resources.pop("tasks_per_node", None)
     if tasks % nodes:
         raise ConfigError(f"{tasks} tasks on {nodes} nodes: give a multiple, as each node gets as many")
-    _set_tasks(tasks // nodes, nodes, values, resources)
+    _set_tasks(tasks // nodes, nodes, values, resources, told=bool(told))
     if (per := resources.pop("memory_per", None)) is not None:
         gpus = resources.get("gpus_per_node", -(-parse_gpus(resources.get("gpus", nodes))[1] // nodes))
         resources["memory_each"] *= resources.get("cpus", 1) if per == "cpus" else gpus
@@ -243,9 +273,13 @@ def _names(value: str) -> list[str]:
     return value.split(",")
 
 
-def _set_tasks(each: int, nodes: int, values: dict[str, Any], resources: dict[str, Any]) -> None:
-    """Variables about the tasks that `srun` starts in the script, and what all on one node need together."""
-    env = {"SLURM_NTASKS": str(each * nodes), "SLURM_NTASKS_PER_NODE": str(each)} if each > 1 else {}
+def _set_tasks(each: int, nodes: int, values: dict[str, Any], resources: dict[str, Any], *, told: bool) -> None:
+    """Variables about the tasks that `srun` starts in the script, and what all on one node need together.
+
+    Their number is there if it was `told`, as in Slurm: by it Lightning takes itself for one of that many tasks, and
+    starts no process for a second GPU.
+    """
+    env = {"SLURM_NTASKS": str(each * nodes), "SLURM_NTASKS_PER_NODE": str(each)} if told else {}
     if "cpus" in resources:
         env["SLURM_CPUS_PER_TASK"] = str(resources["cpus"])
         resources["cpus"] *= each

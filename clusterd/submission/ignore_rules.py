@@ -6,7 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pathspec
 
@@ -56,9 +56,9 @@ class IgnoreRules:
         self._left_out = {
             path.relative_to(here).as_posix() for path in (p.resolve() for p in left_out) if here in path.parents
         }
-        self._given = _spec(directory, given)
-        self._every = _spec(directory, (*_TOOLS, *given))
-        self._secrets = _spec(directory, (*_SECRETS, *given))
+        patterns = {"given": given, "every": (*_TOOLS, *given), "secrets": (*_SECRETS, *given)}
+        self._specs = {rules: _spec(directory, lines) for rules, lines in patterns.items()}
+        self._folders: dict[tuple[str, str], bool] = {}
 
     def ignores(self, name: str, *, by_tools: bool = True) -> bool:
         """True for a path, or one below a path, that the rules exclude; a folder's name ends with a slash.
@@ -66,13 +66,20 @@ class IgnoreRules:
         Args:
             by_tools: also what tools make again, which git's own rules exclude where git listed the files.
         """
-        paths = [*_parents(name), name]
-        spec = self._every if by_tools else self._given
-        return any(path.rstrip("/") in self._left_out or spec.match_file(path) for path in paths)
+        return self._matches("every" if by_tools else "given", name)
 
     def is_secret(self, name: str) -> bool:
         """True for a path, or one below a path, that looks like a secret and that the ignore file does not ask for."""
-        return any(self._secrets.match_file(path) for path in [*_parents(name), name])
+        return self._matches("secrets", name)
+
+    def _matches(self, rules: str, name: str) -> bool:
+        """True if the patterns match a path, or a folder above it, which is asked once."""
+        above = name.rstrip("/").rpartition("/")[0]
+        if above and (rules, above) not in self._folders:
+            self._folders[rules, above] = self._matches(rules, f"{above}/")
+        if above and self._folders[rules, above]:
+            return True
+        return (rules != "secrets" and name.rstrip("/") in self._left_out) or self._specs[rules].match_file(name)
 
     def holds_token(self, name: str) -> bool:
         """True for a small file with what looks like a key or token, unless the ignore file asks for it."""
@@ -81,14 +88,12 @@ class IgnoreRules:
             known = path.lstat()
             if not stat.S_ISREG(known.st_mode) or known.st_size > TOKEN_FILE_BYTES_MAX:
                 return False
-            return _TOKEN.search(path.read_bytes()) is not None and self._given.check_file(name).include is not False
+            return (
+                _TOKEN.search(path.read_bytes()) is not None
+                and self._specs["given"].check_file(name).include is not False
+            )
         except OSError:
             return False  # packing it reports the error
-
-
-def _parents(name: str) -> list[str]:
-    """Folders above a path, outermost first, each with a slash at its end."""
-    return [f"{parent}/" for parent in list(PurePosixPath(name).parents)[-2::-1]]
 
 
 def _spec(directory: Path, lines: Iterable[str]) -> pathspec.GitIgnoreSpec:

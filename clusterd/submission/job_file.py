@@ -170,6 +170,10 @@ def _workdir(file: Path, given: str, where: str) -> str:
         raise ConfigError(f"{where}: workdir is {given!r}, which is not a path to a directory: {error}") from None
 
 
+_BUILT_IN = ("cd", "export", "source", ".", "set", "unset", "ulimit", "umask", "alias", "eval", "exec", "trap")
+"""Commands that are a shell's own; as variables in front of a command are."""
+
+
 def command_line_job(
     argv: Sequence[str],
     found: Mapping[str, Any] | None = None,
@@ -191,8 +195,9 @@ def command_line_job(
     """
     if not argv:
         raise UsageError("nothing to run: give the command after --, as in clusterd run --gpus 1 -- python train.py")
-    if len(argv) == 1 and re.search(r"[\s;&|<>$]", argv[0]) and not os.path.exists(argv[0]):
-        shell = shlex.quote(argv[0])
+    is_line = len(argv) == 1 and re.search(r"[\s;&|<>$]", argv[0])
+    if (is_line or argv[0] in _BUILT_IN or re.match(r"[A-Za-z_]\w*=", argv[0])) and not os.path.exists(argv[0]):
+        shell = shlex.quote(argv[0] if is_line else shlex.join(argv))
         raise UsageError(f"{shell} is no program: give its words apart, or clusterd run -- sh -c {shell} for a shell")
     if unset := [key for key in secrets if key not in os.environ]:
         raise UsageError(f"--secret {unset[0]}: the environment variable {unset[0]} is not set")

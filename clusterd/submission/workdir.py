@@ -21,6 +21,9 @@ from clusterd.units import size
 
 GIT_TIMEOUT_S = 60.0
 
+TELLING_FILES = 20_000
+"""Files after which a directory without git that is too large is not read on: a home has millions."""
+
 OUR_PACKAGES = ("clusterd",)
 """Packages that ranks import; a module of the same name in the workdir would hide them."""
 
@@ -57,18 +60,12 @@ def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imp
                 )
     rules = IgnoreRules(directory, leave_out)
     listed = _from_git(directory, rules)
-    chosen = listed if listed is not None and listed.names else _Listed(list(_walk(directory, rules)))
+    by_git = listed is not None and bool(listed.names)
+    chosen = listed if listed is not None and by_git else _Listed(_walked(directory, rules, bytes_max))
+    _refuse_large(directory, chosen.names, bytes_max, whole=by_git or len(chosen.names) < TELLING_FILES)
     untracked = [name for name in chosen.names if name not in chosen.tracked]
     secrets = [name for name in untracked if rules.is_secret(name) or rules.holds_token(name)]
     files = sorted(set(chosen.names).difference(secrets))
-    sizes = {file: _size(directory / file) for file in files}
-    total = sum(sizes.values())
-    if total > bytes_max:
-        largest = ", ".join(f"{f} ({size(sizes[f])})" for f in sorted(files, key=lambda f: -sizes[f])[:3])
-        raise UsageError(
-            f"workdir {directory} has {size(total)} in {len(files)} files, the limit is {size(bytes_max)}; "
-            f"largest: {largest}: exclude them in {IGNORE_FILE}"
-        )
     spool = tempfile.SpooledTemporaryFile(max_size=32 << 20)  # noqa: SIM115 - handed to the caller
     with tarfile.open(fileobj=spool, mode="w", format=tarfile.PAX_FORMAT) as archive:
         count = sum(_add(archive, directory, file) for file in files)
@@ -133,6 +130,28 @@ def _add(archive: tarfile.TarFile, directory: Path, file: str) -> bool:
     info.size = len(data)
     archive.addfile(info, io.BytesIO(data))
     return True
+
+
+def _walked(directory: Path, rules: IgnoreRules, bytes_max: int) -> list[str]:
+    """Files below a directory; of one that is too large, such as a home, the first ones."""
+    names, total = [], 0
+    for name in _walk(directory, rules):
+        names.append(name)
+        total += _size(directory / name)
+        if total > bytes_max and len(names) >= TELLING_FILES:
+            break
+    return names
+
+
+def _refuse_large(directory: Path, names: list[str], bytes_max: int, *, whole: bool) -> None:
+    sizes = {name: _size(directory / name) for name in names}
+    if (total := sum(sizes.values())) > bytes_max:
+        largest = ", ".join(f"{name} ({size(sizes[name])})" for name in sorted(names, key=lambda n: -sizes[n])[:3])
+        raise UsageError(
+            f"workdir {directory} has {size(total)} in {'' if whole else 'the first '}{len(names)} files, the limit is "
+            f"{size(bytes_max)}; largest: {largest}: exclude them in {IGNORE_FILE}, or submit from the folder of the "
+            "job's code"
+        )
 
 
 def _size(path: Path) -> int:

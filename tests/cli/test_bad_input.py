@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterd.errors import ClusterError, UsageError
+from clusterd.submission.job_file import read_job_file
 from tests.conftest import GPT, RunningCluster
 
 
@@ -235,6 +236,11 @@ def test_a_standard_input_that_is_closed(shared_cluster: RunningCluster) -> None
     assert "bug" not in message.stderr
 
 
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(b'\xef\xbb\xbfcommand = ["true"]\r\n')
+    assert read_job_file(tmp_path / "job.toml").spec.command == ("true",)
+
+
 def test_a_workdir_that_is_too_large_names_its_largest_files(cluster: RunningCluster) -> None:
     """A checkpoint lies beside the script."""
     config = cluster.directory / "clusterd.toml"
@@ -299,6 +305,8 @@ def test_ended_jobs_are_not_changed(shared_cluster: RunningCluster) -> None:
     for terms in (("priority", job, "5"), ("unpin", job), ("cancel", job)):
         assert f"job {job} (true) is finished already" in refused(shared_cluster, *terms, code=1)
     assert "local0 is in the cluster already" in refused(shared_cluster, "host", "add", "local0", code=1)
+    other = refused(shared_cluster, "host", "add", "root@local0:2201", code=1)
+    assert "another port or account there needs a name of its own: Host in the SSH configuration" in other
     assert "has the known key" in shared_cluster.run("host", "trust", "local0").stderr
 
 

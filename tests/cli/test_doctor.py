@@ -28,6 +28,21 @@ def test_a_cluster_that_works_has_no_failure(cluster: RunningCluster) -> None:
     assert found["state"][1].startswith(str(cluster.directory))
 
 
+def test_a_key_that_the_ssh_configuration_names_is_a_key(
+    cluster: RunningCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: where each host had a key of its own, "only hosts that need none" were said to be possible."""
+    for name in ("HOME", "SSH_AUTH_SOCK"):
+        monkeypatch.setitem(cluster.environment, name, str(tmp_path) if name == "HOME" else "")
+    (tmp_path / "lab").touch()
+    (tmp_path / "ssh_config").write_text(f"Host gpu*\n  IdentityFile {tmp_path}/lab\n")
+    settings = tmp_path / "lab.toml"
+    settings.write_text(f'[daemon]\nssh_config = "{tmp_path}/ssh_config"\n')
+    assert findings(cluster)[1]["ssh"][0] == "warning"
+    cluster.run("start", "--config", str(settings))
+    assert findings(cluster)[1]["ssh"] == ("ok", f"keys that {tmp_path}/ssh_config names")
+
+
 def test_an_absent_daemon_is_a_failure_with_the_command_that_starts_it(cluster: RunningCluster) -> None:
     code, found = findings(cluster)
     assert code == 1

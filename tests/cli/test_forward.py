@@ -281,3 +281,11 @@ def test_a_notebook_without_jupyter_says_so_and_with_it_opens(cluster: RunningCl
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
     cluster.wait_for(row["id"], lambda row: row["state"] == "cancelled")
+
+
+def test_a_job_that_is_over_has_no_host_to_reach(cluster: RunningCluster) -> None:
+    """Regression: both succeeded, with a port that nobody answers on and a block that leads nowhere."""
+    job = cluster.run("run", "-d", "--no-snapshot", "--cpus", "1", "--", "true").stdout.strip()
+    cluster.wait_for(job, lambda row: row["ended_s"] is not None)
+    for arguments in (("forward", job, "6006:0"), ("ssh-config", job)):
+        assert f"job {job} (true) is finished: only hosts of jobs that run" in refused(cluster, *arguments, code=1)

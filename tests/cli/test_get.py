@@ -130,3 +130,27 @@ def test_an_input_that_was_replaced_is_written(shared_cluster: RunningCluster, t
     assert (tmp_path / "here" / "input.txt").read_text() == "new\n"
     listed = json.loads(shared_cluster.run("get", job, "-o", "json").stdout)
     assert "other.txt" not in [f["path"] for f in listed]
+
+
+def test_all_of_many_files_are_found(shared_cluster: RunningCluster, tmp_path: Path) -> None:
+    """Regression: of more than 10,000 `get .` copied the first, and those behind them were "not written"."""
+    body = "import os; os.mkdir('d'); [open(f'd/{n:05}', 'w').close() for n in range(10003)]; open('z', 'w').close()"
+    job = shared_cluster.run("run", "-d", "--name", "many", "--", "python3", "-c", body).stdout.strip()
+    shared_cluster.run("wait", job)
+    assert "and 4 more, not listed" in shared_cluster.run("get", job).stderr
+    shared_cluster.run("get", job, "d/1000*", "z", "--to", str(tmp_path))
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["10000", "10001", "10002", "z"]
+
+
+def test_a_folder_alone_is_for_all_files_and_what_cannot_be_copied_is_a_failure(
+    shared_cluster: RunningCluster, tmp_path: Path
+) -> None:
+    """Regression: `get JOB --to DIR` listed them and copied nothing; a name in Latin-1 was left out without a word."""
+    body = "echo a > a.txt; echo b > \"$(printf 'caf\\351')\""
+    job = shared_cluster.run("run", "-d", "--name", "latin", "--", "sh", "-c", body).stdout.strip()
+    shared_cluster.run("wait", job)
+    done = shared_cluster.run("get", job, "--to", str(tmp_path / "all"), check=False)
+    assert (tmp_path / "all" / "a.txt").read_text() == "a\n"
+    assert done.returncode == 1
+    assert "1 file of latin cannot be copied, by names that are no UTF-8" in done.stderr
+    shared_cluster.run("get", job, "a.txt", "--to", str(tmp_path / "one"))

@@ -87,18 +87,23 @@ def test_commands_of_other_programs_lead_to_the_one_here() -> None:
         ("scancel", "clusterd cancel"),
         ("attach", "clusterd logs -f"),
         ("down", "clusterd cancel"),
+        ("host rm", "clusterd host remove"),
+        ("host cordon", "clusterd host drain"),
     ):
-        answer = CliRunner().invoke(cli, [typed])
-        assert answer.exit_code == 2 and f"No such command '{typed}'. Here it is: {here}" in answer.output
+        answer = CliRunner().invoke(cli, typed.split())
+        word = typed.split()[-1]
+        assert answer.exit_code == 2 and f"No such command '{word}'. Here it is: {here}" in answer.output
     for here in {text.split()[0].strip(",") for text in _ELSEWHERE.values()}:
         assert here in _COMMANDS
     assert not _ELSEWHERE.keys() & _COMMANDS.keys()
 
 
-def test_options_of_sbatch_lead_to_the_one_here() -> None:
+def test_options_of_other_programs_lead_to_the_one_here() -> None:
     for command, option, here in (
         ("submit", "-J", "--name"), ("submit", "--dependency", "--after JOB"), ("run", "--gres", "--gpus N"),
         ("run", "-t", "--time 12h"), ("run", "-l", "lines of several"), ("submit", "--chdir", "from that directory"),
+        ("cancel", "-u", "clusterd cancel '*'"), ("cancel", "-t", "--state STATE"), ("ls", "--me", "--user ."),
+        ("ls", "-j", "clusterd ls JOB"), ("logs", "--tail", "--lines N"),
     ):  # fmt: skip
         answer = CliRunner().invoke(cli, [command, option, "x"])
         assert answer.exit_code == 2

@@ -80,6 +80,9 @@ def test_hosts_and_jobs_that_are_not_there(cluster: RunningCluster) -> None:
         (("run", "--devices", "9" * 30, "--", "true"), "beyond what fits 64 bits"),
         (("run", "--", ""), "command begins with an empty word"),
         (("run", "--name", "", "--", "true"), "the name '' must be letters"),
+        (("run", "--name", ".a", "--", "true"), "the name '.a' must begin with a letter or digit"),
+        (("run", "--", "cd", "a b"), """clusterd run -- sh -c 'cd '"'"'a b'"'"'' for a shell"""),
+        (("run", "--", "LR=1", "python", "train.py"), "clusterd run -- sh -c 'LR=1 python train.py' for a shell"),
     ],
 )
 def test_arguments_that_nothing_can_be_made_of(

@@ -95,3 +95,15 @@ def test_a_script_without_a_first_line_says_how(shared_cluster: RunningCluster, 
     done = shared_cluster.run("submit", str(tmp_path / "train.sh"), check=False)
     assert done.returncode == 2
     assert "begins with #!" in done.stderr and "clusterd run -d --gpus 1 -- sh" in done.stderr
+
+
+def test_the_beginning_of_a_name_is_shown_and_not_ended(shared_cluster: RunningCluster) -> None:
+    job = shared_cluster.run("run", "-d", "--name", "train2", "--", "sleep", "600").stdout.strip()
+    shared_cluster.wait_for(job, lambda row: row["state"] == "running")
+    assert f"train2 ({job}) is running" in shared_cluster.run("why", "train").stdout
+    for command in (("cancel",), ("requeue",), ("pause",), ("cancel", "--signal", "TERM"), ("forget", "-y")):
+        refused = shared_cluster.run(*command, "train", check=False)
+        assert "there is no job 'train' of yours, but train2" in refused.stderr, command
+        assert refused.returncode == 2
+    assert shared_cluster.job(job)["state"] == "running"
+    shared_cluster.run("cancel", "--wait", "train2")

@@ -391,3 +391,23 @@ def test_a_ceiling_does_not_hide_the_rules_of_git(tmp_path: Path, monkeypatch: p
     (work / "train.py").touch()
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     assert names(work) == ["train.py"]
+
+
+def test_a_home_is_refused_before_all_of_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: `clusterd run` in a home of 180,000 files said nothing for 80 s, then that it is too large."""
+    monkeypatch.setattr("clusterd.submission.workdir.TELLING_FILES", 3)
+    for folder in range(5):
+        (tmp_path / str(folder)).mkdir()
+        (tmp_path / str(folder) / "data").write_bytes(bytes(LIMIT))
+    with pytest.raises(
+        UsageError, match=r"has 3.0 MiB in the first 3 files, .* submit from the folder of the job's code"
+    ):
+        pack(tmp_path, LIMIT)
+
+
+def test_what_is_left_out_below_a_folder_is_told_by_the_folder_alone(tmp_path: Path) -> None:
+    (tmp_path / ".clusterdignore").write_text("/data/\n!keep.pem\n")
+    for file in ("data/a/b", "src/data/c", "src/keep.pem", "src/.aws/deep/config", "src/x.pem"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert names(tmp_path) == [".clusterdignore", "src/data/c", "src/keep.pem"]

@@ -144,6 +144,23 @@ def test_an_owner_is_told_once_that_checkpoints_fail(tmp_path: Path) -> None:
     assert told == [f"gpt ({job}): step {step} was not saved: no space left" for step in (10, 40)]
 
 
+def test_an_owner_is_told_once_that_a_disk_is_full(tmp_path: Path) -> None:
+    """It is tried every five minutes, for as long as nobody makes room."""
+    inbox = tmp_path / "inbox"
+    lab = Lab()
+    lab.host("a", gpus=1)
+    job, _ = lab.submit("gpt", user="ann")
+    notifier = Notifier(config.Notify(("tee", "-a", str(inbox)), config.NOTIFICATIONS), lab.scheduler.state)
+    for number in (1, 2, 3):
+        full = {"host": HostId("a"), "why": "no space left", "is_full_disk": True}
+        lab.tell(e.LaunchFailed(**lab.at(), job=job, attempt=number, generation=1, **full))
+        notifier.handled([], lab.stopped(job))
+        lab.fire(e.Timer(TimerKind.RETRY, job))
+    anyio.run(notifier.deliver)
+    (told,) = [json.loads(line)["text"] for line in inbox.read_text().splitlines()]
+    assert told.startswith(f"gpt ({job}): attempt 1 was lost: a did not start it: no space left")
+
+
 def test_a_host_is_told_of_when_it_is_lost_and_when_it_is_back(tmp_path: Path) -> None:
     inbox = tmp_path / "inbox"
     host = Host(HostId("gpu01"), HostState.UP)

@@ -182,6 +182,18 @@ def _(lab: Prompt, file: str, stdin: str) -> None:
     assert "line 3: --licenses of Slurm" in refused
 
 
+@habit("#!/usr/bin/env python, #!/bin/bash -e in a script")
+def _(lab: Prompt, submit: str) -> None:
+    for text, shown in (
+        ("#!/usr/bin/env python\nimport os\nprint('python in', os.environ['SLURM_JOB_ID'])\n", "python in {job}\n"),
+        ("#!/bin/bash -e\necho begun\nfalse\necho went on\n", "begun\n"),
+    ):
+        (lab.work / "train.py").write_text(text)
+        job = lab.types(submit).stdout.strip()
+        lab.ends(job)
+        assert lab.output(job, "\n") == shown.format(job=job)
+
+
 @habit('sbatch --wrap "make"')
 def _(lab: Prompt, wrap: str) -> None:
     (lab.work / "Makefile").write_text("all:\n\t@echo is made\n")
@@ -332,6 +344,13 @@ def _(lab: Prompt, one: str, pattern: str, pending: str) -> None:
     assert [lab.ends(each) for each in (job, *named, waits)] == ["cancelled"] * 4
     for state in ("R", "RUNNING"):
         assert re.search(rf"(?m)^{other} ", lab.types(f"clusterd ls --state {state}").stdout)
+
+
+@habit("scancel -u me")
+def _(lab: Prompt, cancel: str) -> None:
+    jobs = [lab.running(), lab.waiting()]
+    lab.types(cancel)
+    assert [lab.ends(job) for job in jobs] == ["cancelled"] * 2
 
 
 @habit("scancel -s USR1 12")
@@ -538,6 +557,16 @@ def _(lab: Prompt, get: str) -> None:
     assert (lab.work / "best.pt").read_text() == "weights"
 
 
+@habit("scp -r gpu03:run .")
+def _(lab: Prompt, get: str) -> None:
+    body = "mkdir deep; printf a > deep/a; printf b > b"
+    job = lab.cluster.run("run", "-d", "--", "sh", "-c", body, cwd=lab.work).stdout.strip()
+    assert lab.ends(job) == "finished"
+    lab.types(get, ("JOB", job))
+    assert (lab.work / "run" / "deep" / "a").read_text() == "a"
+    assert (lab.work / "run" / "b").read_text() == "b"
+
+
 @habit("ssh -L 6006:localhost:6006 gpu03")
 def _(lab: Prompt, forward: str) -> None:
     with socket.socket() as one, socket.socket() as two:
@@ -610,6 +639,16 @@ def _(lab: Prompt) -> None:
     (lab.work / "job.toml").write_text(text)
     job = lab.types("clusterd submit --wait job.toml").stdout.split()[0]
     assert re.fullmatch(r"numbers\n.*/work\n", lab.output(job, "work\n"))
+
+
+# ---- Kubernetes ------------------------------------------------------------------------------------------------------
+
+
+@habit("kubectl apply -f -")
+def _(lab: Prompt, submit: str) -> None:
+    (lab.work / "job.toml").write_text('command = ["echo", "applied"]\n')
+    job = lab.types(submit).stdout.strip()
+    assert lab.output(job, "\n") == "applied\n"
 
 
 # ---- torchrun --------------------------------------------------------------------------------------------------------

@@ -106,3 +106,39 @@ def test_a_login_that_prints_anything_costs_one_row(cluster: RunningCluster, tmp
         assert len(json.dumps(history)) < 100_000
     finally:
         server.stop()
+
+
+def test_a_key_that_is_in_no_file_any_more_is_shown_before_it_is_trusted(
+    cluster: RunningCluster, tmp_path: Path
+) -> None:
+    """Regression: once the old line was removed, as the message said, any key was trusted without a look at it."""
+    server = OpenSshServer("node", tmp_path / "node", make_key(tmp_path / "id_ed25519"))
+    server.start()
+    known_hosts, config, settings = (
+        tmp_path / "known_hosts",
+        tmp_path / "ssh_config",
+        cluster.directory / "clusterd.toml",
+    )
+    try:
+        kind_and_key = (server.directory / "host_key.pub").read_text().rsplit(" ", 1)[0]
+        known_hosts.write_text(f"[127.0.0.1]:{server.port} {kind_and_key}\n")
+        config.write_text(server.config(known_hosts))
+        settings.write_text(f'[daemon]\nssh_config = "{config}"\n')
+        cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+        cluster.start()
+        cluster.run("host", "add", "--cpu-devices", "1", "node")
+        server.stop()
+        known_hosts.unlink()
+        for file in ("host_key", "host_key.pub"):
+            (server.directory / file).unlink()
+        server.start()
+        refused = cluster.run("host", "trust", "node", check=False)
+        assert refused.returncode == 1
+        assert "node: its key is in no known_hosts file, is ed25519 SHA256:" in refused.stderr
+        assert "its new key was not accepted" in refused.stderr
+        cluster.run("host", "trust", "--yes", "node")
+        cluster.wait_until_up(1)
+        assert cluster.run("host", "remove", "node").returncode == 0
+    finally:
+        server.stop()
+        end_all(server.agent_home)

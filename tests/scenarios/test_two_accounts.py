@@ -254,3 +254,18 @@ def test_rights_come_from_the_configuration_and_reload_changes_them(site: Site, 
     assert "may not submit for tenant vision" in submit(bob, tenant="vision")
     for row in site.cluster.call("jobs"):
         site.cluster.run("cancel", "--now", row["id"])
+
+
+def test_a_working_directory_that_is_closed_to_the_owner_fails_the_job_at_once(
+    site: Site, people: tuple[Person, Person]
+) -> None:
+    """Regression: it was tried six times within two minutes, each "lost", as if the host were at fault."""
+    ann, bob = people
+    start_and_let_in(site, ann)
+    closed = bob.home / "closed" / "code"
+    closed.mkdir(parents=True)
+    closed.parent.chmod(0o700)
+    job = ann.calls(site.socket, "submit", spec=command("mine", "true", workdir=str(closed)))["id"]
+    ended = site.cluster.wait_for(job, lambda row: row["ended_s"] is not None)
+    assert (ended["state"], ended["attempt"]) == ("failed", 1)
+    assert "may not enter its working directory" in ended["reason"]

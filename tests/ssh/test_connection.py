@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,8 @@ async def test_being_kept_out_says_what_was_tried(serve: Serve, dialer: Dialer, 
     )
     assert message.endswith("Make `ssh gpu01` work without a password, for example with ssh-copy-id")
     assert "tried no key at all" in await refusal(dialer, server.route(identity_files=()))
+    with_port = replace(server.route(identity_files=()), name=f"me@gpu01:{server.port}")
+    assert f"Make `ssh -p {server.port} me@gpu01` work" in await refusal(dialer, with_port), "ssh takes no HOST:PORT"
 
 
 async def test_a_host_behind_a_jump_host_is_reached_through_it(serve: Serve, dialer: Dialer, keys: HostKeys) -> None:

@@ -98,6 +98,17 @@ async def test_damaged_code_is_not_run(dialer: Dialer, host: EmbeddedHost) -> No
     assert not [path for path in (host.directory / "home/.cache").rglob("*") if path.is_file()]
 
 
+async def test_what_python_compiled_on_a_full_disk_is_compiled_again(dialer: Dialer, host: EmbeddedHost) -> None:
+    """Regression: the host never came up again, also with room on its disk: "EOFError: marshal data too short"."""
+    await greet(dialer, host)
+    end_all(host.agent_home)
+    compiled = list((host.directory / "home/.cache").rglob("*.pyc"))
+    assert compiled
+    for file in compiled:
+        os.truncate(file, file.stat().st_size // 2)
+    assert (await greet(dialer, host))["version"] == bundle().version
+
+
 async def test_code_that_was_changed_on_the_host_is_sent_again(dialer: Dialer, host: EmbeddedHost) -> None:
     """As by a disk that lost a file at a power failure, or by whoever got at it."""
     await greet(dialer, host)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -76,6 +78,11 @@ def test_constraints_are_labels_that_all_hold() -> None:
         read_batch_script(script("#!/bin/bash\n#SBATCH --constraint=a|b\ntrue\n"))
 
 
+def test_a_comment_ends_no_options() -> None:
+    text = "#!/bin/bash\n\n  # which GPUs\n#SBATCH --gpus=2\ntrue\n"
+    assert read_batch_script(script(text))[0].spec.resources.devices == 2
+
+
 def test_dependencies_keep_their_conditions() -> None:
     text = "#!/bin/bash\n#SBATCH -d afterok:1:2,afterany:3,afternotok:4\ntrue\n"
     assert read_batch_script(script(text))[0].spec.after == ("1:ok", "2:ok", "3:any", "4:failed")
@@ -91,7 +98,7 @@ def test_dependencies_keep_their_conditions() -> None:
         ("#SBATCH --mem=lots", "line 2: --mem=lots: write it as in 64G"),
         ("#SBATCH --nodes=2-4", "line 2: --nodes=2-4: it must be a whole number"),
         ("#SBATCH --nodes=2", "--nodes=2 without GPUs"),
-        ("#SBATCH -y gpu3", "line 2: -y is not understood"),
+        ("#SBATCH -y gpu3", "line 2: -y of Slurm is not understood here"),
         ("#SBATCH --job-name='a", "line 2: No closing quotation"),
         ("#CLUSTERD priorty = 1", "did you mean 'priority'?"),
         ("#CLUSTERD priority: 1", "#CLUSTERD lines"),
@@ -105,13 +112,14 @@ def test_lines_without_a_meaning_are_refused_by_name(line: str, message: str) ->
 
 
 def test_all_lines_that_are_refused_are_named_at_once() -> None:
-    text = "#!/bin/bash\n#SBATCH --hint=none\n#SBATCH --mem=lots\n#SBATCH --test-only\ntrue\n"
+    text = "#!/bin/bash\n#SBATCH --hint=none\n#SBATCH --mem=lots\n#SBATCH --test-only\n#SBATCH -y\ntrue\n"
     with pytest.raises(ConfigError) as refused:
         read_batch_script(script(text))
     for part in (
         "line 2: --hint",
         "line 3: --mem=lots",
         "line 4: --test-only of Slurm is not understood here: clusterd submit --dry-run",
+        "line 5: -y of Slurm",
     ):
         assert part in str(refused.value)
 
@@ -190,7 +198,7 @@ def test_a_job_file_is_no_script(tmp_path: Path) -> None:
 def test_an_sbatch_script_runs_unchanged(local_cluster: RunningCluster) -> None:
     """With Slurm's variables, srun, and its exit code."""
     text = (
-        "#!/bin/bash\n#SBATCH --job-name=unchanged\n#SBATCH --time=10\n#SBATCH --cpus-per-task=1\n"
+        "#!/bin/bash\n#SBATCH --job-name=unchanged\n#SBATCH --time=10\n#SBATCH -n 1 --cpus-per-task=1\n"
         'echo "job $SLURM_JOB_NAME on $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"\n'
         'srun --unbuffered -K1 echo "task $SLURM_PROCID of $SLURM_NTASKS"\nexit 5\n'
     )
@@ -202,6 +210,59 @@ def test_an_sbatch_script_runs_unchanged(local_cluster: RunningCluster) -> None:
     log = local_cluster.run("logs", job).stdout
     assert "job unchanged on localhost" in log and "task 0 of 1" in log
     assert done.returncode == 5
+
+
+@pytest.mark.parametrize(
+    ("first_line", "body", "code", "shown"),
+    [
+        ("/bin/bash -e", "false\necho went on", 1, ""),
+        ("/usr/bin/env -S bash -o pipefail", "false | true && echo went on", 1, ""),
+        ("/bin/bash -l", "shopt -q login_shell && echo a login", 0, "a login\n"),
+        (
+            "/usr/bin/env python3",
+            "import os; print('job', os.environ['SLURM_JOB_NAME']); raise SystemExit(4)",
+            4,
+            "job s\n",
+        ),
+        ("/bin/sed -n 2p", "as sed reads it", 0, "as sed reads it\n"),
+    ],
+)
+def test_a_script_runs_as_its_first_line_says(
+    shared_cluster: RunningCluster, tmp_path: Path, first_line: str, body: str, code: int, shown: str
+) -> None:
+    """Regression: bash read scripts for Python, and went on behind a failed command in spite of `#!/bin/bash -e`."""
+    text = f"#!{first_line}\n{body}\n"
+    (tmp_path / "s.py").write_text(text)
+    for given, typed in (("s.py", ""), ("-", text)):
+        done = shared_cluster.run("submit", "--wait", "--name", "s", given, input=typed, cwd=tmp_path, check=False)
+        assert done.returncode == code, done.stderr
+        assert shared_cluster.run("logs", done.stdout.split()[0]).stdout == shown
+
+
+@pytest.mark.parametrize(("option", "shown"), [("", "none\n"), ("#SBATCH -n 1\n", "1\n")])
+def test_the_number_of_tasks_is_there_if_it_was_asked_for(
+    shared_cluster: RunningCluster, tmp_path: Path, option: str, shown: str
+) -> None:
+    """Regression: Lightning took itself for the one task of Slurm, and refused a second device."""
+    text = f"#!/bin/bash\n{option}echo ${{SLURM_NTASKS-none}}\n"
+    done = shared_cluster.run("submit", "--wait", input=text, cwd=tmp_path)
+    assert shared_cluster.run("logs", done.stdout.strip()).stdout == shown
+
+
+def test_a_script_is_told_what_scontrol_does_not_do(shared_cluster: RunningCluster, tmp_path: Path) -> None:
+    """Regression: it returned 1 without a word, and a job that was to be queued again was over."""
+    done = shared_cluster.run(
+        "submit", "--wait", "--wrap", "scontrol requeue $SLURM_JOB_ID; echo code $?", cwd=tmp_path
+    )
+    log = shared_cluster.run("logs", done.stdout.strip()).stdout
+    assert "clusterd: scontrol requeue" in log and "exit with a code of the job's retry_on\ncode 1\n" in log
+
+
+def test_a_script_with_the_line_ends_of_windows_is_refused(tmp_path: Path) -> None:
+    """As by sbatch: `mkdir out` would make another folder."""
+    (tmp_path / "job.sh").write_bytes(b"#!/bin/bash\r\nmkdir out\r\n")
+    with pytest.raises(ConfigError, match="line ends of Windows"):
+        read_batch_script(tmp_path / "job.sh")
 
 
 def test_srun_runs_a_step_for_each_task(shared_cluster: RunningCluster) -> None:
@@ -232,14 +293,39 @@ def test_an_array_of_scripts_knows_its_size(shared_cluster: RunningCluster) -> N
 
 
 def test_what_is_submitted_without_a_file_is_a_script(shared_cluster: RunningCluster) -> None:
-    assert "no script that begins with #!" in shared_cluster.run("submit", input="x = 1", check=False).stderr
+    assert "standard input: unknown key 'x'" in shared_cluster.run("submit", input="x = 1", check=False).stderr
+    assert "it is empty" in shared_cluster.run("submit", input="", check=False).stderr
     both = shared_cluster.run("submit", "--wrap", "true", "job.sh", check=False)
     assert both.returncode == 2 and "leave job.sh out" in both.stderr
+
+
+def test_what_is_in_a_pipe_is_read_once(shared_cluster: RunningCluster, tmp_path: Path) -> None:
+    """Regression: of `submit <(envsubst < job.toml)` the first bytes were lost: "command is missing"."""
+    (tmp_path / "job.toml").write_text('command = ["echo", "a job file"]\n')
+    (tmp_path / "job.sh").write_text("#!/bin/bash\necho a script\n")
+    for typed, shown in (
+        ("submit --wait <(cat job.toml)", "a job file\n"),
+        ("submit --wait - < job.toml", "a job file\n"),
+        ("submit --wait <(cat job.sh)", "a script\n"),
+        ("submit --wait /dev/stdin < <(cat job.sh)", "a script\n"),
+    ):
+        words = f"{shlex.quote(sys.executable)} -m clusterd {typed}"
+        done = subprocess.run(
+            ["bash", "-c", words],
+            cwd=tmp_path,
+            env=shared_cluster.environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert shared_cluster.run("logs", done.stdout.strip()).stdout == shown
 
 
 def test_the_command_is_shown_as_it_was_typed() -> None:
     assert command_line(read_batch_script(script("#!/bin/bash\ntrue\n"))[0].spec.command) == "train.sh"
     file = script("#!/bin/bash\ntrue\n")
     assert command_line(read_batch_script(file, ["--lr", "1 e"])[0].spec.command) == "train.sh --lr '1 e'"
-    assert command_line(read_script_text("make all", "wrap")[0].spec.command) == "make all"
+    assert command_line(read_script_text("#!/bin/sh\nmake", "wrap")[0].spec.command) == "#!/bin/sh\nmake"
+    python = script("#!/usr/bin/env python3\n", "train.py")
+    assert command_line(read_batch_script(python, ["a"])[0].spec.command) == "train.py a"
     assert command_line(["sh", "-c", "echo $HOME; ls"]) == "sh -c 'echo $HOME; ls'"

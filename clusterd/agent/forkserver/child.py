@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import faulthandler
 import multiprocessing.process
 import os
@@ -141,10 +142,13 @@ def execute(argv: Sequence[str], env: dict[str, str]) -> NoReturn:
     except FileNotFoundError:
         named = "/" in argv[0]
         where = ", or the interpreter that its first line names" if named else f" in PATH={env.get('PATH', '')}"
+        if not named and os.path.exists(argv[0]):
+            where += f"; the file in this directory is ./{argv[0]}"
         log_line(f"clusterd: {argv[0]}: not found{where}")
         os._exit(EXIT_NOT_FOUND)
     except OSError as error:
-        log_line(f"clusterd: {argv[0]}: {error.strerror}")
+        why = {errno.ENOEXEC: ": it has no line #! and is no program", errno.EACCES: ": chmod +x makes a program of it"}
+        log_line(f"clusterd: {argv[0]}: {error.strerror}{why.get(error.errno or 0, '')}")
         os._exit(EXIT_CANNOT_START)
 
 
@@ -216,5 +220,5 @@ def _leave(code: int) -> NoReturn:
         try:
             stream.flush()
         except (OSError, ValueError):
-            code = code or 120  # as Python does when the last output cannot be written
+            code = code or relay.LOST_OUTPUT
     os._exit(code)

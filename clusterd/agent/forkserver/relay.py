@@ -27,6 +27,9 @@ PIPE_BYTES_MAX = 1 << 20
 OTHERS_S = 5.0
 """Once a task has failed, the others have this long after SIGTERM: they would wait for it for ever."""
 
+LOST_OUTPUT = 120
+"""Exit code of tasks that succeeded where the log did not take their output, as Python's."""
+
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that are sent to all processes of a session, so to the tasks as well; their end is the relay's."""
 
@@ -52,7 +55,7 @@ class Relay:
         # Open for writing too: else a pipe without a writer, as after the death of an agent, is at its end.
         self._pipe = os.open(input_pipe, os.O_RDWR | os.O_NONBLOCK) if input_pipe else -1
         self._selector = selectors.DefaultSelector()
-        self._is_stderr = False
+        self._is_stderr = self._has_lost_output = False
         self.statuses: dict[int, int] = {}
         self._running: set[int] = set()
         self._lines: dict[int, tuple[bool, bytes, bytearray]] = {}  # by pipe: stderr, prefix, begun line
@@ -62,6 +65,8 @@ class Relay:
 
     def run(self, start: Callable[[Mapping[str, str]], NoReturn], tasks: Sequence[Mapping[str, str]]) -> int:
         """Run `start` in a fork for each of the tasks; return the wait status of the first that failed, or 0.
+
+        Without one, that of `LOST_OUTPUT` if the log did not take all that the tasks wrote.
 
         Args:
             tasks: environment of each.
@@ -101,7 +106,7 @@ class Relay:
                     break
         for is_stderr, prefix, begun in self._lines.values():
             self._write(b"%s%s\n" % (prefix, begun) if begun else b"", is_stderr)
-        return next(filter(None, self.statuses.values()), 0)
+        return next(filter(None, self.statuses.values()), LOST_OUTPUT << 8 if self._has_lost_output else 0)
 
     def _start(
         self, start: Callable[[Mapping[str, str]], NoReturn], env: Mapping[str, str], prefix: bytes, *, has_input: bool
@@ -151,24 +156,25 @@ class Relay:
             shown = b"".join(b"%s%s\n" % (prefix, line) for line in whole)
         else:
             shown = data
-        try:
-            self._write(shown, is_stderr)
-        except OSError:  # as on a full disk: the task is told by a broken pipe
-            data = b""
-        if not data:
+        self._write(shown, is_stderr)
+        if not data or self._has_lost_output:  # a task that writes more is told by a broken pipe
             self._selector.unregister(pipe)
             os.close(pipe)
             del self._lines[pipe]
-        return bool(data)
+        return pipe in self._lines
 
     def _write(self, data: bytes, is_stderr: bool) -> None:
-        if self._streams >= 0 and data and is_stderr != self._is_stderr:
-            # Before the data, so that whoever reads these first knows of each change.
-            os.write(self._streams, STREAM_CHANGE.pack(os.fstat(1).st_size))
-            self._is_stderr = is_stderr
+        """Write to the log, unless its disk is, or was, full."""
         sink = 2 if is_stderr and self._streams < 0 else 1
-        while data:
-            data = data[os.write(sink, data) :]
+        try:
+            if self._streams >= 0 and data and is_stderr != self._is_stderr:
+                # Before the data, so that whoever reads these first knows of each change.
+                os.write(self._streams, STREAM_CHANGE.pack(os.fstat(1).st_size))
+                self._is_stderr = is_stderr
+            while data and not self._has_lost_output:
+                data = data[os.write(sink, data) :]
+        except OSError:
+            self._has_lost_output = True
 
     def _take_input(self) -> None:
         """Read from the pipe of input while the task reads its own."""

@@ -22,8 +22,8 @@ FILES_MAX = 10_000
 _NOISE = {"__pycache__", ".git"}
 
 
-def written(generations: list[Attempt], submitted: Path | None) -> Files:
-    """List the files that the job wrote.
+def written(generations: list[Attempt], submitted: Path | None, after: str = "") -> Files:
+    """List the files that the job wrote, those behind the path `after`.
 
     Those that differ from the submitted workdir in size or time of change; where the job ran in a directory of the
     user's, those that changed after the launch.
@@ -38,7 +38,7 @@ def written(generations: list[Attempt], submitted: Path | None) -> Files:
     for work, since_s in _works(generations).items():
         for file in _written(work, submitted, since_s, _is_copy(work, generations)):
             before = newest.get(file.path)
-            if before is None or before.at_s <= file.at_s:
+            if file.path > after and (before is None or before.at_s <= file.at_s):
                 newest[file.path] = file
     named = tuple(newest[path] for path in sorted(filter(_is_text, newest))[:FILES_MAX])
     return Files(named, more=len(newest) - len(named))

@@ -18,6 +18,9 @@ from clusterd.trusted_paths import private_directory
 SOCKET_PATH_BYTES_MAX = 100
 """Longest path used for a Unix socket (Linux allows 108 bytes); sockets with a longer path are made below /tmp."""
 
+NO_SPACE_BYTES = 1 << 16
+"""A disk with less is full."""
+
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
@@ -183,6 +186,15 @@ def sync_directory(path: Path) -> None:
 def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
     """Write a JSON value with `write_durably`."""
     write_durably(path, json.dumps(value, separators=(",", ":")).encode(), mode)
+
+
+def no_space(directory: Path) -> str:
+    """Message if the disk of a directory has no room; empty: it has some, or the directory is gone."""
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return ""
+    return f"no space left on the disk of {directory}" if found.f_bavail * found.f_frsize < NO_SPACE_BYTES else ""
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shlex
 import shutil
@@ -259,11 +260,14 @@ def working_directory(attempt: Attempt, snapshot: Path | None) -> Path:
     Args:
         snapshot: directory of the unpacked workdir; None: the job submitted none.
     Raises:
-        Refused: the named directory does not exist, or the copy does not fit on the disk.
+        Refused: the named directory does not exist or is closed to this account; the copy cannot be made.
     """
     work = work_of(attempt)
-    if work.is_dir():
-        return work
+    try:
+        if work.is_dir():
+            return work
+    except PermissionError as error:
+        raise Refused("workdir", f"the account of the job here may not enter its working directory: {error}") from None
     if snapshot is None and attempt.launch.workdir:
         raise Refused("workdir", f"the working directory {work} does not exist on this host")
     if snapshot is None:
@@ -278,7 +282,10 @@ def working_directory(attempt: Attempt, snapshot: Path | None) -> Path:
     except OSError as error:
         make_writable(copy)
         shutil.rmtree(copy, ignore_errors=True)
-        raise Refused("disk-full", f"cannot copy the workdir to {work}: {error}") from error
+        full = any(
+            f"[Errno {number}]" in str(error) for number in (errno.ENOSPC, errno.EDQUOT)
+        )  # copytree has no errno
+        raise Refused("disk-full" if full else "host", f"cannot copy the workdir to {work}: {error}") from error
     return work
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from clusterd.agent.background_tasks import Background
 from clusterd.agent.host import processes
 from clusterd.agent.host.attempt_records import Attempt, Rank
+from clusterd.agent.host.home import no_space
 from clusterd.agent.ranks import containers, stopping
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.agent import RankExited
@@ -98,6 +99,8 @@ class ExitReports:
             rank.message = containers.start_failure(
                 attempt.launch.container, rank.exit_code, _last_lines(attempt, rank)
             )
+        if rank.exit_code != 0 and rank.reason in (Reason.EXIT, Reason.SIGNAL) and not rank.message:
+            rank.message = no_space(attempt.directory)  # for which its log had no room either
         rank.end = None
         self._send(attempt, rank)
 

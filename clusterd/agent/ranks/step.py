@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         log_line(f"srun: --{unlike[0]} is not done here: {_INSTEAD[unlike[0]]}")
         return 1
     nodes = _number(os.environ, "SLURM_NNODES")
-    all_tasks = _number(os.environ, "SLURM_NTASKS")
+    all_tasks = _number(os.environ, "SLURM_NTASKS", nodes)
     wanted = options.get("ntasks", str(all_tasks))
     if not wanted.isdecimal() or not int(wanted):
         log_line(f"srun: -n {wanted}: it must be a number of tasks")

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from clusterd.agent.host import login_environment, programs
-from clusterd.agent.host.home import Home, default_home, read_json
+from clusterd.agent.host.home import Home, default_home, no_space, read_json
 from clusterd.agent.server import environment_limits
 from clusterd.socket_files import peer_uid
 from clusterd.trusted_paths import UnsafePath, account_name
@@ -154,7 +154,7 @@ def _tail(home: Home) -> str:
         lines = home.log.read_text(errors="replace").strip().splitlines()
     except OSError as error:
         return str(error)
-    return lines[-1] if lines else "(nothing)"
+    return lines[-1] if lines else no_space(home.root) or "(nothing)"
 
 
 def bridge(connection: socket.socket, source: int, sink: int) -> None:

@@ -162,7 +162,7 @@ class Verbs:
 
     async def _files(self, request: r.ListFiles) -> r.Files:
         found = self._attempts.any_of(request.job, request.attempt)
-        return await in_thread(lambda: files.written(found, self._submitted(found)), "files")
+        return await in_thread(lambda: files.written(found, self._submitted(found), request.after), "files")
 
     def _submitted(self, generations: list[Attempt]) -> Path | None:
         """The unpacked workdir of which an attempt got a copy; None: it submitted none."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -106,7 +108,16 @@ def _state() -> Iterator[Finding]:
 
 
 def _ssh() -> Iterator[Finding]:
-    keys = [name for name in ("id_ed25519", "id_ecdsa", "id_rsa") if (Path.home() / ".ssh" / name).exists()]
+    usual = Path.home() / ".ssh"
+    keys = [name for name in ("id_ed25519", "id_ecdsa", "id_rsa") if (usual / name).exists()]
+    settings = _file_in_use()
+    given = configuration.load(settings).ssh_config if settings is not None and os.access(settings, os.R_OK) else None
+    file = Path(given).expanduser() if given else usual / "config"
+    with contextlib.suppress(OSError):
+        named = re.findall(r'(?im)^\s*IdentityFile[\s=]+"?([^"\n]+)', file.read_text(errors="replace"))
+        if any(Path(key.strip()).expanduser().exists() for key in named):
+            yield Finding("ssh", "ok", f"keys that {file} names")
+            return
     agent = os.environ.get("SSH_AUTH_SOCK")
     if agent and not Path(agent).exists():
         yield Finding("ssh", "warning", f"no agent is at {agent} (SSH_AUTH_SOCK): its keys cannot be used")
@@ -117,7 +128,7 @@ def _ssh() -> Iterator[Finding]:
         yield Finding("ssh", "ok", " and ".join(there))
     else:
         hint = "only hosts that need none can be added: ssh-keygen, then ssh-copy-id HOST"
-        yield Finding("ssh", "warning", f"no key in ~/.ssh and no agent: {hint}")
+        yield Finding("ssh", "warning", f"no key in ~/.ssh or named by {file}, and no agent: {hint}")
 
 
 def _logout() -> Iterator[Finding]:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import click
 
@@ -51,7 +52,7 @@ def forward(job: str, ports: tuple[str, ...], rank: int, stdio: bool) -> int:
     clusterd forward nb 8888:18888 6006
     """
     with Client() as cluster:
-        row = cluster.call("job", job=job)
+        row = _not_over(cluster, job)
     wanted = [parsed(text) for text in ports] or [Forwarding(port, port) for port in row["spec"].get("ports", ())]
     if not wanted:
         raise UsageError(f"name a PORT: the file of job {row['id']} has no ports = [...]")
@@ -66,6 +67,20 @@ def forward(job: str, ports: tuple[str, ...], rank: int, stdio: bool) -> int:
             threading.Thread(target=serve, args=(listener, row["id"], each.remote, rank, note), daemon=True).start()
             note(f"127.0.0.1:{local} is port {each.remote} of {row['name']} ({row['id']})")
         return wait_for_end(row["id"])
+
+
+def _not_over(cluster: Client, job: str) -> dict[str, Any]:
+    """Row of a job whose host can be reached, now or later.
+
+    Raises:
+        ClusterError: the job is over.
+    """
+    row: dict[str, Any] = cluster.call("job", job=job)
+    if row["ended_s"] is not None:
+        raise ClusterError(
+            f"job {row['id']} ({row['name']}) is {row['state']}: only hosts of jobs that run are reached"
+        )
+    return row
 
 
 def parsed(text: str) -> Forwarding:
@@ -209,7 +224,7 @@ def ssh_config(job: str, port: int, rank: int) -> None:
     ssh clusterd-gpt-small
     """
     with Client() as cluster:
-        row, status = cluster.call("job", job=job), cluster.call("status")
+        row, status = _not_over(cluster, job), cluster.call("status")
     ranks = {each["rank"]: each["host"] for attempt in row["attempts"][-1:] for each in attempt["ranks"]}
     if rank not in ranks:
         raise ClusterError(f"job {row['id']} ({row['name']}) has no rank {rank} on a host: it is {row['state']}")

@@ -145,6 +145,8 @@ def on_launch_failed(ctx: HandlerContext, event: e.LaunchFailed) -> None:
         job = ctx.state.jobs[event.job]
         if jobs.exclude_host(ctx, job, event.host, event.why, devices):
             outcome = Outcome.REFUSED
+        elif event.is_full_disk:
+            outcome = Outcome.HOST_FULL
         elif not event.is_permanent or job.progress.step:  # where it trained before it may train again
             outcome = Outcome.HOST_LOST
     stopping.stop(ctx, attempt, outcome, f"{event.host} did not start it: {event.why}")

@@ -236,7 +236,7 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
         return Verdict(JobState.FAILED, why, exit_code=1)
     if outcome in (Outcome.PREEMPTED, Outcome.REFUSED):
         return Verdict(JobState.QUEUED, why)
-    if outcome is Outcome.HOST_LOST:
+    if outcome in (Outcome.HOST_LOST, Outcome.HOST_FULL):
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost: {why}", is_infrastructure=True)
     cause = root_cause(attempt)
     if cause is None:

@@ -158,7 +158,7 @@ def on_model_not_described(ctx: HandlerContext, event: e.ModelNotDescribed) -> N
     if event.is_infrastructure and host is not None and jobs.exclude_host(ctx, job, host, event.why):
         job.reason = event.why
     elif event.is_infrastructure and not event.is_permanent:
-        jobs.requeue_after_loss(ctx, job, event.why)
+        jobs.requeue_after_loss(ctx, job, event.why, is_full_disk=event.is_full_disk)
     else:
         jobs.end(ctx, job, JobState.FAILED, event.why, exit_code=1)
     ctx.pass_due = True

@@ -130,8 +130,15 @@ def _record_run_time(ctx: HandlerContext, job: Job) -> None:
         del run_times[next(iter(run_times))]
 
 
-def requeue_after_loss(ctx: HandlerContext, job: Job, why: str) -> None:
-    """Back off after a fault that was not the job's; fail the job after too many without a step between them."""
+def requeue_after_loss(ctx: HandlerContext, job: Job, why: str, *, is_full_disk: bool) -> None:
+    """Back off after a fault that was not the job's; fail the job after too many without a step between them.
+
+    A full disk is no reason to fail: it would take the whole queue of a night with it.
+    """
+    if is_full_disk:
+        job.reason = why
+        back_off(ctx, job, attempts.RETRY_DELAY_MOST_S)
+        return
     last = job.attempts[-1] if job.attempts else None
     if last is not None and job.spec.kind is not JobKind.ELASTIC and attempts.made_progress(last, ctx.now_s):
         job.failures.of_hosts = 0
@@ -141,12 +148,11 @@ def requeue_after_loss(ctx: HandlerContext, job: Job, why: str) -> None:
         end(ctx, job, JobState.FAILED, reason, exit_code=1)
         return
     job.reason = why
-    back_off(ctx, job, job.failures.of_hosts)
+    back_off(ctx, job, attempts.retry_delay_s(job.failures.of_hosts))
 
 
-def back_off(ctx: HandlerContext, job: Job, times: int) -> None:
-    """Keep a requeued job from starting for a while, longer each time."""
-    delay_s = attempts.retry_delay_s(times)
+def back_off(ctx: HandlerContext, job: Job, delay_s: float) -> None:
+    """Keep a requeued job from starting for a while."""
     if delay_s:
         job.not_before_s = ctx.now_s + delay_s
         reason = f"{job.spec.name} is tried again after {delay_s:.0f} s"

@@ -197,7 +197,8 @@ def _conclude(ctx: HandlerContext, attempt: Attempt) -> None:
     if attempt.stop.outcome in (Outcome.PREEMPTED, Outcome.REFUSED):
         job.reason = verdict.reason
     elif verdict.is_infrastructure:
-        jobs.requeue_after_loss(ctx, job, verdict.reason)
+        full = attempt.stop.outcome is Outcome.HOST_FULL
+        jobs.requeue_after_loss(ctx, job, verdict.reason, is_full_disk=full)
     elif verdict.memory_cap_bytes is not None:
         job.failures.cap_memory(verdict.memory_cap_bytes)
         job.reason = verdict.reason
@@ -207,7 +208,7 @@ def _conclude(ctx: HandlerContext, attempt: Attempt) -> None:
     else:
         job.failures.of_job += 1
         job.reason = verdict.reason
-        jobs.back_off(ctx, job, job.failures.of_job)
+        jobs.back_off(ctx, job, attempts.retry_delay_s(job.failures.of_job))
     if job.state is JobState.QUEUED:
         again = "starts again at once" if attempt.pending_restart is not None else f"queued again{_resume_point(job)}"
         reason = f"{verdict.reason}; {again}"

@@ -169,14 +169,19 @@ def find_host(state: State, name: str) -> Host:
     return host
 
 
-def find_own_job(state: State, text: str, user: str, is_operator: bool) -> Job:
+def find_own_job(state: State, text: str, user: str, is_operator: bool, *, ends: bool = False) -> Job:
     """The job that `text` names, for a user who wants to change it: only its owner and operators may.
 
+    Args:
+        ends: work of it is to be ended or deleted, for which the beginning of a name is not enough.
     Raises:
         UsageError: none, or several.
         ClusterError: `user` is neither.
     """
     job = find_job(state, text, user)
+    if ends and text not in (job.id, job.spec.name) and job.spec.name.startswith(text):
+        whole = f"to end or delete something, give its whole name, or its id, {job.id}"
+        raise UsageError(f"there is no job {text!r} of yours, but {job.spec.name}: {whole}")
     if not is_operator and user != job.spec.user:
         raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.spec.user}'s: ask them, or an operator")
     return job

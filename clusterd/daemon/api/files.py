@@ -37,16 +37,17 @@ class FileVerbs:
         """Streaming methods by verb."""
         return {"file": self.file}
 
-    async def files(self, peer: Peer, job: str) -> dict[str, Any]:
+    async def files(self, peer: Peer, job: str, after: str = "") -> dict[str, Any]:
         """Newest file of each path over all attempts, and the hosts that could not be asked, with the reason.
 
-        What several hosts of a command wrote under one path are several files.
+        What several hosts of a command wrote under one path are several files. `more` are left out: they follow
+        `after` the last path, but for those whose names are no text.
         """
         known = self._own(peer, job)
         state = self._engine.scheduler.state
         newest: dict[str, list[dict[str, Any]]] = {}
         left: dict[str, str] = {}
-        more = 0
+        more, ends = 0, []
         for attempt in known.attempts:
             for host in hosts_of(known, attempt):
                 here = state.hosts.get(host)
@@ -54,12 +55,13 @@ class FileVerbs:
                     left[host] = here.why_away(attempt.account) if here is not None else "it was removed"
                     continue
                 try:
-                    answer = await self._hosts.request(host, ListFiles(known.id, attempt.number), timeout_s=None)
+                    answer = await self._hosts.request(host, ListFiles(known.id, attempt.number, after), timeout_s=None)
                 except ClusterError as error:
                     if not (isinstance(error, AgentRefused) and error.kind == "unknown"):  # it was never launched there
                         left[host] = without_host(host, error)
                     continue
                 more += answer.more
+                ends += [answer.files[-1].path] if answer.more and answer.files else []
                 for file in answer.files:
                     row = {**to_map(file), "host": host, "attempt": attempt.number}
                     before = newest.setdefault(file.path, [row])
@@ -68,11 +70,14 @@ class FileVerbs:
                             before.append(row)
                     elif before[-1]["at_s"] <= file.at_s:
                         newest[file.path] = [row]
+        rows = [row for path in sorted(newest) for row in newest[path] if path > after]
+        end = min(ends, default="")  # behind it the list of that host has gaps
+        files = [row for row in rows if not end or row["path"] <= end]
         return {
             "job": known.id,
             "name": known.spec.name,
-            "files": [row for path in sorted(newest) for row in newest[path]],
-            "more": more,
+            "files": files,
+            "more": more + len(rows) - len(files),
             "left": left,
         }
 

@@ -472,6 +472,6 @@ async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], of: dict[
 
 
 def _cancellable(engine: Engine, peer: Peer, job: str) -> Job:
-    known = admission.find_own_job(engine.scheduler.state, job, peer.user, peer.is_operator)
+    known = admission.find_own_job(engine.scheduler.state, job, peer.user, peer.is_operator, ends=True)
     admission.refuse_if_over(known)
     return known

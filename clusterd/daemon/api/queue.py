@@ -101,7 +101,7 @@ class QueueVerbs:
 
     async def requeue(self, peer: Peer, job: str, hold: bool = False) -> rows.Job:
         """Stop a running job and queue it again; `hold`: it stays queued until it is released."""
-        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator, ends=True)
         if known.attempt is None:
             raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}: it does not run")
         await self._engine.post(e.JobRequeued(at_s=time.time(), job=known.id, by=peer.user, hold=bool(hold)))
@@ -109,7 +109,7 @@ class QueueVerbs:
 
     async def pause(self, peer: Peer, job: str) -> rows.Job:
         """Stop a job until `unpause`: one that can save leaves its devices, a command keeps them, in mid-step."""
-        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator, ends=True)
         if known.state is JobState.QUEUED:
             return await self.hold(peer, job)
         if known.spec.kind is not JobKind.COMMAND:
@@ -142,7 +142,7 @@ class QueueVerbs:
 
     async def signal(self, peer: Peer, job: str, number: int) -> None:
         """Send a signal to the processes of a running job, on all of its hosts."""
-        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator, ends=True)
         if number not in SIGNALS.values():
             raise UsageError(f"signal {number} is not sent to jobs, but {', '.join(SIGNALS)}; clusterd cancel ends one")
         await self._send(known, number, "signals are for running jobs")

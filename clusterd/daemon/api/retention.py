@@ -39,7 +39,7 @@ class RetentionVerbs:
     async def forget(self, peer: Peer, job: str) -> dict[str, Any]:
         """Remove one job's files; returns the bytes freed and the hosts that still have some, with the reason."""
         state = self._engine.scheduler.state
-        known = admission.find_own_job(state, job, peer.user, peer.is_operator)
+        known = admission.find_own_job(state, job, peer.user, peer.is_operator, ends=True)
         if not known.state.is_final:
             raise ClusterError(
                 f"job {known.id} ({known.spec.name}) is {known.state.value}: nothing was deleted; "

@@ -150,7 +150,7 @@ class Executor:
         def failed(host: HostId, error: ClusterError, is_infrastructure: bool = True) -> None:
             is_infrastructure = is_infrastructure and not error.is_of_job
             why = without_host(host, error)
-            failures.append(_launch_failed(decision, host, why, is_infrastructure, error.is_permanent))
+            failures.append(_launch_failed(decision, host, why, is_infrastructure, error))
 
         async def on(host: HostId, request: LaunchRequest) -> None:
             attempt = self._engine.scheduler.state.attempt(decision.job, decision.attempt, decision.generation)
@@ -250,7 +250,11 @@ class Executor:
 
 
 def _launch_failed(
-    decision: d.LaunchAttempt, host: HostId, why: str, is_infrastructure: bool = True, is_permanent: bool = False
+    decision: d.LaunchAttempt,
+    host: HostId,
+    why: str,
+    is_infrastructure: bool = True,
+    error: ClusterError | None = None,
 ) -> e.LaunchFailed:
     return e.LaunchFailed(
         at_s=time.time(),
@@ -260,5 +264,6 @@ def _launch_failed(
         host=host,
         why=why,
         is_infrastructure=is_infrastructure,
-        is_permanent=is_permanent,
+        is_permanent=error is not None and error.is_permanent,
+        is_full_disk=error is not None and error.is_full_disk,
     )

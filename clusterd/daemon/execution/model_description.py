@@ -62,6 +62,7 @@ class ModelInspector:
                     why=str(error),
                     is_infrastructure=not error.is_of_job,
                     is_permanent=error.is_permanent,
+                    is_full_disk=error.is_full_disk,
                 )
             except Exception as error:
                 # Nobody would ask again: its model would be learned for ever.

@@ -35,9 +35,12 @@ class HostKeyEnrolment:
         Raises:
             UsageError: it is no address. ClusterError: there is a host of that name.
         """
-        name = HostId(parse(address).host)
+        given = parse(address)
+        name = HostId(given.host)
         if name in state.hosts:
-            raise ClusterError(f"{name} is in the cluster already: clusterd host show {name}")
+            other = "; another port or account there needs a name of its own: Host in the SSH configuration"
+            way = other if given.port or given.user else ""
+            raise ClusterError(f"{name} is in the cluster already: clusterd host show {name}{way}")
         return name
 
     async def inspect(self, address: str, accept: list[str]) -> dict[str, Any]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from clusterd.agent.host import processes
 from clusterd.agent.host.home import Home
 from clusterd.agent.host.ports import Ports
 from clusterd.agent.server import attach
-from tests.agent.client import AgentClient, rank, wait_until
+from tests.agent.client import AgentClient, end_all, rank, wait_until
 
 Connect = Callable[..., AgentClient]
 
@@ -123,3 +127,20 @@ def test_a_port_is_given_back_though_that_cannot_be_written(tmp_path: Path) -> N
     with socket.socket(socket.AF_UNIX) as claim:
         claim.bind(f"\0clusterd-port-{port}")
     ports.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts a small disk: needs root")
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_the_end_of_a_rank_that_filled_the_disk_names_it(connect: Connect, tmp_path: Path, is_attached: bool) -> None:
+    """Regression: a command whose log found no room succeeded, or was "killed by signal 13", with an empty log."""
+    (tmp_path / "agent").mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", tmp_path / "agent"], check=True)
+    try:
+        agent = connect()
+        agent.launch(["sh", "-c", "cat /dev/zero > big; echo more"], is_attached=is_attached)
+        end = agent.event("rank_exited")
+        assert end["exit_code"] != 0, "its output is lost"
+        assert end["message"].startswith("no space left on the disk of ")
+    finally:
+        end_all(tmp_path / "agent")
+        subprocess.run(["umount", "-l", tmp_path / "agent"], check=True)

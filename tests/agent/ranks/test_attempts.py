@@ -98,6 +98,20 @@ def test_a_program_that_is_not_there_is_named_in_the_log(agent: AgentClient, pro
     assert f"{program}: {message}" in agent.log()
 
 
+def test_a_file_that_is_no_program_yet_is_told_what_it_lacks(agent: AgentClient, tmp_path: Path) -> None:
+    for name, text, mode in (("bare", "echo hi\n", 0o755), ("plain", "#!/bin/sh\n", 0o644)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(mode)
+    for job, program, message in (
+        ("a", "./bare", "it has no line #!"),
+        ("b", "./plain", "chmod +x"),
+        ("c", "bare", "the file in this directory is ./bare"),
+    ):
+        agent.launch([program], job=job, workdir=str(tmp_path))
+        agent.event("rank_exited", job=job)
+        assert message in agent.log(job)
+
+
 def test_a_command_sees_its_job_its_secrets_and_no_trace_of_the_agent(agent: AgentClient, tmp_path: Path) -> None:
     agent.launch(
         ["sh", "-c", "env; pwd"],

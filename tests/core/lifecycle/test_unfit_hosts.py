@@ -208,3 +208,30 @@ def test_a_gpu_with_fatal_errors_is_left_out_until_an_operator_clears_them_or_a_
     lab.tell(e.HostDisconnected(**lab.at(), host=host.id, why="reboot"))
     report("XID 79 (it fell off the bus) 2 times", boot_id="another")
     assert host.reported_faults  # of the new boot
+
+
+def test_a_full_disk_costs_no_job_and_its_next_try_waits() -> None:
+    """Regression: each job of the queue failed after six tries within two minutes."""
+    lab = lab_of("a")
+    job, _ = lab.submit()
+    for number in range(1, 9):
+        attempt = lab.attempt(job)
+        assert attempt.number == number
+        full = {"host": attempt.hosts[0], "why": "no space left on device", "is_full_disk": True}
+        lab.tell(e.LaunchFailed(**lab.at(), job=job, attempt=number, generation=1, **full))
+        lab.stopped(job)
+        assert lab.state(job) == "queued"
+        assert "no space left on device" in lab.why(job)
+        assert lab.scheduler.state.timers[Timer(TimerKind.RETRY, job)] - lab.now_s == 300
+        lab.fire(Timer(TimerKind.RETRY, job))
+    lab.run(job)
+    assert lab.state(job) == "running"
+
+
+def test_a_model_is_learned_once_the_disk_has_room() -> None:
+    lab = lab_of("a")
+    job, _ = lab.submit(kind=JobKind.ELASTIC)
+    for _ in range(8):
+        lab.tell(e.ModelNotDescribed(**lab.at(), job=job, why="no room", is_infrastructure=True, is_full_disk=True))
+        assert lab.state(job) == "queued"
+        lab.fire(Timer(TimerKind.RETRY, job))

@@ -62,3 +62,13 @@ def test_an_operator_names_somebody_elses_job_by_its_id(lab: Lab) -> None:
     assert find_own_job(state, "train", "bob", is_operator=False).id == "3"
     with pytest.raises(ClusterError, match="is bob's: ask them"):
         find_own_job(state, "3", "ann", is_operator=False)
+
+
+def test_the_beginning_of_a_name_ends_no_job(lab: Lab) -> None:
+    """Regression: `cancel train`, of a job that was not there, ended train2."""
+    state = lab.scheduler.state
+    assert find_own_job(state, "traine", "ann", is_operator=False).id == "4"
+    with pytest.raises(UsageError, match=r"no job 'traine' of yours, but trainer: .* its whole name, or its id, 4"):
+        find_own_job(state, "traine", "ann", is_operator=False, ends=True)
+    for text in ("trainer", "4"):
+        assert find_own_job(state, text, "ann", is_operator=False, ends=True).id == "4"
