@@ -8,6 +8,9 @@ one (a queue, a running mean) counts too.
 Nothing about the script is assumed, and nothing is read in it. Random numbers are fixed (`fixed_draws`), and batch
 normalisation computes with fixed statistics: that it sees a replica's samples is known, and told. What still differs
 between two runs of the whole batch is noise, and no difference below its multiple counts.
+
+Numbers that each pass counts up (a counter of calls, a weight that grows) are then set as they will be in the middle
+and at the end of training, and the same is compared again: a script may look at the batch from some step on.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ from clusterd.train.parallel import build
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.gradient_sync import local_gradient
 from clusterd.train.parallel.mesh import check_same_model
+from clusterd.train.process import held
 from clusterd.train.process.context import Context
 from clusterd.train.process.exits import TrainError
 from clusterd.train.process.job import Job
 from clusterd.train.process.seeding import generator_states, seed_everything
 from clusterd.train.proof.fixed_draws import FixedDraws
+from clusterd.train.state.attributes import parts_of_loss
 from clusterd.train.state.next_steps import relative_difference
 
 SAMPLES = 8
@@ -121,6 +126,7 @@ class Verdict:
         metrics: which further value of the loss is no mean over samples, with numbers.
         repeats: it is unclear because two runs in one process differ.
         draws: random numbers are drawn in a step.
+        counts: passes count something up.
     """
 
     difference: str = ""
@@ -128,6 +134,7 @@ class Verdict:
     metrics: str = ""
     repeats: bool = False
     draws: bool = False
+    counts: bool = False
 
 
 def cuts(plan: Plan) -> bool:
@@ -144,16 +151,25 @@ def read_samples(job: Job, cut: Cut) -> list[Any]:
 def prove(job: Job, context: Context, device: torch.device, mesh: Any, samples: Sequence[Any], cut: Cut) -> Verdict:
     """Compare the whole of `samples` with its parts under the context's plan; every rank must call it."""
     trial = _Trial(job, context, device, mesh, samples, cut)
-    whole = trial.run(in_parts=False)
-    parts = trial.run(in_parts=True, reference=whole)
+    verdict = _proved(trial, cut)
+    last = job.steps - PASSES
+    for ahead in (last // 2, last) if verdict.counts and last > 1 else ():
+        if not (verdict.difference or verdict.unclear) and (later := _proved(trial, cut, ahead)).difference:
+            return replace(verdict, difference=f"after {ahead} steps, by what the script counts, {later.difference}")
+    return verdict
+
+
+def _proved(trial: _Trial, cut: Cut, ahead: int = 0) -> Verdict:
+    whole = trial.run(in_parts=False, ahead=ahead)
+    parts = trial.run(in_parts=True, reference=whole, ahead=ahead)
     difference = parts.difference(whole)
     if difference.size <= whole.limit:
         return whole.verdict(parts, cut)
-    again = trial.noise(whole, seeds=(0, 0))
+    again = trial.noise(whole, (0, 0), ahead)
     if difference.size <= NOISE_TIMES * again:
         return Verdict(unclear=f"two runs of the same samples differ by {again:.0e}", repeats=True, draws=whole.draws)
     if whole.draws_by_sample:
-        spread = trial.noise(whole, seeds=(1, 2, 3, 4))
+        spread = trial.noise(whole, (1, 2, 3, 4), ahead)
         if difference.size < DRAWS_TIMES * spread:
             return Verdict(unclear=f"random numbers that cannot be fixed change a step by {spread:.0e}", draws=True)
     return Verdict(difference.words(cut), draws=whole.draws)
@@ -209,6 +225,7 @@ class Run:
         apart: norm of the difference of each from the reference.
         rounding: of the type with the largest rounding error in the model.
         draws, draws_by_sample: random numbers are drawn, by any library, or by one whose numbers cannot be fixed.
+        counts: passes count something up.
     """
 
     losses: dict[tuple[int, str], float]
@@ -218,6 +235,7 @@ class Run:
     rounding: float = 0.0
     draws: bool = False
     draws_by_sample: bool = False
+    counts: bool = False
 
     @property
     def limit(self) -> float:
@@ -227,7 +245,8 @@ class Run:
 
     def verdict(self, parts: Run, cut: Cut) -> Verdict:
         """Verdict where the parts agree with this whole."""
-        return Verdict(metrics=_metric_difference(self, parts, self.limit, cut), draws=self.draws)
+        metrics = _metric_difference(self, parts, self.limit, cut)
+        return Verdict(metrics=metrics, draws=self.draws, counts=self.counts)
 
     def by_norms(self, reference: Run) -> Run:
         """The same with the differences of norms in place of the norms of differences."""
@@ -266,13 +285,15 @@ class _Trial:
         self._model: nn.Module | None = None  # of the run before
         self._gradients: dict[tuple[str, str], torch.Tensor] = {}
         self._rounding = torch.finfo(torch.float32).eps
+        self._counters: dict[str, tuple[float, float]] | None = None  # first value, and what each pass adds
 
-    def run(self, *, in_parts: bool, reference: Run | None = None, seed: int = 0) -> Run:
+    def run(self, *, in_parts: bool, reference: Run | None = None, seed: int = 0, ahead: int = 0) -> Run:
         """Make the passes on a new model.
 
         Args:
             reference: the first run, from whose gradients the differences are measured.
             seed: of the random numbers that are not fixed.
+            ahead: passes that counters have counted before.
         """
         plan, coordinates = self._context.plan, self._context.coordinates
         if not in_parts:
@@ -285,6 +306,9 @@ class _Trial:
         if model is self._model:
             raise Unclear("model() returns the same module in each call")
         self._model = model
+        places = self._places(model)
+        self._set_counters(places, ahead)
+        counted = [_read(places)]
         check_same_model(model, self._device)
         with _fixed_statistics([model, self._job.loss, *self._job.losses.values()]):
             stepper, parallel = self._stepper(model, plan, in_parts)
@@ -302,18 +326,40 @@ class _Trial:
                         if number == PASSES - 1:
                             self._measure(found, part, parallel, in_parts, keeps=reference is None)
                 draws_by_sample = draws_by_sample or generator_states() != before
+                counted.append(_read(places))
             parallel.drop_buckets()
+        if self._counters is None:
+            self._counters = _counters(counted)
         draws_by_sample = draws_by_sample or drawing.is_free
-        drew = draws_by_sample or drawing.drawn, draws_by_sample
+        drew = draws_by_sample or drawing.drawn, draws_by_sample, bool(self._counters)
         totals = torch.stack([value.double() for value in losses.values()]).to(self._device)
         if dist.is_initialized():
             dist.all_reduce(totals)
         found.losses.update(zip(losses, totals.tolist(), strict=True))
         return self._summed(found, metrics, drew)
 
-    def noise(self, whole: Run, seeds: Sequence[int]) -> float:
+    def noise(self, whole: Run, seeds: Sequence[int], ahead: int) -> float:
         """The largest difference of further runs of the whole: a single one may come close to it by chance."""
-        return max(self.run(in_parts=False, reference=whole, seed=seed).difference(whole).size for seed in seeds)
+        runs = (self.run(in_parts=False, reference=whole, seed=seed, ahead=ahead) for seed in seeds)
+        return max(run.difference(whole).size for run in runs)
+
+    def _places(self, model: nn.Module) -> dict[str, tuple[Any, Any]]:
+        """Places of numbers that passes may count up: of modules, the loss, what they hold and read; buffers of one."""
+        job = self._job
+        losses = parts_of_loss(job.losses or job.loss)
+        roots: dict[str, object] = {f"(loss).{name}": part for name, part in losses.items()}
+        roots |= dict(model.named_modules())
+        found = held.places(roots | held.script_globals([*roots.values(), job.loss]))
+        buffers = {f"(buffer) {n}": (b, ...) for n, b in model.named_buffers() if b.numel() == 1 and not b.is_complex()}
+        return found | buffers
+
+    def _set_counters(self, places: dict[str, tuple[Any, Any]], ahead: int) -> None:
+        for name, (first, each) in (self._counters or {}).items():
+            holder, key = places.get(name, (None, None))
+            if isinstance(holder, torch.Tensor):
+                holder.fill_(first + each * ahead)
+            elif holder is not None:
+                held.put(holder, key, first + each * ahead)
 
     def _stepper(self, model: nn.Module, plan: Plan, in_parts: bool) -> tuple[Stepper, ParallelModel]:
         job, coordinates = self._job, self._context.coordinates
@@ -374,7 +420,7 @@ class _Trial:
             if key[0] == part and key not in found.norms:
                 found.norms[key], found.apart[key] = 0.0, _square(there)  # no gradient in this run
 
-    def _summed(self, own: Run, own_metrics: dict[str, tuple[float, float]], drew: tuple[bool, bool]) -> Run:
+    def _summed(self, own: Run, own_metrics: dict[str, tuple[float, float]], drew: tuple[bool, ...]) -> Run:
         """The run of all ranks: norms over what each of them holds."""
         every: list[Any] = [(own_metrics, own.norms, own.apart, drew)]
         if dist.is_initialized():
@@ -396,7 +442,7 @@ class _Trial:
             {key: math.sqrt(square) for key, square in norms.items()},
             {key: math.sqrt(square) for key, square in apart.items()},
             self._rounding,
-            *(any(each[-1][which] for each in every) for which in (0, 1)),
+            *(any(each[-1][which] for each in every) for which in range(len(drew))),
         )
 
 
@@ -424,6 +470,23 @@ def _fixed_statistics(parts: Sequence[Any]) -> Iterator[None]:
     yield
     for norm in norms:
         norm.train()
+
+
+def _read(places: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """Numbers in places, by name."""
+    values = {n: h.item() if isinstance(h, torch.Tensor) else h.get(k) for n, (h, k) in places.items()}
+    return {n: v for n, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+
+def _counters(passes: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Numbers to which each pass has added the same: the first value, and what is added."""
+    found = {}
+    for name in set(passes[0]).intersection(*passes[1:]):
+        values = [numbers[name] for numbers in passes]
+        added = values[1] - values[0]
+        if added and all(math.isclose(b - a, added, rel_tol=1e-6) for a, b in itertools.pairwise(values)):
+            found[name] = values[0], added
+    return found
 
 
 def _metric_difference(whole: Run, parts: Run, limit: float, cut: Cut) -> str:
