@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -66,6 +67,7 @@ class Session:
             Stopped: under clusterd, after a stop.
         """
         training = self._loop.training
+        self._loop.own_loop.frame = sys._getframe(1)
         for inputs, targets in self._loop.batches():
             yield training.step + 1, as_batch(inputs, targets)
         if self._loop.stopped and training.context.launcher == "clusterd":

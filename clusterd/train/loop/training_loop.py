@@ -15,7 +15,7 @@ from clusterd.protocol.control import UseCores
 from clusterd.protocol.rank import Trains
 from clusterd.train.checkpoint import export
 from clusterd.train.checkpoint.asynchronous import AsyncCheckpointer
-from clusterd.train.loop.callbacks import Callbacks
+from clusterd.train.loop.callbacks import Callbacks, OwnLoop
 from clusterd.train.loop.consensus import StepConsensus
 from clusterd.train.loop.evaluation import Evaluator, Interrupted
 from clusterd.train.loop.rank_training import Training
@@ -53,6 +53,7 @@ class TrainingLoop:
 
     Attributes:
         training: the job under its plan on this rank.
+        own_loop: what watches a loop of the script's own.
 
     Args:
         migration_id: the migration that created this rank; the rank reports its first step under it.
@@ -79,6 +80,8 @@ class TrainingLoop:
         self._replicas = ReplicaComparison(training)
         self._resumption = Resumption(training, restored)
         self._callbacks = Callbacks(training, control)
+        self.own_loop = OwnLoop(training)
+        self._proves = False  # the next step's state is to be copied for a proof
         self._survivor = Survivor(training, control, self._migration, self._copied, replicated=self._replicated)
         self._record = StepRecord(
             training, log, self._survivor, self._migration, self._resumption, self._callbacks, self._checkpointer
@@ -120,7 +123,9 @@ class TrainingLoop:
             self._report_training()
             if self._cores:
                 self._apply_cores()
+            self.own_loop.opens((inputs, targets))
             yield inputs, targets
+            self.own_loop.closes()
             if training.step != number:
                 raise exits.Refused(
                     f"the batch of step {number} was not given to run.step(), which needs each batch once"
@@ -133,9 +138,7 @@ class TrainingLoop:
             self._evaluate_if_due()
             if self.has_ended():
                 return
-            if "prove" in self._signals:  # what an evaluation leaves is part of the state
-                self._record.settle()
-                self._migration.begin_proof()
+            self._proves = "prove" in self._signals
             if pauses:
                 self._started = time.perf_counter()
                 training.stepper.phases.restart()
@@ -163,6 +166,11 @@ class TrainingLoop:
         """Run the next step on this replica's share of its global batch."""
         training = self.training
         coordinates = training.context.coordinates
+        self.own_loop.before_step((inputs, targets))
+        if self._proves:  # what an evaluation and the script's own loop leave is part of the state
+            self._proves = False
+            self._record.settle()
+            self._migration.begin_proof("the script's loop changes its batches" * self.own_loop.changes_batches)
         seed_step(training.job.seed, training.step, coordinates.replica, coordinates.stage)
         training.stepper.phases.lap("input")
         self._migration.before_step()
@@ -182,6 +190,7 @@ class TrainingLoop:
         self._replicas.begin()
         self._survivor.end()
         training.stepper.phases.begin(training.step + 1)
+        self.own_loop.opens()
         return consensus
 
     def handle(self, error: Exception) -> NoReturn:
@@ -233,8 +242,9 @@ class TrainingLoop:
     def _make_next_step(self) -> None:
         """Make the step after a checkpoint for its sake alone: who goes on from it compares."""
         training = self.training
-        if training.stream is not None or training.step >= training.job.steps:
-            return
+        by_loop = self.own_loop.changed or self.own_loop.changes_batches
+        if training.stream is not None or training.step >= training.job.steps or by_loop:
+            return  # it is read once; there is none; or the script's loop would have made it another one
         try:
             made = training.try_steps(1, training.job.seed, self._batches)
         except Exception as error:  # the checkpoint is complete without it
