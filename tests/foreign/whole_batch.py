@@ -479,3 +479,16 @@ def centred_later() -> dict[str, Any]:
             return self.layers(x)
 
     return arguments(model=Net)
+
+
+@script("dp=2,accumulation=2")
+def clipped_by_hooks() -> dict[str, Any]:
+    """Hooks of parameters that clip at a bound which the first gradients do not reach."""
+
+    def model() -> nn.Module:
+        made = perceptron()
+        for p in made.parameters():
+            p.register_hook(lambda g: g.clamp(-100, 100))
+        return made
+
+    return arguments(model=model)

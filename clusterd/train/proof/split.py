@@ -10,7 +10,8 @@ normalisation computes with fixed statistics: that it sees a replica's samples i
 between two runs of the whole batch is noise, and no difference below its multiple counts.
 
 Numbers that each pass counts up (a counter of calls, a weight that grows) are then set as they will be in the middle
-and at the end of training, and the same is compared again: a script may look at the batch from some step on.
+and at the end of training, and the same is compared again: a script may look at the batch from some step on. And
+where there are hooks, gradients are enlarged: a hook may clip only what is large.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,6 +60,9 @@ NOISE_TIMES = 20.0
 
 DRAWS_TIMES = 4.0
 """The same for two runs with other random numbers of those that cannot be fixed for each sample: Python's, NumPy's."""
+
+LARGE = 1e4
+"""Factor of gradients that are larger than the first ones."""
 
 PASSES = 4
 """Of the same samples in other orders, so that other ones are in a part together: half of the ways to cut eight samples
@@ -127,6 +131,7 @@ class Verdict:
         repeats: it is unclear because two runs in one process differ.
         draws: random numbers are drawn in a step.
         counts: passes count something up.
+        hooks: there are hooks on gradients.
     """
 
     difference: str = ""
@@ -135,6 +140,7 @@ class Verdict:
     repeats: bool = False
     draws: bool = False
     counts: bool = False
+    hooks: bool = False
 
 
 def cuts(plan: Plan) -> bool:
@@ -153,13 +159,16 @@ def prove(job: Job, context: Context, device: torch.device, mesh: Any, samples: 
     trial = _Trial(job, context, device, mesh, samples, cut)
     verdict = _proved(trial, cut)
     last = job.steps - PASSES
-    for ahead in (last // 2, last) if verdict.counts and last > 1 else ():
-        if not (verdict.difference or verdict.unclear) and (later := _proved(trial, cut, ahead)).difference:
-            return replace(verdict, difference=f"after {ahead} steps, by what the script counts, {later.difference}")
+    others = [(ahead, 1.0) for ahead in (last // 2, last) if verdict.counts and last > 1]
+    for ahead, scale in [*others, *([(0, LARGE)] if verdict.hooks else [])]:
+        if not (verdict.difference or verdict.unclear) and (other := _proved(trial, cut, ahead, scale)).difference:
+            when = f"after {ahead} steps, by what the script counts" if ahead else "where gradients are large"
+            return replace(verdict, difference=f"{when}, {other.difference}")
     return verdict
 
 
-def _proved(trial: _Trial, cut: Cut, ahead: int = 0) -> Verdict:
+def _proved(trial: _Trial, cut: Cut, ahead: int = 0, scale: float = 1.0) -> Verdict:
+    trial.scale = scale
     whole = trial.run(in_parts=False, ahead=ahead)
     parts = trial.run(in_parts=True, reference=whole, ahead=ahead)
     difference = parts.difference(whole)
@@ -226,6 +235,7 @@ class Run:
         rounding: of the type with the largest rounding error in the model.
         draws, draws_by_sample: random numbers are drawn, by any library, or by one whose numbers cannot be fixed.
         counts: passes count something up.
+        hooks: there are hooks on gradients.
     """
 
     losses: dict[tuple[int, str], float]
@@ -236,6 +246,7 @@ class Run:
     draws: bool = False
     draws_by_sample: bool = False
     counts: bool = False
+    hooks: bool = False
 
     @property
     def limit(self) -> float:
@@ -246,7 +257,7 @@ class Run:
     def verdict(self, parts: Run, cut: Cut) -> Verdict:
         """Verdict where the parts agree with this whole."""
         metrics = _metric_difference(self, parts, self.limit, cut)
-        return Verdict(metrics=metrics, draws=self.draws, counts=self.counts)
+        return Verdict(metrics=metrics, draws=self.draws, counts=self.counts, hooks=self.hooks)
 
     def by_norms(self, reference: Run) -> Run:
         """The same with the differences of norms in place of the norms of differences."""
@@ -277,6 +288,12 @@ class Run:
 
 
 class _Trial:
+    """Runs of one process, which ends with them.
+
+    Attributes:
+        scale: of the gradients.
+    """
+
     def __init__(
         self, job: Job, context: Context, device: torch.device, mesh: Any, samples: Sequence[Any], cut: Cut
     ) -> None:
@@ -286,6 +303,9 @@ class _Trial:
         self._gradients: dict[tuple[str, str], torch.Tensor] = {}
         self._rounding = torch.finfo(torch.float32).eps
         self._counters: dict[str, tuple[float, float]] | None = None  # first value, and what each pass adds
+        self.scale, self._hooks = 1.0, False
+        for kind in ("register_hook", "register_post_accumulate_grad_hook"):
+            setattr(torch.Tensor, kind, self._noticing(getattr(torch.Tensor, kind)))
 
     def run(self, *, in_parts: bool, reference: Run | None = None, seed: int = 0, ahead: int = 0) -> Run:
         """Make the passes on a new model.
@@ -331,7 +351,8 @@ class _Trial:
         if self._counters is None:
             self._counters = _counters(counted)
         draws_by_sample = draws_by_sample or drawing.is_free
-        drew = draws_by_sample or drawing.drawn, draws_by_sample, bool(self._counters)
+        hooks = self._hooks or any(module._backward_hooks for module in model.modules())
+        drew = draws_by_sample or drawing.drawn, draws_by_sample, bool(self._counters), hooks
         totals = torch.stack([value.double() for value in losses.values()]).to(self._device)
         if dist.is_initialized():
             dist.all_reduce(totals)
@@ -342,6 +363,13 @@ class _Trial:
         """The largest difference of further runs of the whole: a single one may come close to it by chance."""
         runs = (self.run(in_parts=False, reference=whole, seed=seed, ahead=ahead) for seed in seeds)
         return max(run.difference(whole).size for run in runs)
+
+    def _noticing(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        def registered(*arguments: Any, **options: Any) -> Any:
+            self._hooks = True
+            return register(*arguments, **options)
+
+        return registered
 
     def _places(self, model: nn.Module) -> dict[str, tuple[Any, Any]]:
         """Places of numbers that passes may count up: of modules, the loss, what they hold and read; buffers of one."""
@@ -388,8 +416,15 @@ class _Trial:
         }
         optimizer: Any = _NoOptimizer(parallel)
         if job.losses:
-            return AlternatingStepper(parallel, optimizer, None, job.losses, **options), parallel
-        return Stepper(parallel, optimizer, None, job.loss, **options), parallel
+            losses = {part: self._scaled(loss) for part, loss in job.losses.items()}
+            return AlternatingStepper(parallel, optimizer, None, losses, **options), parallel
+        return Stepper(parallel, optimizer, None, self._scaled(job.loss), **options), parallel
+
+    def _scaled(self, loss: Any) -> Any:
+        def scaled(*arguments: Any) -> Any:
+            return _with_scale(loss(*arguments), self.scale)
+
+        return scaled if self.scale != 1 else loss
 
     def _batch(self, number: int, in_parts: bool, replica: int) -> tuple[Any, Any]:
         """Batch of this replica in a pass: all samples, or the parts of its micro-batches, one after another."""
@@ -470,6 +505,26 @@ def _fixed_statistics(parts: Sequence[Any]) -> Iterator[None]:
     yield
     for norm in norms:
         norm.train()
+
+
+class _Scale(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.scale, None
+
+
+def _with_scale(value: Any, scale: float) -> Any:
+    """What a loss returns, with gradients of another size."""
+    if isinstance(value, torch.Tensor):
+        return _Scale.apply(value, scale)
+    if isinstance(value, Mapping):
+        return {**value, "loss": _with_scale(value["loss"], scale)}
+    return (_with_scale(value[0], scale), *value[1:]) if isinstance(value, tuple) else value
 
 
 def _read(places: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
