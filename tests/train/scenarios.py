@@ -603,7 +603,14 @@ class Counter:
 
 
 def loop_of_its_own(
-    run: Any, left: dict[str, Any], *, evaluate_every: int = 0, leave_after: int = 0, skip: int = 0, reads: bool = True
+    run: Any,
+    left: dict[str, Any],
+    *,
+    evaluate_every: int = 0,
+    leave_after: int = 0,
+    skip: int = 0,
+    reads: bool = True,
+    alone: str = "",
 ) -> None:
     """A loop as users write it: losses, evaluation and logging between steps."""
     counter = Counter()
@@ -619,7 +626,9 @@ def loop_of_its_own(
             left["losses"].append(out.loss)
         if evaluate_every and step % evaluate_every == 0:
             run.log(val=run.evaluate(Validation(37)), both=run.evaluate(Validation(37), right_bytes))
-        if step == leave_after:
+        if step == 3 and alone == "evaluates" and run.is_main:
+            run.evaluate(Validation(37))
+        if step == leave_after or (step == 3 and alone == "leaves" and run.is_main):
             break
 
 

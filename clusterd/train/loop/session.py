@@ -94,6 +94,7 @@ class Session:
             The mean over all samples, the same on every rank; a dict by name if the metric has several.
         """
         with self._loop.pause():
+            self._loop.all_call("called run.evaluate()")
             found = self._loop.evaluator.means(data, metric, batch=batch, collate_fn=collate_fn, whole=whole)
         return next(iter(found.values())) if len(found) == 1 else found
 

@@ -38,6 +38,8 @@ SYNCHRONOUS_STEPS = 5
 If memory runs out, it does so in these steps, and then no rank may be ahead of the others.
 """
 
+CALL_POLL_S = 0.002
+
 
 @dataclass(frozen=True, slots=True)
 class Stop:
@@ -82,6 +84,7 @@ class TrainingLoop:
         self._callbacks = Callbacks(training, control)
         self.own_loop = OwnLoop(training)
         self._proves = False  # the next step's state is to be copied for a proof
+        self._calls = 0  # of `all_call`
         self._survivor = Survivor(training, control, self._migration, self._copied, replicated=self._replicated)
         self._record = StepRecord(
             training, log, self._survivor, self._migration, self._resumption, self._callbacks, self._checkpointer
@@ -153,6 +156,37 @@ class TrainingLoop:
         self._started += time.perf_counter() - began_s
         self.training.stepper.phases.restart()
 
+    def all_call(self, what: str) -> None:
+        """Wait until the loops of all ranks have made the same call, before its collective operations begin.
+
+        Raises:
+            Refused: another rank goes on with the next step, or makes another call.
+        """
+        if (store := self._store_of_loops()) is None:
+            return
+        rank, step = self.training.context.rank, self.training.step
+        self._calls += 1
+        store.set(f"{self._calls}.{rank}", what)
+        waiting = set(range(dist.get_world_size()))
+        while waiting:
+            for other in sorted(waiting):
+                calls = store.check([f"{self._calls}.{other}"])
+                if calls and store.get(f"{self._calls}.{other}").decode() == what:
+                    waiting.remove(other)
+                elif calls or (store.check([f"step {other}"]) and int(store.get(f"step {other}")) > step):
+                    raise exits.Refused(
+                        f"rank {rank} {what} after step {step}, and rank {other} did not: the script's loop must make "
+                        "the same calls on all ranks, and end on all of them after the same step"
+                    )
+            self._survivor.check()
+            time.sleep(CALL_POLL_S)
+
+    def _store_of_loops(self) -> Any:
+        """What ranks tell each other about their loops' calls; None: nothing, there is one rank or one loop."""
+        if not (self.training.job.own_loop and dist.is_initialized()):
+            return None
+        return dist.PrefixStore("loop", dist.distributed_c10d._get_default_store())
+
     def log(self, metrics: dict[str, float]) -> None:
         """Record the script's own metrics of the last step."""
         self._log.metrics(self.training.step, metrics)
@@ -166,6 +200,8 @@ class TrainingLoop:
         """Run the next step on this replica's share of its global batch."""
         training = self.training
         coordinates = training.context.coordinates
+        if (store := self._store_of_loops()) is not None:
+            store.set(f"step {training.context.rank}", str(training.step + 1))
         self.own_loop.before_step((inputs, targets))
         if self._proves:  # what an evaluation and the script's own loop leave is part of the state
             self._proves = False
@@ -209,6 +245,8 @@ class TrainingLoop:
     def end(self) -> Outcome:
         """Return the outcome after the last batch; the last step is logged."""
         training = self.training
+        if not self.has_ended() and training.step < training.job.steps:
+            self.all_call("left its loop")
         self._survivor.close()
         self._record.settle()
         self._migration.end()
