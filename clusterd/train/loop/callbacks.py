@@ -190,7 +190,7 @@ _UNKNOWN = object()
 
 
 def _mark(value: Any) -> Any:
-    """What another value of a variable almost surely has otherwise."""
+    """Mark that almost surely differs for another value of a variable."""
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     return value if isinstance(value, held.SIMPLE) else len(value) if held.is_container(value) else _UNKNOWN

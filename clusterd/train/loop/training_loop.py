@@ -182,7 +182,7 @@ class TrainingLoop:
             time.sleep(CALL_POLL_S)
 
     def _store_of_loops(self) -> Any:
-        """What ranks tell each other about their loops' calls; None: nothing, there is one rank or one loop."""
+        """Store for calls of the ranks' loops; None: there is one rank, or no loop of the script's own."""
         if not (self.training.job.own_loop and dist.is_initialized()):
             return None
         return dist.PrefixStore("loop", dist.distributed_c10d._get_default_store())

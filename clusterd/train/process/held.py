@@ -131,7 +131,7 @@ class Globals:
 
 
 def script_globals(roots: Iterable[object]) -> dict[str, Globals]:
-    """What the code of `roots` reads, and the functions that it calls, by module of the script."""
+    """Global variables that the code of `roots` and functions it calls read, by module of the script."""
     found: dict[str, Globals] = {}
     kinds = {kind for root in roots for kind in _user_classes(type(root))}  # type: ignore[arg-type]
     waiting: list[Any] = [*roots, *(value for kind in kinds for value in vars(kind).values())]
@@ -171,7 +171,7 @@ class _Cells(dict[str, Any]):
 
 
 def variables(owner: Any) -> Mapping[Any, Any]:
-    """What `attributes` gives, as it is now and will be later, of an object, a map, a closure or a module."""
+    """The attributes of an object, a map, a closure or a module, as they are now and will be later."""
     if isinstance(owner, types.FunctionType):
         return _Cells(zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True))
     if isinstance(owner, Globals):

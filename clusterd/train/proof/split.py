@@ -519,7 +519,7 @@ class _Scale(torch.autograd.Function):  # type: ignore[misc]  # torch is not fol
 
 
 def _with_scale(value: Any, scale: float) -> Any:
-    """What a loss returns, with gradients of another size."""
+    """Result of a loss, with gradients of another size."""
     if isinstance(value, torch.Tensor):
         return _Scale.apply(value, scale)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What scripts change between steps, and in an update: the same under every plan, after a move and after a restart."""
+"""Changes that scripts make between steps and in updates, under every plan, after a move and after a restart."""
 
 from __future__ import annotations
 
