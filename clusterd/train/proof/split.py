@@ -38,7 +38,7 @@ from clusterd.train.parallel.gradient_sync import local_gradient
 from clusterd.train.parallel.mesh import check_same_model
 from clusterd.train.process import held
 from clusterd.train.process.context import Context
-from clusterd.train.process.exits import TrainError
+from clusterd.train.process.exits import TrainError, UnevenParameterUse
 from clusterd.train.process.job import Job
 from clusterd.train.process.seeding import generator_states, seed_everything
 from clusterd.train.proof.fixed_draws import FixedDraws
@@ -339,7 +339,7 @@ class _Trial:
                     batch: tuple[Any, Any] = (None, None)
                     if stepper.wants_inputs:
                         batch = self._batch(number, in_parts, coordinates.replica)
-                    for part, update, value in stepper.gradients(*batch):
+                    for part, update, value in _unless_frozen(stepper.gradients(*batch), parallel):
                         losses[number, part] = value
                         if number == 0:
                             metrics |= update.own_metrics()
@@ -505,6 +505,16 @@ def _fixed_statistics(parts: Sequence[Any]) -> Iterator[None]:
     yield
     for norm in norms:
         norm.train()
+
+
+def _unless_frozen(gradients: Iterator[Any], parallel: ParallelModel) -> Iterator[Any]:
+    """The same gradients; where the model has frozen parameters meanwhile, steps find what that means for a plan."""
+    try:
+        yield from gradients
+    except UnevenParameterUse:
+        if parallel.newly_frozen():
+            raise Unclear("the model freezes parameters in one of the first passes") from None
+        raise
 
 
 class _Scale(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
