@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from tests.foreign.batches import arguments, perceptron, points
+from tests.foreign.batches import SAMPLES, arguments, perceptron, points
 from tests.foreign.registry import script
 
 
@@ -320,3 +320,29 @@ def weight_in_a_global() -> dict[str, Any]:
             run.step(batch)
 
     return arguments(loss=loss, loop=loop)
+
+
+class Replay(Dataset[Any]):
+    """Rewards of states, in a tensor."""
+
+    def __init__(self) -> None:
+        self.points, self.rewards = points(), torch.zeros(SAMPLES)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.points[index][0], self.rewards[index]
+
+
+@script()
+def replay_filled_by_loop() -> dict[str, Any]:
+    """A replay data set, in whose tensor the loop writes rewards (DQN)."""
+    data = Replay()
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            run.step(batch)
+            data.rewards[step % SAMPLES] += 1.0
+
+    return arguments(data=data, loss=lambda out, rewards: F.mse_loss(out.mean(1), rewards), loop=loop)

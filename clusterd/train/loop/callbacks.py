@@ -170,15 +170,28 @@ class OwnLoop:
             )
 
     def _values(self) -> list[Any]:
-        values = (holder.get(key) for holder, key in self._places.values())
-        return [value if isinstance(value, held.SIMPLE) else id(value) for value in values]
+        return [_mark(holder.get(key)) for holder, key in self._places.values()]
 
 
 def _places(training: Training) -> dict[str, tuple[Any, Any]]:
     """Places of the numbers and texts that modules, loss, data and optimizer hold as attributes, and learning rates."""
     found = held.places({**training.attributes.roots, DATA: training.job.data})
+    for name, owner in held.owners({DATA: training.job.data}).items():
+        tensors = ((k, v) for k, v in owner.attributes.items() if isinstance(v, torch.Tensor))
+        found |= {held.path(name, k): (_Tensors(owner.value), k) for k, v in tensors}
     groups = enumerate(training.optimizer.holder.param_groups)
     return found | {f"{RATE}group {number}": (group, "lr") for number, group in groups if "lr" in group}
+
+
+class _Tensors:
+    """Tensors of an object or a container, as they are now and will be later."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+
+    def get(self, attribute: str) -> Any:
+        """The tensor, if it is still there."""
+        return held.attributes(self._owner).get(attribute)
 
 
 def _versions(batch: Any) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from torch import nn
 from clusterd.train.parallel.alternating import AlternatingOptimizer
 from clusterd.train.process import held
 from clusterd.train.process.plain_data import NotSerializable, from_plain, plain_value, plain_with_tensors, restore_like
-from clusterd.train.state.attribute_tensors import AttributeTensors
+from clusterd.train.state.attribute_tensors import BYTES_MAX, AttributeTensors
 
 OPTIMIZER = "(optimizer)"
 """Key in the place of a module name."""
@@ -100,11 +100,17 @@ class Attributes:
             for k, v in owner.attributes.items():
                 if held.is_container(v) and not held.is_plain(v) and len(v) != self._sizes.get((name, k), len(v)):
                     self._tell(name, k, f"{held.path(name, k)}, which has changed and holds no numbers, or too many,")
-        for name, owner in held.owners(self._data).items():
-            of_loop = {k: v for k, v in owner.attributes.items() if held.path(name, k) in self.of_loop}
-            if of_loop:
-                plain[name] = {k: plain_value(v, held.path(name, k)) for k, v in of_loop.items()}
         tensors, left_out = self._tensors.changed(owners)
+        for name, owner in held.owners(self._data).items():
+            for k, v in owner.attributes.items():
+                if (at := held.path(name, k)) not in self.of_loop:
+                    continue
+                if held.is_plain(v):
+                    plain.setdefault(name, {})[k] = plain_value(v, at)
+                elif isinstance(v, torch.Tensor) and v.nbytes <= BYTES_MAX:
+                    tensors.setdefault(name, {})[k] = plain_with_tensors(v, at)
+                else:
+                    left_out.append((name, k))
         for owned_by, attribute in left_out:
             self._tell(owned_by, attribute, f"{held.path(owned_by, attribute)}, which has changed and is large,")
         states = self._states(self._stateful(owners))
@@ -133,6 +139,12 @@ class Attributes:
         for name, owner in held.owners(self._data).items():
             for attribute, value in plain.get(name, {}).items():
                 held.assign(owner.value, attribute, restore_like(owner.attributes.get(attribute), value))
+            for attribute, value in tensors.get(name, {}).items():
+                now, there = from_plain(value), owner.attributes.get(attribute)
+                if isinstance(there, torch.Tensor) and there.shape == now.shape:
+                    there.copy_(now)
+                else:
+                    held.assign(owner.value, attribute, now)
         self.of_loop.update(*(source.get("of_loop", ()) for source in sources))
         self._tensors.restore(owners, tensors)
         stateful = self._stateful(owners)

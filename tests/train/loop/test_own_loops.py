@@ -59,6 +59,7 @@ def test_what_a_script_changes_is_as_in_one_process_or_named(
         ("annealed_by_loop", "resume"),
         ("weight_in_a_global", "move"),
         ("curriculum_by_loop", "move"),
+        ("replay_filled_by_loop", "restart"),
         ("curriculum_by_loop", "restart"),
         ("group_added_by_loop", "restart"),
         ("clipped_by_past_norms", "restart"),
