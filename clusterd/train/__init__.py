@@ -19,7 +19,7 @@ Guarantees under every plan, and across changes of plan:
 - **Random numbers in a step** (torch's, NumPy's and Python's: dropout, stochastic depth) depend on (seed, step,
   replica, stage): repeatable under one plan, statistically equal under another, which the log says. A data set that
   draws from these generators gets numbers by (seed, step, replica), equal on all stages; in data-loader workers they
-  are not repeatable across plans.
+  are not repeatable across plans. The script's own loop draws the same numbers on all ranks.
 - **Names** of parameters and their optimizer state are global (``blocks.17.attn.qkv.weight``) on every rank.
 - **Buffers** (running statistics) are taken from replica 0. Batch normalisation sees the samples of a replica and a
   micro-batch, so that losses depend on how the plan cuts the batch, which the log says. What modules, the optimizer

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, random_split
+from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset, random_split
 
 from tests.foreign.registry import script
 
@@ -208,3 +208,23 @@ def python_augmentation() -> dict[str, Any]:
             return x * random.uniform(0.5, 1.5), y
 
     return arguments(data=Noisy())
+
+
+class CountsEpochs(Sampler[int]):
+    """A permutation that depends on how often it was iterated."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+@script()
+def sampler_that_counts() -> dict[str, Any]:
+    """A sampler that seeds itself by the epochs that it counts."""
+    return arguments(sampler=CountsEpochs(), global_batch=32)

@@ -98,3 +98,20 @@ class Keeping(nn.Module):
 def kept_in_helpers() -> dict[str, Any]:
     """Counters in helpers, classes and arrays, and a generator of the model's own."""
     return arguments(model=Keeping)
+
+
+@script()
+def set_that_grows() -> dict[str, Any]:
+    """A set of what was seen, by whose size the output grows."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.seen = perceptron(), set[int]()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.seen.add(len(self.seen))
+            return self.layers(x) * (1 + len(self.seen) / 10)
+
+    return arguments(model=Net)

@@ -16,7 +16,7 @@ from tests.foreign.registry import script
 steps_seen = 0
 
 
-@script(advice="`session.register`, or an attribute of a module")
+@script()
 def counter_in_a_global() -> dict[str, Any]:
     """A weight of the loss that falls with a counter in a global variable."""
 

@@ -21,6 +21,7 @@ GROUPS = {
     "diverging": (),
     "hidden_state": (),
     "carried": (),
+    "own_loops": (),
 }
 """Modules of scripts, and the packages that each needs beside torch."""
 
@@ -47,6 +48,9 @@ class Script:
 
 
 SCRIPTS: dict[str, Script] = {}
+
+LOOPS: dict[str, Callable[[Any], None]] = {}
+"""Loops of scripts that have one of their own, by name, as the job that was made last has them."""
 
 
 def script(
@@ -80,4 +84,7 @@ def job_of(name: str, steps: int) -> Any:
     load()
     seed_generators("foreign")
     _, make = _engine()
-    return replace(make(SCRIPTS[name].arguments()), steps=steps)
+    arguments = SCRIPTS[name].arguments()
+    if (loop := arguments.pop("loop", None)) is not None:
+        LOOPS[name] = loop
+    return replace(make(arguments), steps=steps)

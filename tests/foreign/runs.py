@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -47,8 +48,14 @@ class Verdict:
         return asdict(self)
 
 
-def judge(ranks: Sequence[Rank], losses: list[float], expected: list[float], tolerance: float) -> Verdict:
-    """Verdict about a run from what its ranks left and from the losses of one process."""
+def judge(
+    ranks: Sequence[Rank],
+    losses: list[float],
+    expected: list[float],
+    tolerance: float,
+    before: Sequence[Rank] = (),
+) -> Verdict:
+    """Verdict about a run from what its ranks, and those before them, left and from the losses of one process."""
     if any(rank.exit_code for rank in ranks):
         return _judge_failure(ranks)
     if not losses or len(losses) > len(expected):
@@ -56,7 +63,7 @@ def judge(ranks: Sequence[Rank], losses: list[float], expected: list[float], tol
     pairs = list(zip(losses, expected, strict=False))
     difference = max(abs(a - b) / max(abs(b), 1e-9) if math.isfinite(a) else math.inf for a, b in pairs)
     if difference > tolerance:
-        lines = _lines(ranks)
+        lines = _lines(ranks) or _lines(before)
         return Verdict(TOLD if lines else WRONG, lines[0] if lines else "losses differ, unsaid", difference)
     return Verdict(RIGHT, difference=difference)
 
@@ -85,7 +92,7 @@ class Runner:
     """Runs scripts in two pools of ranks."""
 
     def __init__(self, directory: Path, modules: Sequence[str]) -> None:
-        self._directory = directory
+        self._directory, self._numbers = directory, itertools.count()
         self._pools = (RankPool(modules=modules), RankPool(modules=modules))
 
     def close(self) -> None:
@@ -94,7 +101,7 @@ class Runner:
 
     def verdicts(self, script: Script, plans: Sequence[str] = ()) -> dict[str, Verdict]:
         """Verdicts by plan; `"one"` is one process, `"move"` the live move, and see `AGAIN`."""
-        directory = self._directory / script.name
+        directory = self._directory / f"{script.name}-{next(self._numbers)}"
         alone = self._pools[0].run(directory / "one", "dp=1", script=script.name, steps=BASELINE_STEPS)
         found = {"one": judge(alone.ranks, alone.losses, alone.losses, script.tolerance)}
         if found["one"].verdict != RIGHT:
@@ -117,7 +124,7 @@ class Runner:
 
     def _again(self, script: Script, directory: Path, expected: list[float], *, kills: bool) -> Verdict:
         """One process that ends, killed after a checkpoint or by a stop that saves, and another that goes on."""
-        directory.mkdir()
+        directory.mkdir(parents=True)
         saved = directory / "checkpoint"
         mover = Mover(self._pools, directory, {"script": script.name, "pace_s": PACE_S})
         try:
@@ -135,15 +142,15 @@ class Runner:
         finally:
             mover.close()
         more = {"restore": str(saved)}
-        options = {"script": script.name, "steps": step + 5}
+        options = {"script": script.name, "steps": step + 5, "refuses": not kills}
         run = self._pools[0].run_each(directory / "again", "dp=1", [options], more=lambda _: more)[0]
-        return judge(run.ranks, run.losses, expected[step:], script.tolerance)
+        return judge(run.ranks, run.losses, expected[step:], script.tolerance, _ended(mover.now.run))
 
     def _losses_of(self, script: Script, directory: Path, steps: int) -> list[float]:
         return self._pools[0].run(directory, "dp=1", script=script.name, steps=steps).checked().losses
 
     def _move(self, script: Script, directory: Path, expected: list[float]) -> Verdict:
-        directory.mkdir()
+        directory.mkdir(parents=True)
         mover = Mover(self._pools, directory, {"script": script.name, "pace_s": PACE_S})
         failure, losses = "", []
         try:

@@ -112,3 +112,54 @@ class GlobalScale(torch.optim.SGD):
 def global_step_size() -> dict[str, Any]:
     """An optimizer whose step size depends on the norm of all gradients."""
     return arguments(optimizer=GlobalScale)
+
+
+class Assigning(torch.optim.Optimizer):
+    """SGD that replaces the values of parameters instead of changing them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data.add(p.grad, alpha=-group["lr"])
+
+
+@script("dp=2,zero=1")
+def assigned_by_optimizer() -> dict[str, Any]:
+    """An optimizer that assigns `p.data`."""
+    return arguments(optimizer=Assigning)
+
+
+class ClippedByPast(torch.optim.SGD):
+    """Clips gradients at a percentile of all norms so far (AutoClip)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.3, momentum=0.9)
+        self.history: list[float] = []
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.history += 60 * [float(p.grad.norm()) for p in parameters]
+        nn.utils.clip_grad_norm_(parameters, sorted(self.history)[len(self.history) // 10])
+        return super().step(closure)
+
+
+@script("dp=2,zero=1")
+def clipped_by_past_norms() -> dict[str, Any]:
+    """An optimizer that clips at a percentile of all norms so far, in a list that grows (AutoClip)."""
+    return arguments(optimizer=ClippedByPast)
+
+
+@script(advice="form groups of the factory's argument")
+def groups_of_the_model() -> dict[str, Any]:
+    """An optimizer over the parameters of the model that `model` made last, not over those that it is given."""
+    built: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        built[:] = [perceptron()]
+        return built[0]
+
+    return arguments(model=model, optimizer=lambda _: torch.optim.SGD(built[0].parameters(), lr=0.1))

@@ -439,3 +439,56 @@ def own_generator() -> dict[str, Any]:
             return self.layers(x)
 
     return arguments(model=Net)
+
+
+@script()
+def mined_later() -> dict[str, Any]:
+    """A loss that compares samples from the fifth call on."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled():
+                self.calls += 1
+            each = F.cross_entropy(out, y, reduction="none")
+            if self.calls < 5:
+                return each.mean()
+            return each.topk(max(1, len(each) // 2)).values.mean()
+
+    return arguments(loss=Loss())
+
+
+@script()
+def centred_later() -> dict[str, Any]:
+    """A model that normalises by its batch from the sixth forward pass on, counted in a buffer."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = perceptron()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.calls += 1
+            if self.calls > 5:
+                x = x - x.mean(0)
+            return self.layers(x)
+
+    return arguments(model=Net)
+
+
+@script("dp=2,accumulation=2")
+def clipped_by_hooks() -> dict[str, Any]:
+    """Hooks of parameters that clip at a bound which the first gradients do not reach."""
+
+    def model() -> nn.Module:
+        made = perceptron()
+        for p in made.parameters():
+            p.register_hook(lambda g: g.clamp(-100, 100))
+        return made
+
+    return arguments(model=model)

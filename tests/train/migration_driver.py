@@ -148,7 +148,7 @@ class Mover:
             "fabric": {host: [host, 1] for host in self.hosts},
             "host": None,
         }
-        new.proves = bool(move["proof_s"]) and not self.options.get("stream")
+        new.proves = bool(move["proof_s"]) and not (self.options.get("stream") or self.options.get("script"))
         if not makes_room:
             self._launch(new, move)
         self._tell(old, {"event": "move", "move": move})

@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
+from clusterd.protocol.launch import SAME_VARIABLE
 from clusterd.train import rank_main
 from clusterd.train.loop.rank_training import Training
 from clusterd.train.parallel import build
@@ -513,6 +514,7 @@ def rank(
     stream: str | None = None,
     own_loop: dict[str, Any] | None = None,
     stand_in: bool | str = False,
+    refuses: bool = False,
     **options: Any,
 ) -> None:
     """Train on one rank, and save the requested samples and the final parameters.
@@ -523,6 +525,7 @@ def rank(
         filed: read samples from a data set that is opened by name.
         own_loop: train in a loop of the script's own; see `loop_of_its_own`.
         stand_in: train as if on a GPU, and save what its stand-in recorded; "alone": no other process reads its memory.
+        refuses: refuse a first step with another loss, as after `clusterd resume`.
         unlike: entry of the rank file; processes in which it differs have other data.
         stream: read the samples as a stream of this kind; see `Streamed`.
     """
@@ -530,6 +533,8 @@ def rank(
         rank_file = json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())
         torch_limits.attempt(way, rank_file["rank"], rank_file["master_port"])
         return
+    if refuses:
+        os.environ[SAME_VARIABLE] = "1"
     gpu = use_stand_in() if stand_in else None
     if gpu is not None:
         gpu.refuses_handles = stand_in == "alone"
@@ -550,7 +555,7 @@ def rank(
             build.global_name(name): b.double().sum().item() for name, b in training.parallel.module.named_buffers()
         }
         left["optimizer"] = {
-            name: {slot: list(value.shape) for slot, value in slots.items()}
+            name: {slot: list(getattr(value, "shape", ())) for slot, value in slots.items()}
             for name, slots in training.optimizer.state_by_name().items()
         }
 
@@ -559,7 +564,10 @@ def rank(
         pause_s = pace_s if options.get("script") else 0.0
         task = job(data, **options)
         task = replace(task, **callbacks(task, left["called"], pause_s))
-        if own_loop is None:
+        if (loop := registry.LOOPS.get(options.get("script", ""))) is not None:
+            with rank_main.session(task, on_end) as run:
+                loop(run)
+        elif own_loop is None:
             rank_main.run(task, on_end)
         else:
             with rank_main.session(task, on_end) as run:
@@ -595,7 +603,14 @@ class Counter:
 
 
 def loop_of_its_own(
-    run: Any, left: dict[str, Any], *, evaluate_every: int = 0, leave_after: int = 0, skip: int = 0, reads: bool = True
+    run: Any,
+    left: dict[str, Any],
+    *,
+    evaluate_every: int = 0,
+    leave_after: int = 0,
+    skip: int = 0,
+    reads: bool = True,
+    alone: str = "",
 ) -> None:
     """A loop as users write it: losses, evaluation and logging between steps."""
     counter = Counter()
@@ -611,7 +626,9 @@ def loop_of_its_own(
             left["losses"].append(out.loss)
         if evaluate_every and step % evaluate_every == 0:
             run.log(val=run.evaluate(Validation(37)), both=run.evaluate(Validation(37), right_bytes))
-        if step == leave_after:
+        if step == 3 and alone == "evaluates" and run.is_main:
+            run.evaluate(Validation(37))
+        if step == leave_after or (step == 3 and alone == "leaves" and run.is_main):
             break
 
 

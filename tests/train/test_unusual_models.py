@@ -109,7 +109,7 @@ def test_a_schedule_reaches_all_of_a_sharded_optimizer(
         ({"stream": "without"}, "data is a stream (WithoutPosition) without a position"),
         (
             {"optimizer": "with the loss"},
-            "the optimizer has parameters that are not the model's: make parameters of the loss",
+            "the optimizer has parameters that its factory was not given",
         ),
         ({"optimizer": "lbfgs"}, "LBFGS computes the loss several times per step (its step() needs a closure)"),
         ({"schedule": "plateau"}, "ReduceLROnPlateau needs a metric: pass evaluate=train.Evaluation("),

@@ -20,7 +20,7 @@ from clusterd.train.checkpoint.dcp_files import Key, Staged, StagedTensor
 from clusterd.train.data.stream import Position
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.plain_data import NotSerializable, plain_value
-from clusterd.train.state import lazy_optimizer_state, scalars
+from clusterd.train.state import lazy_optimizer_state, parameter_groups, scalars
 from clusterd.train.state.local_shards import local_shards
 from clusterd.train.state.training import Training
 
@@ -99,6 +99,7 @@ def restore(training: Training, shape: ModelShape, directory: str) -> None:
     values: dict[str, Any] = dict.fromkeys([*ranks, "step"])
     files.read(directory, {}, values)
     rank_scalars = [values[key] for key in ranks]
+    parameter_groups.add_groups(training.optimizer, rank_scalars)
     absent = {name for source in rank_scalars for name in source["absent"]}
     sizes = {p.name: p.shape for p in shape.parameters}
     slots_of = _slots(shape)

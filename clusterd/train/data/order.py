@@ -16,8 +16,10 @@ from clusterd.train.process.seeding import preserved_generators, seed_everything
 class SampleOrder:
     """Samples of each global batch, the same on every rank and under every plan.
 
-    A sampler is iterated once per epoch, with all generators, its own too, seeded by (seed, epoch), and after
-    ``set_epoch``, if it has that. An epoch has as many batches as the first one.
+    A sampler is iterated with all generators, its own too, seeded by (seed, epoch), and after ``set_epoch``, if it has
+    that. One that changes as it is iterated, because it counts its epochs itself, is iterated for the earlier ones too,
+    and is then as before: a process that begins in the middle gets the same order. An epoch has as many batches as the
+    first one.
 
     Args:
         sampler: yields numbers of samples, or lists of as many as a global batch has; None: a permutation.
@@ -37,6 +39,7 @@ class SampleOrder:
         self._samples, self._global_batch, self._seed, self._sampler = samples, global_batch, seed, sampler
         self._epoch: tuple[int, Indices] | None = None
         self._on_epoch = on_epoch
+        self._counts = False  # the sampler changes as it is iterated
         try:
             self.steps_per_epoch = steps_per_epoch(samples, global_batch) if sampler is None else len(self._read(0))
         except TooFewSamples as error:
@@ -67,17 +70,23 @@ class SampleOrder:
     def _read(self, epoch: int) -> Indices:
         """All full batches of an epoch, a row for each."""
         if self._epoch is None or self._epoch[0] != epoch:
-            number = mix(mix(self._seed & 0xFFFFFFFF) ^ (epoch << 32 | 0xFFFD)) >> 1
-            with preserved_generators():
-                seed_everything(number)
-                sampler: Any = self._sampler
-                for generator in held.generators({"": sampler}).values():
-                    held.seed_generator(generator, number)
-                if hasattr(sampler, "set_epoch"):
-                    sampler.set_epoch(epoch)
-                self._epoch = epoch, self._as_batches(list(sampler))
+            with preserved_generators(), held.preserved(self._sampler) as has_changed:
+                for earlier in range(epoch if self._counts else 0):
+                    self._iterated(earlier)
+                self._epoch = epoch, self._as_batches(self._iterated(epoch))
+                self._counts = has_changed() and not hasattr(self._sampler, "set_epoch")
             self._on_epoch(*self._epoch)
         return self._epoch[1]
+
+    def _iterated(self, epoch: int) -> list[Any]:
+        number = mix(mix(self._seed & 0xFFFFFFFF) ^ (epoch << 32 | 0xFFFD)) >> 1
+        seed_everything(number)
+        sampler: Any = self._sampler
+        for generator in held.generators({"": sampler}).values():
+            held.seed_generator(generator, number)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        return list(sampler)
 
     def _as_batches(self, items: list[Any]) -> Indices:
         size = self._global_batch

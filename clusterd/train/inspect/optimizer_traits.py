@@ -32,8 +32,7 @@ def optimizer_traits(factory: OptimizerFactory, parameters: Sequence[ParameterSp
     """Traits: elementwise (every element treated alike), by tensor (tensors independent), and the optimizer's name.
 
     Compares updates of a matrix with the same updates of its halves, alone and together, for each kind of parameter
-    that
-    the optimizer distinguishes: it may choose by names and attributes.
+    that the optimizer distinguishes: it may choose by names and attributes.
     """
     try:
         kinds = _kinds(factory, parameters)
@@ -93,6 +92,8 @@ def _halves(value: torch.Tensor, updates: torch.Tensor, dim: int) -> list[_Trial
 
 def _cuts_are_alike(updated: _Update, value: torch.Tensor, updates: torch.Tensor) -> bool:
     (whole,), _ = updated((value, updates))
+    if torch.equal(whole, value.expand_as(whole)):
+        return False  # an update that changes nothing shows nothing
     return all(
         _alike(whole, torch.cat([updated(half)[0][0] for half in _halves(value, updates, dim)], 1 + dim))
         for dim in (0, 1)
@@ -106,7 +107,8 @@ def _updated(
 
     Args:
         named: specs whose names and attributes the tensors get; the last one's, if there are more tensors.
-        beside: specs of other parameters that an optimizer of several parts needs; their gradients are zero.
+        beside: specs of other parameters that an optimizer of several parts needs; their gradients are small, and not
+            zero, at which an optimizer that clips by past norms would stand still.
     """
     parameters = [nn.Parameter(value.clone()) for value, _ in tensors]
     others = [nn.Parameter(torch.ones(stand_in_shape(outline.shape))) for outline in beside]
@@ -123,7 +125,7 @@ def _updated(
         for parameter, gradient in zip(parameters, now, strict=True):
             parameter.grad = gradient.clone()
         for parameter in others:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.full_like(parameter, _GRADIENTS[0])
         optimizer.step()
         for values, parameter in zip(after, parameters, strict=True):
             values.append(parameter.detach().clone())

@@ -1,12 +1,24 @@
-"""The script's callbacks, which rank 0 alone calls: what they change in the training, the other ranks would not."""
+"""The script's own code between steps: callbacks, which rank 0 alone calls, and a loop, which every rank runs.
+
+What callbacks change in the training, the other ranks would not; what a loop changes must be the same on all ranks.
+"""
 
 from __future__ import annotations
 
+import types
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from clusterd.train.loop.replicas import is_sampled
 from clusterd.train.process import held
 from clusterd.train.process.control import Control
+from clusterd.train.process.exits import PlanRefused
+from clusterd.train.process.script_variables import NAMED_MAX
+from clusterd.train.process.seeding import LOOP_STAGES, seed_step
+from clusterd.train.state.attributes import DATA, OPTIMIZER
 from clusterd.train.state.training import Training
 
 
@@ -30,9 +42,9 @@ class Callbacks:
         if self._told or not is_sampled(self._calls[name]):
             callback(step, values)
             return
-        before = self._numbers()
+        before = _numbers(self._training)
         callback(step, values)
-        now = self._numbers()
+        now = _numbers(self._training)
         changed = next((key for key, value in before.items() if now.get(key, value) != value), None)
         if changed is not None:
             self._refuse(f"{name} has changed {changed} from {before[changed]} to {now[changed]}")
@@ -48,17 +60,171 @@ class Callbacks:
         else:
             print(f"clusterd: {text}; plans of several ranks are refused", flush=True)
 
-    def _numbers(self) -> dict[str, str]:
-        """Numbers, and texts, that modules, loss, data and optimizer hold, by name; and learning rates.
 
-        As text, in which a value that is not a number equals itself.
-        """
+class OwnLoop:
+    """Watches what a loop of the script's own changes: numbers that the training holds, learning rates, its batches.
+
+    It draws the same random numbers on all ranks and under every plan.
+
+    Attributes:
+        changes_batches: it has given a step another batch than it was given.
+        changed: names of the numbers that it has changed.
+        frame: of its function, whose local variables no move carries.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self.changes_batches = False
+        self.changed = training.attributes.of_loop
+        self._places: dict[str, tuple[Any, Any]] = {}  # of numbers: what holds it, and its key there
+        self._before: list[Any] | None = None
+        self._batch: tuple[Any, list[tuple[int, int]]] = None, []  # given to the loop, and what it was then
+        self._told = False
+        self.frame: types.FrameType | None = None
+        self._variables: dict[str, Any] | None = None  # of the frame, before the first step
+        self._told_of_variables = training.context.rank > 0 or training.context.launcher != "clusterd"
+
+    def opens(self, batch: Any = None) -> None:
+        """Watch the loop's code from here on: with its next batch, or after a step, without."""
         training = self._training
-        roots = {**training.attributes.roots, "(data)": training.job.data}
-        found = {
-            held.path(name.rstrip("."), attribute): str(value)
-            for name, owner in held.owners(roots).items()
-            for attribute, value in owner.attributes.items()
-            if isinstance(value, held.SIMPLE)
-        }
-        return found | {f"the learning rate of {name}": str(rate) for name, rate in training.rates().items()}
+        if not training.job.own_loop:
+            return
+        seed_step(training.job.seed, training.step, 0, LOOP_STAGES[batch is not None])
+        if batch is not None:
+            self._batch = batch, _versions(batch)
+        if not self._places or is_sampled(training.step + 1):
+            self._places = _places(training)
+            self._look_at_variables()
+        self._before = self._values()
+
+    def closes(self) -> None:
+        """End what `opens` began: the engine goes on."""
+        before, self._before = self._before, None
+        if before is not None and (now := self._values()) != before:
+            pairs = zip(self._places, before, now, strict=True)
+            self.changed |= {name for name, old, new in pairs if old is not new and old != new}
+
+    def before_step(self, batch: Any) -> None:
+        """Judge what the loop has changed: at some steps, it must be the same on all replicas.
+
+        Raises:
+            PlanRefused: on all of them, if it is not.
+        """
+        training, plan = self._training, self._training.context.plan
+        if not training.job.own_loop:
+            return
+        self.closes()
+        if _versions(batch) != self._batch[1] and not self.changes_batches:
+            self.changes_batches = True
+            if plan.dp > 1 and training.context.rank == 0:
+                print(
+                    f"clusterd: the script's loop changes its batches, of which it has one of {plan.dp} parts under "
+                    f"{plan}: what it does to each sample is as in one process, what it computes over the samples (a "
+                    "mean, a mixture) is not",
+                    flush=True,
+                )
+        self._batch = None, []
+        of_loss = {name for name in self.changed if not name.startswith(_NOT_COMPUTED)}
+        if of_loss and plan.dp * plan.accumulation > 1 and training.context.rank == 0 and not self._told:
+            self._told = True
+            print(
+                f"clusterd: the script's loop changes {min(of_loss)}: that {plan} trains as one process was shown for "
+                "its first value only",
+                flush=True,
+            )
+        if training.parallel.dp_group is not None and is_sampled(training.step + 1):
+            self._compare(training.parallel.dp_group)
+
+    def _compare(self, group: Any) -> None:
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, self.changed, group=group)
+        names = sorted(set().union(*every))
+        own = [str(holder.get(key)) for holder, key in (self._places.get(name, ({}, 0)) for name in names)]
+        dist.all_gather_object(every, own, group=group)
+        for replica, other in enumerate(every):
+            for name, one, another in zip(names, every[0], other, strict=True):
+                if one != another:
+                    raise PlanRefused(
+                        f"before step {self._training.step + 1} the script's loop has made {name} {one} on one "
+                        f"replica and {another} on replica {replica}: what training depends on must be the same on "
+                        "all, as what follows from the step, out.loss or run.evaluate() is"
+                    )
+
+    def _look_at_variables(self) -> None:
+        """Tell of local variables that go on from step to step."""
+        if self._told_of_variables or self.frame is None:
+            return
+        found = ((name, _mark(value)) for name, value in self.frame.f_locals.items())
+        now = {name: mark for name, mark in found if mark is not _UNKNOWN}
+        if self._variables is None:
+            self._variables = now
+            return
+        carried = {name.rpartition(".")[2] for name in self.changed}
+        names = sorted(k for k, v in self._variables.items() if k not in carried and now.get(k, v) != v)
+        if names:
+            self._told_of_variables = True
+            print(
+                f"clusterd: variables of the script's loop change ({', '.join(names[:NAMED_MAX])}), and begin anew "
+                "after a move or a restart: what training depends on belongs into an object for run.register()",
+                flush=True,
+            )
+
+    def _values(self) -> list[Any]:
+        return [_mark(holder.get(key)) for holder, key in self._places.values()]
+
+
+def _places(training: Training) -> dict[str, tuple[Any, Any]]:
+    """Places of the numbers and texts that modules, loss, data and optimizer hold as attributes, and learning rates."""
+    found = held.places({**training.attributes.roots, DATA: training.job.data})
+    for name, owner in held.owners({DATA: training.job.data}).items():
+        tensors = ((k, v) for k, v in owner.attributes.items() if isinstance(v, torch.Tensor))
+        found |= {held.path(name, k): (_Tensors(owner.value), k) for k, v in tensors}
+    groups = enumerate(training.optimizer.holder.param_groups)
+    return found | {f"{RATE}group {number}": (group, "lr") for number, group in groups if "lr" in group}
+
+
+class _Tensors:
+    """Tensors of an object or a container, as they are now and will be later."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+
+    def get(self, attribute: str) -> Any:
+        """The tensor, if it is still there."""
+        return held.attributes(self._owner).get(attribute)
+
+
+def _versions(batch: Any) -> list[tuple[int, int]]:
+    """Identities of a batch's tensors, and their versions."""
+    return [(id(leaf), leaf._version) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+_UNKNOWN = object()
+
+
+def _mark(value: Any) -> Any:
+    """Mark that almost surely differs for another value of a variable."""
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    return value if isinstance(value, held.SIMPLE) else len(value) if held.is_container(value) else _UNKNOWN
+
+
+RATE = "the learning rate of "
+
+_NOT_COMPUTED = OPTIMIZER, DATA, RATE
+"""Beginnings of the names of what forward pass and loss do not read."""
+
+
+def _numbers(training: Training) -> dict[str, str]:
+    """Numbers, and texts, that modules, loss, data and optimizer hold, by name; and learning rates.
+
+    As text, in which a value that is not a number equals itself.
+    """
+    roots = {**training.attributes.roots, DATA: training.job.data}
+    found = {
+        held.path(name.rstrip("."), attribute): str(value)
+        for name, owner in held.owners(roots).items()
+        for attribute, value in owner.attributes.items()
+        if isinstance(value, held.SIMPLE)
+    }
+    return found | {f"{RATE}{name}": str(rate) for name, rate in training.rates().items()}

@@ -112,7 +112,7 @@ class Training:
             self.parallel.guard_parameters(self.shape)
         if not any(p.requires_grad for _, p in self.parallel.parameters):
             raise Refused("the model has no trainable parameter (requires_grad is False for all)")
-        self.optimizer = RankOptimizer(self.parallel, job.optimizer)
+        self.optimizer = RankOptimizer(self.parallel, job.optimizer, own_loop=job.own_loop)
         if context.rank == 0:
             _warn_of_hooks(self.optimizer.optimizer, plan)
         self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None

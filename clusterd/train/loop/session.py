@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -66,6 +67,7 @@ class Session:
             Stopped: under clusterd, after a stop.
         """
         training = self._loop.training
+        self._loop.own_loop.frame = sys._getframe(1)
         for inputs, targets in self._loop.batches():
             yield training.step + 1, as_batch(inputs, targets)
         if self._loop.stopped and training.context.launcher == "clusterd":
@@ -92,6 +94,7 @@ class Session:
             The mean over all samples, the same on every rank; a dict by name if the metric has several.
         """
         with self._loop.pause():
+            self._loop.all_call("called run.evaluate()")
             found = self._loop.evaluator.means(data, metric, batch=batch, collate_fn=collate_fn, whole=whole)
         return next(iter(found.values())) if len(found) == 1 else found
 

@@ -15,7 +15,7 @@ from clusterd.protocol.control import UseCores
 from clusterd.protocol.rank import Trains
 from clusterd.train.checkpoint import export
 from clusterd.train.checkpoint.asynchronous import AsyncCheckpointer
-from clusterd.train.loop.callbacks import Callbacks
+from clusterd.train.loop.callbacks import Callbacks, OwnLoop
 from clusterd.train.loop.consensus import StepConsensus
 from clusterd.train.loop.evaluation import Evaluator, Interrupted
 from clusterd.train.loop.rank_training import Training
@@ -38,6 +38,8 @@ SYNCHRONOUS_STEPS = 5
 If memory runs out, it does so in these steps, and then no rank may be ahead of the others.
 """
 
+CALL_POLL_S = 0.002
+
 
 @dataclass(frozen=True, slots=True)
 class Stop:
@@ -53,6 +55,7 @@ class TrainingLoop:
 
     Attributes:
         training: the job under its plan on this rank.
+        own_loop: what watches a loop of the script's own.
 
     Args:
         migration_id: the migration that created this rank; the rank reports its first step under it.
@@ -79,6 +82,9 @@ class TrainingLoop:
         self._replicas = ReplicaComparison(training)
         self._resumption = Resumption(training, restored)
         self._callbacks = Callbacks(training, control)
+        self.own_loop = OwnLoop(training)
+        self._proves = False  # the next step's state is to be copied for a proof
+        self._calls = 0  # of `all_call`
         self._survivor = Survivor(training, control, self._migration, self._copied, replicated=self._replicated)
         self._record = StepRecord(
             training, log, self._survivor, self._migration, self._resumption, self._callbacks, self._checkpointer
@@ -120,7 +126,9 @@ class TrainingLoop:
             self._report_training()
             if self._cores:
                 self._apply_cores()
+            self.own_loop.opens((inputs, targets))
             yield inputs, targets
+            self.own_loop.closes()
             if training.step != number:
                 raise exits.Refused(
                     f"the batch of step {number} was not given to run.step(), which needs each batch once"
@@ -133,9 +141,7 @@ class TrainingLoop:
             self._evaluate_if_due()
             if self.has_ended():
                 return
-            if "prove" in self._signals:  # what an evaluation leaves is part of the state
-                self._record.settle()
-                self._migration.begin_proof()
+            self._proves = "prove" in self._signals
             if pauses:
                 self._started = time.perf_counter()
                 training.stepper.phases.restart()
@@ -150,6 +156,37 @@ class TrainingLoop:
         self._started += time.perf_counter() - began_s
         self.training.stepper.phases.restart()
 
+    def all_call(self, what: str) -> None:
+        """Wait until the loops of all ranks have made the same call, before its collective operations begin.
+
+        Raises:
+            Refused: another rank goes on with the next step, or makes another call.
+        """
+        if (store := self._store_of_loops()) is None:
+            return
+        rank, step = self.training.context.rank, self.training.step
+        self._calls += 1
+        store.set(f"{self._calls}.{rank}", what)
+        waiting = set(range(dist.get_world_size()))
+        while waiting:
+            for other in sorted(waiting):
+                calls = store.check([f"{self._calls}.{other}"])
+                if calls and store.get(f"{self._calls}.{other}").decode() == what:
+                    waiting.remove(other)
+                elif calls or (store.check([f"step {other}"]) and int(store.get(f"step {other}")) > step):
+                    raise exits.Refused(
+                        f"rank {rank} {what} after step {step}, and rank {other} did not: the script's loop must make "
+                        "the same calls on all ranks, and end on all of them after the same step"
+                    )
+            self._survivor.check()
+            time.sleep(CALL_POLL_S)
+
+    def _store_of_loops(self) -> Any:
+        """Store for calls of the ranks' loops; None: there is one rank, or no loop of the script's own."""
+        if not (self.training.job.own_loop and dist.is_initialized()):
+            return None
+        return dist.PrefixStore("loop", dist.distributed_c10d._get_default_store())
+
     def log(self, metrics: dict[str, float]) -> None:
         """Record the script's own metrics of the last step."""
         self._log.metrics(self.training.step, metrics)
@@ -163,6 +200,13 @@ class TrainingLoop:
         """Run the next step on this replica's share of its global batch."""
         training = self.training
         coordinates = training.context.coordinates
+        if (store := self._store_of_loops()) is not None:
+            store.set(f"step {training.context.rank}", str(training.step + 1))
+        self.own_loop.before_step((inputs, targets))
+        if self._proves:  # what an evaluation and the script's own loop leave is part of the state
+            self._proves = False
+            self._record.settle()
+            self._migration.begin_proof("the script's loop changes its batches" * self.own_loop.changes_batches)
         seed_step(training.job.seed, training.step, coordinates.replica, coordinates.stage)
         training.stepper.phases.lap("input")
         self._migration.before_step()
@@ -182,6 +226,7 @@ class TrainingLoop:
         self._replicas.begin()
         self._survivor.end()
         training.stepper.phases.begin(training.step + 1)
+        self.own_loop.opens()
         return consensus
 
     def handle(self, error: Exception) -> NoReturn:
@@ -200,6 +245,8 @@ class TrainingLoop:
     def end(self) -> Outcome:
         """Return the outcome after the last batch; the last step is logged."""
         training = self.training
+        if not self.has_ended() and training.step < training.job.steps:
+            self.all_call("left its loop")
         self._survivor.close()
         self._record.settle()
         self._migration.end()
@@ -233,8 +280,9 @@ class TrainingLoop:
     def _make_next_step(self) -> None:
         """Make the step after a checkpoint for its sake alone: who goes on from it compares."""
         training = self.training
-        if training.stream is not None or training.step >= training.job.steps:
-            return
+        by_loop = self.own_loop.changed or self.own_loop.changes_batches
+        if training.stream is not None or training.step >= training.job.steps or by_loop:
+            return  # it is read once; there is none; or the script's loop would have made it another one
         try:
             made = training.try_steps(1, training.job.seed, self._batches)
         except Exception as error:  # the checkpoint is complete without it

@@ -64,14 +64,17 @@ class CarryProof:
             self._copied.wait()
             segment.close()
 
-    def begin(self) -> None:
-        """Begin to copy the state, between two steps."""
+    def begin(self, why_not: str) -> None:
+        """Begin to copy the state, between two steps, unless there is a reason against it."""
         with self._changed:
             wanted, training = self._wanted, self._training
             if wanted is None or self._taken is not None:
                 return
             migration, segment = wanted
             self._control.withdraw("prove")
+            if why_not:
+                self._why_not = why_not
+                return
             try:
                 state = scalars.collect(training, migration.shape)
                 meta: dict[str, Any] = {"step": training.step, "scalars": state, "variables": script_variables()}

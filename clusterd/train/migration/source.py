@@ -103,9 +103,13 @@ class MigrationSource:
         """Have the next step measure what a proof compares."""
         self._proof.before_step()
 
-    def begin_proof(self) -> None:
-        """Begin to copy the state between two steps, on every rank; `copied` waits for the copy."""
-        self._proof.begin()
+    def begin_proof(self, why_not: str = "") -> None:
+        """Begin to copy the state between two steps, on every rank; `copied` waits for the copy.
+
+        Args:
+            why_not: the steps that follow cannot be repeated.
+        """
+        self._proof.begin(why_not)
 
     def copied(self) -> None:
         """Wait until no copy reads the state any more; call before the state changes."""

@@ -28,7 +28,12 @@ from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
 from clusterd.train.parallel import build
 from clusterd.train.parallel.buffers import RecomputeContexts, preserve_shared_buffers
-from clusterd.train.parallel.gradient_sync import GradientSum, mean_gradients, sum_gradients
+from clusterd.train.parallel.gradient_sync import (
+    GradientSum,
+    assign_data_in_place,
+    mean_gradients,
+    sum_gradients,
+)
 from clusterd.train.parallel.meta_build import allocate
 from clusterd.train.parallel.mutation_guard import ParameterMutationGuard
 from clusterd.train.parallel.tp_styles import SUMMED, style_of, styles_in
@@ -101,6 +106,8 @@ class ParallelModel:
                 self._replicate()
         # During a step, FSDP2 replaces the shards by whole parameters.
         self.parameters: list[tuple[str, nn.Parameter]] = list(build.named_parameters(module))
+        if any(hasattr(parameter, "placements") for _, parameter in self.parameters):
+            assign_data_in_place()
         self._trained = [(name, p) for name, p in self.parameters if p.requires_grad]
         self._frozen = [(name, p) for name, p in self.parameters if not p.requires_grad]
         for name, parameter in self.parameters:

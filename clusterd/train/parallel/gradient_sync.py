@@ -133,6 +133,25 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def assign_data_in_place() -> None:
+    """Make ``p.data = ...`` of a sharded parameter change the shard: torch drops it without a word."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    plain = torch.Tensor.data
+
+    def assign(parameter: Any, value: Any) -> None:
+        if parameter.is_meta or (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
+            plain.__set__(parameter, value)
+            return
+        if not isinstance(value, DTensor):
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        with torch.no_grad():
+            parameter.copy_(value)
+
+    if "data" not in vars(DTensor):
+        DTensor.data = property(plain.__get__, assign)
+
+
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     """Part of the gradient that lies on this rank, sharded like the parameter."""
     gradient: Any = parameter.grad

@@ -130,8 +130,7 @@ def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) ->
     """Make the job's optimizer over `parameters`.
 
     Raises:
-        Refused: it is no optimizer, needs a closure, or has parameters that are not the model's, whose gradients no
-            plan would reduce.
+        Refused: it is no optimizer, needs a closure, or has other parameters, whose gradients no plan would reduce.
     """
     optimizer = factory(list(parameters))
     if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
@@ -149,7 +148,8 @@ def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) ->
     known = {id(p) for p in parameters}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         raise Refused(
-            "the optimizer has parameters that are not the model's: make parameters of the loss a part of the model"
+            "the optimizer has parameters that its factory was not given: form groups of those in its argument (one "
+            "named named_parameters has names too), and make parameters of the loss a part of the model"
         )
     return optimizer
 

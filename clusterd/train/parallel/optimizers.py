@@ -8,6 +8,8 @@ them).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,11 +34,12 @@ class RankOptimizer:
         optimizer: the factory's optimizer (under ZeRO-1: torch's ZeroRedundancyOptimizer around it); the scheduler
             acts on it.
         in_host_memory: True if it updates copies of the parameters in host memory (offload=optimizer).
+        groups_made: parameter groups that the factory formed; later ones the script has added.
         local: (global name, parameter, plain tensor that the optimizer updates) of every trainable parameter.
     """
 
-    def __init__(self, parallel: ParallelModel, factory: OptimizerFactory) -> None:
-        self._parallel = parallel
+    def __init__(self, parallel: ParallelModel, factory: OptimizerFactory, *, own_loop: bool = False) -> None:
+        self._parallel, self._own_loop = parallel, own_loop
         self.in_host_memory = parallel.plan.offload == "optimizer"
         self.local: list[tuple[str, nn.Parameter, nn.Parameter]] = [
             (name, parameter, self._local_parameter(name, parameter))
@@ -49,12 +52,22 @@ class RankOptimizer:
             self.optimizer = _sharded(factory, plain, parallel.dp_group, are_whole)
         else:
             self.optimizer = make_optimizer(factory, plain)
+        self._memory = [(p, p.data) for p in plain] if parallel.plan.zero == 1 else []
+        self._options = self._inner_options()
+        self.groups_made = len(self.optimizer.param_groups)
 
     def step(self, part: str = "") -> None:
         """Update the parameters from their gradients: all, or those of a part of an `AlternatingOptimizer`."""
+        _put_back(self._memory)
+        for outer, inner, before in zip(
+            self.optimizer.param_groups, self._inner_options(), self._options, strict=False
+        ):
+            outer.update({k: v for k, v in inner.items() if k in before and before[k] is not v})  # by the script
         for _, parameter, plain in self.local:
             if plain is parameter:
                 continue
+            if self.in_host_memory and self._own_loop:
+                plain.detach().copy_(local_tensor(parameter.detach()))  # which the loop may have changed
             if parameter.grad is None:
                 plain.grad = None
                 continue
@@ -71,11 +84,18 @@ class RankOptimizer:
                 plain.grad = gradient
         if self.in_host_memory and (gpu := accelerator.of(self._parallel.device)) is not None:
             gpu.current_stream().synchronize()
-        self.optimizer.step(**({"part": part} if part else {}))
+        with kept_in_place(plain for _, _, plain in self.local):
+            self.optimizer.step(**({"part": part} if part else {}))
+        self._options = self._inner_options()
         if self.in_host_memory:
             with torch.no_grad():
                 for _, parameter, plain in self.local:
                     local_tensor(parameter.detach()).copy_(plain, non_blocking=True)
+
+    def _inner_options(self) -> list[dict[str, Any]]:
+        """Values of the groups of ZeRO-1's inner optimizer, which the script knows: torch's overwrites them."""
+        groups = self.holder.param_groups if self._parallel.plan.zero == 1 else []
+        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
     def make_state(self) -> None:
         """Make the optimizer create its state for every parameter, by updates on zero gradients.
@@ -144,6 +164,25 @@ class RankOptimizer:
         return plain
 
 
+@contextmanager
+def kept_in_place(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Context of an update whose new values end in the parameters' own memory, of which shards and buckets are views.
+
+    Optimizers that assign ``p.data = ...`` put them elsewhere.
+    """
+    before = [(parameter, parameter.data) for parameter in parameters]
+    yield
+    _put_back(before)
+
+
+def _put_back(memory: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    """Put the values of parameters back into the memory that they had."""
+    for parameter, data in memory:
+        if parameter.data_ptr() != data.data_ptr():
+            data.copy_(parameter.data)
+            parameter.data = data
+
+
 def attribute_with_tensors(optimizer: torch.optim.Optimizer) -> str:
     """Name of an attribute that holds tensors which are neither parameters nor in `state`; empty: none."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -178,6 +217,13 @@ def _sharded(
         inner = factory(parameters)
         for group, given in zip(inner.param_groups, groups, strict=True):
             group.update(given)  # in place: an inner optimizer may hold the same dict
+        step = inner.step
+
+        def in_place(*arguments: Any, **options: Any) -> Any:
+            with kept_in_place(parameters):
+                return step(*arguments, **options)
+
+        inner.step = in_place
         return inner
 
     sharded: torch.optim.Optimizer = ZeroRedundancyOptimizer(

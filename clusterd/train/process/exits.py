@@ -38,6 +38,9 @@ _OUT_OF_MEMORY = (
 _SHARDED_PARAMETER = "got mixed torch.Tensor and DTensor"
 """torch's text for a sharded parameter used where the script needs the whole one."""
 
+_COPIED_MODULE = "FSDP does not support deepcopy"
+"""torch's text for a copy of a model whose parameters are sharded."""
+
 _FREED_PARAMETER = "are out of bounds for storage of size 0"
 """torch's text for a gathered parameter that is used after it was freed."""
 
@@ -121,6 +124,11 @@ def classify_error(error: BaseException, *, where: str) -> TrainError | None:
             return PlanRefused(
                 "the plan shards parameters, and the script computes with one outside the forward pass of its module, "
                 f"where a rank has a shard of it only{', ' * bool(where)}{where}; dp and zero=1 leave parameters whole"
+            )
+        if _COPIED_MODULE in text:
+            return PlanRefused(
+                "the plan shards parameters, and the script copies the model (an average of its weights?), of which a "
+                f"rank has a shard only{', ' * bool(where)}{where}; dp and zero=1 leave parameters whole"
             )
         if _FREED_PARAMETER in text:
             return PlanRefused(

@@ -10,9 +10,11 @@ import copy
 import functools
 import json
 import random
+import sys
+import sysconfig
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,6 +31,8 @@ _CODE_OF_OTHERS = frozenset({
 })  # fmt: skip
 """Packages whose objects and classes are not looked into."""
 
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
 _TORCHS = frozenset({*vars(nn.Module()), "forward"})
 """Attributes of modules that are torch's own, and the wrapped forward method."""
 
@@ -41,10 +45,11 @@ _HOOKS_OF = "_optimizer_"
 
 SIMPLE = (bool, int, float, str, type(None), np.bool_, np.integer, np.floating)
 _CONTAINERS = (list, tuple, deque, dict)
+_SETS = (set, frozenset)
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
-VALUES_MAX = 1000
-"""Limit for a list or map; a longer one is a table or a history."""
+VALUES_MAX = 20_000
+"""Limit for a list or map; a longer one is a table."""
 
 
 class Owner(NamedTuple):
@@ -98,7 +103,10 @@ def attributes(owner: object) -> dict[str, Any]:
         return {f"[{key!r}]": v for key, v in owner.items()} if len(owner) <= ITEMS_MAX else {}
     if isinstance(owner, types.FunctionType):
         cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
-        return {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+        return {**vars(owner), **{name: cell.cell_contents for name, cell in cells if _is_filled(cell)}}
+    if isinstance(owner, Globals):
+        held = {name: owner.namespace[name] for name in sorted(owner.names & owner.namespace.keys())}
+        return {name: value for name, value in held.items() if is_plain(value) or _is_state(value)}
     if isinstance(owner, type):
         return {k: v for k, v in vars(owner).items() if not k.startswith("__") and not hasattr(v, "__get__")}
     left_out = _SAVED_ELSEWHERE if isinstance(owner, torch.optim.Optimizer) else _TORCHS
@@ -107,6 +115,91 @@ def attributes(owner: object) -> dict[str, Any]:
         if hasattr(owner, name):
             own[name] = getattr(owner, name)
     return own
+
+
+class Globals:
+    """Global variables of the script that functions of a model or a loss read.
+
+    Attributes:
+        namespace: of their module.
+        names: of the variables.
+    """
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.namespace = namespace
+        self.names: set[str] = set()
+
+
+def script_globals(roots: Iterable[object]) -> dict[str, Globals]:
+    """Global variables that the code of `roots` and functions it calls read, by module of the script."""
+    found: dict[str, Globals] = {}
+    kinds = {kind for root in roots for kind in _user_classes(type(root))}  # type: ignore[arg-type]
+    waiting: list[Any] = [*roots, *(value for kind in kinds for value in vars(kind).values())]
+    seen: set[types.CodeType] = set()
+    while waiting:
+        function = _behind(getattr(value := waiting.pop(), "__wrapped__", value))
+        if not isinstance(function, types.FunctionType) or function.__code__ in seen:
+            continue
+        codes, namespace = [function.__code__], function.__globals__
+        if not is_of_script(function.__module__, sys.modules.get(function.__module__)):
+            continue
+        while codes:
+            code = codes.pop()
+            seen.add(code)
+            codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+            for name in set(code.co_names) & namespace.keys():
+                found.setdefault(f"(script) {function.__module__}", Globals(namespace)).names.add(name)
+                waiting.append(namespace[name])
+        waiting += attributes(function).values()
+    return found
+
+
+def is_of_script(name: str, module: object) -> bool:
+    """True for a module that is neither clusterd's nor a library's."""
+    # Not by getattr: some modules import others when they are asked.
+    file = vars(module).get("__file__") if isinstance(module, types.ModuleType) else None
+    if not isinstance(file, str) or name.partition(".")[0] == "clusterd":
+        return False
+    return not file.startswith(_LIBRARIES) and "/site-packages/" not in file and "/dist-packages/" not in file
+
+
+class _Cells(dict[str, Any]):
+    """Variables of a closure, as they are now."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name].cell_contents if name in self and _is_filled(self[name]) else default
+
+
+def variables(owner: Any) -> Mapping[Any, Any]:
+    """The attributes of an object, a map, a closure or a module, as they are now and will be later."""
+    if isinstance(owner, types.FunctionType):
+        return _Cells(zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True))
+    if isinstance(owner, Globals):
+        return owner.namespace
+    found: Mapping[Any, Any] = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+    return found
+
+
+def places(roots: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
+    """Numbers and texts that objects hold, by name: a map that has it now and will have it later, and the key there."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, owner in owners(roots).items():
+        holder = variables(owner.value)
+        for attribute, value in owner.attributes.items():
+            at = path(name.rstrip("."), attribute)
+            if isinstance(value, SIMPLE) and attribute in holder:
+                found[at] = holder, attribute
+            elif isinstance(value, dict) and len(value) <= ITEMS_MAX and is_plain(value):
+                found |= {f"{at}[{key!r}]": (value, key) for key, v in value.items() if isinstance(v, SIMPLE)}
+    return found
+
+
+def put(holder: Any, key: Any, value: Any) -> None:
+    """Set what a place has, unless it is of a class."""
+    if isinstance(holder, _Cells):
+        holder[key].cell_contents = value
+    elif not isinstance(holder, types.MappingProxyType):
+        holder[key] = value
 
 
 def assign(owner: Any, attribute: str, value: Any) -> None:
@@ -119,21 +212,32 @@ def assign(owner: Any, attribute: str, value: Any) -> None:
         if key is not None:
             owner[key] = value
     elif isinstance(owner, types.FunctionType):
-        dict(zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True))[attribute].cell_contents = value
+        cells = dict(zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True))
+        if attribute in cells:
+            cells[attribute].cell_contents = value
+        else:
+            setattr(owner, attribute, value)
+    elif isinstance(owner, Globals):
+        owner.namespace[attribute] = value
     elif not isinstance(owner, tuple):
         setattr(owner, attribute, value)
 
 
 def is_plain(value: Any) -> bool:
     """True for numbers and text, and lists and maps of these."""
-    return isinstance(value, SIMPLE) or (isinstance(value, _CONTAINERS) and _count(value) <= VALUES_MAX)
+    return isinstance(value, SIMPLE) or (is_container(value) and _count(value) <= VALUES_MAX)
+
+
+def is_container(value: Any) -> bool:
+    """True for lists, tuples, queues, maps and sets."""
+    return isinstance(value, (*_CONTAINERS, *_SETS))
 
 
 def _count(value: Any) -> int:
     """Number of values inside; above the limit if some are not plain."""
     if isinstance(value, SIMPLE):
         return 1
-    if not isinstance(value, _CONTAINERS) or hasattr(value, "_fields") or len(value) > VALUES_MAX:
+    if not is_container(value) or hasattr(value, "_fields") or len(value) > VALUES_MAX:
         return VALUES_MAX + 1
     if isinstance(value, dict) and not all(isinstance(key, (int, str)) for key in value):
         return VALUES_MAX + 1
@@ -201,18 +305,26 @@ def generators(roots: Mapping[str, object]) -> dict[str, Any]:
 
 
 @contextmanager
-def preserved(root: object) -> Iterator[None]:
-    """Context after which plain attributes of what an object holds, and its generators, are as before."""
+def preserved(root: object) -> Iterator[Callable[[], bool]]:
+    """Context after which plain attributes of what an object holds, and its generators, are as before.
+
+    Yields what tells whether some of these attributes have changed.
+    """
     before = owners({"": root})
     plain = {name: copy.deepcopy({k: v for k, v in o.attributes.items() if is_plain(v)}) for name, o in before.items()}
     drawing = [part for owner in before.values() for _, part in owner.parts() if isinstance(part, GENERATORS)]
     states = [generator_state(part) for part in drawing]
-    yield
-    for name, values in plain.items():
-        now = attributes(before[name].value)
-        for attribute, value in values.items():
-            if attribute in now and now[attribute] != value:
-                assign(before[name].value, attribute, value)
+
+    def changed() -> Iterator[tuple[Any, str, Any]]:
+        for name, values in plain.items():
+            now = attributes(before[name].value)
+            for attribute, value in values.items():
+                if attribute in now and now[attribute] != value:
+                    yield before[name].value, attribute, value
+
+    yield lambda: any(True for _ in changed())
+    for owner, attribute, value in changed():
+        assign(owner, attribute, value)
     for part, state in zip(drawing, states, strict=True):
         if state is not None:
             set_generator_state(part, state)
@@ -236,13 +348,20 @@ def _behind(value: Any) -> Any:
             return value
 
 
+def _is_state(value: Any) -> bool:
+    """True for tensors, arrays, generators, and objects other than containers and modules."""
+    if isinstance(value, (torch.Tensor, np.ndarray, *GENERATORS)):
+        return True
+    return _is_owner(value) and not (is_container(value) or isinstance(value, (nn.Module, types.FunctionType)))
+
+
 def _is_owner(value: Any) -> bool:
     if isinstance(value, SIMPLE) or has_state(value):
         return False
     if isinstance(value, _CONTAINERS):
         return len(value) <= ITEMS_MAX and not is_plain(value)
     if isinstance(value, types.FunctionType):
-        return value.__closure__ is not None
+        return value.__closure__ is not None or bool(vars(value))
     if isinstance(value, (type, types.ModuleType, torch.Tensor, torch.optim.Optimizer)):
         return False
     if type(value).__module__.partition(".")[0] in _CODE_OF_OTHERS:

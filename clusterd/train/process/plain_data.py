@@ -35,6 +35,8 @@ def plain_value(value: Any, where: str) -> Any:
         return {plain_value(k, f"a key of {where}"): plain_value(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, (list, tuple, deque)):
         return [plain_value(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, (set, frozenset)):
+        return [plain_value(v, f"an item of {where}") for v in sorted(value, key=repr)]
     raise NotSerializable(
         f"{where} is a {type(value).__name__}, which cannot be sent to another process without pickling it"
     )
@@ -59,7 +61,7 @@ def restore_like(fresh: Any, plain: Any) -> Any:
         values = [restore_like(f, p) for f, p in zip(beside, plain, strict=True)]
         if isinstance(fresh, deque):
             return type(fresh)(values, fresh.maxlen)
-        return type(fresh)(values) if isinstance(fresh, tuple) else values
+        return type(fresh)(values) if isinstance(fresh, (tuple, set, frozenset)) else values
     return plain
 
 

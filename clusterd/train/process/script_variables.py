@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import sysconfig
-import types
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -23,15 +21,13 @@ TEXT_MAX = 60
 NUMBERS_MAX = 1 << 22
 """Limit for the numbers in all tensors and arrays together: they are read between two steps."""
 
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
 
 def script_variables() -> dict[str, str]:
     """Values of plain variables, tensors and arrays, and lists and maps of these, as short texts, by name."""
     found: dict[str, str] = {}
     left = NUMBERS_MAX
     for name in sorted(sys.modules):
-        if not _is_of_script(name, module := sys.modules.get(name)):
+        if not held.is_of_script(name, module := sys.modules.get(name)):
             continue
         for variable, value in list(vars(module).items()):
             if variable.startswith("__") or len(found) >= VARIABLES_MAX:
@@ -54,14 +50,6 @@ def differences(there: Iterable[Mapping[str, str]], here: Mapping[str, str]) -> 
     ]
     more = f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
     return ", ".join(found[:NAMED_MAX]) + more
-
-
-def _is_of_script(name: str, module: object) -> bool:
-    # Not by getattr: some modules import others when they are asked.
-    file = vars(module).get("__file__") if isinstance(module, types.ModuleType) else None
-    if not isinstance(file, str) or name.partition(".")[0] == "clusterd":
-        return False
-    return not file.startswith(_LIBRARIES) and "/site-packages/" not in file and "/dist-packages/" not in file
 
 
 def _tensors(value: Any) -> list[Any]:

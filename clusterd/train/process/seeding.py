@@ -15,6 +15,9 @@ from clusterd.plans.sample_order import mix
 UPDATE_STAGE = 0xFFFD
 """Stage number of the optimizer's update in `seed_step`: no pipeline stage draws the same numbers."""
 
+LOOP_STAGES = 0xFFFB, 0xFFFC
+"""The same of the script's own loop after a step, and before the next one."""
+
 
 def seed_everything(seed: int) -> None:
     """Seed torch, Python and NumPy."""

@@ -8,6 +8,10 @@ one (a queue, a running mean) counts too.
 Nothing about the script is assumed, and nothing is read in it. Random numbers are fixed (`fixed_draws`), and batch
 normalisation computes with fixed statistics: that it sees a replica's samples is known, and told. What still differs
 between two runs of the whole batch is noise, and no difference below its multiple counts.
+
+Numbers that each pass counts up (a counter of calls, a weight that grows) are then set as they will be in the middle
+and at the end of training, and the same is compared again: a script may look at the batch from some step on. And
+where there are hooks, gradients are enlarged: a hook may clip only what is large.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,11 +36,13 @@ from clusterd.train.parallel import build
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.gradient_sync import local_gradient
 from clusterd.train.parallel.mesh import check_same_model
+from clusterd.train.process import held
 from clusterd.train.process.context import Context
-from clusterd.train.process.exits import TrainError
+from clusterd.train.process.exits import TrainError, UnevenParameterUse
 from clusterd.train.process.job import Job
 from clusterd.train.process.seeding import generator_states, seed_everything
 from clusterd.train.proof.fixed_draws import FixedDraws
+from clusterd.train.state.attributes import parts_of_loss
 from clusterd.train.state.next_steps import relative_difference
 
 SAMPLES = 8
@@ -54,6 +60,9 @@ NOISE_TIMES = 20.0
 
 DRAWS_TIMES = 4.0
 """The same for two runs with other random numbers of those that cannot be fixed for each sample: Python's, NumPy's."""
+
+LARGE = 1e4
+"""Factor of gradients that are larger than the first ones."""
 
 PASSES = 4
 """Of the same samples in other orders, so that other ones are in a part together: half of the ways to cut eight samples
@@ -121,6 +130,8 @@ class Verdict:
         metrics: which further value of the loss is no mean over samples, with numbers.
         repeats: it is unclear because two runs in one process differ.
         draws: random numbers are drawn in a step.
+        counts: passes count something up.
+        hooks: there are hooks on gradients.
     """
 
     difference: str = ""
@@ -128,6 +139,8 @@ class Verdict:
     metrics: str = ""
     repeats: bool = False
     draws: bool = False
+    counts: bool = False
+    hooks: bool = False
 
 
 def cuts(plan: Plan) -> bool:
@@ -144,16 +157,28 @@ def read_samples(job: Job, cut: Cut) -> list[Any]:
 def prove(job: Job, context: Context, device: torch.device, mesh: Any, samples: Sequence[Any], cut: Cut) -> Verdict:
     """Compare the whole of `samples` with its parts under the context's plan; every rank must call it."""
     trial = _Trial(job, context, device, mesh, samples, cut)
-    whole = trial.run(in_parts=False)
-    parts = trial.run(in_parts=True, reference=whole)
+    verdict = _proved(trial, cut)
+    last = job.steps - PASSES
+    others = [(ahead, 1.0) for ahead in (last // 2, last) if verdict.counts and last > 1]
+    for ahead, scale in [*others, *([(0, LARGE)] if verdict.hooks else [])]:
+        if not (verdict.difference or verdict.unclear) and (other := _proved(trial, cut, ahead, scale)).difference:
+            when = f"after {ahead} steps, by what the script counts" if ahead else "where gradients are large"
+            return replace(verdict, difference=f"{when}, {other.difference}")
+    return verdict
+
+
+def _proved(trial: _Trial, cut: Cut, ahead: int = 0, scale: float = 1.0) -> Verdict:
+    trial.scale = scale
+    whole = trial.run(in_parts=False, ahead=ahead)
+    parts = trial.run(in_parts=True, reference=whole, ahead=ahead)
     difference = parts.difference(whole)
     if difference.size <= whole.limit:
         return whole.verdict(parts, cut)
-    again = trial.noise(whole, seeds=(0, 0))
+    again = trial.noise(whole, (0, 0), ahead)
     if difference.size <= NOISE_TIMES * again:
         return Verdict(unclear=f"two runs of the same samples differ by {again:.0e}", repeats=True, draws=whole.draws)
     if whole.draws_by_sample:
-        spread = trial.noise(whole, seeds=(1, 2, 3, 4))
+        spread = trial.noise(whole, (1, 2, 3, 4), ahead)
         if difference.size < DRAWS_TIMES * spread:
             return Verdict(unclear=f"random numbers that cannot be fixed change a step by {spread:.0e}", draws=True)
     return Verdict(difference.words(cut), draws=whole.draws)
@@ -209,6 +234,8 @@ class Run:
         apart: norm of the difference of each from the reference.
         rounding: of the type with the largest rounding error in the model.
         draws, draws_by_sample: random numbers are drawn, by any library, or by one whose numbers cannot be fixed.
+        counts: passes count something up.
+        hooks: there are hooks on gradients.
     """
 
     losses: dict[tuple[int, str], float]
@@ -218,6 +245,8 @@ class Run:
     rounding: float = 0.0
     draws: bool = False
     draws_by_sample: bool = False
+    counts: bool = False
+    hooks: bool = False
 
     @property
     def limit(self) -> float:
@@ -227,7 +256,8 @@ class Run:
 
     def verdict(self, parts: Run, cut: Cut) -> Verdict:
         """Verdict where the parts agree with this whole."""
-        return Verdict(metrics=_metric_difference(self, parts, self.limit, cut), draws=self.draws)
+        metrics = _metric_difference(self, parts, self.limit, cut)
+        return Verdict(metrics=metrics, draws=self.draws, counts=self.counts, hooks=self.hooks)
 
     def by_norms(self, reference: Run) -> Run:
         """The same with the differences of norms in place of the norms of differences."""
@@ -258,6 +288,12 @@ class Run:
 
 
 class _Trial:
+    """Runs of one process, which ends with them.
+
+    Attributes:
+        scale: of the gradients.
+    """
+
     def __init__(
         self, job: Job, context: Context, device: torch.device, mesh: Any, samples: Sequence[Any], cut: Cut
     ) -> None:
@@ -266,13 +302,18 @@ class _Trial:
         self._model: nn.Module | None = None  # of the run before
         self._gradients: dict[tuple[str, str], torch.Tensor] = {}
         self._rounding = torch.finfo(torch.float32).eps
+        self._counters: dict[str, tuple[float, float]] | None = None  # first value, and what each pass adds
+        self.scale, self._hooks = 1.0, False
+        for kind in ("register_hook", "register_post_accumulate_grad_hook"):
+            setattr(torch.Tensor, kind, self._noticing(getattr(torch.Tensor, kind)))
 
-    def run(self, *, in_parts: bool, reference: Run | None = None, seed: int = 0) -> Run:
+    def run(self, *, in_parts: bool, reference: Run | None = None, seed: int = 0, ahead: int = 0) -> Run:
         """Make the passes on a new model.
 
         Args:
             reference: the first run, from whose gradients the differences are measured.
             seed: of the random numbers that are not fixed.
+            ahead: passes that counters have counted before.
         """
         plan, coordinates = self._context.plan, self._context.coordinates
         if not in_parts:
@@ -285,6 +326,9 @@ class _Trial:
         if model is self._model:
             raise Unclear("model() returns the same module in each call")
         self._model = model
+        places = self._places(model)
+        self._set_counters(places, ahead)
+        counted = [_read(places)]
         check_same_model(model, self._device)
         with _fixed_statistics([model, self._job.loss, *self._job.losses.values()]):
             stepper, parallel = self._stepper(model, plan, in_parts)
@@ -295,25 +339,55 @@ class _Trial:
                     batch: tuple[Any, Any] = (None, None)
                     if stepper.wants_inputs:
                         batch = self._batch(number, in_parts, coordinates.replica)
-                    for part, update, value in stepper.gradients(*batch):
+                    for part, update, value in _unless_frozen(stepper.gradients(*batch), parallel):
                         losses[number, part] = value
                         if number == 0:
                             metrics |= update.own_metrics()
                         if number == PASSES - 1:
                             self._measure(found, part, parallel, in_parts, keeps=reference is None)
                 draws_by_sample = draws_by_sample or generator_states() != before
+                counted.append(_read(places))
             parallel.drop_buckets()
+        if self._counters is None:
+            self._counters = _counters(counted)
         draws_by_sample = draws_by_sample or drawing.is_free
-        drew = draws_by_sample or drawing.drawn, draws_by_sample
+        hooks = self._hooks or any(module._backward_hooks for module in model.modules())
+        drew = draws_by_sample or drawing.drawn, draws_by_sample, bool(self._counters), hooks
         totals = torch.stack([value.double() for value in losses.values()]).to(self._device)
         if dist.is_initialized():
             dist.all_reduce(totals)
         found.losses.update(zip(losses, totals.tolist(), strict=True))
         return self._summed(found, metrics, drew)
 
-    def noise(self, whole: Run, seeds: Sequence[int]) -> float:
+    def noise(self, whole: Run, seeds: Sequence[int], ahead: int) -> float:
         """The largest difference of further runs of the whole: a single one may come close to it by chance."""
-        return max(self.run(in_parts=False, reference=whole, seed=seed).difference(whole).size for seed in seeds)
+        runs = (self.run(in_parts=False, reference=whole, seed=seed, ahead=ahead) for seed in seeds)
+        return max(run.difference(whole).size for run in runs)
+
+    def _noticing(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        def registered(*arguments: Any, **options: Any) -> Any:
+            self._hooks = True
+            return register(*arguments, **options)
+
+        return registered
+
+    def _places(self, model: nn.Module) -> dict[str, tuple[Any, Any]]:
+        """Places of numbers that passes may count up: of modules, the loss, what they hold and read; buffers of one."""
+        job = self._job
+        losses = parts_of_loss(job.losses or job.loss)
+        roots: dict[str, object] = {f"(loss).{name}": part for name, part in losses.items()}
+        roots |= dict(model.named_modules())
+        found = held.places(roots | held.script_globals([*roots.values(), job.loss]))
+        buffers = {f"(buffer) {n}": (b, ...) for n, b in model.named_buffers() if b.numel() == 1 and not b.is_complex()}
+        return found | buffers
+
+    def _set_counters(self, places: dict[str, tuple[Any, Any]], ahead: int) -> None:
+        for name, (first, each) in (self._counters or {}).items():
+            holder, key = places.get(name, (None, None))
+            if isinstance(holder, torch.Tensor):
+                holder.fill_(first + each * ahead)
+            elif holder is not None:
+                held.put(holder, key, first + each * ahead)
 
     def _stepper(self, model: nn.Module, plan: Plan, in_parts: bool) -> tuple[Stepper, ParallelModel]:
         job, coordinates = self._job, self._context.coordinates
@@ -342,8 +416,15 @@ class _Trial:
         }
         optimizer: Any = _NoOptimizer(parallel)
         if job.losses:
-            return AlternatingStepper(parallel, optimizer, None, job.losses, **options), parallel
-        return Stepper(parallel, optimizer, None, job.loss, **options), parallel
+            losses = {part: self._scaled(loss) for part, loss in job.losses.items()}
+            return AlternatingStepper(parallel, optimizer, None, losses, **options), parallel
+        return Stepper(parallel, optimizer, None, self._scaled(job.loss), **options), parallel
+
+    def _scaled(self, loss: Any) -> Any:
+        def scaled(*arguments: Any) -> Any:
+            return _with_scale(loss(*arguments), self.scale)
+
+        return scaled if self.scale != 1 else loss
 
     def _batch(self, number: int, in_parts: bool, replica: int) -> tuple[Any, Any]:
         """Batch of this replica in a pass: all samples, or the parts of its micro-batches, one after another."""
@@ -374,7 +455,7 @@ class _Trial:
             if key[0] == part and key not in found.norms:
                 found.norms[key], found.apart[key] = 0.0, _square(there)  # no gradient in this run
 
-    def _summed(self, own: Run, own_metrics: dict[str, tuple[float, float]], drew: tuple[bool, bool]) -> Run:
+    def _summed(self, own: Run, own_metrics: dict[str, tuple[float, float]], drew: tuple[bool, ...]) -> Run:
         """The run of all ranks: norms over what each of them holds."""
         every: list[Any] = [(own_metrics, own.norms, own.apart, drew)]
         if dist.is_initialized():
@@ -396,7 +477,7 @@ class _Trial:
             {key: math.sqrt(square) for key, square in norms.items()},
             {key: math.sqrt(square) for key, square in apart.items()},
             self._rounding,
-            *(any(each[-1][which] for each in every) for which in (0, 1)),
+            *(any(each[-1][which] for each in every) for which in range(len(drew))),
         )
 
 
@@ -424,6 +505,53 @@ def _fixed_statistics(parts: Sequence[Any]) -> Iterator[None]:
     yield
     for norm in norms:
         norm.train()
+
+
+def _unless_frozen(gradients: Iterator[Any], parallel: ParallelModel) -> Iterator[Any]:
+    """The same gradients; where the model has frozen parameters meanwhile, steps find what that means for a plan."""
+    try:
+        yield from gradients
+    except UnevenParameterUse:
+        if parallel.newly_frozen():
+            raise Unclear("the model freezes parameters in one of the first passes") from None
+        raise
+
+
+class _Scale(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.scale, None
+
+
+def _with_scale(value: Any, scale: float) -> Any:
+    """Result of a loss, with gradients of another size."""
+    if isinstance(value, torch.Tensor):
+        return _Scale.apply(value, scale)
+    if isinstance(value, Mapping):
+        return {**value, "loss": _with_scale(value["loss"], scale)}
+    return (_with_scale(value[0], scale), *value[1:]) if isinstance(value, tuple) else value
+
+
+def _read(places: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """Numbers in places, by name."""
+    values = {n: h.item() if isinstance(h, torch.Tensor) else h.get(k) for n, (h, k) in places.items()}
+    return {n: v for n, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+
+def _counters(passes: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Numbers to which each pass has added the same: the first value, and what is added."""
+    found = {}
+    for name in set(passes[0]).intersection(*passes[1:]):
+        values = [numbers[name] for numbers in passes]
+        added = values[1] - values[0]
+        if added and all(math.isclose(b - a, added, rel_tol=1e-6) for a, b in itertools.pairwise(values)):
+            found[name] = values[0], added
+    return found
 
 
 def _metric_difference(whole: Run, parts: Run, limit: float, cut: Cut) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from clusterd.train.parallel.alternating import AlternatingOptimizer
 from clusterd.train.process import held
 from clusterd.train.process.plain_data import NotSerializable, from_plain, plain_value, plain_with_tensors, restore_like
-from clusterd.train.state.attribute_tensors import AttributeTensors
+from clusterd.train.state.attribute_tensors import BYTES_MAX, AttributeTensors
 
 OPTIMIZER = "(optimizer)"
 """Key in the place of a module name."""
@@ -24,7 +24,7 @@ LOSS = "(loss)"
 """Prefix of the names of modules that belong to the loss."""
 
 DATA = "(data)"
-"""Key of a data set, of which only generators are carried."""
+"""Key of a data set, of which only generators are carried, and what the script's own loop changes."""
 
 EXTRA = "(extra state)"
 """Attribute in the place of what a module's ``get_extra_state`` gives."""
@@ -42,6 +42,7 @@ class Attributes:
 
     Attributes:
         roots: the modules, the optimizer and the loss, by name.
+        of_loop: names of what the script's own loop has changed.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class Attributes:
         optimizers = optimizer.parts if isinstance(optimizer, AlternatingOptimizer) else {}
         self.roots: dict[str, object] = {**modules, OPTIMIZER: optimizer}
         self.roots |= {f"{OPTIMIZER}.{name}": part for name, part in optimizers.items()}
-        losses = {f"{LOSS}.{name}": module for name, module in _parts(loss).items()}
+        losses = {f"{LOSS}.{name}": module for name, module in parts_of_loss(loss).items()}
         self.roots |= losses
+        self.roots |= held.script_globals([*modules.values(), loss, *losses.values()])
         self._data = {DATA: data} if data is not None else {}
         owners = held.owners(self.roots)
         self._tensors = AttributeTensors(owners, frozenset(losses))
@@ -70,6 +72,12 @@ class Attributes:
             name: {k: copy.deepcopy(v) for k, v in owner.attributes.items() if held.is_plain(v)}
             for name, owner in owners.items()
         }
+        self._sizes = {
+            (name, k): len(v) if held.is_container(v) else -1
+            for name, o in owners.items()
+            for k, v in o.attributes.items()
+        }
+        self.of_loop: set[str] = set()
         self._told: set[tuple[str, str]] = set()
         self._initial_states = self._states(self._stateful(owners))
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -82,19 +90,33 @@ class Attributes:
 
         Returns:
             attributes: plain values; attribute_tensors: tensors and arrays; attribute_states: states of generators and
-            of objects that save their own, by name.
+            of objects that save their own, by name; of_loop: what the script's own loop has changed.
         """
         owners = held.owners(self.roots)
         plain: dict[str, dict[str, Any]] = {}
         for name, owner in owners.items():
             if differing := self._differing(name, owner):
                 plain[name] = {k: plain_value(v, held.path(name, k)) for k, v in differing.items()}
+            for k, v in owner.attributes.items():
+                if held.is_container(v) and not held.is_plain(v) and len(v) != self._sizes.get((name, k), len(v)):
+                    self._tell(name, k, f"{held.path(name, k)}, which has changed and holds no numbers, or too many,")
         tensors, left_out = self._tensors.changed(owners)
+        for name, owner in held.owners(self._data).items():
+            for k, v in owner.attributes.items():
+                if (at := held.path(name, k)) not in self.of_loop:
+                    continue
+                if held.is_plain(v):
+                    plain.setdefault(name, {})[k] = plain_value(v, at)
+                elif isinstance(v, torch.Tensor) and v.nbytes <= BYTES_MAX:
+                    tensors.setdefault(name, {})[k] = plain_with_tensors(v, at)
+                else:
+                    left_out.append((name, k))
         for owned_by, attribute in left_out:
             self._tell(owned_by, attribute, f"{held.path(owned_by, attribute)}, which has changed and is large,")
         states = self._states(self._stateful(owners))
         differing_states = {name: state for name, state in states.items() if state != self._initial_states.get(name)}
-        return {"attributes": plain, "attribute_tensors": tensors, "attribute_states": differing_states}
+        of_loop = {"of_loop": sorted(self.of_loop)} if self.of_loop else {}
+        return {"attributes": plain, "attribute_tensors": tensors, "attribute_states": differing_states, **of_loop}
 
     def restore(self, sources: Sequence[Mapping[str, Any]]) -> None:
         """Set what several ranks have changed, and reset the rest to its initial value.
@@ -114,6 +136,16 @@ class Attributes:
             for attribute, value in plain.get(name, {}).items():
                 initial = self._initial_value(name, owner, attribute, None)
                 held.assign(owner.value, attribute, restore_like(initial, value))
+        for name, owner in held.owners(self._data).items():
+            for attribute, value in plain.get(name, {}).items():
+                held.assign(owner.value, attribute, restore_like(owner.attributes.get(attribute), value))
+            for attribute, value in tensors.get(name, {}).items():
+                now, there = from_plain(value), owner.attributes.get(attribute)
+                if isinstance(there, torch.Tensor) and there.shape == now.shape:
+                    there.copy_(now)
+                else:
+                    held.assign(owner.value, attribute, now)
+        self.of_loop.update(*(source.get("of_loop", ()) for source in sources))
         self._tensors.restore(owners, tensors)
         stateful = self._stateful(owners)
         now = self._states(stateful)
@@ -192,10 +224,10 @@ def _load(value: Any, state: str) -> None:
         value.load_state_dict(from_plain(json.loads(state)))
 
 
-def _parts(loss: object) -> dict[str, object]:
+def parts_of_loss(loss: object) -> dict[str, object]:
     """Modules of a loss by name, or the object that it is or is a method of."""
     if isinstance(loss, Mapping):  # several losses
-        parts = ((f"{name}.{path}", part) for name, one in loss.items() for path, part in _parts(one).items())
+        parts = ((f"{name}.{path}", part) for name, one in loss.items() for path, part in parts_of_loss(one).items())
         return dict(parts)
     if isinstance(loss, functools.partial):
         loss = loss.func

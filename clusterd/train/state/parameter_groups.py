@@ -48,13 +48,24 @@ def collect(optimizer: RankOptimizer, scheduler: Any) -> dict[str, Any]:
         {
             "names": names,
             "values": {k: plain_value(v, f"parameter group: {k}") for k, v in group.items() if k != "params"},
+            **({"added": True} if number >= optimizer.groups_made else {}),
         }
-        for names, group in zip(_names(optimizer), optimizer.optimizer.param_groups, strict=True)
+        for number, (names, group) in enumerate(zip(_names(optimizer), optimizer.optimizer.param_groups, strict=True))
     ]
     return {
         "groups": groups,
         "scheduler": plain_value(scheduler.state_dict(), "scheduler") if scheduler is not None else None,
     }
+
+
+def add_groups(optimizer: RankOptimizer, sources: list[dict[str, Any]]) -> None:
+    """Add the parameter groups that the script's optimizer got while it trained."""
+    plain = {name: p for name, _, p in optimizer.local}
+    for group in (group for source in sources for group in source["groups"] if group.get("added")):
+        grouped = {name for names in _names(optimizer) for name in names}
+        if names := [name for name in group["names"] if name in plain and name not in grouped]:
+            values = {k: restore_like(None, v) for k, v in group["values"].items()}
+            optimizer.optimizer.add_param_group({**values, "params": [plain[name] for name in names]})
 
 
 class Placement:

@@ -193,6 +193,7 @@ def _placement(training: Training, sources: list[Scalars]) -> parameter_groups.P
     other_job = bool(here and before and here["job"] != before["job"])
     if other_job and os.environ.get(SCHEDULE_VARIABLE) == "script":
         return None
+    parameter_groups.add_groups(optimizer, sources)
     placement = parameter_groups.Placement(optimizer, training.scheduler, factory, sources)
     if other_job and (differing := placement.differences()) and training.context.rank == 0:
         print(

@@ -27,7 +27,7 @@ def pools() -> Iterator[tuple[RankPool, RankPool]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "lost"), [("counter_in_a_global", True), ("clipped_one_cycle", False)])
+@pytest.mark.parametrize(("script", "lost"), [("data_that_counts", True), ("clipped_one_cycle", False)])
 def test_a_restart_tells_of_state_that_its_checkpoint_lacks(
     pools: tuple[RankPool, RankPool], tmp_path: Path, script: str, lost: bool
 ) -> None:

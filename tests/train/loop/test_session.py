@@ -46,6 +46,15 @@ def test_leaving_the_loop_ends_the_job_as_done(ranks: RankPool, tmp_path: Path) 
     assert file.exists()
 
 
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(("alone", "what"), [("leaves", "left its loop"), ("evaluates", "called run.evaluate()")])
+def test_a_call_of_one_rank_alone_is_refused_there(ranks: RankPool, tmp_path: Path, alone: str, what: str) -> None:
+    """The ranks waited for each other in operations of different kinds, forever or until one failed."""
+    main, _ = ranks.run(tmp_path, "dp=2", **OPTIONS, own_loop={"alone": alone}).ranks
+    assert (main.exit_code, "Traceback" in main.output) == (92, False)
+    assert f"rank 0 {what} after step 3, and rank 1 did not: the script's loop must make the same calls" in main.output
+
+
 def test_a_batch_that_is_left_out_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     run = ranks.run(tmp_path, "dp=1", **OPTIONS, own_loop={"skip": 3})
     assert run.ranks[0].exit_code == 92

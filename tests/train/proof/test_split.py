@@ -71,6 +71,7 @@ REFUSED = [
     ("limited_experts", "dp=2,zero=3", "the loss is"),
     ("balanced_experts", "dp=2", "the loss is"),
     ("padded_mean", "dp=2", "the loss is"),
+    ("clipped_by_hooks", "dp=2", "where gradients are large, the norm of the gradient of"),
     ("summed", "accumulation=2", "it is their sum, not their mean"),
     ("clipped_backward", "dp=2", "gradient"),
     ("warmed_up_by_calls", "accumulation=2", "the loss is"),

@@ -102,7 +102,9 @@ class Rank:
         self.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
         self.scheduler = schedule(self.optimizer)
         local = [(name, p, p) for name, p in parameters.items()]
-        self.shown: Any = SimpleNamespace(optimizer=self.optimizer, holder=self.optimizer, local=local)
+        self.shown: Any = SimpleNamespace(
+            optimizer=self.optimizer, holder=self.optimizer, local=local, groups_made=len(self.optimizer.param_groups)
+        )
 
     def rates(self) -> Iterator[tuple[str, float, float]]:
         names = {id(p): name for name, p, _ in self.shown.local}

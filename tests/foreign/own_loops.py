@@ -1,0 +1,348 @@
+"""Loops of the script's own, which change something between steps: rates, weights, batches, attributes, data."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from tests.foreign.batches import SAMPLES, arguments, perceptron, points
+from tests.foreign.registry import script
+
+
+class Annealed(nn.Module):
+    """A loss with a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = 0.0
+
+    def forward(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out, y) + self.beta * out.square().mean()
+
+
+@script()
+def annealed_by_loop() -> dict[str, Any]:
+    """A weight of the loss that the loop sets by the step (KL annealing)."""
+    loss = Annealed()
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            loss.beta = min(1.0, step / 50)
+            run.step(batch)
+
+    return arguments(loss=loss, loop=loop)
+
+
+@script("dp=2,zero=1")
+def rate_by_loop() -> dict[str, Any]:
+    """Learning rates that the loop sets by the step."""
+    made: list[torch.optim.Optimizer] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made[:] = [torch.optim.SGD(parameters, lr=0.1, momentum=0.9)]
+        return made[0]
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            for group in made[0].param_groups:
+                group["lr"] = 0.1 / (1 + step / 5)
+            run.step(batch)
+
+    return arguments(optimizer=optimizer, loop=loop)
+
+
+@script("dp=1,offload=optimizer")
+def clamped_by_loop() -> dict[str, Any]:
+    """Weights that the loop clamps after each step (WGAN)."""
+    built: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        built[:] = [perceptron()]
+        return built[0]
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            run.step(batch)
+            with torch.no_grad():
+                for p in built[0].parameters():
+                    p.clamp_(-0.2, 0.2)
+
+    return arguments(model=model, loop=loop)
+
+
+@script("dp=2,zero=1")
+def assigned_by_loop() -> dict[str, Any]:
+    """Weights that the loop replaces after each step by `.data`."""
+    built: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        built[:] = [perceptron()]
+        return built[0]
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            run.step(batch)
+            for p in built[0].parameters():
+                p.data = p.data.clamp(-0.2, 0.2)
+
+    return arguments(model=model, loop=loop)
+
+
+@script(advice="mix in `collate_fn` or in the model, where it is compared")
+def mixup_by_loop() -> dict[str, Any]:
+    """A loop that mixes samples of its batch."""
+
+    def loop(run: Any) -> None:
+        for _, (x, y) in run:
+            run.step((0.7 * x + 0.3 * x.flip(0), y))
+
+    return arguments(loop=loop)
+
+
+@script()
+def scaled_by_loop() -> dict[str, Any]:
+    """A loop that scales its batch by a constant."""
+
+    def loop(run: Any) -> None:
+        for _, (x, y) in run:
+            run.step((2 * x, y))
+
+    return arguments(loop=loop)
+
+
+@script(advice="compute it in the loss")
+def weight_by_batch() -> dict[str, Any]:
+    """A weight of the loss that the loop computes from its batch."""
+    loss = Annealed()
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            loss.beta = float(batch[0].abs().mean())
+            run.step(batch)
+
+    return arguments(loss=loss, loop=loop)
+
+
+@script()
+def weight_drawn_by_loop() -> dict[str, Any]:
+    """A weight of the loss that the loop draws."""
+    loss = Annealed()
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            loss.beta = random.random()
+            run.step(batch)
+
+    return arguments(loss=loss, loop=loop)
+
+
+class Graded(Dataset[Any]):
+    """Noise that grows with a difficulty."""
+
+    def __init__(self) -> None:
+        self.points, self.difficulty = points(), 0.0
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.points[index]
+        return x * (1 + self.difficulty), y
+
+
+@script()
+def curriculum_by_loop() -> dict[str, Any]:
+    """A loop that makes the samples harder."""
+    data = Graded()
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            run.step(batch)
+            data.difficulty = step / 10
+
+    return arguments(data=data, loop=loop)
+
+
+@script(advice="`run.register`")
+def best_loss_by_loop() -> dict[str, Any]:
+    """A loop that halves the rate where the loss has not improved, by local variables."""
+    made: list[torch.optim.Optimizer] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made[:] = [torch.optim.SGD(parameters, lr=0.1, momentum=0.9)]
+        return made[0]
+
+    def loop(run: Any) -> None:
+        best = float("inf")
+        for _, batch in run:
+            out = run.step(batch)
+            if out.loss > best:
+                for group in made[0].param_groups:
+                    group["lr"] *= 0.97
+            best = min(best, out.loss)
+
+    return arguments(optimizer=optimizer, loop=loop)
+
+
+@script(advice="dp")
+def group_added_by_loop() -> dict[str, Any]:
+    """A parameter group that the loop adds at the second step."""
+    made: list[torch.optim.Optimizer] = []
+    rest: list[nn.Parameter] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        every = list(parameters)
+        made[:] = [torch.optim.SGD(every[4:], lr=0.1, momentum=0.9)]
+        rest[:] = every[:4]
+        return made[0]
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            if step == 2:
+                made[0].add_param_group({"params": rest, "lr": 0.05})
+            run.step(batch)
+
+    return arguments(optimizer=optimizer, loop=loop)
+
+
+@script(advice="`find_unused_parameters=True`")
+def frozen_by_loop() -> dict[str, Any]:
+    """A layer that the loop freezes after the second step."""
+    built: list[Any] = []
+
+    def model() -> nn.Module:
+        built[:] = [perceptron()]
+        return built[0]
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            if step == 3:
+                built[0][0].requires_grad_(False)
+            run.step(batch)
+
+    return arguments(model=model, loop=loop)
+
+
+@script()
+def swapped_activation() -> dict[str, Any]:
+    """A loop that replaces an activation of the model at the third step."""
+    built: list[Any] = []
+
+    def model() -> nn.Module:
+        built[:] = [perceptron()]
+        return built[0]
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            if step == 3:
+                built[0][1] = nn.ReLU()
+            run.step(batch)
+
+    return arguments(model=model, loop=loop)
+
+
+@script(advice="ZeRO up to stage 1")
+def average_by_loop() -> dict[str, Any]:
+    """A moving average of the weights that the loop keeps, registered, which the loss uses as a teacher."""
+    built: list[Any] = []
+
+    def model() -> nn.Module:
+        built[:] = [perceptron()]
+        return built[0]
+
+    def loop(run: Any) -> None:
+        ema = torch.optim.swa_utils.AveragedModel(
+            built[0], multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        run.register("ema", ema)
+        for step, batch in run:
+            run.step(batch)
+            ema.update_parameters(built[0])
+            if step % 4 == 0:
+                with torch.no_grad():
+                    for p, q in zip(built[0].parameters(), ema.module.parameters(), strict=True):
+                        p.lerp_(q, 0.5)
+
+    return arguments(model=model, loop=loop)
+
+
+@script(advice="the same on all ranks")
+def weight_of_rank_zero() -> dict[str, Any]:
+    """A weight of the loss that rank 0 alone sets."""
+    loss = Annealed()
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            if run.is_main:
+                loss.beta = step / 10
+            run.step(batch)
+
+    return arguments(loss=loss, loop=loop)
+
+
+@script()
+def late_batch_by_loop() -> dict[str, Any]:
+    """A loss that compares samples once the loop says so."""
+    loss = Annealed()
+
+    def mined(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        each = F.cross_entropy(out, y, reduction="none")
+        return each.mean() if loss.beta < 1 else each.topk(max(1, len(each) // 2)).values.mean()
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            loss.beta = float(step >= 5)
+            run.step(batch)
+
+    return arguments(loss=mined, loop=loop)
+
+
+beta = 0.0
+
+
+@script()
+def weight_in_a_global() -> dict[str, Any]:
+    """A weight of the loss in a global variable, and another in a map, that the loop sets by the step."""
+    weights = {"l2": 0.0}
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out, y) + beta * out.square().mean() + weights["l2"] * out.abs().mean()
+
+    def loop(run: Any) -> None:
+        global beta
+        for step, batch in run:
+            beta, weights["l2"] = min(1.0, step / 50), 0.1 * (step // 3)
+            run.step(batch)
+
+    return arguments(loss=loss, loop=loop)
+
+
+class Replay(Dataset[Any]):
+    """Rewards of states, in a tensor."""
+
+    def __init__(self) -> None:
+        self.points, self.rewards = points(), torch.zeros(SAMPLES)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.points[index][0], self.rewards[index]
+
+
+@script()
+def replay_filled_by_loop() -> dict[str, Any]:
+    """A replay data set, in whose tensor the loop writes rewards (DQN)."""
+    data = Replay()
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            run.step(batch)
+            data.rewards[step % SAMPLES] += 1.0
+
+    return arguments(data=data, loss=lambda out, rewards: F.mse_loss(out.mean(1), rewards), loop=loop)

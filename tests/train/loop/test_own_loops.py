@@ -1,0 +1,78 @@
+"""Changes that scripts make between steps and in updates, under every plan, after a move and after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.foreign import registry
+from tests.foreign.runs import REFUSED, RIGHT, TOLD, Runner
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    registry.load()
+    groups = ["own_loops", "settings", "batches", "carried", "whole_batch"]
+    made = Runner(tmp_path_factory.mktemp("loops"), [f"tests.foreign.{group}" for group in groups])
+    yield made
+    made.close()
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize(
+    ("script", "plan", "verdict", "says"),
+    [
+        ("rate_by_loop", "dp=2,zero=1", RIGHT, ""),
+        ("assigned_by_loop", "dp=2,zero=3", RIGHT, ""),
+        ("assigned_by_loop", "dp=1,offload=optimizer", RIGHT, ""),
+        ("assigned_by_loop", "dp=2,zero=1", RIGHT, ""),
+        ("clamped_by_loop", "dp=1,offload=optimizer", RIGHT, ""),
+        ("assigned_by_optimizer", "dp=2,zero=3", RIGHT, ""),
+        ("assigned_by_optimizer", "dp=2,zero=1", RIGHT, ""),
+        ("clipped_by_past_norms", "dp=2,zero=1", REFUSED, "do not show that a tensor alone is updated as beside"),
+        ("sampler_that_counts", "dp=2", RIGHT, ""),
+        ("weight_drawn_by_loop", "dp=2", RIGHT, ""),
+        ("weight_by_batch", "dp=2", REFUSED, "before step 1 the script's loop has made (loss).beta 0.7"),
+        ("weight_of_rank_zero", "dp=2", REFUSED, "before step 1 the script's loop has made (loss).beta 0.1 on one"),
+        ("mixup_by_loop", "dp=2", TOLD, "the script's loop changes its batches"),
+        ("late_batch_by_loop", "dp=2", TOLD, "loss.beta: that dp=2 trains as one process was shown for its first"),
+        ("mined_later", "dp=2", REFUSED, "after 4 steps, by what the script counts, "),
+        ("centred_later", "dp=2,zero=3", REFUSED, "after 4 steps, by what the script counts, "),
+        ("average_by_loop", "dp=2,zero=3", REFUSED, "the script copies the model (an average of its weights?)"),
+        ("groups_of_the_model", "one", REFUSED, "the optimizer has parameters that its factory was not given"),
+    ],
+)
+def test_what_a_script_changes_is_as_in_one_process_or_named(
+    runner: Runner, script: str, plan: str, verdict: str, says: str
+) -> None:
+    found = runner.verdicts(registry.SCRIPTS[script], [plan])[plan]
+    assert found.verdict == verdict, found
+    assert says in found.reason
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [
+        ("annealed_by_loop", "move"),
+        ("annealed_by_loop", "resume"),
+        ("weight_in_a_global", "move"),
+        ("curriculum_by_loop", "move"),
+        ("replay_filled_by_loop", "restart"),
+        ("curriculum_by_loop", "restart"),
+        ("group_added_by_loop", "restart"),
+        ("clipped_by_past_norms", "restart"),
+        ("sampler_that_counts", "resume"),
+        ("set_that_grows", "restart"),
+    ],
+)
+def test_what_a_script_has_changed_goes_on(runner: Runner, script: str, how: str) -> None:
+    found = runner.verdicts(registry.SCRIPTS[script], [how])[how]
+    assert found.verdict == RIGHT, found
+
+
+def test_variables_that_begin_anew_are_named(runner: Runner) -> None:
+    found = runner.verdicts(registry.SCRIPTS["best_loss_by_loop"], ["resume"])["resume"]
+    assert found.verdict == TOLD, found
+    assert "variables of the script's loop change (best), and begin anew" in found.reason
