@@ -534,8 +534,8 @@ def why(job: str, output: str) -> None:
     print(click.style(text, bold=True) if use_colour() else text)
     if silence := _silence(answer):
         print_line(f"  {with_key(silence)}")
-    if answer["state"] == "running":
-        print_line(f"  has run for {_elapsed(answer)}{f', ends in {left}' if (left := _left(answer)) else ''}")
+    if answer["state"] == "running" and (left := _left(answer)):
+        print_line(f"  has run for {_elapsed(answer)}, ends in {left}")
     for text in filter(None, (*forecast_lines(answer), promised(answer))):
         print_line(f"  {text}")
     if loan := answer.get("on_loan"):  # absent from the reply of an older daemon

@@ -54,10 +54,13 @@ def is_intact(target, sha256):  # type: (str, str) -> bool
 
 
 def drop_truncated(folder):  # type: (str) -> None
-    """Remove what Python compiled and a full disk cut off: each later start would end with "marshal data too short"."""
+    """Remove what Python compiled and a full disk cut off: each later start would end with "marshal data too short".
+
+    What does not end with a block of the disk is whole, and not read: reading all takes longer than the start.
+    """
     for name in os.listdir(folder):
-        if name.endswith(f"{sys.implementation.cache_tag}.pyc"):
-            path = os.path.join(folder, name)
+        path = os.path.join(folder, name)
+        if name.endswith(f"{sys.implementation.cache_tag}.pyc") and os.path.getsize(path) % 512 == 0:
             try:
                 with open(path, "rb") as file:
                     file.seek(16)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 from hypothesis import HealthCheck, settings
 
 from clusterd.core.invariants import violations
@@ -11,7 +9,7 @@ from clusterd.core.policies import POLICIES
 from clusterd.daemon.forecasts.forecaster import live_part
 from clusterd.daemon.journal import codec
 from clusterd.simulate.live import LiveSimulation
-from clusterd.simulate.remaining import courses_of
+from clusterd.simulate.remaining import Chance, courses_of
 from tests.core.chaos import Chaos
 
 DAY_S = 86400.0
@@ -26,7 +24,7 @@ class RollOuts(Chaos):
             return
         self.world.handle()
         state = codec.state(codec.encode(live_part(self.world.scheduler.state)))
-        now_s, random_ = self.world.now_s, random.Random(1)
+        now_s, random_ = self.world.now_s, Chance("1")
         draws = courses_of(state, now_s)
         broken: list[str] = []
         simulation = LiveSimulation(

@@ -14,6 +14,7 @@ from clusterd.train.loop.step import share_receive_buffers
 OPTIONS = {"depth": 3, "steps": 4, "global_batch": 12}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("plan", ["pp=3,accumulation=12", "pp=2,accumulation=6,schedule=gpipe"])
 def test_micro_batches_that_share_a_buffer_give_the_losses_of_one_process(
     plan: str, ranks: RankPool, tmp_path: Path
