@@ -169,8 +169,8 @@ def curriculum_by_loop() -> dict[str, Any]:
 
 
 @script(advice="`run.register`")
-def rate_by_local_count() -> dict[str, Any]:
-    """A loop whose rate falls with a local count of steps."""
+def rate_in_a_variable() -> dict[str, Any]:
+    """A loop whose rate falls from step to step, by a local variable."""
     made: list[torch.optim.Optimizer] = []
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -178,12 +178,12 @@ def rate_by_local_count() -> dict[str, Any]:
         return made[0]
 
     def loop(run: Any) -> None:
-        seen = 0
+        rate = 0.1
         for _, batch in run:
             run.step(batch)
-            seen += 1
+            rate *= 0.9
             for group in made[0].param_groups:
-                group["lr"] = 0.1 * 0.9**seen
+                group["lr"] = rate
 
     return arguments(optimizer=optimizer, loop=loop)
 

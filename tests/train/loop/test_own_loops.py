@@ -73,6 +73,6 @@ def test_what_a_script_has_changed_goes_on(runner: Runner, script: str, how: str
 
 
 def test_variables_that_begin_anew_are_named(runner: Runner) -> None:
-    found = runner.verdicts(registry.SCRIPTS["rate_by_local_count"], ["resume"])["resume"]
+    found = runner.verdicts(registry.SCRIPTS["rate_in_a_variable"], ["resume"])["resume"]
     assert found.verdict == TOLD, found
-    assert "variables of the script's loop change (seen), and begin anew" in found.reason
+    assert "variables of the script's loop change (rate), and begin anew" in found.reason
