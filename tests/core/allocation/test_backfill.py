@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.core.reservations import Reservation
+from clusterd.plans.plan import Plan
 from clusterd.projection import promise_row
-from clusterd.types import HostId, JobId
+from clusterd.types import HostId, JobId, JobKind
 from tests.core.allocation.test_device_claims import HOUR, claim
 from tests.core.allocation.test_fair_waiting import pass_time
 from tests.core.conftest import GIB, Lab
@@ -225,3 +227,14 @@ def test_a_start_after_earlier_runs_is_expected_and_not_promised(lab: Lab) -> No
     row = promise_row(wide, lab.scheduler.state)
     assert row is not None and row.latest_s is None
     assert row.at_s == pytest.approx(lab.now_s + 600.0, abs=5.0)
+
+
+def test_a_job_is_not_stopped_for_a_start_that_is_promised_only_now(lab: Lab) -> None:
+    """Who runs already has passed nobody: it owes nothing, also where its limit is near."""
+    lab.host("a", gpus=1)
+    first = running(lab, "trains", kind=JobKind.CHECKPOINTABLE, time_limit_s=600.0, plans=(Plan(dp=1),))
+    lab.now_s += 595.0
+    second, decided = lab.submit("urgent", time_limit_s=600.0)
+    assert reservation(lab).job == second and reservation(lab).latest_s is not None
+    assert not d.StopAttempt.match(decided, job=first)
+    assert lab.state(first) == "running"
