@@ -230,7 +230,7 @@ def test_a_start_after_earlier_runs_is_expected_and_not_promised(lab: Lab) -> No
 
 
 def test_a_job_is_not_stopped_for_a_start_that_is_promised_only_now(lab: Lab) -> None:
-    """Who runs already has passed nobody: it owes nothing, also where its limit is near."""
+    """A job that runs already has passed nobody: it owes nothing, also where its limit is near."""
     lab.host("a", gpus=1)
     first = running(lab, "trains", kind=JobKind.CHECKPOINTABLE, time_limit_s=600.0, plans=(Plan(dp=1),))
     lab.now_s += 595.0
