@@ -65,13 +65,13 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
     sections: dict[str, dict[str, Key]] = {"": {}}
     for key in job_keys().values():
         sections.setdefault(key.section, {})[key.short] = key
+    elsewhere = {key.short: key.section for key in job_keys().values() if key.section}
     found: dict[str, Any] = {}
     for section, keys in sections.items():
         table = values if not section else values.get(section, {})
         if not isinstance(table, dict):
             raise ConfigError(f"{where}: {section} is {table!r}; it must be a table, [{section}]")
         known = {*keys, *(sections.keys() - {""})} if not section else {*keys}
-        elsewhere = {key.short: key.section for key in job_keys().values() if key.section}
         check_keys(table, known, f"{where}: [{section}]" if section else where, elsewhere)
         found |= read_values(((key, table[short]) for short, key in keys.items() if short in table), at)
     if "checkpoints.every" in found and "checkpoints.directory" not in found:

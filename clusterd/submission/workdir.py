@@ -60,9 +60,12 @@ def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imp
                 )
     rules = IgnoreRules(directory, leave_out)
     listed = _from_git(directory, rules)
-    by_git = listed is not None and bool(listed.names)
-    chosen = listed if listed is not None and by_git else _Listed(_walked(directory, rules, bytes_max))
-    _refuse_large(directory, chosen.names, bytes_max, whole=by_git or len(chosen.names) < TELLING_FILES)
+    if listed is not None and listed.names:
+        chosen, sizes, whole = listed, {name: _size(directory / name) for name in listed.names}, True
+    else:
+        sizes = _walked(directory, rules, bytes_max)
+        chosen, whole = _Listed([*sizes]), len(sizes) < TELLING_FILES
+    _refuse_large(directory, sizes, bytes_max, whole=whole)
     untracked = [name for name in chosen.names if name not in chosen.tracked]
     secrets = [name for name in untracked if rules.is_secret(name) or rules.holds_token(name)]
     files = sorted(set(chosen.names).difference(secrets))
@@ -132,23 +135,23 @@ def _add(archive: tarfile.TarFile, directory: Path, file: str) -> bool:
     return True
 
 
-def _walked(directory: Path, rules: IgnoreRules, bytes_max: int) -> list[str]:
-    """Files below a directory; of one that is too large, such as a home, the first ones."""
-    names, total = [], 0
+def _walked(directory: Path, rules: IgnoreRules, bytes_max: int) -> dict[str, int]:
+    """Files below a directory with their bytes; of one that is too large, such as a home, the first ones."""
+    sizes: dict[str, int] = {}
+    total = 0
     for name in _walk(directory, rules):
-        names.append(name)
-        total += _size(directory / name)
-        if total > bytes_max and len(names) >= TELLING_FILES:
+        sizes[name] = _size(directory / name)
+        total += sizes[name]
+        if total > bytes_max and len(sizes) >= TELLING_FILES:
             break
-    return names
+    return sizes
 
 
-def _refuse_large(directory: Path, names: list[str], bytes_max: int, *, whole: bool) -> None:
-    sizes = {name: _size(directory / name) for name in names}
+def _refuse_large(directory: Path, sizes: dict[str, int], bytes_max: int, *, whole: bool) -> None:
     if (total := sum(sizes.values())) > bytes_max:
-        largest = ", ".join(f"{name} ({size(sizes[name])})" for name in sorted(names, key=lambda n: -sizes[n])[:3])
+        largest = ", ".join(f"{name} ({size(sizes[name])})" for name in sorted(sizes, key=lambda n: -sizes[n])[:3])
         raise UsageError(
-            f"workdir {directory} has {size(total)} in {'' if whole else 'the first '}{len(names)} files, the limit is "
+            f"workdir {directory} has {size(total)} in {'' if whole else 'the first '}{len(sizes)} files, the limit is "
             f"{size(bytes_max)}; largest: {largest}: exclude them in {IGNORE_FILE}, or submit from the folder of the "
             "job's code"
         )

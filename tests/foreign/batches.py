@@ -25,6 +25,20 @@ def points() -> TensorDataset:
     return TensorDataset(torch.randn(SAMPLES, 8, generator=random), torch.randint(4, (SAMPLES,), generator=random))
 
 
+class Graded(Dataset[Any]):
+    """Noise that grows with a difficulty."""
+
+    def __init__(self) -> None:
+        self.points, self.difficulty = points(), 0.0
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.points[index]
+        return x * (1 + self.difficulty), y
+
+
 def arguments(**others: Any) -> dict[str, Any]:
     """Arguments that the scripts of this module have in common."""
     return {

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, Sampler
 
-from tests.foreign.batches import Numbered, arguments, perceptron, points
+from tests.foreign.batches import Graded, Numbered, arguments, perceptron, points
 from tests.foreign.registry import script
 
 steps_seen = 0
@@ -56,20 +56,6 @@ def average_by_a_hook() -> dict[str, Any]:
         return F.cross_entropy(out, y) + pull * out.mean()
 
     return arguments(model=model, optimizer=optimizer, loss=loss)
-
-
-class Graded(Dataset[Any]):
-    """Noise that grows with a difficulty."""
-
-    def __init__(self) -> None:
-        self.points, self.difficulty = points(), 0.0
-
-    def __len__(self) -> int:
-        return len(self.points)
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = self.points[index]
-        return x * (1 + self.difficulty), y
 
 
 @script(advice="an own loop, `train.session`")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from tests.foreign.batches import SAMPLES, arguments, perceptron, points
+from tests.foreign.batches import SAMPLES, Graded, arguments, perceptron, points
 from tests.foreign.registry import script
 
 
@@ -139,20 +139,6 @@ def weight_drawn_by_loop() -> dict[str, Any]:
             run.step(batch)
 
     return arguments(loss=loss, loop=loop)
-
-
-class Graded(Dataset[Any]):
-    """Noise that grows with a difficulty."""
-
-    def __init__(self) -> None:
-        self.points, self.difficulty = points(), 0.0
-
-    def __len__(self) -> int:
-        return len(self.points)
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = self.points[index]
-        return x * (1 + self.difficulty), y
 
 
 @script()

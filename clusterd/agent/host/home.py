@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -195,6 +196,12 @@ def no_space(directory: Path) -> str:
     except OSError:
         return ""
     return f"no space left on the disk of {directory}" if found.f_bavail * found.f_frsize < NO_SPACE_BYTES else ""
+
+
+def is_disk_full(error: OSError) -> bool:
+    """True where a disk, or a quota on it, has no room; `shutil.copytree` says so in its text alone."""
+    numbers = (errno.ENOSPC, errno.EDQUOT)
+    return error.errno in numbers or any(f"[Errno {number}]" in str(error) for number in numbers)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 import shlex
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import processes, programs
 from clusterd.agent.host.attempt_records import Attempt, Refused
-from clusterd.agent.host.home import attempt_name, write_json
+from clusterd.agent.host.home import attempt_name, is_disk_full, write_json
 from clusterd.agent.host.login_environment import expanded
 from clusterd.protocol.codec import to_map
 from clusterd.protocol.launch import LaunchRequest, RankFile, RankSpec
@@ -282,10 +281,8 @@ def working_directory(attempt: Attempt, snapshot: Path | None) -> Path:
     except OSError as error:
         make_writable(copy)
         shutil.rmtree(copy, ignore_errors=True)
-        full = any(
-            f"[Errno {number}]" in str(error) for number in (errno.ENOSPC, errno.EDQUOT)
-        )  # copytree has no errno
-        raise Refused("disk-full" if full else "host", f"cannot copy the workdir to {work}: {error}") from error
+        kind = "disk-full" if is_disk_full(error) else "host"
+        raise Refused(kind, f"cannot copy the workdir to {work}: {error}") from error
     return work
 
 

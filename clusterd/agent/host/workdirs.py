@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -12,7 +11,7 @@ import time
 from pathlib import Path, PurePosixPath
 
 from clusterd.agent.host.attempt_records import Refused
-from clusterd.agent.host.home import sync_directory
+from clusterd.agent.host.home import is_disk_full, sync_directory
 from clusterd.agent.host.rank_environment import make_writable
 
 UNUSED_S = 7 * 86400.0
@@ -108,7 +107,7 @@ class Workdirs:
         part.unlink()
 
     def _storage_error(self, error: OSError, digest: str) -> Refused:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_disk_full(error):
             return Refused("host", f"cannot store workdir {digest[:12]}: {error}")
         try:
             free_mb = shutil.disk_usage(self._directory).free / 1e6

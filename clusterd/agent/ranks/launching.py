@@ -16,6 +16,7 @@ from types import MappingProxyType
 from clusterd.agent.forkserver.client import ForkServers, SpawnFailed
 from clusterd.agent.host import cgroups, programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Rank, Refused
+from clusterd.agent.host.home import is_disk_full
 from clusterd.agent.host.rank_input import RankInput
 from clusterd.agent.ranks import container_command
 from clusterd.agent.ranks.versions import Versions
@@ -131,7 +132,7 @@ class Launcher:
             for spec in missing:
                 _end_without_torch(attempt, attempt.ranks[spec.rank], str(failed))
         except OSError as error:
-            kind = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "host"
+            kind = "disk-full" if is_disk_full(error) else "host"
             raise Refused(kind, f"cannot launch {attempt.name}: {error}") from error
 
     async def _versions_of(self, attempt: Attempt, secrets: dict[str, str]) -> dict[str, str]:
