@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from math import inf
 
 from clusterd.core.allocation.pass_context import PassContext
-from clusterd.core.allocation.rights import may_preempt
+from clusterd.core.allocation.rights import may_preempt, requested_devices
 from clusterd.core.estimates.attained_service import executed_s
 from clusterd.core.estimates.availability import Hold
 from clusterd.core.estimates.can_migrate import is_settled
@@ -63,10 +63,16 @@ def suspension_s(ctx: PassContext, victim: JobForecast, forecast: JobForecast, f
         or victim.job.id in ctx.moved
     ):
         return None
-    if victim.job.spec.guaranteed and victim.curve.promised is None:
-        return None
     lost_s = for_s + restart_s
-    return lost_s if ctx.worth.keeps_guarantee(victim, lost_s + victim.now_s) else None
+    if not victim.job.spec.guaranteed:
+        return lost_s
+    if victim.curve.promised is None:
+        return None
+    # It may come back to no more than it asked for: what it has on loan is others' by then. And the other starts, too.
+    asked = requested_devices(victim.job)
+    back_s = min(victim.left_s(x) for x in (victim.curve.promised, *victim.curve.offers) if x.devices <= asked)
+    left_s = max(victim.now_s, back_s) + ctx.costs.restart_s(forecast.job)
+    return lost_s if ctx.worth.keeps_guarantee(victim, lost_s + left_s) else None
 
 
 def may_suspend_by_right(ctx: PassContext, victim: JobForecast, forecast: JobForecast) -> bool:

@@ -329,6 +329,22 @@ def test_a_guaranteed_job_is_suspended_only_if_it_still_ends_as_promised(lab: La
         assert (lab.state(long), lab.state(again)) == ("starting", "queued")
 
 
+@pytest.mark.parametrize("devices", [4, 8])
+def test_time_that_only_a_loan_would_save_is_no_time_to_spare(lab: Lab, devices: int) -> None:
+    """It asked for four devices of eight, or for all, and ZeRO-2; it may come back to no more than it asked for."""
+    lab.host("a", gpus=8, cores=64)
+    lab.tell(e.SpeedLearned(**lab.at(), model="net", table=known(), why="trials"))
+    plan = Plan(dp=devices, zero=0 if devices == 4 else 2)
+    long, _ = submit(lab, "long", 30_000, devices=devices, guaranteed=True, plan=plan)
+    assert sum(map(bool, lab.scheduler.state.jobs[long].attempt.devices)) == 8
+    progress(lab, long, 10)
+    table = replace(known(), estimates=tuple(x for x in known().estimates if x.devices == 8))
+    lab.tell(e.SpeedLearned(**lab.at(), model="wide", table=table, why="trials"))
+    submit(lab, "short", 50, devices=8, model="wide")
+    pass_time(lab, 400.0)
+    assert lab.state(long) == ("running" if devices == 4 else "stopping")
+
+
 @pytest.mark.parametrize("guaranteed", [False, True])
 def test_who_may_be_preempted_passes_the_reservation_and_gives_way(lab: Lab, guaranteed: bool) -> None:
     """A guaranteed job waits an hour for a command's two devices; the other two need not lie idle."""
