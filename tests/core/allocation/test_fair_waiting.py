@@ -377,6 +377,20 @@ def test_a_guaranteed_job_returns_a_loan_only_if_the_migration_leaves_it_time(la
     assert (d.StartMigration.match(decided, job=loan) is not None) == (steps > 100)
 
 
+def test_a_job_that_cannot_run_on_what_it_asked_for_gives_back_all_that_it_can(lab: Lab) -> None:
+    """It asks for one device and needs four at least; it holds eight, and a command wants three."""
+    lab.host("a", gpus=8, cores=64)
+    several = tuple(x for x in known().estimates if x.devices >= 4)
+    lab.tell(e.SpeedLearned(**lab.at(), model="net", table=replace(known(), estimates=several), why="trials"))
+    loan, _ = submit(lab, "loan", 30_000)
+    progress(lab, loan, 10)
+    pass_time(lab, 100.0)
+    _, decided = lab.submit("command", devices=3)
+    decided += pass_time(lab, 30.0)
+    start = d.StartMigration.match(decided, job=loan)
+    assert start is not None and len(start.new_ranks) == 4
+
+
 def test_a_cancelled_claimant_leaves_its_devices_to_others(lab: Lab) -> None:
     jobs, urgent = suspended_for_urgent(lab)
     lab.tell(e.JobCancelled(**lab.at(), job=urgent, by="ann"))
