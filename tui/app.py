@@ -20,12 +20,10 @@ from clusterd.tui.model.lines import Line, line, printable, wrap
 from clusterd.tui.model.model import Touched
 from clusterd.tui.model.state_styles import Look
 from clusterd.tui.model.view import Link
-from clusterd.tui.screens.base import Board, TableBoard
-from clusterd.tui.screens.footer import footer, playback_line
-from clusterd.tui.source.context import Context
+from clusterd.tui.screens.base import Board, TableBoard, footer, playback_line
 from clusterd.tui.source.feed import REFRESH_S, Feed
-from clusterd.tui.source.sources import Source
-from clusterd.tui.widgets.plain_text import PlainTextApp
+from clusterd.tui.source.sources import Context, Source
+from clusterd.tui.widgets.painting import PlainTextApp
 from clusterd.tui.widgets.table import Table
 from clusterd.tui.widgets.text_pane import Bar
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import own_jobs, time_s
-from clusterd.cli.common.completers import complete_job
+from clusterd.cli.common.arguments import complete_job, own_jobs, time_s
 from clusterd.cli.common.output import ago, note, output_option, print_line, raise_all, show_json, show_table
 from clusterd.client import Client
 from clusterd.errors import ClusterError, TryLater, UsageError

@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from clusterd import config as configuration
-from clusterd.cli.common.arguments import time_s
-from clusterd.cli.common.completers import complete_host, complete_job
+from clusterd.cli.common.arguments import complete_host, complete_job, time_s
 from clusterd.cli.common.output import note, output_option, print_line, show_json
 from clusterd.client import Client
 from clusterd.errors import ClusterError

@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import is_found, job_or_tasks, note_array, own_jobs, time_s
-from clusterd.cli.common.completers import complete_job
+from clusterd.cli.common.arguments import complete_job, is_found, job_or_tasks, note_array, own_jobs, time_s
 from clusterd.cli.common.expected import clock, expected_cell
 from clusterd.cli.common.following import first_failure, show_logs, until_over, wait_for
 from clusterd.cli.common.output import (

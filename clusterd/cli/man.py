@@ -1,4 +1,4 @@
-"""``clusterd man``: the manual page, from the same declarations as ``--help``."""
+"""``clusterd man`` and ``completion``: the manual page and shell completion, as ``--help`` declares the commands."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 import click
+from click.shell_completion import get_completion_class
 
 from clusterd import __version__
 
@@ -96,3 +97,20 @@ def _escaped(text: str) -> str:
     """Text without meaning to troff: escapes, requests at the beginning of a line; hyphens as they are typed."""
     text = text.replace("\\", r"\e").replace("-", r"\-")
     return rf"\&{text}" if text[:1] in (".", "'") else text
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script of SHELL, for commands, jobs and hosts.
+
+    \b
+    bash: eval "$(clusterd completion bash)"   in ~/.bashrc
+    zsh:  eval "$(clusterd completion zsh)"    in ~/.zshrc
+    fish: clusterd completion fish > ~/.config/fish/completions/clusterd.fish
+    """
+    from clusterd.cli.main import cli
+
+    made = get_completion_class(shell)
+    assert made is not None, f"click has no completion for {shell}"
+    print(made(cli, {}, "clusterd", "_CLUSTERD_COMPLETE").source())

@@ -25,53 +25,44 @@ from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.access import Access, Peer
 from clusterd.daemon.api.accounts import Accounts
-from clusterd.daemon.api.calendar import CalendarVerbs
 from clusterd.daemon.api.daemon import DaemonVerbs
+from clusterd.daemon.api.files import BackupVerbs
 from clusterd.daemon.api.host_check import HostChecks
 from clusterd.daemon.api.hosts import JoinVerbs
 from clusterd.daemon.api.jobs import JobVerbs
 from clusterd.daemon.api.performance import PerformanceVerbs
-from clusterd.daemon.api.retention import BackupVerbs
 from clusterd.daemon.api.server import Server
 from clusterd.daemon.api.terminals import Terminals
-from clusterd.daemon.api.usage import UsageVerbs
+from clusterd.daemon.api.usage import CalendarVerbs, UsageVerbs
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.api.workdirs import WorkdirVerbs
 from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.execution.executor import Executor
 from clusterd.daemon.execution.launching import LaunchRequests
-from clusterd.daemon.execution.migrations import Migrations
+from clusterd.daemon.execution.migration import Migrations
 from clusterd.daemon.execution.model_description import ModelInspector
 from clusterd.daemon.forecasts.forecaster import Forecaster
 from clusterd.daemon.forecasts.outcomes import OutcomeStore
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.joined import JoinedHosts
-from clusterd.daemon.hosts.link_factory import LinkFactory
-from clusterd.daemon.hosts.local import local_hosts
+from clusterd.daemon.hosts.link_factory import LinkFactory, local_hosts
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
-from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.journal.engine import Engine, Timers
 from clusterd.daemon.journal.journal import Journal
-from clusterd.daemon.journal.leadership import take_the_lead
-from clusterd.daemon.journal.newest_event import BACKUP_OF, NewestEvent
-from clusterd.daemon.journal.timers import Timers
+from clusterd.daemon.journal.leadership import BACKUP_OF, NewestEvent, take_the_lead
 from clusterd.daemon.notifications import Notifier
-from clusterd.daemon.process import notify_systemd, only_instance, set_up_log
+from clusterd.daemon.process import guarded, notify_systemd, only_instance, set_up_log
 from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.daemon.profiling.profiler import Profiler
 from clusterd.daemon.profiling.submission_classifier import SubmissionClassifier
 from clusterd.daemon.rights import Rights
 from clusterd.daemon.settings import LiveSettings, refuse_unknown
-from clusterd.daemon.storage.archive import Archive
+from clusterd.daemon.storage.archive import Archive, LogTails
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.daemon.storage.backups import Backups
-from clusterd.daemon.storage.device_memory import SharedDeviceMemory
-from clusterd.daemon.storage.idle_jobs import IdleJobs
-from clusterd.daemon.storage.log_tails import LogTails
-from clusterd.daemon.storage.outside_processes import OutsideProcesses
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
-from clusterd.daemon.storage.usage import UsageStore
-from clusterd.daemon.unexpected import guarded
+from clusterd.daemon.storage.usage import IdleJobs, OutsideProcesses, SharedDeviceMemory, UsageStore
 from clusterd.daemon.web.pages import Pages
 from clusterd.errors import ClusterError, first_of
 from clusterd.process_attributes import make_files_private
@@ -79,8 +70,7 @@ from clusterd.protocol.agent import Progress, StateSnapshotTaken, Usage
 from clusterd.protocol.rank import FromRank
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
-from clusterd.ssh.hostkeys import HostKeys
-from clusterd.ssh.login_key import LoginKey
+from clusterd.ssh.hostkeys import HostKeys, LoginKey
 from clusterd.trusted_paths import UnsafePath
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from clusterd.protocol.launch import Address, MigrationRequest
 from clusterd.protocol.messages import Done, Event, Request, by_event, by_verb
-from clusterd.protocol.migration import Address, MigrationRequest
 
 # ---- events of the agent -----------------------------------------------------------------------------------------
 

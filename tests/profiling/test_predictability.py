@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 
 from clusterd.profiling.__main__ import main
-from clusterd.profiling.predictability.boosting import fit
-from clusterd.profiling.predictability.classifier import features_of
-from clusterd.profiling.predictability.evaluation import auc
-from clusterd.profiling.predictability.job_table import REQUIRED, read_jobs
+from clusterd.profiling.predictability import REQUIRED, auc, features_of, fit, read_jobs
 from tests.profiling import aiturbo_jobs
 from tests.profiling.job_tables import write
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clusterd.errors import UsageError
-from clusterd.ssh.address import Address, parse
+from clusterd.ssh.resolve import Address, parse
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from textwrap import dedent
 import pytest
 
 from clusterd.errors import HostError
-from clusterd.ssh.address import parse
 from clusterd.ssh.connection import proxy_argv
-from clusterd.ssh.resolve import Route, resolve
+from clusterd.ssh.resolve import Route, parse, resolve
 
 pytestmark = [
     pytest.mark.anyio,

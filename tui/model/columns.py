@@ -11,9 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from clusterd.rows import SEARCHED
 from clusterd.tui.model import rows
-from clusterd.tui.model.event_words import readable_kind, short_plan
 from clusterd.tui.model.fleet import tiles
-from clusterd.tui.model.lines import Line, clock, line, printable
+from clusterd.tui.model.lines import Line, clock, line, printable, readable_kind, short_plan
 from clusterd.tui.model.state_styles import Look, job_colour
 from clusterd.units import duration, expected_text, size, start_text
 

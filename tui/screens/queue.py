@@ -13,7 +13,7 @@ from clusterd.tui.model.lines import Line, line
 from clusterd.tui.model.model import Touched
 from clusterd.tui.model.view import job_summary
 from clusterd.tui.screens.base import TableBoard
-from clusterd.tui.source.context import Context
+from clusterd.tui.source.sources import Context
 from clusterd.tui.widgets.log_pane import LogPane
 from clusterd.tui.widgets.text_pane import TextPane
 

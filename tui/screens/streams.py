@@ -8,10 +8,9 @@ from typing import Any
 from textual.app import ComposeResult
 
 from clusterd.tui.model import columns, rows
-from clusterd.tui.model.event_words import full_value, readable_kind
-from clusterd.tui.model.lines import Line, clock, line, printable
+from clusterd.tui.model.lines import Line, clock, full_value, line, printable, readable_kind
 from clusterd.tui.screens.base import TableBoard
-from clusterd.tui.source.context import Context
+from clusterd.tui.source.sources import Context
 from clusterd.tui.widgets.text_pane import TextPane
 
 

@@ -1,4 +1,4 @@
-"""Sources of the UI: the protocol, and the daemon source. All emit the items of `watch`."""
+"""Sources of the terminal UI: a daemon or a recording; and the context that all screens share."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clusterd.errors import ClusterError, DaemonAbsent
-from clusterd.tui.model.model import Item
+from clusterd.tui.model.columns import CellContext
+from clusterd.tui.model.model import Item, Model
+from clusterd.tui.model.state_styles import Look
 from clusterd.tui.model.view import Link, LinkState
 from clusterd.tui.source.wire import Wire
 
 if TYPE_CHECKING:
     from clusterd.submission.job_file import Request
     from clusterd.tui.source.playback import Player
+
 
 SILENCE_S = 15.0
 """The daemon sends a heartbeat every 5 s (`clusterd.daemon.api.jobs.ALIVE_EVERY_S`)."""
@@ -214,3 +218,25 @@ def _start_time(snapshot: Any) -> Any:
     """Start time of a baseline's daemon; identifies the daemon process."""
     status = snapshot.get("status") if isinstance(snapshot, dict) else None
     return status.get("started_s") if isinstance(status, dict) else None
+
+
+@dataclass(slots=True)
+class Context:
+    """Shared state of the screens; seeking back in a recording replaces `model` as a whole."""
+
+    source: Source
+    look: Look
+    clock: Callable[[], float]  # displayed time: now, or the instant of the recording
+    readonly: bool = False
+    model: Model = field(default_factory=Model)
+    job: str | None = None  # shown by the job screen
+
+    @property
+    def cell_context(self) -> CellContext:
+        """Inputs of table cells besides their rows."""
+        return CellContext(self.clock(), self.look, self.model.jobs)
+
+    @property
+    def can_act(self) -> bool:
+        """Commands that change the cluster are allowed."""
+        return self.source.can_act and not self.readonly

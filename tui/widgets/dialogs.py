@@ -17,7 +17,7 @@ from textual.widgets.option_list import Option
 
 from clusterd.tui.model.lines import Line, plain, printable
 from clusterd.tui.model.state_styles import style
-from clusterd.tui.widgets.plain_text import PlainTextTitles
+from clusterd.tui.widgets.painting import PlainTextTitles
 from clusterd.tui.widgets.text_pane import TextPane
 
 R = TypeVar("R")

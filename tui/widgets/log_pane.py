@@ -18,8 +18,7 @@ from textual.strip import Strip
 from clusterd.errors import ClusterError
 from clusterd.tui.model.filters import FilterTooSlow, time_limit
 from clusterd.tui.model.lines import fit, line, wrap
-from clusterd.tui.widgets.painting import strip
-from clusterd.tui.widgets.plain_text import PlainTextTitles
+from clusterd.tui.widgets.painting import PlainTextTitles, strip
 
 REDRAW_S = 0.1
 RETRY_S = 1.0

@@ -21,7 +21,6 @@ _SINGLE = (
     "exit_reasons.py",
     "page_tables.py",
     "process_attributes.py",
-    "script_seed.py",
     "socket_files.py",
     "timeouts.py",
     "trusted_paths.py",

@@ -5,19 +5,74 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import re
 import shutil
 import socket
 import struct
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from clusterd.agent.host import processes
-from clusterd.agent.host.gpu import topology
-from clusterd.agent.host.gpu.probe import Probe
+from clusterd.agent.host.gpu_probe import Probe
 from clusterd.trusted_paths import account_name
+
+SYSFS = Path("/sys")
+
+
+def numa_node(pci_address: str, sysfs: Path = SYSFS) -> int | None:
+    """NUMA node of a PCI device; None: not known, or the machine has one node alone."""
+    domain, _, rest = pci_address.lower().partition(":")
+    text = _read_line(
+        sysfs / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node"
+    )  # NVML's domain has eight digits
+    return int(text) if text.isdigit() else None  # -1: none
+
+
+def cores_near(nodes: Iterable[int], sysfs: Path = SYSFS) -> list[int]:
+    """CPU cores of these NUMA nodes."""
+    found: set[int] = set()
+    for node in nodes:
+        for part in _read_line(sysfs / f"devices/system/node/node{node}/cpulist").split(","):
+            first, _, last = part.partition("-")
+            if first.isdigit():
+                found.update(range(int(first), int(last or first) + 1))
+    return sorted(found)
+
+
+def with_numa_nodes(gpus: Iterable[Mapping[str, Any]], sysfs: Path = SYSFS) -> list[dict[str, Any]]:
+    """The GPUs with the NUMA node of each."""
+    return [{**gpu, "numa_node": numa_node(gpu.get("pci_address", ""), sysfs)} for gpu in gpus]
+
+
+def cores_by_gpu(
+    gpus: Iterable[Mapping[str, Any]], usable: Iterable[int], sysfs: Path = SYSFS
+) -> dict[str, tuple[int, ...]]:
+    """Usable cores of each GPU's NUMA node, by uuid; without those whose node is not known."""
+    nodes = {gpu["uuid"]: gpu["numa_node"] for gpu in gpus if gpu.get("numa_node") is not None}
+    near = {node: set(usable).intersection(cores_near([node], sysfs)) for node in set(nodes.values())}
+    return {uuid: tuple(sorted(near[node])) for uuid, node in nodes.items() if near[node]}
+
+
+def infiniband(sysfs: Path = SYSFS) -> list[dict[str, Any]]:
+    """Active ports of RDMA cards, with their speed in Mbit/s; RoCE has the link layer Ethernet."""
+    found = []
+    for port in sorted(sysfs.glob("class/infiniband/*/ports/*")):
+        rate = re.match(r"(\d+(?:\.\d+)?) Gb/sec", _read_line(port / "rate"))
+        if rate is not None and "ACTIVE" in _read_line(port / "state"):
+            card = {"card": port.parts[-3], "port": port.name, "link_layer": _read_line(port / "link_layer")}
+            found.append({**card, "speed_mbit": round(float(rate[1]) * 1000)})
+    return found
+
+
+def _read_line(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
 
 _SIOCGIFADDR = 0x8915
 
@@ -41,7 +96,7 @@ def gather(
     gpus, gpu_error = probe.gpus()
     if not gpus and gpu_error is None and amd.exists():
         gpu_error = f"AMD GPUs ({amd}) are not supported"
-    gpus = topology.with_numa_nodes(gpus)
+    gpus = with_numa_nodes(gpus)
     for gpu in gpus:
         gpu["processes"] = [_with_owner(process, own_tag, gpu["uuid"] in held) for process in gpu["processes"]]
         gpu["unlisted_bytes"] = 0 if gpu["uuid"] in held else _unlisted_bytes(gpu)
@@ -64,7 +119,7 @@ def gather(
         "boot_id": processes.boot_id(),
         "now_s": time.time(),
         "addresses": addresses(),
-        "infiniband": topology.infiniband(),
+        "infiniband": infiniband(),
         "gpus": gpus,
         "gpu_error": gpu_error,
     }

@@ -9,18 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clusterd.agent.host import append_only_files, checks, files
+from clusterd.agent.background_tasks import in_thread
+from clusterd.agent.host import checks, files
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import Home, read_json
 from clusterd.agent.host.ports import Ports
 from clusterd.agent.host.workdirs import Workdirs
 from clusterd.agent.ranks.attempts import Attempts
 from clusterd.agent.ranks.environments import Environments
-from clusterd.agent.ranks.progress import Progress
+from clusterd.agent.ranks.reports import Progress
 from clusterd.agent.ranks.terminals import READ_WAIT_S, Terminals
 from clusterd.agent.tensors.datasets import Datasets, evict_cached_files
 from clusterd.agent.tensors.moves import Moves
-from clusterd.agent.threads import in_thread
 from clusterd.protocol import control
 from clusterd.protocol import requests as r
 from clusterd.protocol.launch import Launched, LaunchRequest
@@ -137,7 +137,7 @@ class Verbs:
         # Read before the file, which then holds all of the rank's output.
         ended = attempt.ranks[request.rank].state != "running"
         file = attempt.streams(request.rank) if request.streams else attempt.log(request.rank)
-        return append_only_files.pull(file, request.offset, request.limit, ended)
+        return files.pull(file, request.offset, request.limit, ended)
 
     async def _input(self, request: r.WriteInput) -> Done:
         attempt = self._attempts.get(request.job, request.attempt, request.generation)
@@ -155,7 +155,7 @@ class Verbs:
     async def _steps(self, request: r.ReadSteps) -> r.Chunk:
         attempt = self._attempts.get(request.job, request.attempt, request.generation)
         ended = not attempt.running
-        return append_only_files.pull(attempt.steps, request.offset, request.limit, ended)
+        return files.pull(attempt.steps, request.offset, request.limit, ended)
 
     async def _record(self, request: r.ReadRecord) -> r.Record:
         return r.Record(self._attempts.get(request.job, request.attempt, request.generation).launch.record)

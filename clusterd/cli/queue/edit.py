@@ -8,14 +8,12 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import own_jobs
-from clusterd.cli.common.completers import complete_job
+from clusterd.cli.common.arguments import complete_job, own_jobs
 from clusterd.cli.common.output import note, output_option, show_json
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.launch import SAME_VARIABLE
-from clusterd.submission.job_edit import parse_changes
-from clusterd.submission.job_file import variables
+from clusterd.submission.job_file import parse_changes, variables
 from clusterd.submission.submit import spec_of, with_workdir
 
 

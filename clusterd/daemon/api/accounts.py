@@ -17,7 +17,7 @@ from clusterd.daemon.api.server import Verb
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.errors import ClusterError, UsageError
 from clusterd.ssh.host import LinkState
-from clusterd.ssh.login_key import LoginKey
+from clusterd.ssh.hostkeys import LoginKey
 from clusterd.trusted_paths import account_name
 
 LOOK_EVERY_S = 0.1

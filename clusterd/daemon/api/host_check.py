@@ -18,8 +18,8 @@ from clusterd.daemon.api.server import Verb
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError
-from clusterd.protocol.codec import to_map
-from clusterd.protocol.migration import Address
+from clusterd.protocol.launch import Address
+from clusterd.protocol.messages import to_map
 from clusterd.protocol.requests import CheckHost, ServeSegments
 from clusterd.types import HostId, HostState
 from clusterd.units import counted, duration, size

@@ -26,12 +26,11 @@ from clusterd.core.timers import Timer, TimerKind
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.accounts import Accounts
 from clusterd.daemon.api.dry_run import rehearse
-from clusterd.daemon.api.files import FileVerbs
+from clusterd.daemon.api.files import FileVerbs, RetentionVerbs
 from clusterd.daemon.api.hosts import ClaimVerbs, HostVerbs
 from clusterd.daemon.api.job_logs import JobLogs
 from clusterd.daemon.api.migration import MigrationVerbs
 from clusterd.daemon.api.queue import QueueVerbs
-from clusterd.daemon.api.retention import RetentionVerbs
 from clusterd.daemon.api.server import Streaming, Verb
 from clusterd.daemon.api.validation import refuse_booking, refuse_malformed, refuse_secrets, refuse_unsatisfiable
 from clusterd.daemon.api.watch import Baselines, Change, Feed, SharedRow

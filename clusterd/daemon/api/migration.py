@@ -23,8 +23,8 @@ from clusterd.core.view import Move, Refusal, View
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.server import Verb
 from clusterd.daemon.api.watch import Feed
-from clusterd.daemon.hosts.pending_replies import PendingReply
 from clusterd.daemon.hosts.registry import HostRegistry
+from clusterd.daemon.hosts.reports import PendingReply
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError, TryLater, UsageError
 from clusterd.plans.layout import layout

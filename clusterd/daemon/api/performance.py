@@ -27,7 +27,7 @@ from clusterd.profiling import report
 from clusterd.profiling.curves import Curve
 from clusterd.profiling.knowledge import Knowledge
 from clusterd.profiling.model import Row
-from clusterd.profiling.ranking import RESOURCES, device_curve, on_types, plan_rows, resource_curve
+from clusterd.profiling.report import RESOURCES, device_curve, on_types, plan_rows, resource_curve
 from clusterd.profiling.store import Store
 from clusterd.profiling.table import TableError
 from clusterd.types import JobSpec

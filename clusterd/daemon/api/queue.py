@@ -30,7 +30,7 @@ from clusterd.errors import ClusterError, UsageError
 from clusterd.job_signals import SIGNALS
 from clusterd.protocol.requests import SignalRanks
 from clusterd.ssh.host import AgentRefused
-from clusterd.submission.job_edit import with_changes
+from clusterd.submission.job_file import with_changes
 from clusterd.types import JobKind, JobSpec, JobState
 from clusterd.units import duration
 

@@ -14,10 +14,9 @@ from clusterd.core.data_locality import data_of, places_of
 from clusterd.core.state import State
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.unexpected import guarded
+from clusterd.daemon.process import guarded
 from clusterd.errors import AgentLost, ClusterError, TryLater
-from clusterd.protocol.launch import DatasetSpec
-from clusterd.protocol.migration import Address
+from clusterd.protocol.launch import Address, DatasetSpec
 from clusterd.protocol.requests import ServeDataset, SetDatasets
 from clusterd.types import HostId, JobSpec
 

@@ -13,15 +13,14 @@ import anyio.abc
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.daemon.execution.launching import LaunchRequests
-from clusterd.daemon.execution.migrations import Migrations
+from clusterd.daemon.execution.migration import Migrations
 from clusterd.daemon.execution.model_description import ModelInspector
 from clusterd.daemon.execution.stops import Stops
 from clusterd.daemon.hosts.registry import HostRegistry
-from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.journal.timers import Timers
+from clusterd.daemon.journal.engine import Engine, Timers
+from clusterd.daemon.process import in_a_line
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
-from clusterd.daemon.unexpected import in_a_line
 from clusterd.errors import AgentLost, ClusterError, NotStarted, TryLater, without_host
 from clusterd.protocol.control import PeersLost, TakeCheckpoint, UseCores
 from clusterd.protocol.launch import LaunchRequest

@@ -24,10 +24,9 @@ from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import AgentLost, ClusterError, NotStarted, without_host
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
-from clusterd.protocol.launch import STEPS_VARIABLE, DatasetSpec, DeviceSpec, LaunchRequest, RankSpec
-from clusterd.protocol.migration import MigrationRequest
+from clusterd.process_attributes import SEED_VARIABLE
+from clusterd.protocol.launch import STEPS_VARIABLE, DatasetSpec, DeviceSpec, LaunchRequest, MigrationRequest, RankSpec
 from clusterd.protocol.requests import BuildEnvironment, HasWorkdir, LeasePort, PutWorkdir
-from clusterd.script_seed import SEED_VARIABLE
 from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
 from clusterd.types import TEMPLATE_NAMES, AttemptState, Device, HostId, JobId, JobKind, JobSpec, RankPlace
 

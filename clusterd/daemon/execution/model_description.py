@@ -20,8 +20,8 @@ from clusterd.daemon.hosts.facts import DESCRIPTION
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.process import in_a_line
 from clusterd.daemon.storage.archive import Archive
-from clusterd.daemon.unexpected import in_a_line
 from clusterd.errors import AgentLost, ClusterError, TryLater
 from clusterd.plans.model_shape import ModelShape
 from clusterd.protocol.agent import RankExited

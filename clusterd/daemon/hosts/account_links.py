@@ -22,10 +22,10 @@ from clusterd.daemon.hosts.launch_records import LaunchRecord, secret_rows
 from clusterd.daemon.hosts.links import DroppedMessages, LinkFailures, keep_running, shut_down
 from clusterd.daemon.hosts.reports import HostDown, HostUp, Reports
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.unexpected import guarded
+from clusterd.daemon.process import guarded
 from clusterd.errors import HostError, without_host
 from clusterd.protocol import ProtocolError, agent
-from clusterd.protocol.codec import from_map
+from clusterd.protocol.messages import from_map
 from clusterd.ssh.host import HostLink, LinkCallbacks, LinkState
 from clusterd.types import AttemptReport, HostId
 

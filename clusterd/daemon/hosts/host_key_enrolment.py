@@ -7,10 +7,9 @@ from typing import Any
 
 from clusterd.core.state import State
 from clusterd.errors import ClusterError
-from clusterd.ssh.address import parse
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.hostkeys import Changed, Unknown
-from clusterd.ssh.resolve import Route, resolve
+from clusterd.ssh.resolve import Route, parse, resolve
 from clusterd.types import HostId
 
 

@@ -14,7 +14,7 @@ from clusterd.config import HostOptions
 from clusterd.core import events as e
 from clusterd.daemon.hosts.registry import JOINED, HostRegistry
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.unexpected import guarded
+from clusterd.daemon.process import guarded
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.requests import Shutdown
 from clusterd.ssh.joined import JoinedConnection, JoinedDialer

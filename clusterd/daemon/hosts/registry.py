@@ -29,18 +29,16 @@ from clusterd.daemon.hosts.links import (
     keep_running,
     shut_down,
 )
-from clusterd.daemon.hosts.pending_replies import PendingReplies
 from clusterd.daemon.hosts.progress import Progress
-from clusterd.daemon.hosts.reports import HostDown, HostUp, Reports
+from clusterd.daemon.hosts.reports import HostDown, HostUp, PendingReplies, Reports
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
 from clusterd.daemon.journal.secrets_key import SECRETS_KEY, SecretsKey
-from clusterd.daemon.unexpected import guarded
+from clusterd.daemon.process import guarded
 from clusterd.errors import AgentLost, ClusterError, HostError
 from clusterd.protocol import ProtocolError, agent, rank
-from clusterd.protocol.codec import from_map, to_map
-from clusterd.protocol.messages import Request
-from clusterd.protocol.migration import Address
+from clusterd.protocol.launch import Address
+from clusterd.protocol.messages import Request, from_map, to_map
 from clusterd.protocol.requests import AdmitReaders, ServeDataset, ServeSegments
 from clusterd.ssh.host import HostLink, LinkCallbacks, LinkState
 from clusterd.types import AttemptReport, HostFacts, HostId, HostState, JobId

@@ -27,10 +27,9 @@ from clusterd.plans.memory import Overhead, communicators, learn_overhead
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan, replicas
 from clusterd.profiling import fleet
-from clusterd.profiling.cards import speed_up
 from clusterd.profiling.coefficients import INDEX, Prior
 from clusterd.profiling.fit import FitOptions, from_other_type, share_cards, share_hardware
-from clusterd.profiling.fleet import DeviceType
+from clusterd.profiling.fleet import DeviceType, speed_up
 from clusterd.profiling.knowledge import Knowledge, Ranked, workload_of
 from clusterd.profiling.model import Row
 from clusterd.profiling.online import Observation, OnlineFit

@@ -15,8 +15,7 @@ from clusterd.core.estimates.attained_service import attained_s, executed_s
 from clusterd.core.state import Job
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError
-from clusterd.profiling.predictability.classifier import LEAST_JOBS, Classifier, train
-from clusterd.profiling.predictability.job_table import JobRecord, is_within
+from clusterd.profiling.predictability import LEAST_JOBS, Classifier, JobRecord, is_within, train
 from clusterd.profiling.progress import Predictability, Submission, probability_predictable
 from clusterd.types import JobKind, JobState
 

@@ -19,7 +19,7 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import AgentLost, ClusterError, NotStarted
 from clusterd.plans.plan import Plan
 from clusterd.protocol import agent
-from clusterd.protocol.migration import Address
+from clusterd.protocol.launch import Address
 from clusterd.protocol.requests import AdmitReaders, DropMigration, KeepReplica, ReplicaIsDone
 from clusterd.types import HostId, JobId
 

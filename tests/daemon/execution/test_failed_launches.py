@@ -14,7 +14,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.daemon.execution.executor import Executor
-from clusterd.daemon.execution.migrations import Migrations
+from clusterd.daemon.execution.migration import Migrations
 from clusterd.daemon.execution.model_description import ModelInspector
 from clusterd.daemon.hosts.reports import HostUp, Reports
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas

@@ -11,7 +11,7 @@ import pytest
 
 from clusterd.core import events as e
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.retention import RetentionVerbs
+from clusterd.daemon.api.files import RetentionVerbs
 from clusterd.protocol.requests import ForgetAttempt, Forgotten
 from clusterd.types import JobKind
 from tests.conftest import RunningCluster, processes_of, until

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from clusterd.core import events as e
-from clusterd.daemon.storage.idle_jobs import IdleJobs
+from clusterd.daemon.storage.usage import IdleJobs
 from clusterd.types import Device, Reclaim
 from tests.core.conftest import Lab
 
