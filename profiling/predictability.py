@@ -204,7 +204,7 @@ class BoostedTrees:
         return np.asarray(scipy.special.expit(odds))
 
 
-def fit(features: Array, positive: NDArray[np.bool_]) -> BoostedTrees:
+def fit_trees(features: Array, positive: NDArray[np.bool_]) -> BoostedTrees:
     """Trees fitted to rows, shape (rows, features), and their classes."""
     edges = tuple(_edges(column) for column in features.T)
     bins = _binned(features, edges)
@@ -352,7 +352,7 @@ class Classifier:
 def train(jobs: Sequence[JobRecord], *, online: bool) -> Classifier:
     """Classifier from jobs that are over, in the order of submission."""
     features, history = features_of(jobs, online=online)
-    return Classifier(fit(features, np.array([job.is_predictable for job in jobs])), history, online)
+    return Classifier(fit_trees(features, np.array([job.is_predictable for job in jobs])), history, online)
 
 
 def features_of(jobs: Sequence[JobRecord], *, online: bool) -> tuple[Array, History]:
@@ -424,7 +424,7 @@ def _in_time_order(jobs: Sequence[JobRecord], *, online: bool) -> tuple[Array, N
     found = []
     for begin, end in pairwise(bounds[1:]):
         over = np.flatnonzero(ends[:begin] <= jobs[begin].submitted_s)
-        found.append(fit(features[over], predictable[over]).probability(features[begin:end]))
+        found.append(fit_trees(features[over], predictable[over]).probability(features[begin:end]))
     return np.concatenate(found), predictable[bounds[1] :]
 
 

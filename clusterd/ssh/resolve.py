@@ -55,7 +55,7 @@ class Route:
     @property
     def command(self) -> str:
         """The ``ssh`` that people type for it."""
-        address = parse(self.name)
+        address = parse_address(self.name)
         return f"ssh -p {address.port} {replace(address, port=None)}" if address.port else f"ssh {self.name}"
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ async def _resolve(
     # As in ssh, each hop is reached through those before it, and the first one's own configuration may add more.
     before, _, last = jumps.rpartition(",")
     try:
-        hop = parse(last.removeprefix("ssh://"))
+        hop = parse_address(last.removeprefix("ssh://"))
     except UsageError as error:
         raise HostError(f"{name}: its ProxyJump is {jumps!r}: {error}") from error
     via = await _resolve(hop, config, program, timeout_s, (*seen, name), before or None)
@@ -225,7 +225,7 @@ class Address:
         return f"{user}[{self.host}]:{self.port}" if ":" in self.host else f"{user}{self.host}:{self.port}"
 
 
-def parse(text: str) -> Address:
+def parse_address(text: str) -> Address:
     """Parse an address: ``ALIAS``, ``USER@HOST``, ``HOST:PORT``, ``USER@[IPV6]:PORT``, or an IPv6 address.
 
     Text that a program could take for an option, or that holds characters no name has, is refused here, so that every

@@ -176,10 +176,8 @@ _BUILT_IN = ("cd", "export", "source", ".", "set", "unset", "ulimit", "umask", "
 
 def command_line_job(
     argv: Sequence[str],
-    found: Mapping[str, Any] | None = None,
+    found: Mapping[str, Any],
     *,
-    resources: Resources | None = None,
-    time_limit: str | None = None,
     env: Sequence[str] = (),
     secrets: Sequence[str] = (),
     **fields: Any,
@@ -188,8 +186,7 @@ def command_line_job(
 
     Args:
         found: values of options by key.
-        resources: in the place of those of `found`.
-        fields: others of the specification: `name`, `priority`, `after`, `interactive`.
+        fields: others of the specification, as `interactive`.
     Raises:
         UsageError: names the option.
     """
@@ -201,13 +198,9 @@ def command_line_job(
         raise UsageError(f"{shell} is no program: give its words apart, or clusterd run -- sh -c {shell} for a shell")
     if unset := [key for key in secrets if key not in os.environ]:
         raise UsageError(f"--secret {unset[0]}: the environment variable {unset[0]} is not set")
-    given = {"name": fields.pop("name", None), "limits.time": time_limit}
-    texts = ((job_keys()[name], text) for name, text in given.items() if text is not None)
-    found = {**(found or {}), **read_values(texts, lambda key: key.option, texts=True)}
-    made = {"name": _default_name(argv), **fields_of(found, lambda key: key.option)}
-    made |= {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    made = {"name": _default_name(argv), **fields_of(found, lambda key: key.option), **fields}
     spec = JobSpec(
-        **{**made, RESOURCES: resources or Resources(**made[RESOURCES])},
+        **{**made, RESOURCES: Resources(**made[RESOURCES])},
         command=tuple(argv),
         workdir=_here(),
         env=variables(env),
