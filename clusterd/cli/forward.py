@@ -301,7 +301,8 @@ def notebook(python: str, local: int, **options: Any) -> int:
             if port is None:
                 return 1
             threading.Thread(target=serve, args=(listener, job, port, 0, note), daemon=True).start()
-            print(f"http://127.0.0.1:{listener.getsockname()[1]}/lab?token={token}", flush=True)
+            print_line(f"http://127.0.0.1:{listener.getsockname()[1]}/lab?token={token}")
+            sys.stdout.flush()
             return wait_for_end(job)
         except KeyboardInterrupt:
             return 130

@@ -7,7 +7,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from clusterd.cli.common.arguments import complete_host, point_in_time_s, time_s
 from clusterd.cli.common.expected import PLAYING, print_effect, quantiles_cell
 from clusterd.cli.common.output import (
     ago,
+    for_each,
     held_for,
     note,
     output_option,
@@ -25,6 +26,7 @@ from clusterd.cli.common.output import (
     raise_all,
     show_json,
     show_table,
+    shown_as,
 )
 from clusterd.client import Client
 from clusterd.config import DEVICES_MAX
@@ -45,21 +47,23 @@ def host() -> None:
 @click.option("--no-wait", is_flag=True, help="Do not wait until the host is up.")
 def add(addresses: tuple[str, ...], yes: bool, cpu_devices: int | None, labels: tuple[str, ...], no_wait: bool) -> None:
     """Add hosts that `ssh HOST` reaches. An unknown host key is shown for confirmation."""
-    options = {"cpu_devices": cpu_devices, "labels": list(labels) or None}
-    failures: list[ClusterError] = []
+    options = _host_options(cpu_devices, labels)
     with Client() as cluster:
-        for address in addresses:
-            try:
-                accept = _agreed(cluster, address, yes)
-                given = {key: value for key, value in options.items() if value is not None}
-                name = cluster.call("host_add", address=address, accept=accept, options=given)["name"]
-                if no_wait:
-                    note(f"{name} is added")
-                else:
-                    _wait_until_up(cluster, name)
-            except ClusterError as error:
-                failures.append(error)
-    raise_all(failures)
+
+        def add_one(address: str) -> None:
+            accept = _agreed(cluster, address, yes)
+            name = cluster.call("host_add", address=address, accept=accept, options=options)["name"]
+            if no_wait:
+                note(f"{name} is added")
+            else:
+                _wait_until_up(cluster, name)
+
+        for_each(addresses, add_one)
+
+
+def _host_options(cpu_devices: int | None, labels: tuple[str, ...]) -> dict[str, Any]:
+    options = {"cpu_devices": cpu_devices, "labels": list(labels) or None}
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def _agreed(cluster: Client, address: str, yes: bool) -> list[str]:
@@ -93,11 +97,7 @@ def _wait_until_up(cluster: Client, name: str) -> None:
 
 
 def _offers(row: dict[str, Any]) -> str:
-    kinds: dict[str, int] = {}
-    for device in row["devices"]:
-        kinds[device["name"] if device["kind"] == "cuda" else "CPU device"] = (
-            kinds.get(device["name"] if device["kind"] == "cuda" else "CPU device", 0) + 1
-        )
+    kinds = Counter(device["name"] if device["kind"] == "cuda" else "CPU device" for device in row["devices"])
     devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "no devices"
     return f"{devices}; {row['cpu_cores']} cores, {size(row['memory_bytes'])}"
 
@@ -108,8 +108,7 @@ def ls(output: str) -> None:
     """List hosts with state, capacity and jobs."""
     with Client() as cluster:
         rows = cluster.call("hosts")
-    if output != "table":
-        show_json(rows, output)
+    if shown_as(output, rows):
         return
     lines: list[list[Any]] = []
     for row in rows:
@@ -167,8 +166,7 @@ def show(name: str, output: str) -> None:
     """Show all details of one host."""
     with Client() as cluster:
         row = cluster.call("host", host=name)
-    if output != "table":
-        show_json(row, output)
+    if shown_as(output, row):
         return
     facts = row["link"].get("facts", {})
     print_line(f"{row['name']}  {row['state']}{': ' + row['why'] if row['why'] else ''}")
@@ -248,50 +246,41 @@ def drain(names: tuple[str, ...], why: str, when_idle: bool, dry_run: bool) -> N
 @click.argument("names", nargs=-1, required=True, shell_complete=complete_host)
 def undrain(names: tuple[str, ...]) -> None:
     """Return drained hosts to service."""
+    with Client() as cluster:
 
-    def one(cluster: Client, name: str) -> str:
-        cluster.call("host_undrain", host=name)
-        return f"{name} is undrained"
+        def undrain_one(name: str) -> None:
+            cluster.call("host_undrain", host=name)
+            note(f"{name} is undrained")
 
-    _each(names, one)
+        for_each(names, undrain_one)
 
 
 @host.command()
 @click.argument("names", nargs=-1, required=True, shell_complete=complete_host)
 def remove(names: tuple[str, ...]) -> None:
     """Remove idle hosts from the cluster."""
+    with Client() as cluster:
+        for_each(names, lambda name: note(_remove(cluster, name)))
 
-    def one(cluster: Client, name: str) -> str:
-        answer = cluster.call("host_remove", host=name)
-        for account, why in answer.get("agents_left", {}).items():  # absent from the reply of an older daemon
-            note(f"an agent of {account} may still run on {name}, which could not be asked: {why}")
-        left = answer.get("left", ())
-        if not left and answer.get("agent_left"):
-            return (
-                f"{name} is removed; it could not be reached, and its idle agent is still running there: "
-                f"to end it, clusterd host add {name}, and remove it again once it is up"
-            )
-        if not left:
-            return f"{name} is removed"
+
+def _remove(cluster: Client, name: str) -> str:
+    """Remove a host; returns what became of it."""
+    answer = cluster.call("host_remove", host=name)
+    for account, why in answer.get("agents_left", {}).items():  # absent from the reply of an older daemon
+        note(f"an agent of {account} may still run on {name}, which could not be asked: {why}")
+    left = answer.get("left", ())
+    if left:
         named = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
         return (
             f"{name} is removed; it was lost, and may still run {named}: "
             f"clusterd host add {name} ends them, once it can be reached"
         )
-
-    _each(names, one)
-
-
-def _each(names: tuple[str, ...], one: Callable[[Client, str], str]) -> None:
-    """Apply `one` to every host and print its result; then raise the refusals."""
-    failures: list[ClusterError] = []
-    with Client() as cluster:
-        for name in names:
-            try:
-                note(one(cluster, name))
-            except ClusterError as error:
-                failures.append(error)
-    raise_all(failures)
+    if answer.get("agent_left"):
+        return (
+            f"{name} is removed; it could not be reached, and its idle agent is still running there: "
+            f"to end it, clusterd host add {name}, and remove it again once it is up"
+        )
+    return f"{name} is removed"
 
 
 @host.command()
@@ -341,12 +330,11 @@ def agent(
 
     from clusterd.ssh.joining import Joining, Slot, Wanted
 
-    options = {"cpu_devices": cpu_devices, "labels": list(labels) or None}
     here = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()) or "host"
     wanted = Wanted(
         name=name or here.partition(".")[0],
         is_exact=name is not None,
-        options={key: value for key, value in options.items() if value is not None},
+        options=_host_options(cpu_devices, labels),
         until_s=_end_s(until),
         margin_s=time_s("--margin", margin),
     )

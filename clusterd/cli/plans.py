@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from clusterd.cli.common.arguments import complete_job
-from clusterd.cli.common.output import compact_devices, note, output_option, print_line, show_json, show_table
+from clusterd.cli.common.output import note, output_option, print_line, show_json, show_table, shown_as
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.submission.job_file import read_job_file
 from clusterd.submission.submit import plain, with_workdir
-from clusterd.units import counted, duration, fine, size
+from clusterd.units import compact_devices, counted, duration, fine, size
 
 _SHOWN = 12
 _IMPORT_CHARACTERS = 1 << 18
@@ -39,8 +39,7 @@ def profile(job: str, html: Path | None, over: str, output: str) -> int:
     if html is not None and page is not None:
         _write(html, page)
         note(f"written: {html}")
-    if output != "table":
-        show_json(answer, output)
+    if shown_as(output, answer):
         return 0
     print_line(f"{answer['name']}: model {answer['model']} on {answer['device_type']}; {answer['known']}")
     print()
@@ -77,8 +76,7 @@ def plans(job: str, devices: int | None, everything: bool, output: str) -> int:
     """Rank JOB's plans by predicted step time, with memory, and explain excluded ones."""
     with Client() as cluster:
         answer = cluster.call("plans", job=job, devices=devices)
-    if output != "table":
-        show_json(answer["rows"] if output == "jsonl" else answer, output)
+    if shown_as(output, answer["rows"] if output == "jsonl" else answer):
         return 0
     print_line(f"{answer['name']} on {answer['devices']} × {answer['device_type']}; {answer['known']}")
     _show_plans(answer["rows"], everything)
@@ -103,8 +101,7 @@ def estimate(file: Path, output: str) -> int:
             meanwhile=f"inspecting the model of {request.spec.name}: its script runs on a host, "
             "then its plans are ranked",
         )
-    if output != "table":
-        show_json(answer, output)
+    if shown_as(output, answer):
         return 0
     took = f", about {duration(answer['duration_s'])} for {answer['steps']} steps" if answer["duration_s"] else ""
     print_line(f"{answer['name']}: {answer['parameters'] / 1e6:.3g} M parameters{took}; {answer['known']}")

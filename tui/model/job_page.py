@@ -334,7 +334,7 @@ class Canvas:
         return made
 
 
-def chart(series: Sequence[Series], cells: int, rows: int, ascii: bool = False, unit: str = "") -> list[Line]:
+def chart(series: Sequence[Series], cells: int, rows: int, ascii: bool = False) -> list[Line]:
     """The curves in one drawing with the scale at the left and below: `rows` + 1 lines of `cells`.
 
     Non-finite points are dropped; without any point, returns a single line that says so.
@@ -348,7 +348,7 @@ def chart(series: Sequence[Series], cells: int, rows: int, ascii: bool = False, 
         return [line(("nothing measured yet", "dim"))]
     left, right = min(x for x, _ in points), max(x for x, _ in points)
     bottom, top = min(y for _, y in points), max(y for _, y in points)
-    labels = (f"{top:.4g}{unit}", f"{bottom:.4g}{unit}")
+    labels = (f"{top:.4g}", f"{bottom:.4g}")
     margin = max(map(len, labels)) + 1
     canvas = Canvas(max(cells - margin, 4), max(rows, 2), ascii)
     across, down = canvas.dots

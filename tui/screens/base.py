@@ -123,7 +123,7 @@ class TableBoard(Board, Generic[R]):
         return None
 
     def when_empty(self) -> list[Line]:
-        """Lines shown while there are no rows."""
+        """Lines shown while there are no rows, once the first items have come."""
         return []
 
     def show_side(self) -> None:
@@ -188,7 +188,7 @@ class TableBoard(Board, Generic[R]):
             self._list(None)
             self.app.notify(str(error), severity="error")
         if not self.listing.keys:
-            self.table.empty = self.when_empty()
+            self.table.empty = self.when_empty() if self.context.model.number >= 0 else []
         self.table.show(self.listing.keys)
         self.table.border_title = self.table_title()
         self.show_side()

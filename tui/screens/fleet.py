@@ -49,8 +49,6 @@ class FleetBoard(TableBoard[rows.Host]):
         return touched.hosts
 
     def when_empty(self) -> list[Line]:
-        if self.context.model.number < 0:
-            return []
         return [line("No host matches the filter: esc clears it.")] if self.listing.hidden else empty_fleet()
 
     def show_side(self) -> None:

@@ -63,8 +63,6 @@ class QueueBoard(TableBoard[rows.Job]):
         return {*touched.jobs, *arrays, *(job for key in arrays for job in model.tasks_of(key))}
 
     def when_empty(self) -> list[Line]:
-        if self.context.model.number < 0:
-            return []
         if self.listing.hidden:
             return [line("No job matches the filter: esc clears it.")]
         if self.folded:

@@ -81,13 +81,10 @@ class DaemonSource:
     can_act = True
     player: Player | None = None
 
-    def __init__(
-        self, path: Path, clock: Callable[[], float] = time.time, preconnected: socket.socket | None = None
-    ) -> None:
+    def __init__(self, path: Path, preconnected: socket.socket | None = None) -> None:
         """`preconnected`: connection opened by `tui.source.preconnect.preconnect`."""
         self._path = path
         self._preconnected = preconnected
-        self._clock = clock
         self._calls: Wire | None = None
         self._dialling = asyncio.Lock()
         self._rejected = ""
@@ -103,7 +100,7 @@ class DaemonSource:
         after: int | None = None
         served_by: Any = None
         failures = 0
-        lost_s = self._clock()
+        lost_s = time.time()
         while True:
             watching: Wire | None = None
             try:
@@ -120,7 +117,7 @@ class DaemonSource:
                 greeting = watching.greeting
                 yield Link(
                     LinkState.LIVE,
-                    since_s=self._clock(),
+                    since_s=time.time(),
                     user=str(greeting.get("user", "")),
                     is_operator=bool(greeting.get("is_operator")),
                     version=str(greeting.get("version", "")),
@@ -134,7 +131,7 @@ class DaemonSource:
                         raise ClusterError(f"the daemon at {self._path} sent an invalid item: {self._rejected}")
                     if isinstance(item, dict) and isinstance(item.get("number"), int):
                         after = item["number"]
-                    failures, lost_s = 0, self._clock()
+                    failures, lost_s = 0, time.time()
             except (StopAsyncIteration, TimeoutError):
                 why, state = f"the daemon at {self._path} stopped answering", LinkState.LOST
             except DaemonAbsent as error:

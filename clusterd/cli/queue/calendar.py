@@ -10,11 +10,12 @@ from typing import Any
 import click
 
 from clusterd.cli.common.expected import expected_cell
-from clusterd.cli.common.output import compact_devices, output_option, show_json, show_table
+from clusterd.cli.common.output import output_option, show_table, shown_as
 from clusterd.client import Client
 from clusterd.errors import UsageError
 from clusterd.submission.job_file import read_job_file
 from clusterd.submission.submit import plain
+from clusterd.units import compact_devices
 
 WEEKDAY_DAYS = 6
 """Days for which the day of the week tells the day."""
@@ -44,8 +45,7 @@ def calendar(days: int, host: str | None, user: str | None, output: str) -> None
     if output == "ics":
         click.echo(icalendar(rows, time.time()), nl=False)
         return
-    if output != "table":
-        show_json(rows, output)
+    if shown_as(output, rows):
         return
     form = "%a %H:%M" if days <= WEEKDAY_DAYS else "%m-%d %H:%M"
     now_s, lines, shown = time.time(), list[list[Any]](), None
@@ -138,8 +138,7 @@ def when(file: Path, gpus: str | None, guaranteed: bool, output: str) -> None:
         first, *others = (plain(each) for each in specs)
         meanwhile = "playing the queue forward, some seconds for each line"
         answers = cluster.call("when", spec=first, also=others, meanwhile=meanwhile)
-    if output != "table":
-        show_json(answers, output)
+    if shown_as(output, answers):
         return
     headings = ["devices", "guaranteed", "start", "end", "as", ""]
     show_table(headings, [_line(answer) for answer in answers], "nothing was asked")

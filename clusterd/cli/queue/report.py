@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from clusterd.cli.common.arguments import complete_job, time_s
-from clusterd.cli.common.output import note, output_option, show_csv, show_json, show_table
+from clusterd.cli.common.output import note, output_option, show_csv, show_json, show_table, shown_as
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.units import duration
@@ -36,8 +36,7 @@ def report(since: str, by: str, fair_share: bool, forecasts: bool, output: str) 
     begin_s = time.time() - time_s("--since", since)
     with Client() as cluster:
         rows = cluster.call("forecasts") if forecasts else cluster.call("report", since_s=begin_s, by=by)
-    if output != "table":
-        show_json(rows, output)
+    if shown_as(output, rows):
         return
     if forecasts:
         _show_calibration(rows)
@@ -77,8 +76,7 @@ def _row(row: dict[str, Any], by: str) -> list[Any]:
 def _fair_share(output: str) -> None:
     with Client() as cluster:
         rows = cluster.call("fair_share")
-    if output != "table":
-        show_json(rows, output)
+    if shown_as(output, rows):
         return
     headings = ["tenant", "user", "device-hours", "devices", "tenant has", "due", "user has", "due"]
     headings += ["this month", "budget", "left"]
@@ -140,17 +138,9 @@ def results(name: str, as_csv: bool, as_json: bool, output: str) -> None:
 
 
 def _result(cluster: Client, task: dict[str, Any]) -> dict[str, Any]:
-    array = task["array"]
-    return {
-        "id": task["id"],
-        "name": task["name"],
-        "index": array["index"],
-        "values": array["values"],
-        "state": task["state"],
-        "exit_code": task["exit_code"],
-        "loss": task["loss"],
-        "metrics": _metrics(cluster, task),
-    }
+    place = {"index": task["array"]["index"], "values": task["array"]["values"]}
+    end = {key: task[key] for key in ("state", "exit_code", "loss")}
+    return {"id": task["id"], "name": task["name"], **place, **end, "metrics": _metrics(cluster, task)}
 
 
 def _metrics(cluster: Client, task: dict[str, Any]) -> dict[str, Any]:
