@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import logging
 import os
 import resource
@@ -26,12 +27,15 @@ from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.access import Access, Peer
 from clusterd.daemon.api.accounts import Accounts
 from clusterd.daemon.api.daemon import DaemonVerbs
-from clusterd.daemon.api.files import BackupVerbs
+from clusterd.daemon.api.files import BackupVerbs, FileVerbs, RetentionVerbs
 from clusterd.daemon.api.host_check import HostChecks
-from clusterd.daemon.api.hosts import JoinVerbs
+from clusterd.daemon.api.hosts import ClaimVerbs, HostVerbs, JoinVerbs
+from clusterd.daemon.api.job_logs import JobLogs
 from clusterd.daemon.api.jobs import JobVerbs
+from clusterd.daemon.api.migration import MigrationVerbs
 from clusterd.daemon.api.performance import PerformanceVerbs
-from clusterd.daemon.api.server import Server
+from clusterd.daemon.api.queue import QueueVerbs
+from clusterd.daemon.api.server import Server, verbs_of
 from clusterd.daemon.api.terminals import Terminals
 from clusterd.daemon.api.usage import CalendarVerbs, UsageVerbs
 from clusterd.daemon.api.watch import Feed
@@ -189,22 +193,36 @@ class Daemon:
             workdirs = WorkdirVerbs(archive, journal, state, config.workdir_bytes_max)
             daemon = DaemonVerbs(settings, engine, archived_jobs, feed, stop, pages_row)
             jobs = JobVerbs(
-                config, engine, hosts, archive, workdirs, archived_jobs, feed, enrolment, accounts, rights,
-                forecaster, daemon.status_row,
+                config, engine, hosts, archive, workdirs, archived_jobs, feed, accounts, rights, forecaster,
+                daemon.status_row,
             )  # fmt: skip
             performance = PerformanceVerbs(
                 engine, models, profiler.forget, measurements, jobs.admit, inspector.describe_unsubmitted
             )
             terminals = Terminals(engine, hosts, archive, feed)
-            checks = HostChecks(engine, hosts, accounts)
-            joins = JoinVerbs(config, joined, leader.daemon_id)
-            reports = UsageVerbs(usage, state, archived_jobs, outcomes)
-            calendar = CalendarVerbs(lambda: scheduler.state, forecaster.of, joined.ends_s)
-            groups = (
-                daemon, jobs, accounts, performance, terminals, checks, BackupVerbs(backups), reports, calendar, joins,
-            )  # fmt: skip
-            verbs = {verb: method for group in groups for verb, method in group.verbs.items()}
-            streams = {**jobs.streams, **terminals.streams, **joins.streams}
+            groups: tuple[object, ...] = (
+                daemon,
+                accounts,
+                jobs,
+                QueueVerbs(engine, hosts, archived_jobs, jobs.submit, rights),
+                MigrationVerbs(engine, hosts, feed),
+                JobLogs(engine, hosts, archive, feed),
+                terminals,
+                workdirs,
+                FileVerbs(engine, hosts),
+                RetentionVerbs(engine, hosts, archive, workdirs),
+                BackupVerbs(backups),
+                HostVerbs(engine, hosts, enrolment, forecaster),
+                HostChecks(engine, hosts, accounts),
+                JoinVerbs(config, joined, leader.daemon_id),
+                ClaimVerbs(engine, rights, forecaster),
+                CalendarVerbs(lambda: scheduler.state, forecaster.of, joined.ends_s),
+                UsageVerbs(usage, state, archived_jobs, outcomes),
+                performance,
+            )
+            served = {verb: getattr(group, verb) for group in groups for verb in verbs_of(type(group))}
+            streams = {verb: method for verb, method in served.items() if inspect.isasyncgenfunction(method)}
+            verbs = {verb: method for verb, method in served.items() if verb not in streams}
 
             def on_gone(peer: Peer) -> None:
                 joined.gone(peer.connection)

@@ -7,6 +7,9 @@ from typing import Any
 
 from clusterd.protocol.messages import Request
 
+FORK_SERVER_START_TIMEOUT_S = 300.0
+"""Longest start of a fork server: importing torch from a cold network file system takes minutes."""
+
 STEPS_VARIABLE = "CLUSTERD_STEPS"
 """Environment variable of a rank: number of steps instead of that in the script."""
 
@@ -162,7 +165,7 @@ class SnapshotSegments:
 
 @dataclass(frozen=True)
 class MigrationRequest:
-    """One migration from a plan to another."""
+    """One migration from a plan to another; every rank computes the same copy plan from it."""
 
     id: str
     shape: dict[str, Any]  # of the model

@@ -13,7 +13,6 @@ from clusterd.config import ACCOUNT_NAME, Config
 from clusterd.core.host import Host
 from clusterd.core.state import State
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.server import Verb
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.errors import ClusterError, UsageError
 from clusterd.ssh.host import LinkState
@@ -30,11 +29,6 @@ class Accounts:
 
     def __init__(self, config: Callable[[], Config], state: State, hosts: HostRegistry, key: LoginKey) -> None:
         self._config, self._state, self._hosts, self._key = config, state, hosts, key
-
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {"login": self.login}
 
     def of(self, peer: Peer) -> str:
         """Account on the hosts of a user's jobs; "": the daemon's own.

@@ -15,7 +15,6 @@ from clusterd.config import agreements
 from clusterd.core import events as e
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.accounts import daemon_account
-from clusterd.daemon.api.server import Verb
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.settings import LiveSettings
@@ -47,17 +46,6 @@ class DaemonVerbs:
         self._stop, self._web = stop, web
         self._started_s = time.time()
 
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {
-            "hello": self.hello,
-            "status": self.status,
-            "reload": self.reload,
-            "notice": self.notice,
-            "stop": self.stop,
-        }
-
     async def hello(self, peer: Peer, protocol_version: int = protocol.VERSION) -> dict[str, Any]:
         """Negotiate the protocol version."""
         if protocol_version != protocol.VERSION:
@@ -79,7 +67,7 @@ class DaemonVerbs:
 
     def status_row(self) -> rows.Status:
         """Status of the daemon and its journal, for any user."""
-        state, config = self._engine.scheduler.state, self._settings()
+        state, config = self._engine.state, self._settings()
         # Most of thousands of jobs are queued, and `value` is slow.
         others = Counter(job.state.value for job in state.jobs.values() if job.state is not JobState.QUEUED)
         queued = Counter({JobState.QUEUED.value: len(state.jobs) - others.total()})
@@ -120,7 +108,7 @@ class DaemonVerbs:
 
     async def stop(self, peer: Peer) -> dict[str, Any]:
         """Stop the daemon; jobs go on."""
-        state = self._engine.scheduler.state
+        state = self._engine.state
         running = [state.jobs[job].spec.name for job in state.active]
         self._stop.set()
         return {"running": running, "pid": os.getpid()}

@@ -11,7 +11,6 @@ import anyio.to_thread
 from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.server import Streaming, Verb
 from clusterd.daemon.api.workdirs import WorkdirVerbs
 from clusterd.daemon.hosts.facts import DESCRIPTION
 from clusterd.daemon.hosts.registry import HostRegistry
@@ -33,16 +32,6 @@ class FileVerbs:
     def __init__(self, engine: Engine, hosts: HostRegistry) -> None:
         self._engine, self._hosts = engine, hosts
 
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {"files": self.files}
-
-    @property
-    def streams(self) -> dict[str, Streaming]:
-        """Streaming methods by verb."""
-        return {"file": self.file}
-
     async def files(self, peer: Peer, job: str, after: str = "") -> dict[str, Any]:
         """Newest file of each path over all attempts, and the hosts that could not be asked, with the reason.
 
@@ -50,7 +39,7 @@ class FileVerbs:
         `after` the last path, but for those whose names are no text.
         """
         known = self._own(peer, job)
-        state = self._engine.scheduler.state
+        state = self._engine.state
         newest: dict[str, list[dict[str, Any]]] = {}
         left: dict[str, str] = {}
         more, ends = 0, []
@@ -107,7 +96,7 @@ class FileVerbs:
                 return
 
     def _own(self, peer: Peer, job: str) -> Job:
-        return admission.find_own_job(self._engine.scheduler.state, job, peer.user, peer.is_operator)
+        return admission.find_own_job(self._engine.state, job, peer.user, peer.is_operator)
 
 
 EVERY_MIN_S = 10.0
@@ -120,14 +109,9 @@ class RetentionVerbs:
     def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive, workdirs: WorkdirVerbs) -> None:
         self._engine, self._hosts, self._archive, self._workdirs = engine, hosts, archive, workdirs
 
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {"forget": self.forget}
-
     async def forget(self, peer: Peer, job: str) -> dict[str, Any]:
         """Remove one job's files; returns the bytes freed and the hosts that still have some, with the reason."""
-        state = self._engine.scheduler.state
+        state = self._engine.state
         known = admission.find_own_job(state, job, peer.user, peer.is_operator, ends=True)
         if not known.state.is_final:
             raise ClusterError(
@@ -162,11 +146,6 @@ class BackupVerbs:
 
     def __init__(self, backups: Backups) -> None:
         self._backups = backups
-
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {"backup": self.backup, "backups": self.backups}
 
     async def backup(self, peer: Peer, to: str, every_s: float | None = None) -> dict[str, Any]:
         """Write a backup to a directory or HOST:DIRECTORY, and repeat it every so often; `every_s` of 0 ends that."""

@@ -21,22 +21,15 @@ from clusterd.config import Config
 from clusterd.core import events as e
 from clusterd.core.allocation.requirements import misfit
 from clusterd.core.queueing import admission
-from clusterd.core.state import Job, State
+from clusterd.core.state import Job
 from clusterd.core.timers import Timer, TimerKind
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.accounts import Accounts
 from clusterd.daemon.api.dry_run import rehearse
-from clusterd.daemon.api.files import FileVerbs, RetentionVerbs
-from clusterd.daemon.api.hosts import ClaimVerbs, HostVerbs
-from clusterd.daemon.api.job_logs import JobLogs
-from clusterd.daemon.api.migration import MigrationVerbs
-from clusterd.daemon.api.queue import QueueVerbs
-from clusterd.daemon.api.server import Streaming, Verb
 from clusterd.daemon.api.validation import refuse_booking, refuse_malformed, refuse_secrets, refuse_unsatisfiable
 from clusterd.daemon.api.watch import Baselines, Change, Feed, SharedRow
 from clusterd.daemon.api.workdirs import WorkdirVerbs
 from clusterd.daemon.forecasts.forecaster import Forecaster, what_if
-from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal import codec
@@ -69,7 +62,6 @@ class JobVerbs:
         workdirs: WorkdirVerbs,
         archived: ArchivedJobs,
         feed: Feed,
-        enrolment: HostKeyEnrolment,
         accounts: Accounts,
         rights: Rights,
         forecaster: Forecaster,
@@ -79,53 +71,16 @@ class JobVerbs:
         self._forecaster = forecaster
         self._datasets, self._rights, self._status = config.datasets, rights, status
         self._engine, self._hosts, self._feed = engine, hosts, feed
+        self._state = engine.state
         self._archive, self._workdirs, self._archived = archive, workdirs, archived
-        self._host_verbs = HostVerbs(engine, hosts, enrolment, forecaster)
-        self._queue = QueueVerbs(engine, hosts, archived, self.submit, rights)
-        self._claims = ClaimVerbs(engine, rights, forecaster)
-        self._migration_verbs = MigrationVerbs(engine, hosts, feed)
-        self._retention_verbs = RetentionVerbs(engine, hosts, archive, workdirs)
-        self._file_verbs = FileVerbs(engine, hosts)
-        self._logs = JobLogs(engine, hosts, archive, feed)
         self._accounts = accounts
         self._baselines = Baselines(feed, lambda: self._listed(all=True), self._baseline_item)
-        self._ids = JobIds({*engine.scheduler.state.jobs, *archive.jobs(), archived.newest or ""})
+        self._ids = JobIds({*engine.state.jobs, *archive.jobs(), archived.newest or ""})
         hosts.reports.subscribe(HostUp, self._on_host_up)
 
     def _on_host_up(self, host: HostId, report: HostUp) -> None:
         for row in report.hello.attempts:
             self._ids.seen(row.job, host)
-
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {
-            "submit": self.submit,
-            "dry_run": self.dry_run,
-            "when": self.when,
-            "jobs": self.jobs,
-            "job": self.job,
-            "why": self.why,
-            "history": self.history,
-            "cancel": self.cancel,
-            **self._workdirs.verbs,
-            **self._queue.verbs,
-            **self._claims.verbs,
-            **self._host_verbs.verbs,
-            **self._migration_verbs.verbs,
-            **self._retention_verbs.verbs,
-            **self._file_verbs.verbs,
-            "steps": self.steps,
-        }
-
-    @property
-    def streams(self) -> dict[str, Streaming]:
-        """Streaming methods by verb."""
-        return {"logs": self._logs.follow, "wait": self.wait, "watch": self.watch, **self._file_verbs.streams}
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -315,13 +270,6 @@ class JobVerbs:
             return await _cancel_one(self._engine, peer, job, of)
         return await _cancel_several(self._engine, peer, [job, *also], of)
 
-    async def steps(
-        self, peer: Peer, job: str, attempt: int | None = None, last_bytes: int | None = None
-    ) -> dict[str, Any]:
-        """The training steps of an attempt, as its rank 0 wrote them, or the newest of them alone."""
-        known = admission.find_job(self._state, job, peer.user)
-        return {"job": known.id, "data": await self._logs.steps(known, attempt, last_bytes)}
-
     async def wait(self, peer: Peer, job: str) -> AsyncIterator[rows.Job]:
         """Stream the job's row whenever it changes, until it is over."""
         known = admission.find_job(self._state, job, peer.user)
@@ -344,7 +292,7 @@ class JobVerbs:
         while True:
             changes = self._feed.after(number) if number is not None else None
             if changes is None:
-                async for item in self._baselines.items(peer):
+                async for item in self._baselines.items():
                     yield item
                     number = item.number
                 continue
@@ -356,12 +304,14 @@ class JobVerbs:
             if quiet.cancelled_caught:
                 yield {"alive_s": time.time(), "number": number}
 
-    async def _baseline_item(self, peer: Peer, jobs: list[Job], number: int, is_first: bool) -> Any:
-        """The state with the first jobs of a baseline, or further jobs as a change without events; for any peer."""
-        found = tuple(projection.job_row(job, self._state, self._forecaster.of(job)) for job in jobs)
+    def _baseline_item(self, jobs: list[Job], number: int, is_first: bool) -> Any:
+        """The state with the first jobs of a baseline, or further jobs as a change without events."""
+        state = self._state
+        found = tuple(projection.job_row(job, state, self._forecaster.of(job)) for job in jobs)
         if not is_first:
-            return replace_fields(projection.change_row(self._state, number, (), ()), jobs=found)
-        hosts, order = tuple(await self._host_verbs.hosts(peer)), projection.order_row(self._state.order)
+            return replace_fields(projection.change_row(state, number, (), ()), jobs=found)
+        hosts = tuple(projection.host_row(state, host, self._hosts.link_row(host.id)) for host in state.hosts.values())
+        order = projection.order_row(state.order)
         return {
             "snapshot": rows.Baseline(status=self._status(), jobs=found, hosts=hosts, order=order),
             "number": number,
@@ -370,14 +320,9 @@ class JobVerbs:
     def _change(self, change: Change) -> SharedRow:
         if change.row is None:
             row = projection.change_row(
-                self._state,
-                change.number,
-                change.events,
-                change.decisions,
-                self._hosts.link_row,
-                change.side_effects,
-                self._forecaster.of,
-            )
+                self._state, change.number, change.events, change.decisions, self._hosts.link_row,
+                change.side_effects, self._forecaster.of,
+            )  # fmt: skip
             change.row = SharedRow(row, change.number)
         return change.row
 
@@ -445,7 +390,7 @@ async def _cancel_one(engine: Engine, peer: Peer, job: str, of: dict[str, Any]) 
     """
     known = _cancellable(engine, peer, job)
     await engine.post(e.JobCancelled(at_s=time.time(), job=known.id, **of))
-    return projection.job_row(known, engine.scheduler.state)
+    return projection.job_row(known, engine.state)
 
 
 async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], of: dict[str, Any]) -> rows.Cancelled:
@@ -466,11 +411,11 @@ async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], of: dict[
                 group.start_soon(engine.post, e.JobCancelled(at_s=now_s, job=known.id, **of))
     except ExceptionGroup as errors:
         raise first_of(errors) from None
-    cancelled = tuple(projection.job_row(known, engine.scheduler.state) for known in found.values())
+    cancelled = tuple(projection.job_row(known, engine.state) for known in found.values())
     return rows.Cancelled(jobs=cancelled, refused=tuple(refused))
 
 
 def _cancellable(engine: Engine, peer: Peer, job: str) -> Job:
-    known = admission.find_own_job(engine.scheduler.state, job, peer.user, peer.is_operator, ends=True)
+    known = admission.find_own_job(engine.state, job, peer.user, peer.is_operator, ends=True)
     admission.refuse_if_over(known)
     return known

@@ -13,7 +13,6 @@ from clusterd.core.queueing import bookings
 from clusterd.core.state import Job, State, Used
 from clusterd.core.timers import Timer, TimerKind
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.server import Verb
 from clusterd.daemon.forecasts.outcomes import OutcomeStore
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.daemon.storage.usage import RETENTION_MINUTES, JobUse, UsageStore
@@ -66,12 +65,6 @@ class UsageVerbs:
 
     def __init__(self, store: UsageStore, state: State, archived: ArchivedJobs, outcomes: OutcomeStore) -> None:
         self._store, self._state, self._archived, self._outcomes = store, state, archived, outcomes
-
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Verbs by name."""
-        verbs = (self.usage, self.report, self.fair_share, self.forecasts)
-        return {verb.__name__: verb for verb in verbs}
 
     async def usage(self, peer: Peer, minutes: int = 60) -> rows.Usage:
         """Newest sample of each host, and the last minutes of each device.
@@ -193,11 +186,6 @@ class CalendarVerbs:
 
     def __init__(self, state: Callable[[], State], forecast: Forecast, ends: Mapping[HostId, float]) -> None:
         self._state, self._forecast, self._ends = state, forecast, ends
-
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {"calendar": self.calendar}
 
     async def calendar(self, peer: Peer, days: int = 1) -> list[rows.CalendarEntry]:
         """Entries of each host for so many days from now, by host and start."""

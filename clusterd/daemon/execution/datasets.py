@@ -11,7 +11,6 @@ import anyio.abc
 
 from clusterd.core import events as e
 from clusterd.core.data_locality import data_of, places_of
-from clusterd.core.state import State
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.process import guarded
@@ -32,13 +31,10 @@ class DataSets:
     def __init__(self, engine: Engine, hosts: HostRegistry, key: str, tasks: anyio.abc.TaskGroup) -> None:
         """`key`: secret of the cluster, from which each job's tokens are derived."""
         self._engine = engine
+        self._state = engine.state
         self._hosts = hosts
         self._key = key.encode()
         self._tasks = tasks
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     async def where(self, job: str, spec: JobSpec, hosts: Iterable[HostId]) -> dict[HostId, Where]:
         """Data sets of a job as seen from each host; the hosts that have them serve them from now on.

@@ -46,44 +46,32 @@ class Executor:
         replicas: SnapshotReplicas,
     ) -> None:
         self._engine, self._hosts, self._archive, self._timers, self._tasks = engine, hosts, archive, timers, tasks
+        self._state = engine.state
         self._launches, self._migrations, self._inspector, self._replicas = launches, migrations, inspector, replicas
         self._launching: dict[tuple[str, int], tuple[anyio.CancelScope, anyio.Event]] = {}
         self._asked_again: dict[tuple[str, int], d.LaunchAttempt] = {}
         self._stops = Stops(engine, hosts, archive)
+        self._work: dict[type[d.Decision], Callable[[Any], Awaitable[None]]] = {
+            d.LaunchAttempt: self._launch,
+            d.StopAttempt: self._stop,
+            d.DescribeModel: inspector.describe,
+            d.StartMigration: migrations.run,
+            d.AbortMigration: migrations.abort,
+            d.ResumeAttempt: migrations.resume,
+            d.AbortCollectives: self._cut_off,
+            d.UseCores: self._use_cores,
+            d.SignalRanks: self._signal,
+            d.TakeCheckpoint: self._checkpoint,
+            d.EndJob: self._forget,
+        }
 
     def carry_out(self, decisions: Iterable[d.Decision]) -> None:
-        """Start carrying out decisions; returns at once."""
+        """Start carrying out decisions; returns at once. Those without work, as `HoldJob`, are for people."""
         for decision in decisions:
-            match decision:
-                case d.LaunchAttempt():
-                    self._begin(self._launch, decision)
-                case d.StopAttempt():
-                    self._begin(self._stop, decision)
-                case d.DescribeModel():
-                    self._begin(self._inspector.describe, decision)
-                case d.StartMigration():
-                    self._begin(self._migrations.run, decision)
-                case d.AbortMigration():
-                    self._begin(self._migrations.abort, decision)
-                case d.ResumeAttempt():
-                    self._begin(self._migrations.resume, decision)
-                case d.AbortCollectives():
-                    self._begin(self._cut_off, decision)
-                case d.UseCores():
-                    self._begin(self._use_cores, decision)
-                case d.SignalRanks():
-                    self._begin(self._signal, decision)
-                case d.TakeCheckpoint():
-                    self._begin(self._checkpoint, decision)
-                case d.SetTimer():
-                    self._timers.changed()
-                case d.EndJob():
-                    self._begin(self._forget, decision)
-                case _:
-                    pass  # said, not done: HoldJob and RequeueJob are for people
-
-    def _begin(self, work: Callable[[Any], Awaitable[None]], decision: d.Decision) -> None:
-        self._tasks.start_soon(self._guarded, work, decision)
+            if (work := self._work.get(type(decision))) is not None:
+                self._tasks.start_soon(self._guarded, work, decision)
+            elif isinstance(decision, d.SetTimer):
+                self._timers.changed()
 
     async def _guarded(self, work: Callable[[Any], Awaitable[None]], decision: d.Decision) -> None:
         """Carry out one decision; a bug there is logged and does not end the daemon."""
@@ -132,7 +120,7 @@ class Executor:
             await self._launch(again)
 
     async def _launched(self, decision: d.LaunchAttempt) -> e.Event:
-        spec = self._engine.scheduler.state.jobs[decision.job].spec
+        spec = self._state.jobs[decision.job].spec
         secrets = await self._archive.secrets(decision.job)
         failures: list[e.LaunchFailed] = []
         try:
@@ -152,7 +140,7 @@ class Executor:
             failures.append(_launch_failed(decision, host, why, is_infrastructure, error))
 
         async def on(host: HostId, request: LaunchRequest) -> None:
-            attempt = self._engine.scheduler.state.attempt(decision.job, decision.attempt, decision.generation)
+            attempt = self._state.attempt(decision.job, decision.attempt, decision.generation)
             if attempt is None or attempt.state is not AttemptState.LAUNCHING:
                 # The host went and came back meanwhile, and its devices may be somebody else's by now.
                 raise AgentLost(f"{decision.job}.{decision.attempt} is not wanted any more")
@@ -208,7 +196,7 @@ class Executor:
 
     async def _restored(self, decision: d.LaunchAttempt) -> int | None:
         """Restore ranks from a state snapshot in memory; returns its step, or None without one or after a failure."""
-        job = self._engine.scheduler.state.jobs[decision.job]
+        job = self._state.jobs[decision.job]
         if job.spec.kind is not JobKind.ELASTIC or decision.attempt == 1 or decision.generation != 1:
             return None
         whole = self._replicas.newest(job)

@@ -76,6 +76,7 @@ class MigrationSaga:
         self.quiesced_at_s = 0.0
         self.resume_asked_s = 0.0
         self._engine, self._hosts, self._launches = engine, hosts, launches
+        self._state = engine.state
         self._reports: dict[type[RankMessage], dict[tuple[int, int], Any]] = {}
         self._changed = anyio.Event()
         self._failure: str | None = None
@@ -199,7 +200,7 @@ class MigrationSaga:
 
     async def _describe(self) -> MigrationRequest:
         """Description from which every rank computes the same copy plan."""
-        job = self._engine.scheduler.state.jobs[self.decision.job]
+        job = self._state.jobs[self.decision.job]
         shape = job.inspection.shape
         assert shape is not None
         fabric: dict[str, Address] = {}
@@ -270,12 +271,12 @@ class MigrationSaga:
 
     @property
     def _steps_s(self) -> float:
-        job = self._engine.scheduler.state.jobs[self.decision.job]
+        job = self._state.jobs[self.decision.job]
         return STEPS_AWAITED * (job.progress.step_time_s or 0.0)
 
     @property
     def _account(self) -> str:
-        return self._engine.scheduler.state.account_of(self.decision.job)
+        return self._state.account_of(self.decision.job)
 
     # --- waiting and telling ------------------------------------------------------------------------------------------
 
@@ -378,6 +379,7 @@ class Migrations:
 
     def __init__(self, engine: Engine, hosts: HostRegistry, launches: LaunchRequests) -> None:
         self._engine, self._hosts, self._launches = engine, hosts, launches
+        self._state = engine.state
         self._under_way: dict[tuple[str, int, int], MigrationSaga] = {}
         self._finishing: dict[tuple[str, int, int], MigrationSaga] = {}
         hosts.reports.subscribe(FromRank, self._on_rank_message)
@@ -457,8 +459,8 @@ class Migrations:
     async def _on_trains(self, report: FromRank, trains: Trains) -> None:
         job, key = JobId(report.job), (report.job, report.attempt, report.generation)
         move = self._finishing.pop(key, None)
-        attempt = self._engine.scheduler.state.attempt(job, report.attempt, report.generation)
-        if attempt is None or self._engine.scheduler.state.jobs[job].resuming is None:
+        attempt = self._state.attempt(job, report.attempt, report.generation)
+        if attempt is None or self._state.jobs[job].resuming is None:
             return
         now_s = time.time()
         # Without the migration (the daemon was restarted) the end of the last step before it is unknown.
@@ -472,7 +474,7 @@ class Migrations:
             )
             for host in move.all_hosts:
                 try:
-                    account = self._engine.scheduler.state.account_of(job)
+                    account = self._state.account_of(job)
                     await self._hosts.request(host, DropMigration(move.id), account=account)
                 except ClusterError as error:
                     log.info("%s keeps the segments of %s for now: %s", host, move.id, error)
@@ -482,7 +484,7 @@ class Migrations:
 
     def _on_host_down(self, host: HostId, report: HostDown) -> None:
         for move in self._under_way.values():
-            if host in move.all_hosts and self._engine.scheduler.state.account_of(move.decision.job) == report.account:
+            if host in move.all_hosts and self._state.account_of(move.decision.job) == report.account:
                 move.fail(f"{host} is not reachable: {report.why}")
 
     def _on_rank_exited(self, _host: HostId, report: RankExited) -> None:

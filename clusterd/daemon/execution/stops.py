@@ -32,6 +32,7 @@ class Stops:
 
     def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive) -> None:
         self._engine, self._hosts, self._archive = engine, hosts, archive
+        self._state = engine.state
 
     async def stop(self, decision: d.StopAttempt) -> None:
         """Stop an attempt on one host; returns once nothing is left there, or the host is away."""
@@ -90,10 +91,10 @@ class Stops:
 
     def _is_pending(self, decision: d.StopAttempt) -> bool:
         """True while the host is up and its reply is still awaited."""
-        host = self._engine.scheduler.state.hosts.get(decision.host)
-        if host is None or not host.reaches(self._engine.scheduler.state.account_of(decision.job)):
+        host = self._state.hosts.get(decision.host)
+        if host is None or not host.reaches(self._state.account_of(decision.job)):
             return False
-        attempt = self._engine.scheduler.state.attempt(decision.job, decision.attempt)
+        attempt = self._state.attempt(decision.job, decision.attempt)
         pending: set[HostId] = set()
         if attempt is not None and attempt.generation == decision.generation:
             pending = attempt.stop.pending
@@ -104,7 +105,7 @@ class Stops:
     async def _collect(self, decision: d.StopAttempt, ranks: list[int]) -> None:
         """Fetch logs and steps of the attempt, and report the newest step."""
         which = (decision.job, decision.attempt, decision.generation)
-        job = self._engine.scheduler.state.jobs.get(decision.job)
+        job = self._state.jobs.get(decision.job)
         streams = job is not None and (job.spec.is_attached or job.spec.resources.tasks > 1)
         await self._archive.fetch_attempt(self._hosts, decision.host, *which, ranks, streams=streams)
         last = await self._archive.last_step(*which) if 0 in ranks else None

@@ -16,7 +16,6 @@ import anyio.abc
 
 from clusterd.core import events as e
 from clusterd.core.lifecycle.reconcile import needs_action
-from clusterd.core.state import State
 from clusterd.daemon.hosts import facts
 from clusterd.daemon.hosts.launch_records import LaunchRecord, secret_rows
 from clusterd.daemon.hosts.links import DroppedMessages, LinkFailures, keep_running, shut_down
@@ -68,13 +67,10 @@ class AccountLinks:
         adoptable: Callable[[HostId, str, Iterable[AttemptReport]], Awaitable[list[LaunchRecord]]],
     ) -> None:
         self._engine, self._reports, self._tasks = engine, reports, tasks
+        self._state = engine.state
         self._make_link, self._on_gpu_use, self._adoptable = make_link, on_gpu_use, adoptable
         self._logins: dict[tuple[HostId, str], _Login] = {}
         self._dropped = DroppedMessages()
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     def get(self, host: HostId, account: str) -> HostLink | None:
         """The link to an account's agent on a host, if there is one."""
@@ -108,7 +104,7 @@ class AccountLinks:
             on_event=lambda message: self._on_event(host, account, message),
         )
         login = self._logins[host, account] = _Login(self._make_link(host, address, account, callbacks))
-        self._tasks.start_soon(self._serve, login)
+        self._tasks.start_soon(keep_running, login.link, login.stop)
 
     def retry_now(self, host: HostId, account: str) -> None:
         """Dial at once where the last try failed."""
@@ -138,10 +134,6 @@ class AccountLinks:
                 left[key[1]] = login.failures.why or str(login.link.state)
             login.stop.cancel()
         return left
-
-    async def _serve(self, login: _Login) -> None:
-        with login.stop:
-            await keep_running(login.link)
 
     async def _on_up(self, host: HostId, account: str, message: Message) -> None:
         try:

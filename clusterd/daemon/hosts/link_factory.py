@@ -96,7 +96,7 @@ class LinkFactory:
 
         def on_state(state: LinkState) -> None:
             told(state)
-            if state.name == "closed" and host not in self._engine.scheduler.state.hosts:
+            if state.name == "closed" and host not in self._engine.state.hosts:
                 self._end_removed(host)
 
         key = proof(self._leader.key, "joined", address)  # who runs the host's command gets its key alone

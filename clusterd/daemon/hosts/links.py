@@ -48,18 +48,19 @@ class LinkFailures:
         return {"times": self.times, "since_s": self.since_s, "why": self.why}
 
 
-async def keep_running(link: HostLink) -> None:
-    """Run a link until cancelled.
+async def keep_running(link: HostLink, stop: anyio.CancelScope) -> None:
+    """Run a link until its scope is cancelled.
 
     One agent's message must not end the daemon: after an unexpected error the link starts over, and the agent reports
     again.
     """
-    while True:
-        try:
-            await link.run()
-        except Exception:
-            log.exception("the link to %s failed", link.name)
-            await anyio.sleep(LINK_FAILED_PAUSE_S)
+    with stop:
+        while True:
+            try:
+                await link.run()
+            except Exception:
+                log.exception("the link to %s failed", link.name)
+                await anyio.sleep(LINK_FAILED_PAUSE_S)
 
 
 async def shut_down(link: HostLink) -> bool:

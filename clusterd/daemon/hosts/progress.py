@@ -43,6 +43,7 @@ class Progress:
 
     def __init__(self, engine: Engine, tasks: anyio.abc.TaskGroup, request: ReadRequest) -> None:
         self._engine = engine
+        self._state = engine.state
         self._tasks = tasks
         self._request = request
         self._posted_at: dict[tuple[str, int], float] = {}
@@ -51,7 +52,7 @@ class Progress:
     async def on_progress(self, host: HostId, report: agent.Progress) -> None:
         """Post the newest step of an attempt now, or when its interval is over; not one that is known already."""
         key = (report.job, report.attempt)
-        attempt = self._engine.scheduler.state.attempt(JobId(report.job), report.attempt)
+        attempt = self._state.attempt(JobId(report.job), report.attempt)
         if attempt is not None and attempt.step == report.step > 0:
             return  # an agent that restarts reports its last step again
         first = _FirstStep() if key in self._posted_at else await self._first_step(host, *key)
@@ -83,13 +84,13 @@ class Progress:
 
     def _forget_ended(self) -> None:
         """Drop the times of attempts that are over, once they are most of what is known."""
-        state = self._engine.scheduler.state
+        state = self._state
         if len(self._posted_at) > 2 * len(state.active) + ENDED_MAX:
             there = (key for key in self._posted_at if state.attempt(JobId(key[0]), key[1]) is not None)
             self._posted_at = {key: self._posted_at[key] for key in there}
 
     def _every_s(self, job: str, number: int) -> float:
-        attempt = self._engine.scheduler.state.attempt(JobId(job), number)
+        attempt = self._state.attempt(JobId(job), number)
         age_s = time.time() - attempt.started_s if attempt is not None else 0.0
         return min(max(age_s * SHARE, EVERY_S), EVERY_MOST_S)
 

@@ -115,6 +115,11 @@ class Engine:
         """Call `handler` after each batch, in the order of subscription; it must not block."""
         self._subscribers.append(handler)
 
+    @property
+    def state(self) -> State:
+        """State of the scheduler."""
+        return self.scheduler.state
+
     def newest(self) -> tuple[int, str]:
         """Id and checksum of the newest event that the scheduler has handled."""
         return self._newest
@@ -365,9 +370,9 @@ class Timers:
 
     async def run(self) -> None:
         """Fire timers until cancelled."""
-        state: State = self._engine.scheduler.state
+        state: State = self._engine.state
         while True:
-            state = self._engine.scheduler.state
+            state = self._engine.state
             due_s = min(state.timers.values(), default=None)
             wait_s = max(due_s - time.time(), 0.0) if due_s is not None else LOOK_S
             if wait_s:

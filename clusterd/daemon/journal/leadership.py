@@ -58,7 +58,7 @@ async def take_the_lead(engine: Engine, is_restored: bool) -> Leader:
     Args:
         is_restored: hosts may have been led by daemons that are newer than the state.
     """
-    journal, last_epoch = engine.journal, engine.scheduler.state.epoch
+    journal, last_epoch = engine.journal, engine.state.epoch
     cluster = journal.fact("cluster", uuid.uuid4().hex[:12])
     # Clusters of earlier versions have jobs under agents that were made for all clusters of a user.
     agents_of = journal.fact("agents_of", "" if last_epoch else cluster)

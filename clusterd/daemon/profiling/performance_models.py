@@ -57,6 +57,7 @@ class PerformanceModels:
 
     def __init__(self, engine: Engine, store: Path) -> None:
         self._engine = engine
+        self._state = engine.state
         self._path = store
         self._known: dict[tuple[str, str, str], Knowledge] = {}  # by model, type of device, and software
         self._software: dict[str, str] = {}  # of the newest job of each model
@@ -71,10 +72,6 @@ class PerformanceModels:
             name: {int(count): found for count, found in known.items()}
             for name, known in json.loads(engine.journal.fact("overheads", "{}")).items()
         }
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     def of(self, job: Job, attempt: Attempt) -> Knowledge | None:
         """Knowledge of the job's model on its devices; None if there is none yet or the device types differ."""

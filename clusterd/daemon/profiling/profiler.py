@@ -19,7 +19,7 @@ from clusterd.core import events as e
 from clusterd.core.ledger import of_ranks, shape_of
 from clusterd.core.lifecycle import trials
 from clusterd.core.placement.cpu_cores import cores_each
-from clusterd.core.state import Attempt, Job, State
+from clusterd.core.state import Attempt, Job
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.daemon.profiling.submission_classifier import SubmissionClassifier
@@ -70,15 +70,12 @@ class Profiler:
     ) -> None:
         """`trials`: allow trials of other plans; running plans are measured in any case."""
         self._engine, self._classifier, self._models = engine, classifier, models
+        self._state = engine.state
         self._trial_selection = TrialSelection(engine, models.of, trials=trials)
         self._runs: dict[str, _Run] = {}
         self._forecasts: dict[str, LossForecast] = {}
         self._inbox: dict[Any, None] = {}  # work in order; the same work waits once
         self._wake = anyio.Event()
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     # --- inputs -------------------------------------------------------------------------------------------------------
 
@@ -194,7 +191,7 @@ class Profiler:
         run.host_bytes = max(run.host_bytes, report.host_bytes)
         if report.overhead_bytes and attempt.plan is not None and (known := self._models.of(job, attempt)) is not None:
             await self._models.measured_overhead(known.devices.name, attempt.plan, report.overhead_bytes)
-        if not _is_quiet(job, attempt):
+        if attempt.migration is not None or job.resuming is not None or attempt.retired:  # ranks start or exit
             run.times_s.clear()  # starting and exiting ranks take processor time
             return
         known = self._models.of(job, attempt)
@@ -296,11 +293,6 @@ class Profiler:
             at_s=time.time(),
         )
         await self._models.keep(measurement)
-
-
-def _is_quiet(job: Job, attempt: Attempt) -> bool:
-    """True while no rank of the attempt starts or exits."""
-    return attempt.migration is None and job.resuming is None and not attempt.retired
 
 
 POINTS_MOST = 400

@@ -371,7 +371,7 @@ class LogTails:
                 group.start_soon(self._copy_tails, host, ranks)
 
     def _running(self) -> dict[HostId, list[Which]]:
-        state = self._engine.scheduler.state
+        state = self._engine.state
         found: dict[HostId, list[Which]] = {}
         for job in state.active:
             attempt: Attempt | None = state.jobs[job].attempt

@@ -191,7 +191,7 @@ class Backups:
 
     async def _workdirs(self) -> set[str]:
         """Packed working directories, without those whose jobs are over."""
-        jobs = self._engine.scheduler.state.jobs.values()
+        jobs = self._engine.state.jobs.values()
         archived = await self._journal.query("SELECT DISTINCT workdir FROM archived_jobs")
         over = {job.spec.snapshot for job in jobs if job.state.is_final} | {digest for (digest,) in archived}
         needed = {job.spec.snapshot for job in jobs if not job.state.is_final}

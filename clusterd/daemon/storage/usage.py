@@ -32,6 +32,8 @@ from clusterd.units import duration, size
 log = logging.getLogger(__name__)
 
 EVERY_S = 10.0
+"""Agents sample as often."""
+
 MINUTE_S = 60.0
 RETENTION_MINUTES = 24 * 60
 RETENTION_DAYS = 400
@@ -288,7 +290,7 @@ class IdleJobs:
 
     def observe(self) -> list[e.IdlenessObserved]:
         """Events about jobs that became idle, or work again, since the last call."""
-        attempts = [each for each in self._engine.scheduler.state.running_attempts() if each.devices]
+        attempts = [each for each in self._engine.state.running_attempts() if each.devices]
         known = {(attempt.job, attempt.number) for attempt in attempts}
         self._worked_s = {key: at_s for key, at_s in self._worked_s.items() if key in known}
         return [event for attempt in attempts if (event := self._of_attempt(attempt)) is not None]
@@ -311,7 +313,7 @@ class IdleJobs:
 
     def _is_working(self, attempt: Attempt) -> bool | None:
         """True if one of its devices works, False if all are known to do nothing."""
-        hosts = self._engine.scheduler.state.hosts
+        hosts = self._engine.state.hosts
         devices = [d for host in attempt.hosts for d in hosts[host].devices if d.id in set(attempt.devices)]
         shares = [self._busy(device, attempt.job) for device in devices]
         if any(share is not None and share >= WORKS for share in shares):
@@ -340,11 +342,11 @@ class SharedDeviceMemory:
 
     def observe(self) -> list[e.DeviceMemoryObserved]:
         """Events about jobs that began to hold too much, or hold it no more."""
-        running = self._engine.scheduler.state.running_attempts()
+        running = self._engine.state.running_attempts()
         return [event for attempt in running for event in self._of_attempt(attempt)]
 
     def _of_attempt(self, attempt: Attempt) -> Iterator[e.DeviceMemoryObserved]:
-        state = self._engine.scheduler.state
+        state = self._engine.state
         share = state.jobs[attempt.job].spec.resources.share
         if share < 2:
             return

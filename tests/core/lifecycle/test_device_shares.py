@@ -27,7 +27,7 @@ class Shared:
         for job in self.jobs:
             self.lab.run(job)
         self.gib: dict[JobId, int] = {}
-        engine = SimpleNamespace(scheduler=self.lab.scheduler)
+        engine = SimpleNamespace(state=self.lab.scheduler.state)
         self.watch = SharedDeviceMemory(engine, lambda _: self.sample(), lambda: self.lab.now_s)  # type: ignore[arg-type]
 
     def sample(self) -> Usage:

@@ -84,7 +84,7 @@ def carried_out(lab: Lab, decided: list[d.Decision], launches: Any = None, deaf:
         pass
 
     async def run() -> None:
-        engine: Any = SimpleNamespace(scheduler=lab.scheduler, report=report)
+        engine: Any = SimpleNamespace(scheduler=lab.scheduler, state=lab.scheduler.state, report=report)
         archive: Any = SimpleNamespace(secrets=secrets, forget_secrets=nothing)
         hosts: Any = Deaf(deaf) if deaf else SimpleNamespace(reports=Reports())
         timers: Any = SimpleNamespace(changed=lambda: None)

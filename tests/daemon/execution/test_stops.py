@@ -73,7 +73,7 @@ def stop(lab: Lab, agent: Any, decided: list[d.Decision]) -> list[e.Event]:
         pass
 
     async def run() -> None:
-        engine: Any = SimpleNamespace(scheduler=lab.scheduler, report=report)
+        engine: Any = SimpleNamespace(scheduler=lab.scheduler, state=lab.scheduler.state, report=report)
         archive: Any = SimpleNamespace(fetch_attempt=nothing)
         async with anyio.create_task_group() as tasks:
             for decision in decided:

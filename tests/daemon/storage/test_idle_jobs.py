@@ -25,7 +25,7 @@ class Observed:
         self.idle = self.observer()
 
     def observer(self) -> IdleJobs:
-        engine = SimpleNamespace(scheduler=self.lab.scheduler)
+        engine = SimpleNamespace(scheduler=self.lab.scheduler, state=self.lab.scheduler.state)
         clocks = (lambda: self.lab.now_s + self.set_by_s, lambda: self.lab.now_s)
         return IdleJobs(engine, self.of, 600.0, 1200.0, Reclaim.SHRINK, *clocks)  # type: ignore[arg-type]
 

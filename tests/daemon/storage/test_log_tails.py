@@ -59,7 +59,7 @@ def agents(tmp_path: Path) -> Agents:
 
 @pytest.fixture
 def parts(state: State, agents: Agents, tmp_path: Path) -> tuple[LogTails, JobLogs]:
-    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(state=state))
+    engine: Any = SimpleNamespace(state=state)
     hosts: Any = agents
     journal: Any = None
     archive = Archive(tmp_path / "head", journal)
@@ -70,7 +70,7 @@ def parts(state: State, agents: Agents, tmp_path: Path) -> tuple[LogTails, JobLo
 def read(job_logs: JobLogs, rank: int | None = None) -> bytes:
     async def collect() -> bytes:
         peer: Any = SimpleNamespace(user="u")
-        return b"".join([piece["data"] async for piece in job_logs.follow(peer, "7", rank)])
+        return b"".join([piece["data"] async for piece in job_logs.logs(peer, "7", rank)])
 
     return anyio.run(collect)
 

@@ -59,7 +59,7 @@ def agents() -> Agents:
 
 @pytest.fixture
 def replicas(state: State, agents: Agents) -> SnapshotReplicas:
-    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(state=state))
+    engine: Any = SimpleNamespace(state=state)
     hosts: Any = agents
     return SnapshotReplicas(engine, hosts, "secret")
 
