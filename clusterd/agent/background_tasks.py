@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 async def in_thread(work: Callable[[], Result], name: str) -> Result:
-    """Run `work` on a new thread; return its result or raise its exception."""
+    """Run `work`, which may block for long, on a thread of its own; return its result or raise its exception."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Result] = loop.create_future()
 

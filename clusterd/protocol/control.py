@@ -306,16 +306,6 @@ class ReadData(Request[DataReply], verb="data_read"):
 
 
 REQUESTS = by_verb(
-    RankHello,
-    DataHello,
-    MakeSegment,
-    PublishSegment,
-    FetchSegments,
-    ListSegments,
-    ReportDeviceOpened,
-    ReportFailure,
-    InspectGpu,
-    Flush,
-    LookUpData,
-    ReadData,
-)
+    RankHello, DataHello, MakeSegment, PublishSegment, FetchSegments, ListSegments, ReportDeviceOpened, ReportFailure,
+    InspectGpu, Flush, LookUpData, ReadData,
+)  # fmt: skip

@@ -496,18 +496,10 @@ class OomWatch:
 def oom_counters() -> tuple[tuple[Path, bytes], ...]:
     """Readable OOM-kill counters (file, field), the narrowest first: our own cgroup, then the whole machine."""
     found: list[tuple[Path, bytes]] = []
-    for line in _own_cgroups():
-        _, controllers, path = line.split(":", 2)
+    for controllers, path in cgroups.own_groups():
         if controllers == "":
             found.append((Path("/sys/fs/cgroup" + path) / "memory.events", b"oom_kill"))
         elif "memory" in controllers.split(","):
             found.append((Path("/sys/fs/cgroup/memory" + path) / "memory.oom_control", b"oom_kill"))
     found.append((Path("/proc/vmstat"), b"oom_kill"))
     return tuple((path, kills) for path, kills in found if os.access(path, os.R_OK))
-
-
-def _own_cgroups() -> list[str]:
-    try:
-        return Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []

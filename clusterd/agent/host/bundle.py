@@ -22,7 +22,6 @@ _SINGLE = (
     "page_tables.py",
     "process_attributes.py",
     "socket_files.py",
-    "timeouts.py",
     "trusted_paths.py",
 )
 _MSGPACK = ("__init__.py", "exceptions.py", "ext.py", "fallback.py")

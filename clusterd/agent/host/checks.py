@@ -131,7 +131,7 @@ def _logind(name: str) -> str | None:
 
 
 GPU_DEADLINE_S = 120.0
-"""For each of the two; most of it is the import of torch from a slow disk."""
+"""For a kernel and for an all-reduce; most of it is the import of torch from a slow disk."""
 
 REAPED_S = 5.0
 """Limit of the wait for a killed process: one that a driver holds in the kernel does not end."""
@@ -149,7 +149,7 @@ Result = dict[str, Any]
 def check_gpus(
     python: str, uuids: Sequence[str], kind: str = "cuda", deadline_s: float = GPU_DEADLINE_S
 ) -> tuple[dict[str, Result], Result | None]:
-    """Seconds or error of a kernel on each GPU, by uuid, and of an all-reduce over those that computed.
+    """Compute on GPUs: seconds or error of a kernel on each, by uuid, and of an all-reduce over those that computed.
 
     Slices take no part in the all-reduce, as NCCL does not connect those of one GPU; None: there are not several GPUs.
 

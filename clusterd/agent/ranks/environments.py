@@ -413,7 +413,8 @@ class Environments:
     def _complete(self, key: str) -> None:
         venv = self._directory / key
         os.sync()  # a power failure must not leave the mark without the files
-        write_json(self._directory / f"{key}.json", {"bytes": _size_bytes(venv), "at_s": time.time()})
+        size = sum((Path(folder) / name).lstat().st_size for folder, _, names in os.walk(venv) for name in names)
+        write_json(self._directory / f"{key}.json", {"bytes": size, "at_s": time.time()})
 
     def _remove(self, key: str, parts: Collection[str] = ("", ".json", ".log", ".source")) -> None:
         for suffix in sorted(parts, key=lambda part: part != ".json"):  # the mark first: half of one is never used
@@ -464,10 +465,6 @@ def _failure(command: list[str], status: int, log: Path) -> Refused:
         "disk-full" if full else "build",
         f"its environment could not be built: {program} {ended}: {tail} (all of its output: {log})",
     )
-
-
-def _size_bytes(directory: Path) -> int:
-    return sum((Path(folder) / name).lstat().st_size for folder, _, names in os.walk(directory) for name in names)
 
 
 def _modified_s(path: Path) -> float:

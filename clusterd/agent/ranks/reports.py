@@ -144,7 +144,7 @@ def _exit_record(attempt: Attempt, rank: Rank) -> RankRecord | None:
     return None if server_lives else rank.lost(time.time())
 
 
-PERIOD_S = 0.5
+PROGRESS_PERIOD_S = 0.5
 _DETAILS = ("phases", "device_bytes", "host_bytes", "overhead_bytes")
 
 
@@ -165,7 +165,7 @@ class Progress:
             for attempt in attempts:
                 if attempt.running:
                     self.poll(attempt)
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(PROGRESS_PERIOD_S)
 
     def poll(self, attempt: Attempt) -> None:
         """Send the newest step if it was not sent before."""

@@ -35,6 +35,9 @@ READ_WAIT_S = 20.0
 SILENT_S = 120.0
 """A terminal without requests for this long is closed."""
 
+PORT_CHUNK_BYTES = 1 << 18
+CONNECT_S = 10.0
+
 
 class Terminals:
     """Open terminals of this host, by unguessable name.
@@ -279,10 +282,6 @@ class Terminal:
 def _resize(terminal: int, screen: Screen) -> None:
     rows, columns = (max(1, min(size, 0x7FFF)) for size in (screen.rows, screen.columns))
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-
-PORT_CHUNK_BYTES = 1 << 18
-CONNECT_S = 10.0
 
 
 class PortConnection:

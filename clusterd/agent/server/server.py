@@ -27,7 +27,7 @@ from clusterd.agent.ranks.terminals import Terminals
 from clusterd.agent.server.connection import Connection, Message, Sessions, outcome
 from clusterd.agent.server.hardware_reports import Hardware, reportable
 from clusterd.agent.server.rank_requests import RankRequests
-from clusterd.agent.server.verbs import Handlers, Verbs
+from clusterd.agent.server.verbs import Verbs, handlers_of
 from clusterd.agent.tensors.datasets import Datasets
 from clusterd.agent.tensors.moves import Moves
 from clusterd.process_attributes import make_files_private
@@ -38,9 +38,11 @@ from clusterd.protocol.proof import new_nonce, proves
 from clusterd.protocol.requests import REQUESTS, Challenge, ChallengeReply, Facts, Heartbeat, Hello, Shutdown
 from clusterd.socket_files import inode, is_still
 
+IDLE_S = 24 * 3600.0
+"""An agent without a connected daemon and without running attempts exits after this long."""
+
 PRELOAD = "clusterd.train.process.preload"
 """Module that the fork server of an elastic job imports before it forks."""
-
 
 Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -90,19 +92,10 @@ class Agent:
         )  # fmt: skip
         self._frames = ByteBudget(protocol.FRAME_BYTES_MAX, protocol.FRAME_BYTES_MAX)
         self._ranks = RankRequests(
-            self._attempts,
-            self._sessions,
-            self._moves,
-            self._datasets,
-            self._hardware.inspect_gpu,
+            self._attempts, self._sessions, self._moves, self._datasets, self._hardware.inspect_gpu,
             self._housekeeping.mark_needed,
-        )
-        self._verbs: Handlers = {
-            Facts: self._facts,
-            Heartbeat: self._heartbeat,
-            Shutdown: self._shutdown,
-            **verbs.table,
-        }
+        )  # fmt: skip
+        self._verbs = {**handlers_of(self), **handlers_of(verbs)}
 
     async def run(self) -> None:
         """Adopt the attempts of an earlier agent, then serve until asked to exit."""
@@ -248,10 +241,10 @@ class Agent:
             orphaned=self._sessions.orphaned(),
         )
 
-    async def _facts(self, _request: Facts) -> Message:
+    async def _facts(self, request: Facts) -> Message:
         return await self._hardware.facts()
 
-    async def _heartbeat(self, _request: Heartbeat) -> Done:
+    async def _heartbeat(self, request: Heartbeat) -> Done:
         return Done()
 
     async def _shutdown(self, request: Shutdown) -> Done:
@@ -263,51 +256,6 @@ class Agent:
         # The delay lets the reply leave first.
         asyncio.get_running_loop().call_later(0.05, self._done.set)
         return Done()
-
-
-def main() -> int:
-    """Run the agent of this home; exit at once if one runs already."""
-    make_files_private()
-    home = default_home()
-    home.make()
-    key = _read_key()
-    lock = os.open(home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    if not _acquire_lock(lock):
-        return 0
-    serving: Coroutine[Any, Any, None] = _serve(home, key)
-    asyncio.run(serving)
-    return 0
-
-
-def _acquire_lock(lock: int) -> bool:
-    """Take the lock; false if another agent holds it. Retries, because `attach` holds it briefly to test it."""
-    for _ in range(20):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(0.05)
-    return False
-
-
-def _read_key() -> str:
-    """Read the cluster's key from stdin, where no other process sees it; it stays in memory and is never stored.
-
-    An agent that is started after this one died gets it the same way, from the daemon's next connection.
-    """
-    key = os.read(0, 4096).decode("ascii", "replace")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    return key
-
-
-async def _serve(home: Home, key: str) -> None:
-    await Agent(home, key).run()
-
-
-IDLE_S = 24 * 3600.0
-"""An agent without a connected daemon and without running attempts exits after this long."""
 
 
 class Housekeeping:
@@ -384,3 +332,44 @@ def _trim(logs: list[Path]) -> None:
             continue
         if dropped:
             log_line(f"agent: dropped {dropped} bytes of {file}, which was too long")
+
+
+def main() -> int:
+    """Run the agent of this home; exit at once if one runs already."""
+    make_files_private()
+    home = default_home()
+    home.make()
+    key = _read_key()
+    lock = os.open(home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if not _acquire_lock(lock):
+        return 0
+    serving: Coroutine[Any, Any, None] = _serve(home, key)
+    asyncio.run(serving)
+    return 0
+
+
+def _acquire_lock(lock: int) -> bool:
+    """Take the lock; false if another agent holds it. Retries, because `attach` holds it briefly to test it."""
+    for _ in range(20):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.05)
+    return False
+
+
+def _read_key() -> str:
+    """Read the cluster's key from stdin, where no other process sees it; it stays in memory and is never stored.
+
+    An agent that is started after this one died gets it the same way, from the daemon's next connection.
+    """
+    key = os.read(0, 4096).decode("ascii", "replace")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return key
+
+
+async def _serve(home: Home, key: str) -> None:
+    await Agent(home, key).run()
