@@ -176,8 +176,10 @@ _BUILT_IN = ("cd", "export", "source", ".", "set", "unset", "ulimit", "umask", "
 
 def command_line_job(
     argv: Sequence[str],
-    found: Mapping[str, Any],
+    found: Mapping[str, Any] | None = None,
     *,
+    resources: Resources | None = None,
+    time_limit: str | None = None,
     env: Sequence[str] = (),
     secrets: Sequence[str] = (),
     **fields: Any,
@@ -186,7 +188,8 @@ def command_line_job(
 
     Args:
         found: values of options by key.
-        fields: others of the specification, as `interactive`.
+        resources: in the place of those of `found`.
+        fields: others of the specification: `name`, `priority`, `after`, `interactive`.
     Raises:
         UsageError: names the option.
     """
@@ -198,9 +201,13 @@ def command_line_job(
         raise UsageError(f"{shell} is no program: give its words apart, or clusterd run -- sh -c {shell} for a shell")
     if unset := [key for key in secrets if key not in os.environ]:
         raise UsageError(f"--secret {unset[0]}: the environment variable {unset[0]} is not set")
-    made = {"name": _default_name(argv), **fields_of(found, lambda key: key.option), **fields}
+    given = {"name": fields.pop("name", None), "limits.time": time_limit}
+    texts = ((job_keys()[name], text) for name, text in given.items() if text is not None)
+    found = {**(found or {}), **read_values(texts, lambda key: key.option, texts=True)}
+    made = {"name": _default_name(argv), **fields_of(found, lambda key: key.option)}
+    made |= {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     spec = JobSpec(
-        **{**made, RESOURCES: Resources(**made[RESOURCES])},
+        **{**made, RESOURCES: resources or Resources(**made[RESOURCES])},
         command=tuple(argv),
         workdir=_here(),
         env=variables(env),
