@@ -21,9 +21,9 @@ import click
 import msgspec
 
 from clusterd import rows
+from clusterd.cli.help import PAGE as TROUBLE
+from clusterd.cli.help import page
 from clusterd.cli.main import cli
-from clusterd.cli.man import page
-from clusterd.cli.trouble import PAGE as TROUBLE
 from clusterd.daemon import api
 from clusterd.daemon.access import RULES, Callers, Others
 from clusterd.daemon.api.server import verbs_of

@@ -15,14 +15,16 @@ import click
 
 from clusterd import config
 from clusterd.cli.common.arguments import complete_host, point_in_time_s, time_s
-from clusterd.cli.common.expected import PLAYING, print_effect, quantiles_cell
 from clusterd.cli.common.output import (
+    PLAYING,
     ago,
     for_each,
     held_for,
     note,
     output_option,
+    print_effect,
     print_line,
+    quantiles_cell,
     raise_all,
     show_json,
     show_table,

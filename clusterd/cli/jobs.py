@@ -12,12 +12,13 @@ from typing import Any
 import click
 
 from clusterd.cli.common.arguments import complete_job, is_found, job_or_tasks, note_array, own_jobs, time_s
-from clusterd.cli.common.expected import clock, expected_cell
 from clusterd.cli.common.following import first_failure, show_logs, until_over, wait_for
 from clusterd.cli.common.output import (
     ago,
+    clock,
     escaped,
     exit_when_closed,
+    expected_cell,
     for_each,
     note,
     output_option,
@@ -29,7 +30,7 @@ from clusterd.cli.common.output import (
     state_and_reason,
     use_colour,
 )
-from clusterd.cli.trouble import with_key
+from clusterd.cli.help import with_key
 from clusterd.client import Client, refusal
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.calls import Failure

@@ -15,7 +15,7 @@ import click
 
 from clusterd import __version__
 from clusterd.cli.common.output import HUNG_UP, drop_output, escaped, is_unread
-from clusterd.cli.examples import add_examples
+from clusterd.cli.help import add_examples
 from clusterd.errors import ClusterError
 from clusterd.trusted_paths import UnsafePath
 
@@ -87,9 +87,9 @@ _GROUPS = {
         "advise": ("simulate", "advise", "Answer scheduling situations, one JSON object per line."),
     },
     "This program": {
-        "help": ("trouble", "help_command", "Explain a message by its key: cause and remedy."),
-        "man": ("man", "man", "Print the manual page of all commands."),
-        "completion": ("man", "completion", "Print the shell's completion script."),
+        "help": ("help", "help_command", "Explain a message by its key: cause and remedy."),
+        "man": ("help", "man", "Print the manual page of all commands."),
+        "completion": ("help", "completion", "Print the shell's completion script."),
     },
 }
 
@@ -207,7 +207,7 @@ def main() -> None:
         code: Any = cli.main(standalone_mode=False)
         sys.stdout.flush()  # here, where a closed pipe can still be handled
     except ClusterError as error:
-        from clusterd.cli.trouble import with_key
+        from clusterd.cli.help import with_key
 
         lines = with_key(str(error)).splitlines() or [type(error).__name__]
         print("clusterd: " + "\n          ".join(map(escaped, lines)), file=sys.stderr)

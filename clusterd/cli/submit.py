@@ -12,11 +12,11 @@ import click
 
 from clusterd.cli.attached import attend, has_input
 from clusterd.cli.common.arguments import complete_job
-from clusterd.cli.common.expected import expected_cell
 from clusterd.cli.common.following import first_failure, until_over
 from clusterd.cli.common.job_options import given_values, job_options
 from clusterd.cli.common.output import (
     drop_output,
+    expected_cell,
     is_unread,
     note,
     output_option,

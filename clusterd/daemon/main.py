@@ -25,8 +25,7 @@ from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.access import Access, Peer
-from clusterd.daemon.api.accounts import Accounts
-from clusterd.daemon.api.daemon import DaemonVerbs
+from clusterd.daemon.api.daemon import Accounts, DaemonVerbs
 from clusterd.daemon.api.files import BackupVerbs, FileVerbs, RetentionVerbs
 from clusterd.daemon.api.host_check import HostChecks
 from clusterd.daemon.api.hosts import ClaimVerbs, HostVerbs, JoinVerbs

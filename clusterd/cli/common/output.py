@@ -1,4 +1,4 @@
-"""Data to standard output, as a table or JSON; everything else to standard error."""
+"""Data to standard output, as a table or JSON, and texts about expected times; everything else to standard error."""
 
 from __future__ import annotations
 
@@ -215,3 +215,41 @@ def _is_terminal(descriptor: int) -> bool:
 def held_for(claim: dict[str, Any]) -> str:
     """Word for what keeps the devices of a claim from others: ``claimed``, ``booked by ann``."""
     return f"booked by {claim['owner']}" if claim.get("owner") else "claimed"  # absent from an older daemon's reply
+
+
+PLAYING = "playing the queue forward, with it and without it"
+
+
+def clock(at_s: float) -> str:
+    """Time of day, with the date where it is not today's."""
+    at = time.localtime(at_s)
+    return time.strftime("%H:%M" if at[:3] == time.localtime()[:3] else "%m-%d %H:%M", at)
+
+
+def expected_cell(forecast: dict[str, Any] | None, what: str) -> str:
+    """Text of a start or an end: ``16:40 (16:10-18:30)``."""
+    return quantiles_cell(forecast[what] if forecast else None)
+
+
+def quantiles_cell(times: dict[str, Any] | None) -> str:
+    """Text of a point in time and its 90% interval."""
+    if times is None:
+        return "not known"
+    low, middle, high = (times[name] for name in ("p5_s", "p50_s", "p95_s"))
+    around = f"{clock(low) if low is not None else ''}-{clock(high) if high is not None else ''}"
+    return f"{clock(middle)} ({around})"
+
+
+def print_effect(effect: dict[str, Any]) -> None:
+    """Print when devices would be free, and which jobs would end later, or earlier."""
+    print_line(f"free: {quantiles_cell(effect['free'])} (90% interval, {effect['rollouts']} pairs of roll-outs)")
+    rows = [
+        [row["job"], row["name"], row["user"], _later(row["p50_s"]), _later(row["p95_s"])] for row in effect["delays"]
+    ]
+    show_table(["id", "name", "user", "ends", "95% at most"], rows, "no job would end a minute later or earlier")
+
+
+def _later(delay_s: float | None) -> str:
+    if delay_s is None:
+        return "not known"
+    return f"{duration(abs(delay_s))} {'earlier' if delay_s < 0 else 'later'}" if delay_s else "as before"

@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.expected import expected_cell
-from clusterd.cli.common.output import output_option, show_table, shown_as
+from clusterd.cli.common.output import expected_cell, output_option, show_table, shown_as
 from clusterd.client import Client
 from clusterd.errors import UsageError
 from clusterd.submission.job_file import read_job_file

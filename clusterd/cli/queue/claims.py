@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from clusterd.cli.common.arguments import point_in_time_s, time_s
-from clusterd.cli.common.expected import PLAYING, print_effect
-from clusterd.cli.common.output import note, output_option, print_line, show_table, shown_as
+from clusterd.cli.common.output import PLAYING, note, output_option, print_effect, print_line, show_table, shown_as
 from clusterd.client import Client
 from clusterd.errors import UsageError
 from clusterd.units import parse_gpus

@@ -13,7 +13,7 @@ import anyio
 from clusterd.core.host import Host
 from clusterd.core.queueing import admission
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.accounts import Accounts
+from clusterd.daemon.api.daemon import Accounts
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError

@@ -1,4 +1,4 @@
-"""Verbs about jobs and the daemon itself, one method each."""
+"""Verbs about jobs, one method each; dry runs are the scheduler's own pass over a copy of its state."""
 
 from __future__ import annotations
 
@@ -6,26 +6,31 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from heapq import nlargest
 from typing import Any
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import msgspec
 from msgspec.structs import asdict
 from msgspec.structs import replace as replace_fields
 
 from clusterd import projection, rows
 from clusterd.config import Config
+from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.allocation.requirements import misfit
+from clusterd.core.events import JobSubmitted
 from clusterd.core.queueing import admission
-from clusterd.core.state import Job
+from clusterd.core.scheduler import Scheduler
+from clusterd.core.state import Job, State
 from clusterd.core.timers import Timer, TimerKind
+from clusterd.core.view import Policy
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.accounts import Accounts
-from clusterd.daemon.api.dry_run import rehearse
+from clusterd.daemon.api.daemon import Accounts
 from clusterd.daemon.api.validation import refuse_booking, refuse_malformed, refuse_secrets, refuse_unsatisfiable
 from clusterd.daemon.api.watch import Baselines, Change, Feed, SharedRow
 from clusterd.daemon.api.workdirs import WorkdirVerbs
@@ -419,3 +424,46 @@ def _cancellable(engine: Engine, peer: Peer, job: str) -> Job:
     known = admission.find_own_job(engine.state, job, peer.user, peer.is_operator, ends=True)
     admission.refuse_if_over(known)
     return known
+
+
+async def rehearse(scheduler: Scheduler, events: Sequence[JobSubmitted]) -> list[rows.DryRun]:
+    """Outcome for each of these jobs if they were submitted now; nothing is kept or carried out."""
+    state, policy = codec.encode(scheduler.state), deepcopy(scheduler.policy)
+    return await anyio.to_thread.run_sync(outcomes, state, policy, events)
+
+
+def outcomes(state: bytes, policy: Policy, events: Sequence[JobSubmitted]) -> list[rows.DryRun]:
+    """Outcome for each job; changes `policy`."""
+    copy = Scheduler(policy)
+    copy.state = codec.state(state)
+    copy.state.passed_s = None  # a submit may have to wait for its pass: this is that pass
+    decisions = copy.handle(*events)
+    changes = _changes(copy.state, decisions, {event.job for event in events})
+    return [_outcome(copy.state, event.job, decisions, changes) for event in events]
+
+
+def _outcome(
+    state: State, job: JobId, decisions: Sequence[d.Decision], changes: dict[str, tuple[rows.SubmittedJob, ...]]
+) -> rows.DryRun:
+    """State of a submitted job after the pass: where it starts, or its place in the queue and what it waits for."""
+    known, start = state.jobs[job], d.LaunchAttempt.match(decisions, job=job)
+    place = projection.place_row(job, state)
+    return rows.DryRun(
+        starts=start is not None, state=known.state.value, reason=start.reason if start is not None else known.reason,
+        ranks=codec.plain(start.ranks) if start is not None else (), promise=projection.promise_row(job, state),
+        place=place.place, ahead=len(place.ahead), after=place.after, **changes,
+    )  # fmt: skip
+
+
+def _changes(
+    state: State, decisions: Sequence[d.Decision], submitted: set[JobId]
+) -> dict[str, tuple[rows.SubmittedJob, ...]]:
+    """Running jobs that the pass stops, and those that it migrates, live or through host memory."""
+    changes: dict[str, dict[JobId, rows.SubmittedJob]] = {"stops": {}, "migrates": {}}
+    for decision in decisions:
+        if isinstance(decision, d.StopAttempt | d.StartMigration) and decision.job not in submitted:
+            job = state.jobs[decision.job]
+            stops = isinstance(decision, d.StopAttempt) and (job.attempt is None or not job.attempt.pending_restart)
+            row = rows.SubmittedJob(id=job.id, name=job.spec.name, reason=decision.reason)
+            changes["stops" if stops else "migrates"].setdefault(job.id, row)
+    return {kind: tuple(affected.values()) for kind, affected in changes.items()}

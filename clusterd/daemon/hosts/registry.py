@@ -17,20 +17,20 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.lifecycle.reconcile import needs_action
 from clusterd.daemon.hosts import facts
-from clusterd.daemon.hosts.account_links import AccountLinks, MakeLink
 from clusterd.daemon.hosts.facts import OutsideProcess
 from clusterd.daemon.hosts.launch_records import LaunchRecord, LaunchRecords, secret_rows
 from clusterd.daemon.hosts.links import (
+    AccountLinks,
     AgentOwners,
     DroppedMessages,
     LinkFailures,
+    MakeLink,
     agent_identity,
     ip_address,
     keep_running,
     shut_down,
 )
-from clusterd.daemon.hosts.progress import Progress
-from clusterd.daemon.hosts.reports import HostDown, HostUp, PendingReplies, Reports
+from clusterd.daemon.hosts.reports import HostDown, HostUp, PendingReplies, Progress, Reports
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
 from clusterd.daemon.journal.secrets_key import SECRETS_KEY, SecretsKey

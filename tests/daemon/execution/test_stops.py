@@ -11,8 +11,8 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.daemon.execution import stops as module
-from clusterd.daemon.execution.stops import Stops
+from clusterd.daemon.execution import executor as module
+from clusterd.daemon.execution.executor import Stops
 from clusterd.errors import AgentLost, HostError
 from clusterd.protocol.requests import Stopped, StopRanks
 from tests.conftest import RunningCluster

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 
 from clusterd.core import events as e
-from clusterd.daemon.hosts.progress import Progress
+from clusterd.daemon.hosts.reports import Progress
 from clusterd.errors import ClusterError
 from clusterd.protocol import agent
 from clusterd.types import HostId
