@@ -17,8 +17,7 @@ from typing import Annotated, Any, TypeVar
 from clusterd import keys as k
 from clusterd.errors import ConfigError, UsageError
 from clusterd.keys import Key, data_folders
-from clusterd.mistakes import refuse_mistakes
-from clusterd.toml import check_keys, read_toml
+from clusterd.toml import check_keys, read_toml, refuse_mistakes
 from clusterd.trusted_paths import UnsafePath, check_file
 from clusterd.types import Limits, Reclaim, Tenant
 

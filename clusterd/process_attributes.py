@@ -1,12 +1,17 @@
-"""Attributes of this process that agents, ranks and the daemon set: file creation mask, priority of background threads.
+"""Attributes of processes that agents, ranks and the daemon set: file creation mask, priority of threads, seeds.
 
-Files of daemon and agent are private, while processes of users keep the user's mask.
+Files of daemon and agent are private, while processes of users keep the user's mask. Every process of a job starts its
+script under seeds that the job determines, so that draws before training are alike everywhere: a split or a shuffle
+that a script draws when it loads its data must be the same on all ranks and in later attempts.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import sys
 import threading
+import zlib
 
 BACKGROUND_NICENESS = 10
 """Positive, since a delayed rank delays all other ranks of its job."""
@@ -29,3 +34,20 @@ def lower_priority() -> None:
     """Lower the priority of the calling thread, below that of training, for the rest of its life."""
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, max(BACKGROUND_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+
+
+SEED_VARIABLE = "CLUSTERD_SEED_OF"
+"""Environment variable of a rank: the job that determines its seed, its own or the one that it continues."""
+
+HASH_SEED = "0"
+"""PYTHONHASHSEED of ranks. The same for all jobs: forks have that of their fork server, and jobs share one."""
+
+
+def seed_generators(job: str) -> None:
+    """Seed Python's, NumPy's and torch's global generators, as far as imported, with a number that `job` determines."""
+    seed = zlib.crc32(f"clusterd {job}".encode())
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from datetime import time as clock_time
@@ -185,6 +185,27 @@ def has_capability(there: str, conditions: str) -> bool:
 def counted(count: int, noun: str) -> str:
     """Format a number with its noun: ``1 device``, ``2 devices``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def compact_devices(devices: Iterable[str | None]) -> str:
+    """Device ranges by host, as in ``gpu01:gpu0-3 gpu02:gpu1``."""
+    by_kind: dict[tuple[str, str], list[int]] = {}
+    for device in devices:
+        host, _, local = (device or "").rpartition(":")
+        kind = local.rstrip("0123456789")
+        if number := local[len(kind) :]:
+            by_kind.setdefault((host, kind), []).append(int(number))
+    parts = []
+    for (host, kind), numbers in by_kind.items():
+        runs: list[list[int]] = []
+        for each in sorted(numbers):
+            if runs and runs[-1][-1] == each - 1:
+                runs[-1].append(each)
+            else:
+                runs.append([each])
+        ranges = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        parts.append(f"{host}:{kind}{ranges}")
+    return " ".join(parts)
 
 
 def duration(seconds: float) -> str:

@@ -13,7 +13,6 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import MISSING
 from itertools import groupby
 from pathlib import Path
@@ -22,12 +21,12 @@ import click
 import msgspec
 
 from clusterd import rows
+from clusterd.cli.help import PAGE as TROUBLE
+from clusterd.cli.help import page
 from clusterd.cli.main import cli
-from clusterd.cli.man import page
-from clusterd.cli.trouble import PAGE as TROUBLE
 from clusterd.daemon import api
 from clusterd.daemon.access import RULES, Callers, Others
-from clusterd.daemon.api import job_logs
+from clusterd.daemon.api.server import verbs_of
 from clusterd.submission.job_file import job_keys
 
 PAGE = Path(__file__).with_name("client.md")
@@ -44,26 +43,12 @@ ROW = re.compile(r"^\| `(\w+)\(([\w, ]*)\)`", re.MULTILINE)
 
 def arguments() -> dict[str, str]:
     """Arguments of each verb: the parameters behind the peer, which the server adds."""
-    found = {"logs": _parameters(job_logs.JobLogs.follow)}
-    for kind in _classes():
-        for name, verb in inspect.getmembers(kind, inspect.isfunction):
-            is_verb = inspect.iscoroutinefunction(verb) or inspect.isasyncgenfunction(verb)
-            if is_verb and not name.startswith("_") and list(inspect.signature(verb).parameters)[1:2] == ["peer"]:
-                found[name] = _parameters(verb)
-    return found
-
-
-def _classes() -> Iterator[type]:
-    """Classes of the API that have verbs or streams."""
+    found = {}
     for module in pkgutil.iter_modules(api.__path__):
-        found = importlib.import_module(f"{api.__name__}.{module.name}")
-        for _, kind in inspect.getmembers(found, inspect.isclass):
-            if kind.__module__ == found.__name__ and (hasattr(kind, "verbs") or hasattr(kind, "streams")):
-                yield kind
-
-
-def _parameters(verb: object) -> str:
-    return ", ".join(list(inspect.signature(verb).parameters)[2:])  # type: ignore[arg-type]
+        for _, kind in inspect.getmembers(importlib.import_module(f"{api.__name__}.{module.name}"), inspect.isclass):
+            for verb in verbs_of(kind):
+                found[verb] = ", ".join(list(inspect.signature(getattr(kind, verb)).parameters)[2:])
+    return found
 
 
 def rules() -> str:

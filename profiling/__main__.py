@@ -19,8 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from clusterd.profiling.evaluate import AIMS, default_method, evaluate, met
-from clusterd.profiling.predictability.evaluation import judge
-from clusterd.profiling.predictability.job_table import read_jobs
+from clusterd.profiling.predictability import judge, read_jobs
 from clusterd.profiling.table import TableError, is_table, read_table
 
 

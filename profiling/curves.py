@@ -116,7 +116,6 @@ def over_cores(
     plans: Sequence[Plan],
     allocation: Allocation,
     cores: Iterable[int],
-    fits: Fits | None = None,
 ) -> Curve:
     """Throughput over the total number of CPU cores, on the devices of `allocation`; `cores`: cores per host."""
     choices = [
@@ -128,7 +127,7 @@ def over_cores(
         for n in cores
         if n > 0
     ]
-    return envelope("cores", best_points(fit, workload, choices, fits))
+    return envelope("cores", best_points(fit, workload, choices))
 
 
 def over_host_memory(

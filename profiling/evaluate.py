@@ -347,9 +347,11 @@ def variants(method: Method) -> list[Method]:
     ]
 
 
-def leave_one_model_out(
-    models: Mapping[str, Sequence[Measured]], *, budget: int, method: Method, seeds: int = 3
-) -> float | None:
+SEEDS = 3
+"""Runs of one variant, whose errors are averaged."""
+
+
+def leave_one_model_out(models: Mapping[str, Sequence[Measured]], *, budget: int, method: Method) -> float | None:
     """Mean error of each model under the variant that is best for the *other* models; None with fewer than two."""
     if len(models) < 2:
         return None
@@ -358,7 +360,7 @@ def leave_one_model_out(
         errors[name] = []
         for variant in variants(method):
             of_seeds = []
-            for seed in range(seeds):
+            for seed in range(SEEDS):
                 outcome = profile(rows, variant, budget, seed)
                 of_seeds.append(float(np.abs(outcome.errors[outcome.held_out]).mean()))
             errors[name].append(fmean(of_seeds))

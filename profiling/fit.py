@@ -329,17 +329,20 @@ def _rough(rows: Rows, target: Array, prior: Prior, structure: Structure) -> Arr
     return np.asarray(tries[int(np.argmin(off + 0.5 * (steps**2).sum(axis=-1) / max(len(rows), 1)))])
 
 
-def share_hardware(prior: Prior, fits: Mapping[str, Fit], *, discount: float = 1.3) -> Prior:
+OF_OTHER_MODELS = 1.3
+"""Factor on the standard deviations of what was fitted for other models."""
+
+
+def share_hardware(prior: Prior, fits: Mapping[str, Fit]) -> Prior:
     """Prior for a model on hardware on which other models were measured.
 
     Only coefficients of the hardware are shared: efficiency and overlap differ between models.
 
     Args:
         fits: of the other models, by name.
-        discount: factor on their standard deviations.
     """
     for index in HARDWARE:
-        prior = _told(prior, index, [(known, 0.0, ALL[index].varies) for known in fits.values()], discount)
+        prior = _told(prior, index, [(known, 0.0, ALL[index].varies) for known in fits.values()], OF_OTHER_MODELS)
     return prior
 
 

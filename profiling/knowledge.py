@@ -237,4 +237,4 @@ def rivals(choices: Sequence[Ranked]) -> list[Rival]:
 
 def workload_of(model: ModelShape) -> Workload:
     """Workload of a model, for the performance model."""
-    return replace(Workload.from_shape(model), name="model")
+    return Workload.from_shape(model)

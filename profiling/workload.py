@@ -60,7 +60,7 @@ class Workload:
         )
 
     @classmethod
-    def from_shape(cls, shape: ModelShape, name: str = "model", *, global_batch: int | None = None) -> Workload:
+    def from_shape(cls, shape: ModelShape, name: str = "model") -> Workload:
         """Workload from the shape of a model that a rank has inspected."""
         trainable = [p for p in shape.parameters if p.trainable]
         size_bytes = sum(p.size_bytes for p in trainable)
@@ -70,7 +70,7 @@ class Workload:
         return cls(
             name=name,
             parameters=max(count, 1),
-            global_batch=shape.global_batch if global_batch is None else global_batch,
+            global_batch=shape.global_batch,
             layers=max(blocks or len(shape.layers), 1),
             flops_per_sample=float(shape.flops),
             boundary_bytes=float(max(inner, default=0)),

@@ -15,12 +15,12 @@ import pytest
 
 from clusterd import config as configuration
 from clusterd import projection
+from clusterd.cli.head_node.schemas import CheckpointKeys, JobKeys, LimitKeys, ResourceKeys
 from clusterd.cli.main import cli
 from clusterd.core import events as e
 from clusterd.core.state import Migration
 from clusterd.plans.plan import Plan
 from clusterd.rows import plain
-from clusterd.submission.job_keys import CheckpointKeys, JobKeys, LimitKeys, ResourceKeys
 from clusterd.types import DeviceClaim, DeviceId, HostId, Tenant
 from clusterd.units import TIMES
 from docs import charts

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import cached_property, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from textual.app import ComposeResult, SystemCommand
@@ -20,12 +21,10 @@ from clusterd.tui.model.lines import Line, line, printable, wrap
 from clusterd.tui.model.model import Touched
 from clusterd.tui.model.state_styles import Look
 from clusterd.tui.model.view import Link
-from clusterd.tui.screens.base import Board, TableBoard
-from clusterd.tui.screens.footer import footer, playback_line
-from clusterd.tui.source.context import Context
+from clusterd.tui.screens.base import Board, TableBoard, footer, playback_line
 from clusterd.tui.source.feed import REFRESH_S, Feed
-from clusterd.tui.source.sources import Source
-from clusterd.tui.widgets.plain_text import PlainTextApp
+from clusterd.tui.source.sources import Context, Source
+from clusterd.tui.widgets.painting import PlainTextApp
 from clusterd.tui.widgets.table import Table
 from clusterd.tui.widgets.text_pane import Bar
 
@@ -409,26 +408,18 @@ class Top(PlainTextApp):
         self._run(message.action)
 
 
+BOARDS = {
+    "fleet": ("fleet", "FleetBoard"),
+    "queue": ("queue", "QueueBoard"),
+    "job": ("job", "JobBoard"),
+    "decisions": ("streams", "DecisionsBoard"),
+    "events": ("streams", "EventsBoard"),
+}
+"""Module and class of each screen."""
+
+
 def make_board(name: str, context: Context) -> Board:
     """Create the screen of this name; its module is imported on first use."""
-    match name:
-        case "fleet":
-            from clusterd.tui.screens.fleet import FleetBoard
-
-            return FleetBoard(name, context)
-        case "queue":
-            from clusterd.tui.screens.queue import QueueBoard
-
-            return QueueBoard(name, context)
-        case "job":
-            from clusterd.tui.screens.job import JobBoard
-
-            return JobBoard(name, context)
-        case "decisions":
-            from clusterd.tui.screens.streams import DecisionsBoard
-
-            return DecisionsBoard(name, context)
-        case _:
-            from clusterd.tui.screens.streams import EventsBoard
-
-            return EventsBoard(name, context)
+    module, kind = BOARDS[name]
+    made: Board = getattr(import_module(f"clusterd.tui.screens.{module}"), kind)(name, context)
+    return made

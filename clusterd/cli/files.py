@@ -13,9 +13,8 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import own_jobs, time_s
-from clusterd.cli.common.completers import complete_job
-from clusterd.cli.common.output import ago, note, output_option, print_line, raise_all, show_json, show_table
+from clusterd.cli.common.arguments import complete_job, own_jobs, time_s
+from clusterd.cli.common.output import ago, note, output_option, print_line, raise_all, show_table, shown_as
 from clusterd.client import Client
 from clusterd.errors import ClusterError, TryLater, UsageError
 from clusterd.units import counted, size
@@ -79,8 +78,7 @@ def _list(listing: dict[str, Any], output: str) -> None:
         raise TryLater(
             f"whether {listing['name']} has written files is unknown until {_unreachable(listing)} can be reached"
         )
-    if output != "table":
-        show_json(listing["files"], output)
+    if shown_as(output, listing["files"]):
         return
     rows = [[f["path"], size(f["bytes"]), f"{ago(f['at_s'])} ago", f["host"]] for f in listing["files"]]
     show_table(

@@ -10,9 +10,8 @@ from typing import Any
 import click
 
 from clusterd import config as configuration
-from clusterd.cli.common.arguments import time_s
-from clusterd.cli.common.completers import complete_host, complete_job
-from clusterd.cli.common.output import note, output_option, print_line, show_json
+from clusterd.cli.common.arguments import complete_host, complete_job, time_s
+from clusterd.cli.common.output import note, output_option, print_line, shown_as
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 
@@ -42,8 +41,7 @@ def history(since: str, job: str | None, host: str | None, verbose: bool, output
     rows = [row for row in rows if verbose or not row["routine"]]
     rows = [row for row in rows if wanted is None or row.get("job") == wanted]
     rows = sorted((row for row in rows if host is None or row.get("host") == host), key=_order)
-    if output != "table":
-        show_json(rows, output)
+    if shown_as(output, rows):
         return
     oldest_s = max((page[0]["at_s"] for page in answer.values() if len(page) >= ROWS_MAX), default=0.0)
     if oldest_s > begin_s:

@@ -1,28 +1,38 @@
-"""``clusterd host``: add, list, check, drain and remove hosts."""
+"""``clusterd host`` and ``agent``: add, list, check, drain and remove hosts, and join a cluster from one."""
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import sys
-from collections.abc import Callable
+import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import click
 
-from clusterd.cli.common.completers import complete_host
-from clusterd.cli.common.expected import PLAYING, print_effect, quantiles_cell
+from clusterd import config
+from clusterd.cli.common.arguments import complete_host, point_in_time_s, time_s
 from clusterd.cli.common.output import (
+    PLAYING,
     ago,
+    for_each,
     held_for,
     note,
     output_option,
+    print_effect,
     print_line,
+    quantiles_cell,
     raise_all,
     show_json,
     show_table,
+    shown_as,
 )
 from clusterd.client import Client
 from clusterd.config import DEVICES_MAX
-from clusterd.errors import ClusterError
+from clusterd.errors import ClusterError, UsageError
 from clusterd.units import counted, size
 
 
@@ -39,21 +49,23 @@ def host() -> None:
 @click.option("--no-wait", is_flag=True, help="Do not wait until the host is up.")
 def add(addresses: tuple[str, ...], yes: bool, cpu_devices: int | None, labels: tuple[str, ...], no_wait: bool) -> None:
     """Add hosts that `ssh HOST` reaches. An unknown host key is shown for confirmation."""
-    options = {"cpu_devices": cpu_devices, "labels": list(labels) or None}
-    failures: list[ClusterError] = []
+    options = _host_options(cpu_devices, labels)
     with Client() as cluster:
-        for address in addresses:
-            try:
-                accept = _agreed(cluster, address, yes)
-                given = {key: value for key, value in options.items() if value is not None}
-                name = cluster.call("host_add", address=address, accept=accept, options=given)["name"]
-                if no_wait:
-                    note(f"{name} is added")
-                else:
-                    _wait_until_up(cluster, name)
-            except ClusterError as error:
-                failures.append(error)
-    raise_all(failures)
+
+        def add_one(address: str) -> None:
+            accept = _agreed(cluster, address, yes)
+            name = cluster.call("host_add", address=address, accept=accept, options=options)["name"]
+            if no_wait:
+                note(f"{name} is added")
+            else:
+                _wait_until_up(cluster, name)
+
+        for_each(addresses, add_one)
+
+
+def _host_options(cpu_devices: int | None, labels: tuple[str, ...]) -> dict[str, Any]:
+    options = {"cpu_devices": cpu_devices, "labels": list(labels) or None}
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def _agreed(cluster: Client, address: str, yes: bool) -> list[str]:
@@ -87,11 +99,7 @@ def _wait_until_up(cluster: Client, name: str) -> None:
 
 
 def _offers(row: dict[str, Any]) -> str:
-    kinds: dict[str, int] = {}
-    for device in row["devices"]:
-        kinds[device["name"] if device["kind"] == "cuda" else "CPU device"] = (
-            kinds.get(device["name"] if device["kind"] == "cuda" else "CPU device", 0) + 1
-        )
+    kinds = Counter(device["name"] if device["kind"] == "cuda" else "CPU device" for device in row["devices"])
     devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "no devices"
     return f"{devices}; {row['cpu_cores']} cores, {size(row['memory_bytes'])}"
 
@@ -102,8 +110,7 @@ def ls(output: str) -> None:
     """List hosts with state, capacity and jobs."""
     with Client() as cluster:
         rows = cluster.call("hosts")
-    if output != "table":
-        show_json(rows, output)
+    if shown_as(output, rows):
         return
     lines: list[list[Any]] = []
     for row in rows:
@@ -161,8 +168,7 @@ def show(name: str, output: str) -> None:
     """Show all details of one host."""
     with Client() as cluster:
         row = cluster.call("host", host=name)
-    if output != "table":
-        show_json(row, output)
+    if shown_as(output, row):
         return
     facts = row["link"].get("facts", {})
     print_line(f"{row['name']}  {row['state']}{': ' + row['why'] if row['why'] else ''}")
@@ -242,50 +248,41 @@ def drain(names: tuple[str, ...], why: str, when_idle: bool, dry_run: bool) -> N
 @click.argument("names", nargs=-1, required=True, shell_complete=complete_host)
 def undrain(names: tuple[str, ...]) -> None:
     """Return drained hosts to service."""
+    with Client() as cluster:
 
-    def one(cluster: Client, name: str) -> str:
-        cluster.call("host_undrain", host=name)
-        return f"{name} is undrained"
+        def undrain_one(name: str) -> None:
+            cluster.call("host_undrain", host=name)
+            note(f"{name} is undrained")
 
-    _each(names, one)
+        for_each(names, undrain_one)
 
 
 @host.command()
 @click.argument("names", nargs=-1, required=True, shell_complete=complete_host)
 def remove(names: tuple[str, ...]) -> None:
     """Remove idle hosts from the cluster."""
+    with Client() as cluster:
+        for_each(names, lambda name: note(_remove(cluster, name)))
 
-    def one(cluster: Client, name: str) -> str:
-        answer = cluster.call("host_remove", host=name)
-        for account, why in answer.get("agents_left", {}).items():  # absent from the reply of an older daemon
-            note(f"an agent of {account} may still run on {name}, which could not be asked: {why}")
-        left = answer.get("left", ())
-        if not left and answer.get("agent_left"):
-            return (
-                f"{name} is removed; it could not be reached, and its idle agent is still running there: "
-                f"to end it, clusterd host add {name}, and remove it again once it is up"
-            )
-        if not left:
-            return f"{name} is removed"
+
+def _remove(cluster: Client, name: str) -> str:
+    """Remove a host; returns what became of it."""
+    answer = cluster.call("host_remove", host=name)
+    for account, why in answer.get("agents_left", {}).items():  # absent from the reply of an older daemon
+        note(f"an agent of {account} may still run on {name}, which could not be asked: {why}")
+    left = answer.get("left", ())
+    if left:
         named = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
         return (
             f"{name} is removed; it was lost, and may still run {named}: "
             f"clusterd host add {name} ends them, once it can be reached"
         )
-
-    _each(names, one)
-
-
-def _each(names: tuple[str, ...], one: Callable[[Client, str], str]) -> None:
-    """Apply `one` to every host and print its result; then raise the refusals."""
-    failures: list[ClusterError] = []
-    with Client() as cluster:
-        for name in names:
-            try:
-                note(one(cluster, name))
-            except ClusterError as error:
-                failures.append(error)
-    raise_all(failures)
+    if answer.get("agent_left"):
+        return (
+            f"{name} is removed; it could not be reached, and its idle agent is still running there: "
+            f"to end it, clusterd host add {name}, and remove it again once it is up"
+        )
+    return f"{name} is removed"
 
 
 @host.command()
@@ -305,3 +302,58 @@ def trust(name: str, yes: bool) -> None:
         if not address.startswith(("local:", "joined:")):  # which have no key of their own
             cluster.call("host_trust", host=name, accept=accept)  # dials at once, also without a new key
         note(f"{name}'s new key is trusted; connecting again" if accept else f"{name} has the known key")
+
+
+END_VARIABLE = "SLURM_JOB_END_TIME"
+
+
+@click.command()
+@click.option("--join", "head", required=True, metavar="ssh://HEAD", help="Head node, as in CLUSTERD_HOST.")
+@click.option("--name", help="Name in the cluster; default: the host name, with a number where that is taken.")
+@click.option("--until", metavar="TIME", help="End: 18:00, '2026-12-24 08:00' or +2h; default: that of a Slurm job.")
+@click.option(
+    "--margin", default="5m", metavar="TIME", help="Drain the host this long before its end.", show_default=True
+)
+@click.option("--cpu-devices", type=click.IntRange(0, DEVICES_MAX), help="Number of CPU devices to offer.")
+@click.option("--label", "labels", multiple=True, help="For constraints of jobs, as in nvlink; may be repeated.")
+def agent(
+    head: str, name: str | None, until: str | None, margin: str, cpu_devices: int | None, labels: tuple[str, ...]
+) -> None:
+    """Make this machine a host, without a login from the head node: for allocations, pods and machines behind NAT.
+
+    Runs in the foreground and connects out by `ssh HEAD`. The host offers the GPUs, cores and memory that this process
+    may use. Ctrl-C or SIGTERM takes it out of the cluster: its jobs are queued again.
+
+    \b
+    clusterd agent --join ssh://head
+    sbatch --gres=gpu:4 --time=8:00:00 --wrap 'clusterd agent --join ssh://head'
+    """
+    import anyio
+
+    from clusterd.ssh.joining import Joining, Slot, Wanted
+
+    here = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()) or "host"
+    wanted = Wanted(
+        name=name or here.partition(".")[0],
+        is_exact=name is not None,
+        options=_host_options(cpu_devices, labels),
+        until_s=_end_s(until),
+        margin_s=time_s("--margin", margin),
+    )
+    root = Path(config.state_dir()) / "joined" / here
+    anyio.run(Joining(head, wanted, Slot(root), note).run)
+
+
+def _end_s(until: str | None) -> float | None:
+    """Wall clock of the end: as given, or that of the Slurm job around this process.
+
+    Raises:
+        UsageError: it is over already, or is no time.
+    """
+    if until is not None:
+        end_s = point_in_time_s("--until", until)
+        if end_s <= time.time():
+            raise UsageError(f"--until {until} is over already")
+        return end_s
+    text = os.environ.get(END_VARIABLE, "")
+    return float(text) if text.isdigit() else None

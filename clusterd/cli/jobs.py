@@ -11,29 +11,30 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import is_found, job_or_tasks, note_array, own_jobs, time_s
-from clusterd.cli.common.completers import complete_job
-from clusterd.cli.common.expected import clock, expected_cell
+from clusterd.cli.common.arguments import complete_job, is_found, job_or_tasks, note_array, own_jobs, time_s
 from clusterd.cli.common.following import first_failure, show_logs, until_over, wait_for
 from clusterd.cli.common.output import (
     ago,
-    compact_devices,
+    clock,
     escaped,
     exit_when_closed,
+    expected_cell,
+    for_each,
     note,
     output_option,
     print_line,
     raise_all,
     show_json,
     show_table,
+    shown_as,
     state_and_reason,
     use_colour,
 )
-from clusterd.cli.trouble import with_key
+from clusterd.cli.help import with_key
 from clusterd.client import Client, refusal
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.calls import Failure
-from clusterd.units import counted, duration, expected_text, start_text
+from clusterd.units import compact_devices, counted, duration, expected_text, start_text
 
 SILENT_S, SILENT_STEPS = 60.0, 20
 """A job counts as silent after this long and this many step times without a step."""
@@ -84,8 +85,7 @@ def ls(
         rows = [row for row in rows if row["state"] == state]
     rows = [row for row in rows if user in (None, row["user"]) and row["submitted_s"] >= begin_s]
     rows = rows if limit is None else sorted(rows, key=lambda row: float(row["submitted_s"]))[-limit:]
-    if output != "table":
-        show_json(rows, output)
+    if shown_as(output, rows):
         return
     if said := status.get("notice"):  # absent from the reply of an older daemon
         note(f"notice of {said}")
@@ -204,8 +204,7 @@ def show(job: str, output: str) -> None:
         row = cluster.call("job", job=job)
         note_array(row, job)
         row |= newest_metrics(cluster, row)
-    if output != "table":
-        show_json(row, output)
+    if shown_as(output, row):
         return
     from clusterd.rows import SEARCHED  # imported only if needed: the command line starts faster without
 
@@ -480,15 +479,13 @@ def _each(verb: str, jobs: tuple[str, ...], done: str, accept: Callable[[dict[st
     Args:
         accept: tasks of an array, and jobs of a pattern, that the verb concerns.
     """
-    failures: list[ClusterError] = []
     with Client() as cluster:
-        for job in own_jobs(cluster, jobs, over=False, accept=accept):
-            try:
-                row = cluster.call(verb, job=job, **others)
-                note(f"{row['id']} ({row['name']}) {done or _paused(row)}")
-            except ClusterError as error:
-                failures.append(error)
-    raise_all(failures)
+
+        def act(job: str) -> None:
+            row = cluster.call(verb, job=job, **others)
+            note(f"{row['id']} ({row['name']}) {done or _paused(row)}")
+
+        for_each(own_jobs(cluster, jobs, over=False, accept=accept), act)
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
@@ -527,8 +524,7 @@ def why(job: str, output: str) -> None:
     with Client() as cluster:
         answer = cluster.call("why", job=job)
     note_array(answer, job)
-    if output != "table":
-        show_json(answer, output)
+    if shown_as(output, answer):
         return
     text = escaped(with_key(f"{answer['name']} ({answer['id']}) is {state_and_reason(answer)}"))
     print(click.style(text, bold=True) if use_colour() else text)

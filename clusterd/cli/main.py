@@ -15,7 +15,7 @@ import click
 
 from clusterd import __version__
 from clusterd.cli.common.output import HUNG_UP, drop_output, escaped, is_unread
-from clusterd.cli.examples import add_examples
+from clusterd.cli.help import add_examples
 from clusterd.errors import ClusterError
 from clusterd.trusted_paths import UnsafePath
 
@@ -24,16 +24,16 @@ _GROUPS = {
     "Jobs": {
         "submit": ("submit", "submit", "Submit a job file; prints the job's id."),
         "run": ("submit", "run", "Run a command on the cluster: streams its log, returns its exit code."),
-        "shell": ("interactive.shell", "shell", "Open a shell with its own devices, or inside a running job."),
+        "shell": ("shell", "shell", "Open a shell with its own devices, or inside a running job."),
         "ls": ("jobs", "ls", "List jobs."),
-        "when": ("queue.when", "when", "Compare when a job would start and end, before submitting it."),
+        "when": ("queue.calendar", "when", "Compare when a job would start and end, before submitting it."),
         "why": ("jobs", "why", "Explain a job's state."),
         "show": ("jobs", "show", "Show all details of one job."),
         "logs": ("jobs", "logs", "Print a job's output."),
         "wait": ("jobs", "wait", "Wait for jobs; returns the exit code of the first that failed."),
         "cancel": ("jobs", "cancel", "Cancel jobs and free their devices."),
         "get": ("files", "get", "Copy files that a job wrote, from any host."),
-        "results": ("queue.results", "results", "Show the tasks of an array or sweep with what they measured."),
+        "results": ("queue.report", "results", "Show the tasks of an array or sweep with what they measured."),
         "edit": ("queue.edit", "edit", "Change what a job asks for: time limit, devices, name."),
         "priority": ("jobs", "priority", "Change a job's priority."),
         "hold": ("jobs", "hold", "Keep queued jobs from starting."),
@@ -45,18 +45,18 @@ _GROUPS = {
         "resume": ("queue.edit", "resume", "Go on from where a job ended, with another limit or more steps."),
         "forget": ("files", "forget", "Delete logs and files of finished jobs."),
         "template": ("submit", "template", "Print a job file for torchrun, accelerate, deepspeed or torchtitan."),
-        "notebook": ("interactive.notebook", "notebook", "Run Jupyter Lab as a job, and open it from this machine."),
-        "forward": ("interactive.forward", "forward", "Make ports of a job's host reachable on this machine."),
-        "ssh-config": ("interactive.forward", "ssh_config", "Print an OpenSSH block for the host of a job."),
+        "notebook": ("forward", "notebook", "Run Jupyter Lab as a job, and open it from this machine."),
+        "forward": ("forward", "forward", "Make ports of a job's host reachable on this machine."),
+        "ssh-config": ("forward", "ssh_config", "Print an OpenSSH block for the host of a job."),
     },
     "Plans of training jobs": {
-        "estimate": ("speed", "estimate", "Estimate a job's plans and duration before submitting it."),
-        "plans": ("speed", "plans", "Rank a job's plans, and explain excluded ones."),
-        "profile": ("speed", "profile", "Show measurements and fitted performance of a job's model."),
-        "migrate": ("migrate", "migrate", "Move a running job to another plan or other devices, in memory."),
-        "checkpoint": ("migrate", "checkpoint", "Write a running job's state to disk."),
-        "unpin": ("migrate", "unpin", "Let the scheduler choose a job's plan again."),
-        "measurements": ("speed", "measurements", "Export and import measured step times."),
+        "estimate": ("plans", "estimate", "Estimate a job's plans and duration before submitting it."),
+        "plans": ("plans", "plans", "Rank a job's plans, and explain excluded ones."),
+        "profile": ("plans", "profile", "Show measurements and fitted performance of a job's model."),
+        "migrate": ("plans", "migrate", "Move a running job to another plan or other devices, in memory."),
+        "checkpoint": ("plans", "checkpoint", "Write a running job's state to disk."),
+        "unpin": ("plans", "unpin", "Let the scheduler choose a job's plan again."),
+        "measurements": ("plans", "measurements", "Export and import measured step times."),
     },
     "Hosts": {
         "host": ("hosts", "host", "Add, list, drain and remove hosts."),
@@ -64,7 +64,7 @@ _GROUPS = {
         "claim": ("queue.claims", "claim", "Keep devices from the scheduler for some time."),
         "calendar": ("queue.calendar", "calendar", "Show who is expected where."),
         "book": ("queue.claims", "book", "Book devices ahead for your jobs."),
-        "agent": ("head_node.agent", "agent", "Join a cluster from this machine, as from an allocation of Slurm."),
+        "agent": ("hosts", "agent", "Join a cluster from this machine, as from an allocation of Slurm."),
     },
     "Cluster": {
         "start": ("head_node.daemon", "start", "Start the daemon."),
@@ -84,12 +84,12 @@ _GROUPS = {
     },
     "Research": {
         "simulate": ("simulate", "simulate", "Simulate a workload under several policies and compare them."),
-        "advise": ("advise", "advise", "Answer scheduling situations, one JSON object per line."),
+        "advise": ("simulate", "advise", "Answer scheduling situations, one JSON object per line."),
     },
     "This program": {
-        "help": ("trouble", "help_command", "Explain a message by its key: cause and remedy."),
-        "man": ("man", "man", "Print the manual page of all commands."),
-        "completion": ("completion", "completion", "Print the shell's completion script."),
+        "help": ("help", "help_command", "Explain a message by its key: cause and remedy."),
+        "man": ("help", "man", "Print the manual page of all commands."),
+        "completion": ("help", "completion", "Print the shell's completion script."),
     },
 }
 
@@ -207,7 +207,7 @@ def main() -> None:
         code: Any = cli.main(standalone_mode=False)
         sys.stdout.flush()  # here, where a closed pipe can still be handled
     except ClusterError as error:
-        from clusterd.cli.trouble import with_key
+        from clusterd.cli.help import with_key
 
         lines = with_key(str(error)).splitlines() or [type(error).__name__]
         print("clusterd: " + "\n          ".join(map(escaped, lines)), file=sys.stderr)

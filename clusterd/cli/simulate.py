@@ -1,4 +1,4 @@
-"""``clusterd simulate``: the scheduler and published baselines on traces, under a virtual clock."""
+"""``clusterd simulate`` and ``advise``: the scheduler and published baselines on traces and on single situations."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from clusterd.simulate.setting import Setting
     from clusterd.simulate.truth import Truth
     from clusterd.simulate.workload import Workload
+
 
 _FIGURES = (
     ("average_completion_s", "average", "time"),
@@ -435,3 +436,27 @@ def _cell(value: Any, form: str) -> str:
     if form == "time":
         return duration(value)
     return f"{value:.0%}" if form == "share" else f"{value:.0f}" if form == "count" else f"{value:.2f}"
+
+
+@click.command()
+@click.option("--stdio", is_flag=True, required=True, help="Read situations from stdin, write answers to stdout.")
+@click.option("--policy", default="default", show_default=True, help="The scheduling policy.")
+def advise(stdio: bool, policy: str) -> None:
+    """Answer scheduling situations: allocation and plan of each job, with reasons (schema: docs/advise.md)."""
+    import json
+
+    from clusterd import advice
+    from clusterd.core.policies import POLICIES
+    from clusterd.errors import UsageError
+
+    if policy not in POLICIES:
+        raise UsageError(f"--policy {policy}: unknown policy; known ones are {', '.join(POLICIES)}")
+    chosen = POLICIES[policy]()
+    for number, line in enumerate(sys.stdin, 1):
+        if not line.strip():
+            continue
+        try:
+            answer = advice.advise(advice.read(line), chosen)
+        except UsageError as error:
+            raise UsageError(f"line {number}: {error}") from None
+        print(json.dumps(answer), flush=True)

@@ -11,12 +11,12 @@ from typing import Any
 import click
 
 from clusterd.cli.attached import attend, has_input
-from clusterd.cli.common.completers import complete_job
-from clusterd.cli.common.expected import expected_cell
+from clusterd.cli.common.arguments import complete_job
 from clusterd.cli.common.following import first_failure, until_over
 from clusterd.cli.common.job_options import given_values, job_options
 from clusterd.cli.common.output import (
     drop_output,
+    expected_cell,
     is_unread,
     note,
     output_option,
@@ -27,12 +27,12 @@ from clusterd.client import Client
 from clusterd.errors import UsageError
 from clusterd.protocol.launch import SCHEDULE_VARIABLE, STAGE_VARIABLE
 from clusterd.submission.batch_script import is_script, read_batch_script, read_script_text
-from clusterd.submission.job_edit import parse_fields
 from clusterd.submission.job_file import (
     Request,
     check_environment,
     command_line_job,
     fields_of,
+    parse_fields,
     parse_job,
     read_job_file,
     variables,

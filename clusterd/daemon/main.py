@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import logging
 import os
 import resource
@@ -24,54 +25,47 @@ from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.access import Access, Peer
-from clusterd.daemon.api.accounts import Accounts
-from clusterd.daemon.api.calendar import CalendarVerbs
-from clusterd.daemon.api.daemon import DaemonVerbs
+from clusterd.daemon.api.daemon import Accounts, DaemonVerbs
+from clusterd.daemon.api.files import BackupVerbs, FileVerbs, RetentionVerbs
 from clusterd.daemon.api.host_check import HostChecks
-from clusterd.daemon.api.hosts import JoinVerbs
+from clusterd.daemon.api.hosts import ClaimVerbs, HostVerbs, JoinVerbs
+from clusterd.daemon.api.job_logs import JobLogs
 from clusterd.daemon.api.jobs import JobVerbs
+from clusterd.daemon.api.migration import MigrationVerbs
 from clusterd.daemon.api.performance import PerformanceVerbs
-from clusterd.daemon.api.retention import BackupVerbs
-from clusterd.daemon.api.server import Server
+from clusterd.daemon.api.queue import QueueVerbs
+from clusterd.daemon.api.server import Server, verbs_of
 from clusterd.daemon.api.terminals import Terminals
-from clusterd.daemon.api.usage import UsageVerbs
+from clusterd.daemon.api.usage import CalendarVerbs, UsageVerbs
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.api.workdirs import WorkdirVerbs
 from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.execution.executor import Executor
 from clusterd.daemon.execution.launching import LaunchRequests
-from clusterd.daemon.execution.migrations import Migrations
+from clusterd.daemon.execution.migration import Migrations
 from clusterd.daemon.execution.model_description import ModelInspector
 from clusterd.daemon.forecasts.forecaster import Forecaster
 from clusterd.daemon.forecasts.outcomes import OutcomeStore
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.joined import JoinedHosts
-from clusterd.daemon.hosts.link_factory import LinkFactory
-from clusterd.daemon.hosts.local import local_hosts
+from clusterd.daemon.hosts.link_factory import LinkFactory, local_hosts
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
-from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.journal.engine import Engine, Timers
 from clusterd.daemon.journal.journal import Journal
-from clusterd.daemon.journal.leadership import take_the_lead
-from clusterd.daemon.journal.newest_event import BACKUP_OF, NewestEvent
-from clusterd.daemon.journal.timers import Timers
+from clusterd.daemon.journal.leadership import BACKUP_OF, NewestEvent, take_the_lead
 from clusterd.daemon.notifications import Notifier
-from clusterd.daemon.process import notify_systemd, only_instance, set_up_log
+from clusterd.daemon.process import guarded, notify_systemd, only_instance, set_up_log
 from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.daemon.profiling.profiler import Profiler
 from clusterd.daemon.profiling.submission_classifier import SubmissionClassifier
 from clusterd.daemon.rights import Rights
 from clusterd.daemon.settings import LiveSettings, refuse_unknown
-from clusterd.daemon.storage.archive import Archive
+from clusterd.daemon.storage.archive import Archive, LogTails
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.daemon.storage.backups import Backups
-from clusterd.daemon.storage.device_memory import SharedDeviceMemory
-from clusterd.daemon.storage.idle_jobs import IdleJobs
-from clusterd.daemon.storage.log_tails import LogTails
-from clusterd.daemon.storage.outside_processes import OutsideProcesses
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
-from clusterd.daemon.storage.usage import UsageStore
-from clusterd.daemon.unexpected import guarded
+from clusterd.daemon.storage.usage import IdleJobs, OutsideProcesses, SharedDeviceMemory, UsageStore
 from clusterd.daemon.web.pages import Pages
 from clusterd.errors import ClusterError, first_of
 from clusterd.process_attributes import make_files_private
@@ -79,8 +73,7 @@ from clusterd.protocol.agent import Progress, StateSnapshotTaken, Usage
 from clusterd.protocol.rank import FromRank
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
-from clusterd.ssh.hostkeys import HostKeys
-from clusterd.ssh.login_key import LoginKey
+from clusterd.ssh.hostkeys import HostKeys, LoginKey
 from clusterd.trusted_paths import UnsafePath
 
 log = logging.getLogger(__name__)
@@ -199,22 +192,36 @@ class Daemon:
             workdirs = WorkdirVerbs(archive, journal, state, config.workdir_bytes_max)
             daemon = DaemonVerbs(settings, engine, archived_jobs, feed, stop, pages_row)
             jobs = JobVerbs(
-                config, engine, hosts, archive, workdirs, archived_jobs, feed, enrolment, accounts, rights,
-                forecaster, daemon.status_row,
+                config, engine, hosts, archive, workdirs, archived_jobs, feed, accounts, rights, forecaster,
+                daemon.status_row,
             )  # fmt: skip
             performance = PerformanceVerbs(
                 engine, models, profiler.forget, measurements, jobs.admit, inspector.describe_unsubmitted
             )
             terminals = Terminals(engine, hosts, archive, feed)
-            checks = HostChecks(engine, hosts, accounts)
-            joins = JoinVerbs(config, joined, leader.daemon_id)
-            reports = UsageVerbs(usage, state, archived_jobs, outcomes)
-            calendar = CalendarVerbs(lambda: scheduler.state, forecaster.of, joined.ends_s)
-            groups = (
-                daemon, jobs, accounts, performance, terminals, checks, BackupVerbs(backups), reports, calendar, joins,
-            )  # fmt: skip
-            verbs = {verb: method for group in groups for verb, method in group.verbs.items()}
-            streams = {**jobs.streams, **terminals.streams, **joins.streams}
+            groups: tuple[object, ...] = (
+                daemon,
+                accounts,
+                jobs,
+                QueueVerbs(engine, hosts, archived_jobs, jobs.submit, rights),
+                MigrationVerbs(engine, hosts, feed),
+                JobLogs(engine, hosts, archive, feed),
+                terminals,
+                workdirs,
+                FileVerbs(engine, hosts),
+                RetentionVerbs(engine, hosts, archive, workdirs),
+                BackupVerbs(backups),
+                HostVerbs(engine, hosts, enrolment, forecaster),
+                HostChecks(engine, hosts, accounts),
+                JoinVerbs(config, joined, leader.daemon_id),
+                ClaimVerbs(engine, rights, forecaster),
+                CalendarVerbs(lambda: scheduler.state, forecaster.of, joined.ends_s),
+                UsageVerbs(usage, state, archived_jobs, outcomes),
+                performance,
+            )
+            served = {verb: getattr(group, verb) for group in groups for verb in verbs_of(type(group))}
+            streams = {verb: method for verb, method in served.items() if inspect.isasyncgenfunction(method)}
+            verbs = {verb: method for verb, method in served.items() if verb not in streams}
 
             def on_gone(peer: Peer) -> None:
                 joined.gone(peer.connection)

@@ -11,10 +11,11 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from clusterd.errors import ClusterError
+from clusterd.errors import ClusterError, first_of
 from clusterd.trusted_paths import own_directory
 
 log = logging.getLogger(__name__)
@@ -107,3 +108,17 @@ def notify_systemd(message: str) -> None:
             sender.sendto(message.encode(), address)
         except OSError as error:  # systemd's watchdog acts on the silence
             log.warning("systemd cannot be notified at %s: %s", address, error.strerror)
+
+
+async def guarded(work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+    """Run background work; a bug there is logged and does not end the daemon."""
+    try:
+        await work(*arguments)
+    except Exception:
+        log.exception("%s failed", work.__qualname__)
+
+
+def in_a_line(error: BaseException) -> str:
+    """Error for a caller whose request ran into a bug."""
+    cause = first_of(error)
+    return f"a bug of clusterd's own, which daemon.log tells of: {type(cause).__name__}: {cause}"

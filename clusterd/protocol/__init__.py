@@ -2,7 +2,7 @@
 
 Each message of a protocol is defined once, as a frozen dataclass: `requests` and `launch` hold what the daemon asks of
 agents, `agent` and `rank` what agents and ranks report, `control` what agents and ranks exchange, `forkserver` what
-agents and fork servers do. `codec` checks a received map against its class, `calls` matches replies with requests,
+agents and fork servers do. `messages` checks a received map against its class, `calls` matches replies with requests,
 `frames` cuts bytes into maps. Runs on hosts: standard library and msgpack only, Python 3.10.
 """
 

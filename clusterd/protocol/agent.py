@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clusterd.exit_reasons import Reason
-from clusterd.protocol.codec import from_map
 from clusterd.protocol.frames import Message
-from clusterd.protocol.messages import Event, by_event, read_event
+from clusterd.protocol.messages import Event, by_event, from_map, read_event
 from clusterd.protocol.rank import FromRank, rank_message
 
 

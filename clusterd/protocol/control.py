@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from clusterd.protocol.launch import Address, MigrationRequest
 from clusterd.protocol.messages import Done, Event, Request, by_event, by_verb
-from clusterd.protocol.migration import Address, MigrationRequest
 
 # ---- events of the agent -----------------------------------------------------------------------------------------
 
@@ -306,16 +306,6 @@ class ReadData(Request[DataReply], verb="data_read"):
 
 
 REQUESTS = by_verb(
-    RankHello,
-    DataHello,
-    MakeSegment,
-    PublishSegment,
-    FetchSegments,
-    ListSegments,
-    ReportDeviceOpened,
-    ReportFailure,
-    InspectGpu,
-    Flush,
-    LookUpData,
-    ReadData,
-)
+    RankHello, DataHello, MakeSegment, PublishSegment, FetchSegments, ListSegments, ReportDeviceOpened, ReportFailure,
+    InspectGpu, Flush, LookUpData, ReadData,
+)  # fmt: skip

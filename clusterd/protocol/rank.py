@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.frames import Message, ProtocolError
+from clusterd.protocol.messages import from_map, to_map
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clusterd.protocol.agent import HelloReply, RankRow
-from clusterd.protocol.launch import DatasetSpec, LaunchRequest
+from clusterd.protocol.launch import Address, DatasetSpec, LaunchRequest, MigrationRequest
 from clusterd.protocol.messages import Done, Request, by_verb
-from clusterd.protocol.migration import Address, MigrationRequest
 
 
 @dataclass(frozen=True)

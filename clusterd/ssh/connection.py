@@ -22,6 +22,9 @@ KEEPALIVES_MISSED_MAX = 3
 AUTHENTICATION_S = 20.0
 """Added to the connect timeout, as SSH agents may ask their user and servers a directory service."""
 
+DIALS_PER_JUMP = 3
+"""Dials under way through, or to, one jump host."""
+
 KEYBOARD = "keyboard-interactive"
 """Way of authentication by which a server asks what only a person can answer."""
 
@@ -36,13 +39,11 @@ class Dialer:
 
     Args:
         at_once: dials under way in this process.
-        per_jump: dials under way through, or to, one jump host.
     """
 
-    def __init__(self, keys: HostKeys, *, at_once: int = 8, per_jump: int = 3) -> None:
+    def __init__(self, keys: HostKeys, *, at_once: int = 8) -> None:
         self.keys = keys
         self._slots = asyncio.Semaphore(at_once)
-        self._per_jump = per_jump
         self._jump_slots: dict[tuple[str, str, int], asyncio.Semaphore] = {}
         self._jumps: dict[Route, _Jump] = {}
 
@@ -102,7 +103,7 @@ class Dialer:
     async def _dial_slot(self, route: Route) -> AsyncIterator[None]:
         hop = route.via or route
         place = (hop.user, hop.host, hop.port)
-        async with self._jump_slots.setdefault(place, asyncio.Semaphore(self._per_jump)), self._slots:
+        async with self._jump_slots.setdefault(place, asyncio.Semaphore(DIALS_PER_JUMP)), self._slots:
             yield
 
 

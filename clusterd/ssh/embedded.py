@@ -27,15 +27,13 @@ class EmbeddedHost:
     """One embedded host in `directory`, which holds its key, its home and its agent across restarts.
 
     Args:
-        port: port on 127.0.0.1; 0: a free port, new at every start.
         cores: cores that its commands may use; none: all.
     """
 
-    def __init__(self, name: str, directory: Path, port: int = 0, cores: Sequence[int] = ()) -> None:
+    def __init__(self, name: str, directory: Path, cores: Sequence[int] = ()) -> None:
         self.name = name
         self._cores = tuple(cores)
         self.directory = directory.absolute()
-        self._port = port
         self._server: asyncssh.SSHAcceptor | None = None
         self._host_key: asyncssh.SSHKey | None = None
         self._running: set[asyncio.subprocess.Process] = set()
@@ -64,14 +62,14 @@ class EmbeddedHost:
         )
 
     async def start(self) -> None:
-        """Listen. Raises OSError if the port is in use."""
+        """Listen on a free port of 127.0.0.1."""
         for place in (self.directory, self.directory / "home", self.agent_home):
             private_directory(str(place))
         self._host_key = _persistent_key(self.directory / "host_key")
         client_key = _persistent_key(self.directory / "client_key")
         self._server = await asyncssh.listen(
             "127.0.0.1",
-            self._port,
+            0,
             server_host_keys=[self._host_key],
             authorized_client_keys=asyncssh.import_authorized_keys(client_key.export_public_key().decode()),
             process_factory=self._run,

@@ -19,8 +19,7 @@ from clusterd.errors import AgentLost, ClusterError, HostError
 from clusterd.outside_text import one_line
 from clusterd.protocol import calls
 from clusterd.protocol.agent import SeenByAgent, Superseded, hello_reply
-from clusterd.protocol.codec import from_map, to_map
-from clusterd.protocol.messages import Request
+from clusterd.protocol.messages import Request, from_map, to_map
 from clusterd.protocol.proof import proof
 from clusterd.protocol.requests import Challenge, ChallengeReply, Hello, Shutdown
 from clusterd.ssh.bootstrap import AgentStream, attach

@@ -15,7 +15,7 @@ import hmac
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import asyncssh
@@ -276,3 +276,36 @@ def _hash_matches(hashed: str, name: str) -> bool:
         return hmac.compare_digest(expected, base64.b64decode(digest))
     except ValueError:
         return False
+
+
+class LoginKey:
+    """The cluster's key pair, made when it is first needed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def authorized_line(self) -> str:
+        """Line for a person's authorized keys; with it the key starts programs, but no terminal and no forwarding."""
+        public = asyncssh.read_private_key(self._made()).export_public_key().decode().strip()
+        return f"restrict {public}"
+
+    def route(self, route: Route, account: str) -> Route:
+        """The same route, with this key and as another account at its end."""
+        return replace(
+            route,
+            user=account,
+            identity_files=(str(self._made()),),
+            certificate_files=(),
+            identity_agent=None,
+            identities_only=True,
+            remedy="`clusterd login` shows that user the key to authorize",
+        )
+
+    def _made(self) -> Path:
+        if not self._path.exists():
+            key = asyncssh.generate_private_key("ssh-ed25519", comment="clusterd")
+            partial = self._path.with_suffix(".partial")
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(key.export_private_key())
+            partial.replace(self._path)
+        return self._path

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from clusterd.errors import HostError, UsageError
-from clusterd.ssh.address import Address, parse
 
 TIMEOUT_S = 20.0
 """`ssh -G` may run `Match exec` programs and look names up."""
@@ -56,7 +55,7 @@ class Route:
     @property
     def command(self) -> str:
         """The ``ssh`` that people type for it."""
-        address = parse(self.name)
+        address = parse_address(self.name)
         return f"ssh -p {address.port} {replace(address, port=None)}" if address.port else f"ssh {self.name}"
 
     def __str__(self) -> str:
@@ -99,7 +98,7 @@ async def _resolve(
     # As in ssh, each hop is reached through those before it, and the first one's own configuration may add more.
     before, _, last = jumps.rpartition(",")
     try:
-        hop = parse(last.removeprefix("ssh://"))
+        hop = parse_address(last.removeprefix("ssh://"))
     except UsageError as error:
         raise HostError(f"{name}: its ProxyJump is {jumps!r}: {error}") from error
     via = await _resolve(hop, config, program, timeout_s, (*seen, name), before or None)
@@ -204,3 +203,58 @@ def fill(text: str, values: dict[str, str]) -> str:
     """Replace ssh's tokens (``%h``) in a text; section TOKENS of its man page names them."""
     known = {"%": "%", "d": os.path.expanduser("~"), "u": getpass.getuser(), "i": str(os.getuid()), **values}
     return re.sub(r"%(.)", lambda token: known.get(token[1], token[0]), text)
+
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
+_IPV6 = re.compile(r"[0-9A-Fa-f:]+(\.[0-9.]+)?(%[A-Za-z0-9_.-]+)?")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\+-]*\$?")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host as the user wrote it; the SSH configuration supplies what is missing."""
+
+    host: str
+    user: str | None = None
+    port: int | None = None
+
+    def __str__(self) -> str:
+        user = f"{self.user}@" if self.user else ""
+        if self.port is None:
+            return f"{user}{self.host}"
+        return f"{user}[{self.host}]:{self.port}" if ":" in self.host else f"{user}{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """Parse an address: ``ALIAS``, ``USER@HOST``, ``HOST:PORT``, ``USER@[IPV6]:PORT``, or an IPv6 address.
+
+    Text that a program could take for an option, or that holds characters no name has, is refused here, so that every
+    later command line is safe.
+
+    Raises:
+        UsageError: the text is no address; the message says why.
+    """
+    user, at, rest = text.strip().rpartition("@")
+    if at and not _USER.fullmatch(user):
+        raise UsageError(f"{text!r} is no host: {user!r} is no user name; write ALIAS or USER@HOST[:PORT]")
+    host, port = _split_port(text, rest)
+    if not (_NAME.fullmatch(host) or (":" in host and _IPV6.fullmatch(host))) or len(host) > 255:
+        raise UsageError(f"{text!r} is no host: {host!r} is no name; write ALIAS or USER@HOST[:PORT]")
+    return Address(host, user or None, port)
+
+
+def _split_port(text: str, rest: str) -> tuple[str, int | None]:
+    if rest.startswith("["):
+        host, closed, after = rest[1:].partition("]")
+        if not closed or (after and not after.startswith(":")):
+            raise UsageError(f"{text!r} is no host: write an IPv6 address with a port as [ADDRESS]:PORT")
+        port = after[1:] if after else None
+    elif rest.count(":") == 1:
+        host, _, port = rest.partition(":")
+    else:
+        host, port = rest, None
+    if port is None:
+        return host, None
+    if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise UsageError(f"{text!r} is no host: {port!r} is no port; a port is a number from 1 to 65535")
+    return host, int(port)

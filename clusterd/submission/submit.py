@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.client import Client
-from clusterd.submission.ignore_rules import IGNORE_FILE
 from clusterd.submission.job_file import Request
-from clusterd.submission.workdir import Snapshot, commit_of, pack
+from clusterd.submission.workdir import IGNORE_FILE, Snapshot, commit_of, pack
 from clusterd.types import JobKind, JobSpec
 from clusterd.units import counted, size
 

@@ -51,7 +51,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from clusterd.script_seed import SEED_VARIABLE, seed_generators
+from clusterd.process_attributes import SEED_VARIABLE, seed_generators
 from clusterd.train.process.evaluation import Evaluation as Evaluation
 
 if TYPE_CHECKING:

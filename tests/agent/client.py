@@ -17,8 +17,8 @@ from clusterd import protocol
 from clusterd.agent.host import cgroups, processes
 from clusterd.agent.host.home import Home, read_json
 from clusterd.agent.server import attach
-from clusterd.protocol.codec import from_map
 from clusterd.protocol.launch import LaunchRequest
+from clusterd.protocol.messages import from_map
 from clusterd.protocol.proof import proof
 from tests.hang import HANG_S
 from tests.leftovers import shared_memory

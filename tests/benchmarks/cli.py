@@ -18,8 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from clusterd.client import Client
-from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.launch import LaunchRequest, RankSpec
+from clusterd.protocol.messages import from_map, to_map
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
 from clusterd.ssh.host import HostLink, Leader, LinkCallbacks

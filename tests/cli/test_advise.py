@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from clusterd.cli.advise import advise
+from clusterd.cli.simulate import advise
 from clusterd.errors import UsageError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clusterd.errors import UsageError
-from clusterd.submission.job_edit import parse_changes
+from clusterd.submission.job_file import parse_changes
 from tests.conftest import RunningCluster
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import click
 from click.testing import CliRunner
 
-from clusterd.cli.examples import EXAMPLES
+from clusterd.cli.help import EXAMPLES
 from clusterd.cli.main import cli
 
 

@@ -10,7 +10,7 @@ from clusterd.cli.main import cli
 from clusterd.core.queueing.edits import EDITABLE
 from clusterd.errors import UsageError
 from clusterd.keys import Edit, keys_of
-from clusterd.submission.job_edit import parse_changes
+from clusterd.submission.job_file import parse_changes
 from clusterd.types import JobSpec
 
 SAMPLES = ("2", "true", "1h", "+2h", "USR1@2m", "text", "dp=2", ">=8.0")

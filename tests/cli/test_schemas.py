@@ -17,10 +17,15 @@ from msgspec import Struct
 
 from clusterd import config as configuration
 from clusterd.cli.head_node.schemas import (
+    CheckpointKeys,
     DaemonFile,
     DaemonKeys,
     HostKeys,
+    JobKeys,
+    LimitKeys,
     NotifyKeys,
+    PlanTable,
+    ResourceKeys,
     TenantKeys,
     WebKeys,
     schema,
@@ -33,7 +38,6 @@ from clusterd.daemon.settings import refuse_unknown
 from clusterd.errors import UsageError
 from clusterd.plans.plan import Plan
 from clusterd.submission.job_file import parse_job
-from clusterd.submission.job_keys import CheckpointKeys, JobKeys, LimitKeys, PlanTable, ResourceKeys
 from tests.conftest import REPOSITORY
 
 PROBES: tuple[Any, ...] = (

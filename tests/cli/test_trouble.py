@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from clusterd.cli import jobs
+from clusterd.cli.help import entries, with_key
 from clusterd.cli.main import cli
-from clusterd.cli.trouble import entries, with_key
 from tests.conftest import REPOSITORY, RunningCluster
 
 COMPOSED = {r"asks for \d+ GPUs?, the cluster has 0"}

@@ -18,8 +18,8 @@ from clusterd.client import Client
 from clusterd.core import events as e
 from clusterd.core.state import State
 from clusterd.daemon.access import RULES, THEIR_JOB, Access, Callers, Peer
-from clusterd.daemon.api.calendar import entries
 from clusterd.daemon.api.server import Server
+from clusterd.daemon.api.usage import entries
 from clusterd.errors import ClusterError
 from clusterd.rows import plain
 from clusterd.tui.model.model import Model

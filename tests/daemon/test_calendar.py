@@ -14,7 +14,7 @@ from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
 from clusterd.core.queueing.bookings import UNUSED_S
 from clusterd.core.state import Job
-from clusterd.daemon.api.calendar import entries
+from clusterd.daemon.api.usage import entries
 from clusterd.daemon.journal import codec
 from clusterd.forecasting import Request
 from clusterd.rows import CalendarEntry, Forecast, Quantiles

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from clusterd.daemon.profiling.loss_forecast import POINTS_MOST, LossForecast
+from clusterd.daemon.profiling.profiler import POINTS_MOST, LossForecast
 from clusterd.profiling.progress import Predictability
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from clusterd.script_seed import seed_generators
+from clusterd.process_attributes import seed_generators
 from clusterd.train import _engine
 
 GROUPS = {

@@ -19,7 +19,7 @@ import pytest
 import torch
 from figures import Figures
 
-from clusterd.agent.host.gpu.probe import Probe
+from clusterd.agent.host.gpu_probe import Probe
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / path) for path in ("tests/train", "examples/gpt", "examples/hf")]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from figures import Figures
 
-from clusterd.agent.host.gpu import compute
-from clusterd.agent.host.gpu.probe import Probe
+from clusterd.agent.host import checks
+from clusterd.agent.host.gpu_probe import Probe
 from clusterd.train.process import accelerator
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_host_check_computes_on_every_gpu(up_to_cuda: Callable[[str], None], kin
     found, _ = Probe().gpus()
     uuids = [gpu["uuid"] for gpu in found] if kind == "cuda" else ["cpu0", "cpu1"]
     up_to_cuda("the check's program is ready")
-    kernels, reduced = compute.check(sys.executable, uuids, kind, deadline_s=50)
+    kernels, reduced = checks.check_gpus(sys.executable, uuids, kind, deadline_s=50)
     assert [result for result in kernels.values() if "error" in result] == []
     assert (reduced is not None) == (len([uuid for uuid in uuids if not uuid.startswith("MIG-")]) > 1)
     assert reduced is None or "error" not in reduced

@@ -16,7 +16,7 @@ from figures import Figures
 from migration_driver import Mover
 from rank_pool import RankPool, free_port
 
-from clusterd.agent.host.gpu.probe import Probe
+from clusterd.agent.host.gpu_probe import Probe
 
 TOLERANCE = 1e-3
 """Sums in another order."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from clusterd.profiling.predictability.job_table import OPTIONAL, REQUIRED
+from clusterd.profiling.predictability import OPTIONAL, REQUIRED
 
 
 def write(path: Path, jobs: int = 2000, seed: int = 0) -> None:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from statistics import NormalDist, fmean
 
-from clusterd.profiling.cards import CARDS, Card, card, speed_up
+from clusterd.profiling.fleet import CARDS, Card, card, speed_up
 
 NOT_JOBS = ("name_gpu", "num_gpu", "watt", "price")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clusterd.profiling.cards import CARDS, card, speed_up
+from clusterd.profiling.fleet import CARDS, card, speed_up
 
 
 @pytest.mark.parametrize(

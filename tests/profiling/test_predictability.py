@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 
 from clusterd.profiling.__main__ import main
-from clusterd.profiling.predictability.boosting import fit
-from clusterd.profiling.predictability.classifier import features_of
-from clusterd.profiling.predictability.evaluation import auc
-from clusterd.profiling.predictability.job_table import REQUIRED, read_jobs
+from clusterd.profiling.predictability import REQUIRED, auc, features_of, fit_trees, read_jobs
 from tests.profiling import aiturbo_jobs
 from tests.profiling.job_tables import write
 
@@ -147,7 +144,7 @@ def test_published_jobs_become_a_table(tmp_path, capsys):
 def test_trees_take_missing_and_equal_values():
     nan = float("nan")
     features = np.array([[1.0, nan, 0.0], [2.0, 1.0, 0.0]] * 50)
-    known = fit(features, np.array([True, False] * 50))
+    known = fit_trees(features, np.array([True, False] * 50))
     assert known.probability(features[:1])[0] > 0.9 > 0.1 > known.probability(features[1:2])[0]
-    alike = fit(np.zeros((20, 2)), np.array([True] * 15 + [False] * 5))
+    alike = fit_trees(np.zeros((20, 2)), np.array([True] * 15 + [False] * 5))
     np.testing.assert_allclose(alike.probability(np.array([[0.0, 9.0]])), 16 / 22, atol=0.05)

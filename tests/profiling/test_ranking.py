@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from clusterd.plans.plan import Plan
-from clusterd.profiling.ranking import device_curve, on_types, plan_rows
+from clusterd.profiling.report import device_curve, on_types, plan_rows
 from tests.profiling.test_knowledge import known, lab
 
 

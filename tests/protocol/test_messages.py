@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clusterd import protocol
-from clusterd.protocol import ProtocolError, agent, control, forkserver, launch, migration, rank, requests
-from clusterd.protocol.codec import from_map, to_map
+from clusterd.protocol import ProtocolError, agent, control, forkserver, launch, rank, requests
+from clusterd.protocol.messages import from_map, to_map
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=5) | st.binary(max_size=5)
-MODULES = (agent, control, forkserver, launch, migration, rank, requests)
+MODULES = (agent, control, forkserver, launch, launch, rank, requests)
 KINDS = [
     kind
     for module in MODULES

@@ -18,10 +18,9 @@ from clusterd.daemon.hosts.facts import DESCRIPTION
 from clusterd.exit_reasons import Reason
 from clusterd.protocol import requests as r
 from clusterd.protocol.agent import AttemptRow, HelloReply, RankExited, RankRow, Superseded
-from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.frames import VERSION, Message, ProtocolError
 from clusterd.protocol.launch import Launched, LaunchRequest, RankSpec, StartedRank
-from clusterd.protocol.messages import Done, Event
+from clusterd.protocol.messages import Done, Event, from_map, to_map
 from tests.soak.network import Connection
 from tests.soak.training import MODEL, Trainings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clusterd.errors import UsageError
-from clusterd.ssh.address import Address, parse
+from clusterd.ssh.resolve import Address, parse_address
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ from clusterd.ssh.address import Address, parse
     ],
 )
 def test_an_address_is_read_and_written(text: str, address: Address) -> None:
-    assert parse(text) == address
-    assert parse(str(address)) == address
+    assert parse_address(text) == address
+    assert parse_address(str(address)) == address
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_an_address_is_read_and_written(text: str, address: Address) -> None:
 )
 def test_an_invalid_address_is_refused_in_one_line(text: str, message: str | None) -> None:
     if message is None:
-        assert parse(text) == Address("gpu01")
+        assert parse_address(text) == Address("gpu01")
         return
     with pytest.raises(UsageError) as refused:
-        parse(text)
+        parse_address(text)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from clusterd.errors import HostKeyChanged, HostKeyUnknown
-from clusterd.ssh.address import parse
 from clusterd.ssh.connection import Dialer, load_credentials
 from clusterd.ssh.host import HostLink, Leader, LinkCallbacks
 from clusterd.ssh.hostkeys import HostKeys, Known, Unknown
-from clusterd.ssh.resolve import Route, resolve
+from clusterd.ssh.resolve import Route, parse_address, resolve
 from tests.agent.client import KEY, end_all, launch
 from tests.ssh.openssh import OpenSshServer, make_key, needs_sshd, run, ssh_agent
 
@@ -44,7 +43,7 @@ class Lab:
             end_all(server.agent_home)
 
     async def route(self, name: str) -> Route:
-        return await resolve(parse(name), config=self.ssh_config)
+        return await resolve(parse_address(name), config=self.ssh_config)
 
 
 @pytest.fixture

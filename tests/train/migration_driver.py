@@ -17,8 +17,8 @@ from rank_pool import RankPool, Run
 from scenarios import Recorded, job
 
 from clusterd.plans.plan import Plan
-from clusterd.protocol.codec import from_map
-from clusterd.protocol.migration import MigrationRequest
+from clusterd.protocol.launch import MigrationRequest
+from clusterd.protocol.messages import from_map
 from clusterd.train.inspect.describe import describe
 from clusterd.train.migration.spec import MigrationSpec
 from tests.hang import HANG_S

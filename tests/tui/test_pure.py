@@ -14,15 +14,14 @@ from clusterd.errors import ClusterError
 from clusterd.replay import recording, write
 from clusterd.rows import Usage
 from clusterd.tui.model import columns, lines, rows
-from clusterd.tui.model.filters import BadFilter, parse
+from clusterd.tui.model.filters import BadFilter, Listing, parse
 from clusterd.tui.model.fleet import busy_share, host_summary
+from clusterd.tui.model.job_page import Series, chart
 from clusterd.tui.model.keys import COMMANDS
-from clusterd.tui.model.line_chart import Series, chart
-from clusterd.tui.model.listing import Listing
 from clusterd.tui.model.model import Model
 from clusterd.tui.model.state_styles import Look
 from clusterd.tui.model.view import SCREENS
-from clusterd.tui.screens.footer import footer
+from clusterd.tui.screens.base import footer
 from clusterd.tui.source.playback import Player
 from clusterd.tui.widgets.log_pane import LogWindow, readable
 from tests.conftest import RunningCluster, until

@@ -11,8 +11,8 @@ import pytest
 from textual.pilot import Pilot
 
 from clusterd.tui.app import Top
-from clusterd.tui.commands import parsing
-from clusterd.tui.commands.parsing import job_files
+from clusterd.tui.commands import actions
+from clusterd.tui.commands.actions import job_files
 from clusterd.tui.model.keys import COMMANDS
 from clusterd.tui.widgets.log_pane import LogPane
 from clusterd.tui.widgets.migrate_dialog import MigrationDialog, PlanDialog
@@ -219,7 +219,7 @@ def test_job_files_are_looked_for_near_first_and_not_for_ever(tmp_path: Path, mo
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert job_files() == ["here.toml", "z/near.toml", "a/b/c/far.toml"]
-    monkeypatch.setattr(parsing, "LOOK_S", 0.0)
+    monkeypatch.setattr(actions, "LOOK_S", 0.0)
     assert job_files() == []
 
 

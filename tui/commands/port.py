@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from clusterd.tui.model.lines import Line
 from clusterd.tui.screens.base import Board
-from clusterd.tui.source.context import Context
+from clusterd.tui.source.sources import Context
 
 if TYPE_CHECKING:
     from textual.notifications import SeverityLevel

@@ -93,7 +93,7 @@ class ViewCommands:
 
     async def help(self) -> None:
         """Show all keys of the screen."""
-        from clusterd.tui.screens.footer import help_lines
+        from clusterd.tui.screens.base import help_lines
 
         app = self._app
         shared = app.shared

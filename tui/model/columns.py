@@ -11,11 +11,10 @@ from typing import Any, Generic, TypeVar
 
 from clusterd.rows import SEARCHED
 from clusterd.tui.model import rows
-from clusterd.tui.model.event_words import readable_kind, short_plan
 from clusterd.tui.model.fleet import tiles
-from clusterd.tui.model.lines import Line, clock, line, printable
+from clusterd.tui.model.lines import Line, clock, line, printable, readable_kind, short_plan
 from clusterd.tui.model.state_styles import Look, job_colour
-from clusterd.units import duration, expected_text, size, start_text
+from clusterd.units import compact_devices, duration, expected_text, size, start_text
 
 R = TypeVar("R")
 
@@ -70,28 +69,6 @@ def lay_out(columns: Sequence[Column[R]], cells: int, content: Mapping[str, int]
     if flexible:
         widths[flexible[-1].name] += spare
     return [(column, widths[column.name]) for column in chosen]
-
-
-def compact_devices(devices: Sequence[str | None]) -> str:
-    """Device ranges by host, as in ``gpu01:gpu0-3 gpu02:gpu1``."""
-    by_kind: dict[tuple[str, str], list[int]] = {}
-    for device in devices:
-        host, _, local = (device or "").rpartition(":")
-        kind = local.rstrip("0123456789")
-        number = local[len(kind) :]
-        if number:
-            by_kind.setdefault((host, kind), []).append(int(number))
-    parts = []
-    for (host, kind), numbers in by_kind.items():
-        runs: list[list[int]] = []
-        for number_ in sorted(numbers):
-            if runs and runs[-1][-1] == number_ - 1:
-                runs[-1].append(number_)
-            else:
-                runs.append([number_])
-        ranges = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-        parts.append(f"{host}:{kind}{ranges}")
-    return " ".join(parts)
 
 
 def ran_s(job: rows.Job, now_s: float) -> float | None:
@@ -350,14 +327,9 @@ DECISION_COLUMNS: tuple[Column[tuple[int, rows.Decision]], ...] = (
 )
 
 
-def decision_fields(row: tuple[int, rows.Decision]) -> dict[str, str]:
-    """Filter fields of a decision."""
-    return {
-        "decision": readable_kind(row[1].kind),
-        "job": row[1].job or "",
-        "host": row[1].host or "",
-        "what": row[1].sentence,
-    }
+def stream_fields(noun: str, each: rows.Decision | rows.EventRow) -> dict[str, str]:
+    """Filter fields of a decision or an event; `noun` tells which it is."""
+    return {noun: readable_kind(each.kind), "job": each.job or "", "host": each.host or "", "what": each.sentence}
 
 
 DECISION_FIELDS = frozenset(("decision", "job", "host", "what"))
@@ -389,16 +361,6 @@ def _happened(event: rows.EventRow) -> Line:
     """Sentence about an event; failures stand out."""
     failed = event.kind.endswith(("Failed", "Orphaned", "Disconnected", "NotDescribed"))
     return _text(event.sentence, "bad" if failed else "dim" if event.routine else "")
-
-
-def event_fields(row: tuple[int, rows.EventRow]) -> dict[str, str]:
-    """Filter fields of an event."""
-    return {
-        "event": readable_kind(row[1].kind),
-        "job": row[1].job or "",
-        "host": row[1].host or "",
-        "what": row[1].sentence,
-    }
 
 
 EVENT_FIELDS = frozenset(("event", "job", "host", "what"))

@@ -1,12 +1,10 @@
-"""Styled text as plain values, produced by `tui.model` and painted by the widgets.
-
-A line is a tuple of runs; a run is a text and the name of a style (`tui.model.state_styles.STYLES`).
-"""
+"""Styled text as plain values, produced by `tui.model` and painted by the widgets; kinds, plans and values as text."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
@@ -150,3 +148,28 @@ def clock(at_s: float, now_s: float) -> str:
         return f"{hours}:{rest_s // 60:02d}:{rest_s % 60:02d}"
     at, now = time.localtime(at_s), time.localtime(now_s)
     return time.strftime("%H:%M:%S" if at[:3] == now[:3] else "%m-%d %H:%M", at)
+
+
+def readable_kind(kind: str) -> str:
+    """``launch attempt`` for ``LaunchAttempt``."""
+    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind).strip()
+
+
+def short_plan(plan: str) -> str:
+    """``pp=2,acc=4`` for ``pp=2,accumulation=4``."""
+    return plan.replace("accumulation", "acc").replace("checkpointing", "ckpt").replace("micro_batch", "mb")
+
+
+def full_value(value: Any) -> str:
+    """A field's value with all nested fields that are set."""
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{name} {_bracketed(v)}" for name, v in value.items() if v not in (False, None, "", (), [], {})
+        )
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_bracketed, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+def _bracketed(value: Any) -> str:
+    return f"({full_value(value)})" if isinstance(value, dict | list | tuple) else str(value)

@@ -7,12 +7,12 @@ from enum import StrEnum
 
 from clusterd.criterion import Criterion
 from clusterd.tui.model import rows
-from clusterd.tui.model.columns import compact_devices, forecast_texts, ran_s, start_facts, time_left_s, waited_s
+from clusterd.tui.model.columns import forecast_texts, ran_s, start_facts, time_left_s, waited_s
 from clusterd.tui.model.fleet import fleet_totals
 from clusterd.tui.model.lines import Line, clock, fit, line, printable, width
 from clusterd.tui.model.model import Model
 from clusterd.tui.model.state_styles import Look, job_colour
-from clusterd.units import counted, duration, size
+from clusterd.units import compact_devices, counted, duration, size
 
 SCREENS = ("fleet", "queue", "job", "decisions", "events")
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from textual.app import ComposeResult
 from textual.containers import Container
 
 from clusterd.tui.model.columns import Column
-from clusterd.tui.model.filters import Filter, FilterTooSlow, parse, time_limit
-from clusterd.tui.model.lines import Line
-from clusterd.tui.model.listing import Listing
+from clusterd.tui.model.filters import Filter, FilterTooSlow, Listing, parse, time_limit
+from clusterd.tui.model.keys import NAVIGATION_KEYS, available
+from clusterd.tui.model.lines import Line, clock, line
 from clusterd.tui.model.model import Touched
-from clusterd.tui.source.context import Context
+from clusterd.tui.model.state_styles import Look
+from clusterd.tui.source.sources import Context
 from clusterd.tui.widgets.table import Table
+from clusterd.units import duration
+
+if TYPE_CHECKING:
+    from clusterd.tui.source.playback import Player
+
 
 R = TypeVar("R")
 
@@ -117,7 +123,7 @@ class TableBoard(Board, Generic[R]):
         return None
 
     def when_empty(self) -> list[Line]:
-        """Lines shown while there are no rows."""
+        """Lines shown while there are no rows, once the first items have come."""
         return []
 
     def show_side(self) -> None:
@@ -182,7 +188,7 @@ class TableBoard(Board, Generic[R]):
             self._list(None)
             self.app.notify(str(error), severity="error")
         if not self.listing.keys:
-            self.table.empty = self.when_empty()
+            self.table.empty = self.when_empty() if self.context.model.number >= 0 else []
         self.table.show(self.listing.keys)
         self.table.border_title = self.table_title()
         self.show_side()
@@ -226,3 +232,45 @@ class TableBoard(Board, Generic[R]):
         """Sort by the heading that was clicked."""
         message.stop()
         self.sort_by(message.column)
+
+
+def footer(screen: str, can_act: bool, replays: bool, cells: int) -> tuple[list[Line], dict[str, str]]:
+    """Keys of this screen that fit in `cells`, and the action of a click on each."""
+    commands = [command for command in available(screen, can_act, replays) if screen in command.footer]
+    while 1 + sum(len(c.shown) + len(c.short) + 3 for c in commands) > cells and len(commands) > 1:
+        commands.remove(max(reversed(commands), key=lambda command: command.rank))
+    runs: list[tuple[str, str]] = []
+    actions: dict[str, str] = {}
+    for command in commands:
+        label = f" {command.short}  "
+        runs += ((command.shown, "key"), (label, ""))
+        actions[command.shown] = actions[label] = f"command('{command.action}')"
+    return [((" ", ""), *runs)], actions
+
+
+def playback_line(player: Player, look: Look, cells: int) -> Line:
+    """Position and speed of a recording."""
+    sign = look.glyph("pause" if not player.playing else "play")
+    speed = f"x{player.speed:g}"
+    at, end = clock(player.now_s, player.end_s), clock(player.end_s, player.end_s)
+    start = f" {sign} {speed:<7} {at} "
+    rest = f" {end}  change {player.index}/{len(player) - 1}, {duration(player.end_s - player.start_s)} in all "
+    bar_cells = max(cells - len(start) - len(rest), 0)
+    return line((start, "bold"), (look.bar(player.share, bar_cells), "info"), (rest, "dim"))
+
+
+def help_lines(screen: str, can_act: bool, replays: bool, readonly: bool) -> list[Line]:
+    """All keys of this screen."""
+    made = [line((f"{keys:<15} ", "key"), effect) for keys, effect in NAVIGATION_KEYS]
+    made.append(line(""))
+    made += [line((f"{command.shown:<15} ", "key"), command.help) for command in available(screen, can_act, replays)]
+    if readonly:
+        made += [line(""), line(("read-only: commands that change the cluster are hidden", "dim"))]
+    made += [
+        line(""),
+        line(
+            ("filter          ", "title"),
+            "gpt.*large   state:queued   !user:ann   step:>100   two terms: both must match",
+        ),
+    ]
+    return made

@@ -13,7 +13,7 @@ from clusterd.tui.model.fleet import busy_share, empty_fleet, host_summary, lege
 from clusterd.tui.model.lines import Line, line
 from clusterd.tui.model.model import Touched
 from clusterd.tui.screens.base import TableBoard
-from clusterd.tui.source.context import Context
+from clusterd.tui.source.sources import Context
 from clusterd.tui.widgets.text_pane import TextPane
 
 USAGE_EVERY_S = 20.0
@@ -49,8 +49,6 @@ class FleetBoard(TableBoard[rows.Host]):
         return touched.hosts
 
     def when_empty(self) -> list[Line]:
-        if self.context.model.number < 0:
-            return []
         return [line("No host matches the filter: esc clears it.")] if self.listing.hidden else empty_fleet()
 
     def show_side(self) -> None:

@@ -13,7 +13,7 @@ from clusterd.tui.model.job_page import JobDetails, job_page, read_metrics, read
 from clusterd.tui.model.lines import line
 from clusterd.tui.model.model import Touched
 from clusterd.tui.screens.base import Board
-from clusterd.tui.source.context import Context
+from clusterd.tui.source.sources import Context
 from clusterd.tui.widgets.text_pane import TextPane
 
 

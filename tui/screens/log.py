@@ -11,7 +11,7 @@ from textual.widgets import Input, Static
 
 from clusterd.tui.model import rows
 from clusterd.tui.model.filters import BadFilter, pattern
-from clusterd.tui.source.context import Context
+from clusterd.tui.source.sources import Context
 from clusterd.tui.widgets.log_pane import LogPane
 from clusterd.units import counted
 

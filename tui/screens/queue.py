@@ -13,7 +13,7 @@ from clusterd.tui.model.lines import Line, line
 from clusterd.tui.model.model import Touched
 from clusterd.tui.model.view import job_summary
 from clusterd.tui.screens.base import TableBoard
-from clusterd.tui.source.context import Context
+from clusterd.tui.source.sources import Context
 from clusterd.tui.widgets.log_pane import LogPane
 from clusterd.tui.widgets.text_pane import TextPane
 
@@ -63,8 +63,6 @@ class QueueBoard(TableBoard[rows.Job]):
         return {*touched.jobs, *arrays, *(job for key in arrays for job in model.tasks_of(key))}
 
     def when_empty(self) -> list[Line]:
-        if self.context.model.number < 0:
-            return []
         if self.listing.hidden:
             return [line("No job matches the filter: esc clears it.")]
         if self.folded:

@@ -8,10 +8,9 @@ from typing import Any
 from textual.app import ComposeResult
 
 from clusterd.tui.model import columns, rows
-from clusterd.tui.model.event_words import full_value, readable_kind
-from clusterd.tui.model.lines import Line, clock, line, printable
+from clusterd.tui.model.lines import Line, clock, full_value, line, printable, readable_kind
 from clusterd.tui.screens.base import TableBoard
-from clusterd.tui.source.context import Context
+from clusterd.tui.source.sources import Context
 from clusterd.tui.widgets.text_pane import TextPane
 
 
@@ -45,6 +44,9 @@ class StreamBoard(TableBoard[Any]):
         """Detail lines of a row."""
         raise NotImplementedError
 
+    def fields_of(self, row: Any) -> Mapping[str, str]:
+        return columns.stream_fields(self.one, row[1])
+
     def show_side(self) -> None:
         row = self.current
         self.detail.show([] if row is None else self.row_lines(row))
@@ -56,8 +58,6 @@ class StreamBoard(TableBoard[Any]):
         return bool(row[1].routine)
 
     def when_empty(self) -> list[Line]:
-        if self.context.model.number < 0:
-            return []
         return [line("Nothing matches the filter: esc clears it." if self.listing.hidden else "Nothing yet.")]
 
 
@@ -77,7 +77,7 @@ class DecisionsBoard(StreamBoard):
     def fields_of(self, row: Any) -> Mapping[str, str]:
         """Adds the job's name to the fields."""
         known = self.context.model.jobs.get(row[1].job or "")
-        fields = columns.decision_fields(row)
+        fields = super().fields_of(row)
         return {**fields, "job": f"{fields['job']} {known.name}"} if known else fields
 
     def row_lines(self, row: Any) -> list[Line]:
@@ -115,9 +115,6 @@ class EventsBoard(StreamBoard):
     def all_rows(self) -> Mapping[str, Any]:
         """Events by number."""
         return self.unfolded((str(number), (number, each)) for number, each in self.context.model.events)
-
-    def fields_of(self, row: Any) -> Mapping[str, str]:
-        return columns.event_fields(row)
 
     def row_lines(self, row: Any) -> list[Line]:
         """All fields of the event."""

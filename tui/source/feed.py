@@ -14,7 +14,7 @@ from clusterd.errors import ClusterError
 from clusterd.tui.model import rows
 from clusterd.tui.model.model import Touched
 from clusterd.tui.model.view import Link, LinkState
-from clusterd.tui.source.context import Context
+from clusterd.tui.source.sources import Context
 
 REFRESH_S = 0.1
 """Minimum time between two refreshes."""

@@ -1,4 +1,4 @@
-"""Sources of the UI: the protocol, and the daemon source. All emit the items of `watch`."""
+"""Sources of the terminal UI: a daemon or a recording; and the context that all screens share."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clusterd.errors import ClusterError, DaemonAbsent
-from clusterd.tui.model.model import Item
+from clusterd.tui.model.columns import CellContext
+from clusterd.tui.model.model import Item, Model
+from clusterd.tui.model.state_styles import Look
 from clusterd.tui.model.view import Link, LinkState
 from clusterd.tui.source.wire import Wire
 
 if TYPE_CHECKING:
     from clusterd.submission.job_file import Request
     from clusterd.tui.source.playback import Player
+
 
 SILENCE_S = 15.0
 """The daemon sends a heartbeat every 5 s (`clusterd.daemon.api.jobs.ALIVE_EVERY_S`)."""
@@ -77,13 +81,10 @@ class DaemonSource:
     can_act = True
     player: Player | None = None
 
-    def __init__(
-        self, path: Path, clock: Callable[[], float] = time.time, preconnected: socket.socket | None = None
-    ) -> None:
+    def __init__(self, path: Path, preconnected: socket.socket | None = None) -> None:
         """`preconnected`: connection opened by `tui.source.preconnect.preconnect`."""
         self._path = path
         self._preconnected = preconnected
-        self._clock = clock
         self._calls: Wire | None = None
         self._dialling = asyncio.Lock()
         self._rejected = ""
@@ -99,7 +100,7 @@ class DaemonSource:
         after: int | None = None
         served_by: Any = None
         failures = 0
-        lost_s = self._clock()
+        lost_s = time.time()
         while True:
             watching: Wire | None = None
             try:
@@ -116,7 +117,7 @@ class DaemonSource:
                 greeting = watching.greeting
                 yield Link(
                     LinkState.LIVE,
-                    since_s=self._clock(),
+                    since_s=time.time(),
                     user=str(greeting.get("user", "")),
                     is_operator=bool(greeting.get("is_operator")),
                     version=str(greeting.get("version", "")),
@@ -130,7 +131,7 @@ class DaemonSource:
                         raise ClusterError(f"the daemon at {self._path} sent an invalid item: {self._rejected}")
                     if isinstance(item, dict) and isinstance(item.get("number"), int):
                         after = item["number"]
-                    failures, lost_s = 0, self._clock()
+                    failures, lost_s = 0, time.time()
             except (StopAsyncIteration, TimeoutError):
                 why, state = f"the daemon at {self._path} stopped answering", LinkState.LOST
             except DaemonAbsent as error:
@@ -214,3 +215,25 @@ def _start_time(snapshot: Any) -> Any:
     """Start time of a baseline's daemon; identifies the daemon process."""
     status = snapshot.get("status") if isinstance(snapshot, dict) else None
     return status.get("started_s") if isinstance(status, dict) else None
+
+
+@dataclass(slots=True)
+class Context:
+    """Shared state of the screens; seeking back in a recording replaces `model` as a whole."""
+
+    source: Source
+    look: Look
+    clock: Callable[[], float]  # displayed time: now, or the instant of the recording
+    readonly: bool = False
+    model: Model = field(default_factory=Model)
+    job: str | None = None  # shown by the job screen
+
+    @property
+    def cell_context(self) -> CellContext:
+        """Inputs of table cells besides their rows."""
+        return CellContext(self.clock(), self.look, self.model.jobs)
+
+    @property
+    def can_act(self) -> bool:
+        """Commands that change the cluster are allowed."""
+        return self.source.can_act and not self.readonly

@@ -17,7 +17,7 @@ from textual.widgets.option_list import Option
 
 from clusterd.tui.model.lines import Line, plain, printable
 from clusterd.tui.model.state_styles import style
-from clusterd.tui.widgets.plain_text import PlainTextTitles
+from clusterd.tui.widgets.painting import PlainTextTitles
 from clusterd.tui.widgets.text_pane import TextPane
 
 R = TypeVar("R")
@@ -192,18 +192,16 @@ class ChoiceDialog(Dialog[str]):
         options: Sequence[tuple[str, Line]],
         current: str = "",
         hint: str = "enter chooses   esc closes",
-        lines: Sequence[Line] = (),
     ) -> None:
         """`options`: answer and displayed line of each."""
         super().__init__(title, hint)
         self._options = options
         self._current = current
-        self._lines = lines
 
-    def content(self) -> Sequence[Static | OptionList]:
+    def content(self) -> Sequence[OptionList]:
         self.list = Options(*(Option(rich_text(shown), id=key) for key, shown in self._options))
         self.list.styles.max_height = "60vh"
-        return [*(Static(rich_text(runs)) for runs in self._lines), self.list]
+        return [self.list]
 
     def on_mount(self) -> None:
         keys = [key for key, _ in self._options]

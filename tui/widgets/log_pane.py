@@ -18,8 +18,7 @@ from textual.strip import Strip
 from clusterd.errors import ClusterError
 from clusterd.tui.model.filters import FilterTooSlow, time_limit
 from clusterd.tui.model.lines import fit, line, wrap
-from clusterd.tui.widgets.painting import strip
-from clusterd.tui.widgets.plain_text import PlainTextTitles
+from clusterd.tui.widgets.painting import PlainTextTitles, strip
 
 REDRAW_S = 0.1
 RETRY_S = 1.0
@@ -53,9 +52,8 @@ class LogPane(PlainTextTitles, ScrollView, can_focus=True):
         Binding("W", "wrap", "wrap", show=False),
     ]
 
-    def __init__(self, name: str, title: str = "log") -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(id=name)
-        self._title = title
         self._window = LogWindow()
         self._starts_mid_log = False  # earlier bytes were not requested
         self._pulling: asyncio.Task[None] | None = None
@@ -68,31 +66,29 @@ class LogPane(PlainTextTitles, ScrollView, can_focus=True):
         self.placeholder = ""
         """Text shown instead of a log."""
 
-    def follow_job(
-        self, source: LogSource, job: str | None, *, name: str = "", attempt: int | None = None, rank: int | None = 0
-    ) -> None:
+    def follow_job(self, source: LogSource, job: str | None, *, name: str = "", attempt: int | None = None) -> None:
         """Show this job's log; None for no log."""
         self.stop()
         self._window, self._starts_mid_log = LogWindow(), False
         self._job, self.follows, self.placeholder = job, True, ""
         which = "" if attempt is None else f", attempt {attempt}"
-        self.border_title = f" {self._title}: {name}{which} " if job else f" {self._title} "
+        self.border_title = f" log: {name}{which} " if job else " log "
         self.redraw(force=True)
         if job is not None:
-            self._pulling = asyncio.create_task(self._pull(source, job, attempt, rank), name=f"log of {job}")
+            self._pulling = asyncio.create_task(self._pull(source, job, attempt), name=f"log of {job}")
 
     def show_placeholder(self, text: str) -> None:
         """Show a text instead of a log."""
         self.stop()
         self._window, self._starts_mid_log, self._job, self.placeholder = LogWindow(), False, None, text
-        self.border_title = f" {self._title} "
+        self.border_title = " log "
         self.redraw(force=True)
 
-    async def _pull(self, source: LogSource, job: str, attempt: int | None, rank: int | None) -> None:
+    async def _pull(self, source: LogSource, job: str, attempt: int | None) -> None:
         while True:
             read: dict[tuple[int, int, int], int] = {}  # end offset by log
             try:
-                args: dict[str, Any] = {"rank": rank, "attempt": attempt, "follow": True, "last_bytes": LAST_BYTES}
+                args: dict[str, Any] = {"rank": 0, "attempt": attempt, "follow": True, "last_bytes": LAST_BYTES}
                 async with aclosing(source.stream("logs", job=job, **args)) as parts:
                     async for part in parts:
                         which = int(part["attempt"]), int(part.get("generation", 1)), int(part["rank"])

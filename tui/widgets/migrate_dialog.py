@@ -10,14 +10,12 @@ from textual.widgets import OptionList, Static
 from clusterd.errors import ClusterError
 from clusterd.rows import MigrationPreview, Plans, RankedPlan
 from clusterd.tui.model import rows
-from clusterd.tui.model.columns import compact_devices
-from clusterd.tui.model.event_words import short_plan
 from clusterd.tui.model.job_page import migration_lines
-from clusterd.tui.model.lines import Line, line, printable
-from clusterd.tui.source.context import Context
+from clusterd.tui.model.lines import Line, line, printable, short_plan
+from clusterd.tui.source.sources import Context
 from clusterd.tui.widgets.dialogs import Dialog, Options, rich_text
 from clusterd.tui.widgets.text_pane import TextPane
-from clusterd.units import duration, size
+from clusterd.units import compact_devices, duration, size
 
 OTHER_PLAN = "other"
 """Option for typing a plan."""

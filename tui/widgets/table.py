@@ -21,8 +21,7 @@ from clusterd.tui.model.columns import Column, lay_out
 from clusterd.tui.model.lines import Line, fit, line
 from clusterd.tui.model.lines import width as line_cells
 from clusterd.tui.model.state_styles import Look
-from clusterd.tui.widgets.painting import cursor_strip, strip
-from clusterd.tui.widgets.plain_text import PlainTextTitles
+from clusterd.tui.widgets.painting import PlainTextTitles, cursor_strip, strip
 
 Cells = Callable[[str, Sequence[tuple[Column[Any], int]]], Sequence[Line]]
 """Cells of a key, one per column."""

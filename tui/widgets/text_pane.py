@@ -13,8 +13,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from clusterd.tui.model.lines import EMPTY, Line, wrap
-from clusterd.tui.widgets.painting import strip
-from clusterd.tui.widgets.plain_text import PlainTextTitles
+from clusterd.tui.widgets.painting import PlainTextTitles, strip
 
 
 class TextPane(PlainTextTitles, ScrollView, can_focus=True):

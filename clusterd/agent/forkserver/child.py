@@ -21,8 +21,8 @@ from clusterd.agent import CODE_ROOT
 from clusterd.agent.forkserver import relay
 from clusterd.agent.host import processes
 from clusterd.agent.log import log_line
+from clusterd.process_attributes import SEED_VARIABLE, seed_generators
 from clusterd.protocol.forkserver import Spawn
-from clusterd.script_seed import SEED_VARIABLE, seed_generators
 
 EXIT_CANNOT_START = 126
 EXIT_NOT_FOUND = 127

@@ -19,10 +19,9 @@ from clusterd.agent.host import processes, programs
 from clusterd.agent.host.home import Home
 from clusterd.process_attributes import inherited_umask
 from clusterd.protocol import calls
-from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.forkserver import Exited, ProcessIdentity, RankRecord, ServerHello, Shutdown, Spawn
-from clusterd.protocol.messages import Request
-from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
+from clusterd.protocol.launch import FORK_SERVER_START_TIMEOUT_S
+from clusterd.protocol.messages import Request, from_map, to_map
 
 R = TypeVar("R")
 

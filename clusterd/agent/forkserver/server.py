@@ -19,19 +19,20 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from clusterd import protocol
-from clusterd.agent.forkserver import child, exit_reason
+from clusterd.agent.forkserver import child
 from clusterd.agent.host import cgroups, processes
 from clusterd.agent.host.home import forget_directory, read_json, write_json
 from clusterd.agent.log import log_line
+from clusterd.exit_reasons import EXIT_CODES, Reason
 from clusterd.protocol import calls
-from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.forkserver import REQUESTS, Exited, ProcessIdentity, RankRecord, ServerState, Shutdown, Spawn
-from clusterd.protocol.messages import Done, Request
+from clusterd.protocol.messages import Done, Request, from_map, to_map
 from clusterd.socket_files import inode, is_still
 
 IDLE_S = 600.0
@@ -124,7 +125,7 @@ class ForkServer:
             os.set_blocking(descriptor, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._pending_records = PendingRecords()
-        self._oom = exit_reason.OomWatch()
+        self._oom = OomWatch()
         self._leaving = False
         self._quiet_since = time.monotonic()
         self._used_at = time.monotonic()
@@ -303,7 +304,7 @@ class ForkServer:
             state="exited",
             exit_code=None if number else code,
             signal=number,
-            reason=exit_reason.reason_of(
+            reason=reason_of(
                 exit_code=code,
                 number=number,
                 kind=ended.kind,
@@ -432,3 +433,73 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     except (ImportError, OSError, AttributeError) as error:
         log_line(f"spawner: orphans of ranks will go to pid 1: {error}")
+
+
+def reason_of(*, exit_code: int | None, number: int | None, kind: str, stopped: bool, out_of_memory: bool) -> Reason:
+    """Reason of a rank's exit.
+
+    The codes of `EXIT_CODES` count only for elastic jobs, whose training loop sets them: a command may use any code.
+    """
+    if stopped:
+        return Reason.STOPPED
+    if number is not None:
+        return Reason.OOM if number == signal.SIGKILL and out_of_memory else Reason.SIGNAL
+    if kind == "elastic" and exit_code in EXIT_CODES:
+        return EXIT_CODES[exit_code]
+    return Reason.EXIT
+
+
+class OomWatch:
+    """Detects recent OOM kills by the kernel.
+
+    The counter is read once a second: it grows when the kernel picks its victim, which may exit seconds later, once its
+    memory is released. A SIGKILL is attributed to the kernel if the counter grew within `WINDOW_S` before it.
+    """
+
+    WINDOW_S = 20.0
+
+    def __init__(self, counters: tuple[tuple[Path, bytes], ...] | None = None) -> None:
+        self._counters = oom_counters() if counters is None else counters
+        self._seen: deque[tuple[float, int]] = deque()
+        self.look()
+
+    def look(self) -> int:
+        """Read the counter and store it with its time."""
+        now = time.monotonic()
+        count = self._count()
+        while len(self._seen) > 1 and now - self._seen[1][0] > self.WINDOW_S:
+            self._seen.popleft()
+        self._seen.append((now, count))
+        return count
+
+    def killed_lately(self) -> bool:
+        """True if the counter grew within the window; each kill accounts for one exit."""
+        count = self.look()
+        if count <= self._seen[0][1]:
+            return False
+        self._seen = deque((at, seen + 1) for at, seen in self._seen)
+        self._seen[-1] = (self._seen[-1][0], count)
+        return True
+
+    def _count(self) -> int:
+        for path, kills in self._counters:
+            try:
+                for line in path.read_bytes().splitlines():
+                    name, _, value = line.partition(b" ")
+                    if name == kills:
+                        return int(value)
+            except (OSError, ValueError):
+                continue
+        return 0
+
+
+def oom_counters() -> tuple[tuple[Path, bytes], ...]:
+    """Readable OOM-kill counters (file, field), the narrowest first: our own cgroup, then the whole machine."""
+    found: list[tuple[Path, bytes]] = []
+    for controllers, path in cgroups.own_groups():
+        if controllers == "":
+            found.append((Path("/sys/fs/cgroup" + path) / "memory.events", b"oom_kill"))
+        elif "memory" in controllers.split(","):
+            found.append((Path("/sys/fs/cgroup/memory" + path) / "memory.oom_control", b"oom_kill"))
+    found.append((Path("/proc/vmstat"), b"oom_kill"))
+    return tuple((path, kills) for path, kills in found if os.access(path, os.R_OK))

@@ -16,9 +16,9 @@ from clusterd.agent.host.rank_input import RankInput
 from clusterd.agent.log import log_line
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.agent import AttemptRow, RankRow
-from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.forkserver import ProcessIdentity, RankRecord
 from clusterd.protocol.launch import LaunchRequest
+from clusterd.protocol.messages import from_map, to_map
 
 
 class Refused(Exception):

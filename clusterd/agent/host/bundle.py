@@ -21,9 +21,7 @@ _SINGLE = (
     "exit_reasons.py",
     "page_tables.py",
     "process_attributes.py",
-    "script_seed.py",
     "socket_files.py",
-    "timeouts.py",
     "trusted_paths.py",
 )
 _MSGPACK = ("__init__.py", "exceptions.py", "ext.py", "fallback.py")

@@ -106,14 +106,22 @@ def enforced() -> tuple[str, ...] | None:
     return tuple(controller for controller in CONTROLLERS if controller in enabled)
 
 
+def own_groups() -> list[tuple[str, str]]:
+    """Controllers and path of each control group of this process; that of version 2 names no controllers."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [(controllers, path) for _, controllers, path in (line.split(":", 2) for line in lines)]
+
+
 def _mounted() -> tuple[Path, Path] | None:
     """Directories of the visible root and of this process' own group, or that above the one made by `prepare`."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-        groups = Path("/proc/self/cgroup").read_text(errors="replace").splitlines()
     except OSError:
         return None
-    own = next((line[len("0::") :] for line in groups if line.startswith("0::")), None)
+    own = next((path for controllers, path in own_groups() if not controllers), None)
     for mount in mounts:
         # man 5 proc: "36 35 98:0 ROOT MOUNTPOINT OPTIONS ... - TYPE SOURCE OPTIONS"
         place, _, kind = mount.partition(" - ")

@@ -5,19 +5,60 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import re
 import shutil
 import socket
 import struct
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterd.agent.host import processes
-from clusterd.agent.host.gpu import topology
-from clusterd.agent.host.gpu.probe import Probe
+from clusterd.agent.host import cgroups, processes
+from clusterd.agent.host.gpu_probe import Probe
 from clusterd.trusted_paths import account_name
+
+SYSFS = Path("/sys")
+
+
+def numa_node(pci_address: str, sysfs: Path = SYSFS) -> int | None:
+    """NUMA node of a PCI device; None: not known, or the machine has one node alone."""
+    domain, _, rest = pci_address.lower().partition(":")
+    text = _read(sysfs / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node")  # NVML's domain has eight digits
+    return int(text) if text.isdigit() else None  # -1: none
+
+
+def cores_near(nodes: Iterable[int], sysfs: Path = SYSFS) -> list[int]:
+    """CPU cores of these NUMA nodes."""
+    found: set[int] = set()
+    for node in nodes:
+        for part in _read(sysfs / f"devices/system/node/node{node}/cpulist").split(","):
+            first, _, last = part.partition("-")
+            if first.isdigit():
+                found.update(range(int(first), int(last or first) + 1))
+    return sorted(found)
+
+
+def cores_by_gpu(
+    gpus: Iterable[Mapping[str, Any]], usable: Iterable[int], sysfs: Path = SYSFS
+) -> dict[str, tuple[int, ...]]:
+    """Usable cores of each GPU's NUMA node, by uuid; without those whose node is not known."""
+    nodes = {gpu["uuid"]: gpu["numa_node"] for gpu in gpus if gpu.get("numa_node") is not None}
+    near = {node: set(usable).intersection(cores_near([node], sysfs)) for node in set(nodes.values())}
+    return {uuid: tuple(sorted(near[node])) for uuid, node in nodes.items() if near[node]}
+
+
+def infiniband(sysfs: Path = SYSFS) -> list[dict[str, Any]]:
+    """Active ports of RDMA cards, with their speed in Mbit/s; RoCE has the link layer Ethernet."""
+    found = []
+    for port in sorted(sysfs.glob("class/infiniband/*/ports/*")):
+        rate = re.match(r"(\d+(?:\.\d+)?) Gb/sec", _read(port / "rate"))
+        if rate is not None and "ACTIVE" in _read(port / "state"):
+            card = {"card": port.parts[-3], "port": port.name, "link_layer": _read(port / "link_layer")}
+            found.append({**card, "speed_mbit": round(float(rate[1]) * 1000)})
+    return found
+
 
 _SIOCGIFADDR = 0x8915
 
@@ -41,7 +82,7 @@ def gather(
     gpus, gpu_error = probe.gpus()
     if not gpus and gpu_error is None and amd.exists():
         gpu_error = f"AMD GPUs ({amd}) are not supported"
-    gpus = topology.with_numa_nodes(gpus)
+    gpus = [{**gpu, "numa_node": numa_node(gpu.get("pci_address", ""))} for gpu in gpus]
     for gpu in gpus:
         gpu["processes"] = [_with_owner(process, own_tag, gpu["uuid"] in held) for process in gpu["processes"]]
         gpu["unlisted_bytes"] = 0 if gpu["uuid"] in held else _unlisted_bytes(gpu)
@@ -64,7 +105,7 @@ def gather(
         "boot_id": processes.boot_id(),
         "now_s": time.time(),
         "addresses": addresses(),
-        "infiniband": topology.infiniband(),
+        "infiniband": infiniband(),
         "gpus": gpus,
         "gpu_error": gpu_error,
     }
@@ -114,8 +155,7 @@ def memory_bytes() -> tuple[int, int]:
 def _cgroup_directories(controller: str) -> list[Path]:
     """Directories of this process' cgroup and its ancestors, for cgroup version 2 or 1."""
     found = []
-    for line in _read("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
+    for controllers, path in cgroups.own_groups():
         if controllers == "":
             root = Path("/sys/fs/cgroup")
         elif controller in controllers.split(","):
@@ -133,7 +173,7 @@ def _cgroup_values(file: str, controller: str, old_file: str) -> list[int]:
         values = _read(directory / file).split()
         if len(values) == 2 and values[0].isdigit():
             found.append(int(values[0]) // int(values[1]))
-        quota, period = _read(directory / old_file).strip(), _read(directory / "cpu.cfs_period_us").strip()
+        quota, period = _read(directory / old_file), _read(directory / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit():
             found.append(int(quota) // int(period))
     return found
@@ -146,7 +186,7 @@ def _memory_limits() -> list[tuple[int, int]]:
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
-            limit, used = _read(directory / limit_file).strip(), _read(directory / used_file).strip()
+            limit, used = _read(directory / limit_file), _read(directory / used_file)
             if limit.isdigit() and used.isdigit():
                 found.append((int(limit), int(used) - _reclaimable(directory)))
     return found
@@ -171,7 +211,7 @@ def addresses() -> list[dict[str, Any]]:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
             except OSError:
                 continue  # the interface is down or has no IPv4 address
-            speed = _read(f"/sys/class/net/{name}/speed").strip()  # unreadable or -1 for virtual interfaces
+            speed = _read(f"/sys/class/net/{name}/speed")  # unreadable or -1 for virtual interfaces
             entry = {"interface": name, "address": socket.inet_ntoa(answer[20:24])}
             found.append({**entry, "speed_mbit": int(speed)} if speed.isdigit() else entry)
     return found
@@ -202,7 +242,8 @@ def _cpu_model() -> str:
 
 
 def _read(path: str | Path) -> str:
+    """Text of a file without the spaces around it; empty: it cannot be read."""
     try:
-        return Path(path).read_text(errors="replace")
+        return Path(path).read_text(errors="replace").strip()
     except OSError:
         return ""

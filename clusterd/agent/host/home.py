@@ -156,10 +156,10 @@ def default_home() -> Home:
     )
 
 
-def write_durably(path: Path, data: bytes, mode: int = 0o600) -> None:
+def write_durably(path: Path, data: bytes) -> None:
     """Replace `path` atomically: after a crash it has either the old content or the new."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         try:
             view = memoryview(data)
@@ -184,9 +184,9 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Write a JSON value with `write_durably`."""
-    write_durably(path, json.dumps(value, separators=(",", ":")).encode(), mode)
+    write_durably(path, json.dumps(value, separators=(",", ":")).encode())
 
 
 def no_space(directory: Path) -> str:

@@ -14,10 +14,10 @@ import uuid
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from clusterd.agent.background_tasks import in_thread
 from clusterd.agent.host import processes, programs
 from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.log import log_line
-from clusterd.agent.threads import in_thread
 from clusterd.trusted_paths import account_name
 
 VARIABLE = "CLUSTERD_AGENT_LOGIN"

@@ -14,9 +14,9 @@ from clusterd.agent.host import processes, programs
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import attempt_name, is_disk_full, write_json
 from clusterd.agent.host.login_environment import expanded
-from clusterd.protocol.codec import to_map
+from clusterd.process_attributes import HASH_SEED, SEED_VARIABLE
 from clusterd.protocol.launch import LaunchRequest, RankFile, RankSpec
-from clusterd.script_seed import HASH_SEED, SEED_VARIABLE
+from clusterd.protocol.messages import to_map
 
 _PYTHONS = ("python", "python3")
 

@@ -21,7 +21,7 @@ from clusterd.agent.host.home import Home, read_json, write_json
 from clusterd.agent.host.login_environment import LoginEnvironment, clean
 from clusterd.agent.log import log_line
 from clusterd.agent.ranks import containers, launching, stopping
-from clusterd.agent.ranks.exit_reports import STRAGGLER_GRACE_S, Emit, ExitReports
+from clusterd.agent.ranks.reports import STRAGGLER_GRACE_S, Emit, ExitReports
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.forkserver import RankRecord
 from clusterd.protocol.launch import Launched, LaunchRequest, StartedRank

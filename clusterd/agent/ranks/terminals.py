@@ -1,7 +1,8 @@
-"""Commands that users run inside attempts, with the devices, variables and working directory of a rank.
+"""Commands that users run inside attempts, beside a rank, and connections to ports that they forward.
 
-Each command is a child of the agent and carries the attempt's tag, so it ends with the attempt at the latest. The
-daemon pulls its output in chunks; a terminal that is no longer polled has lost its daemon and is closed.
+A command has the devices, variables and working directory of its rank. It is a child of the agent and carries the
+attempt's tag, so it ends with the attempt at the latest. The daemon pulls its output in chunks; a terminal that is no
+longer polled has lost its daemon and is closed. A connection to a port is read and written like a terminal.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from pathlib import Path
 
 from clusterd.agent.host import programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Refused
-from clusterd.agent.ranks import container_command
+from clusterd.agent.ranks import containers
 from clusterd.agent.ranks.launching import inside_of
-from clusterd.agent.ranks.port_connections import PortConnection
 from clusterd.process_attributes import inherited_umask
 from clusterd.protocol.launch import RankSpec
 from clusterd.protocol.requests import Output, Screen
@@ -34,6 +34,9 @@ READ_WAIT_S = 20.0
 """A read returns within this time, empty if there was no output."""
 SILENT_S = 120.0
 """A terminal without requests for this long is closed."""
+
+PORT_CHUNK_BYTES = 1 << 18
+CONNECT_S = 10.0
 
 
 class Terminals:
@@ -74,7 +77,7 @@ class Terminals:
             env["TERM"] = screen.term
         if attempt.launch.container:
             inside = inside_of(attempt, given, tag, env, variables, self._rank_socket)
-            argv, env = container_command.beside(inside, argv, on_screen=screen is not None)
+            argv, env = containers.beside(inside, argv, on_screen=screen is not None)
         shell = pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
         group = attempt.ranks[rank].cgroup
         cores = ",".join(str(core) for core in given.device.cores)
@@ -279,3 +282,92 @@ class Terminal:
 def _resize(terminal: int, screen: Screen) -> None:
     rows, columns = (max(1, min(size, 0x7FFF)) for size in (screen.rows, screen.columns))
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
+class PortConnection:
+    """A TCP connection to a port of 127.0.0.1; each of its two directions ends on its own.
+
+    Attributes:
+        asked_at: monotonic time of the last request for it.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._writing = asyncio.Lock()
+        self._input_ended = asyncio.Event()
+        self._output_ended = False
+        self._is_broken = False
+        self.asked_at = time.monotonic()
+
+    @classmethod
+    async def open(cls, port: int) -> PortConnection:
+        """Connect.
+
+        Raises:
+            Refused: ``port``: nothing listens there.
+        """
+        try:
+            connecting = asyncio.open_connection("127.0.0.1", port, limit=PORT_CHUNK_BYTES)
+            return cls(*await asyncio.wait_for(connecting, CONNECT_S))
+        except asyncio.TimeoutError:
+            raise Refused("port", f"port {port} of 127.0.0.1 does not answer") from None
+        except OSError as error:
+            raise Refused("port", f"nothing listens on port {port} of 127.0.0.1: {error.strerror or error}") from None
+
+    async def read(self, wait_s: float) -> Output:
+        """New bytes from the port; `end` once after the last of them; the exit code once both directions ended.
+
+        The exit code is 1 where the connection broke.
+        """
+        try:
+            if not self._output_ended:
+                # No more is taken from the port than was asked for: a slow reader slows the writer down.
+                data = await asyncio.wait_for(self._reader.read(PORT_CHUNK_BYTES), wait_s)
+                if data:
+                    return Output(data)
+                self._output_ended = True
+                return Output(b"", self._exit_code(), end=True)
+            await asyncio.wait_for(self._input_ended.wait(), wait_s)
+        except asyncio.TimeoutError:
+            pass
+        except OSError:  # reset by the program behind the port
+            self._break()
+        return Output(b"", self._exit_code())
+
+    def _exit_code(self) -> int | None:
+        if self._is_broken:
+            return 1
+        return 0 if self._output_ended and self._input_ended.is_set() else None
+
+    def _break(self) -> None:
+        self._is_broken = self._output_ended = True
+        self._input_ended.set()
+
+    async def write(self, data: bytes) -> None:
+        """Write to the port; wait until the program behind it takes most of it."""
+        async with self._writing:
+            if not data or self._input_ended.is_set():
+                return
+            try:
+                self._writer.write(data)
+                await self._writer.drain()
+            except OSError:  # `read` reports it, after what the program wrote before
+                self._input_ended.set()
+
+    def end_input(self) -> None:
+        """Send end of file to the port, which may go on writing."""
+        if not self._input_ended.is_set():
+            with contextlib.suppress(OSError):
+                self._writer.write_eof()
+            self._input_ended.set()
+
+    def resize(self, screen: Screen) -> None:
+        """Do nothing: a port has no window."""
+
+    def hang_up(self) -> None:
+        """Close the connection; one that has not ended is reset, so that the program behind it notices."""
+        if self._exit_code() == 0:
+            self._writer.close()
+        else:
+            self._writer.transport.abort()
+        self._break()

@@ -13,20 +13,18 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from clusterd import protocol
+from clusterd.agent.background_tasks import in_thread
 from clusterd.agent.host import programs
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.log import log_line
 from clusterd.agent.ranks.attempts import Attempts
-from clusterd.agent.server.connection import Connection, Message, outcome
-from clusterd.agent.server.sessions import Sessions
+from clusterd.agent.server.connection import Connection, Message, Sessions, outcome
 from clusterd.agent.tensors.datasets import RANGE_BYTES_MAX, Datasets
 from clusterd.agent.tensors.moves import Moves
-from clusterd.agent.threads import in_thread
 from clusterd.protocol import control
 from clusterd.protocol.agent import RankReport
 from clusterd.protocol.budget import ByteBudget
-from clusterd.protocol.codec import from_map
-from clusterd.protocol.messages import Done, Request, read_event
+from clusterd.protocol.messages import Done, Request, from_map, read_event
 from clusterd.protocol.rank import Orphaned
 
 REPORT_BYTES_MAX = 256 << 10

@@ -13,36 +13,36 @@ from pathlib import Path
 from typing import Any
 
 from clusterd import protocol
-from clusterd.agent.host import cgroups, processes, programs
+from clusterd.agent.host import cgroups, files, processes, programs
 from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.host.home import Home, default_home, forget_directory, listen, write_json
+from clusterd.agent.host.ports import UNUSED_S as PORT_UNUSED_S
 from clusterd.agent.host.ports import Ports
 from clusterd.agent.host.workdirs import Workdirs
 from clusterd.agent.log import log_line
 from clusterd.agent.ranks.attempts import Attempts
 from clusterd.agent.ranks.environments import Environments
-from clusterd.agent.ranks.progress import Progress
+from clusterd.agent.ranks.reports import Progress
 from clusterd.agent.ranks.terminals import Terminals
-from clusterd.agent.server.connection import Connection, Message, outcome
+from clusterd.agent.server.connection import Connection, Message, Sessions, outcome
 from clusterd.agent.server.hardware_reports import Hardware, reportable
-from clusterd.agent.server.housekeeping import Housekeeping
 from clusterd.agent.server.rank_requests import RankRequests
-from clusterd.agent.server.sessions import Sessions
-from clusterd.agent.server.verbs import Handlers, Verbs
+from clusterd.agent.server.verbs import Verbs, handlers_of
 from clusterd.agent.tensors.datasets import Datasets
 from clusterd.agent.tensors.moves import Moves
 from clusterd.process_attributes import make_files_private
 from clusterd.protocol.agent import HelloReply
 from clusterd.protocol.budget import ByteBudget
-from clusterd.protocol.codec import from_map
-from clusterd.protocol.messages import Done, Event
+from clusterd.protocol.messages import Done, Event, from_map
 from clusterd.protocol.proof import new_nonce, proves
 from clusterd.protocol.requests import REQUESTS, Challenge, ChallengeReply, Facts, Heartbeat, Hello, Shutdown
 from clusterd.socket_files import inode, is_still
 
+IDLE_S = 24 * 3600.0
+"""An agent without a connected daemon and without running attempts exits after this long."""
+
 PRELOAD = "clusterd.train.process.preload"
 """Module that the fork server of an elastic job imports before it forks."""
-
 
 Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -92,19 +92,10 @@ class Agent:
         )  # fmt: skip
         self._frames = ByteBudget(protocol.FRAME_BYTES_MAX, protocol.FRAME_BYTES_MAX)
         self._ranks = RankRequests(
-            self._attempts,
-            self._sessions,
-            self._moves,
-            self._datasets,
-            self._hardware.inspect_gpu,
+            self._attempts, self._sessions, self._moves, self._datasets, self._hardware.inspect_gpu,
             self._housekeeping.mark_needed,
-        )
-        self._verbs: Handlers = {
-            Facts: self._facts,
-            Heartbeat: self._heartbeat,
-            Shutdown: self._shutdown,
-            **verbs.table,
-        }
+        )  # fmt: skip
+        self._verbs = {**handlers_of(self), **handlers_of(verbs)}
 
     async def run(self) -> None:
         """Adopt the attempts of an earlier agent, then serve until asked to exit."""
@@ -250,10 +241,10 @@ class Agent:
             orphaned=self._sessions.orphaned(),
         )
 
-    async def _facts(self, _request: Facts) -> Message:
+    async def _facts(self, request: Facts) -> Message:
         return await self._hardware.facts()
 
-    async def _heartbeat(self, _request: Heartbeat) -> Done:
+    async def _heartbeat(self, request: Heartbeat) -> Done:
         return Done()
 
     async def _shutdown(self, request: Shutdown) -> Done:
@@ -265,6 +256,82 @@ class Agent:
         # The delay lets the reply leave first.
         asyncio.get_running_loop().call_later(0.05, self._done.set)
         return Done()
+
+
+class Housekeeping:
+    """Runs every second; some of the work only every Nth tick.
+
+    Args:
+        idle: called once the agent was idle for `IDLE_S`.
+    """
+
+    def __init__(
+        self,
+        attempts: Attempts,
+        sessions: Sessions,
+        terminals: Terminals,
+        ports: Ports,
+        workdirs: Workdirs,
+        environments: Environments,
+        idle: Callable[[], object],
+    ) -> None:
+        self._attempts, self._sessions, self._terminals = attempts, sessions, terminals
+        self._ports, self._workdirs, self._environments, self._idle = ports, workdirs, environments, idle
+        self._needed_at = time.monotonic()
+
+    def mark_needed(self) -> None:
+        """Restart the idle timer, as after a request."""
+        self._needed_at = time.monotonic()
+
+    async def every_second(self) -> None:
+        """Run until cancelled."""
+        loop = asyncio.get_running_loop()
+        ticks = 0
+        while True:
+            self._attempts.poll()
+            self._terminals.poll()
+            self._ports.release(self._port_is_unused)
+            if self._attempts.running or self._sessions.any_daemon:
+                self.mark_needed()
+            if time.monotonic() - self._needed_at > IDLE_S:
+                await self._attempts.fork_servers.shutdown()
+                self._idle()
+            if ticks % 10 == 0:
+                await self.shorten_logs()
+            if ticks % 3600 == 0:
+                used = {attempt.launch.snapshot or "" for attempt in self._attempts}
+                await loop.run_in_executor(None, self._workdirs.clean, used)
+                pythons = [Path(a.launch.python) for a in self._attempts if a.running and a.launch.python]
+                await loop.run_in_executor(None, self._environments.clean, pythons)
+            ticks += 1
+            await asyncio.sleep(1.0)
+
+    async def shorten_logs(self) -> None:
+        """Trim logs of running attempts, and once more after they end: a rank writes gigabytes within seconds."""
+        due = [attempt for attempt in self._attempts if attempt.running or not attempt.is_shortened]
+        ended = [attempt for attempt in due if not attempt.running]
+        logs = [attempt.log(rank) for attempt in due for rank in attempt.ranks]
+        await asyncio.get_running_loop().run_in_executor(None, _trim, logs)
+        for attempt in ended:
+            attempt.is_shortened = True
+
+    def _port_is_unused(self, name: str, generation: int, age_s: float) -> bool:
+        for attempt in self._attempts:
+            if attempt.name == name and attempt.generation == generation and attempt.running:
+                return False
+        # A lease may precede its launch, or serve ranks on other hosts, whose exit this agent cannot observe.
+        return age_s > PORT_UNUSED_S
+
+
+def _trim(logs: list[Path]) -> None:
+    for file in logs:
+        try:
+            dropped = files.trim(file)
+        except OSError as error:
+            log_line(f"agent: cannot shorten {file}: {error}")
+            continue
+        if dropped:
+            log_line(f"agent: dropped {dropped} bytes of {file}, which was too long")
 
 
 def main() -> int:

@@ -7,20 +7,20 @@ import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from clusterd.agent.host import append_only_files, checks, files
+from clusterd.agent.background_tasks import in_thread
+from clusterd.agent.host import checks, files
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import Home, read_json
 from clusterd.agent.host.ports import Ports
 from clusterd.agent.host.workdirs import Workdirs
 from clusterd.agent.ranks.attempts import Attempts
 from clusterd.agent.ranks.environments import Environments
-from clusterd.agent.ranks.progress import Progress
+from clusterd.agent.ranks.reports import Progress
 from clusterd.agent.ranks.terminals import READ_WAIT_S, Terminals
 from clusterd.agent.tensors.datasets import Datasets, evict_cached_files
 from clusterd.agent.tensors.moves import Moves
-from clusterd.agent.threads import in_thread
 from clusterd.protocol import control
 from clusterd.protocol import requests as r
 from clusterd.protocol.launch import Launched, LaunchRequest
@@ -30,8 +30,17 @@ Handlers = dict[type[Request[Any]], Callable[[Any], Awaitable[object]]]
 ToRanks = r.MoveRanks | r.QuiesceRanks | r.AbortRanks | r.ResumeRanks | r.SendToRanks
 
 
+def handlers_of(server: object) -> Handlers:
+    """Methods of a server that take a `request`, by its type."""
+    found = {}
+    for name, function in vars(type(server)).items():
+        if "request" in getattr(function, "__annotations__", ()):
+            found[get_type_hints(function)["request"]] = getattr(server, name)
+    return found
+
+
 class Verbs:
-    """Table of handlers: each takes the checked request and returns the reply."""
+    """Handlers of requests: each takes a checked `request` and returns the reply."""
 
     def __init__(
         self,
@@ -48,46 +57,6 @@ class Verbs:
         self._home, self._attempts, self._progress = home, attempts, progress
         self._workdirs, self._datasets, self._moves, self._ports = workdirs, datasets, moves, ports
         self._terminals, self._environments = terminals, environments
-
-    @property
-    def table(self) -> Handlers:
-        """Handlers by type of request."""
-        return {
-            LaunchRequest: self._launch,
-            r.BuildEnvironment: self._build_environment,
-            r.StopRanks: self._stop,
-            r.ForgetAttempt: self._forget,
-            r.ReadLog: self._logs,
-            r.WriteInput: self._input,
-            r.SignalRanks: self._signal,
-            r.ReadSteps: self._steps,
-            r.ReadRecord: self._record,
-            r.ListFiles: self._files,
-            r.ReadFile: self._file,
-            r.ReadModel: self._model,
-            r.HasWorkdir: self._has_workdir,
-            r.PutWorkdir: self._put_workdir,
-            r.LeasePort: self._port,
-            r.ServeSegments: self._serve_segments,
-            r.CheckHost: self._check,
-            r.KeepReplica: self._moves.replicas.keep,
-            r.ReplicaIsDone: self._replica_is_done,
-            r.AdmitReaders: self._admit_readers,
-            r.ServeDataset: self._serve_dataset,
-            r.SetDatasets: self._set_datasets,
-            r.MoveRanks: self._move,
-            r.QuiesceRanks: self._quiesce,
-            r.AbortRanks: self._abort,
-            r.ResumeRanks: self._resume,
-            r.SendToRanks: self._send_to_ranks,
-            r.DropMigration: self._drop,
-            r.OpenTerminal: self._open_terminal,
-            r.OpenPort: self._open_port,
-            r.ReadTerminal: self._read_terminal,
-            r.WriteTerminal: self._write_terminal,
-            r.HoldTerminal: self._hold_terminal,
-            r.CloseTerminal: self._close_terminal,
-        }
 
     async def _launch(self, request: LaunchRequest) -> Launched:
         snapshot = self._workdirs.need(request.snapshot) if request.snapshot else None
@@ -137,7 +106,7 @@ class Verbs:
         # Read before the file, which then holds all of the rank's output.
         ended = attempt.ranks[request.rank].state != "running"
         file = attempt.streams(request.rank) if request.streams else attempt.log(request.rank)
-        return append_only_files.pull(file, request.offset, request.limit, ended)
+        return files.pull(file, request.offset, request.limit, ended)
 
     async def _input(self, request: r.WriteInput) -> Done:
         attempt = self._attempts.get(request.job, request.attempt, request.generation)
@@ -155,7 +124,7 @@ class Verbs:
     async def _steps(self, request: r.ReadSteps) -> r.Chunk:
         attempt = self._attempts.get(request.job, request.attempt, request.generation)
         ended = not attempt.running
-        return append_only_files.pull(attempt.steps, request.offset, request.limit, ended)
+        return files.pull(attempt.steps, request.offset, request.limit, ended)
 
     async def _record(self, request: r.ReadRecord) -> r.Record:
         return r.Record(self._attempts.get(request.job, request.attempt, request.generation).launch.record)
@@ -190,6 +159,9 @@ class Verbs:
     async def _port(self, request: r.LeasePort) -> r.Port:
         name = self._home.attempt(request.job, request.attempt, request.generation).name
         return r.Port(self._ports.lease(name, request.generation))
+
+    async def _keep_replica(self, request: r.KeepReplica) -> r.Step:
+        return await self._moves.replicas.keep(request)
 
     async def _replica_is_done(self, request: r.ReplicaIsDone) -> Done:
         self._moves.replicas.confirm(request.name)
@@ -238,8 +210,8 @@ class Verbs:
     async def _send_to_ranks(self, request: r.SendToRanks) -> r.Receivers:
         return self._forward(request, read_event(control.TO_RANKS, request.message))
 
-    def _forward(self, request: ToRanks, event: Event) -> r.Receivers:
-        attempt = self._attempts.get(request.job, request.attempt, request.generation)
+    def _forward(self, asked: ToRanks, event: Event) -> r.Receivers:
+        attempt = self._attempts.get(asked.job, asked.attempt, asked.generation)
         return self._moves.forward(attempt, event)
 
     async def _drop(self, request: r.DropMigration) -> Done:

@@ -17,9 +17,9 @@ from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.tensors.fabric import FetchFailed, ask, data_name
 from clusterd.datasets import FREE_SHARE, UNREACHABLE, DataUnavailable, File, Folders, Found
 from clusterd.protocol import FRAME_BYTES_MAX
-from clusterd.protocol.codec import to_map
 from clusterd.protocol.control import LookUpData, ReadData
 from clusterd.protocol.launch import DatasetSpec
+from clusterd.protocol.messages import to_map
 
 Message = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Arguments of several commands: jobs by name, id or pattern, and times."""
+"""Arguments of several commands: jobs by name, id or pattern, with their completion; and times."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
+
+import click
 
 from clusterd.cli.common.output import note
 from clusterd.client import Client
@@ -132,3 +134,26 @@ def point_in_time_s(option: str, text: str) -> float:
         return parse_time_s(text)
     except ValueError as error:
         raise UsageError(f"{option} {text}: {error}") from None
+
+
+COMPLETION_TIMEOUT_S = 0.5
+"""A slower completion is worse than none."""
+
+
+def _names(verb: str, args: dict[str, Any]) -> list[str]:
+    try:
+        with Client(timeout_s=COMPLETION_TIMEOUT_S) as cluster:
+            return [row["name"] for row in cluster.call(verb, **args)]
+    except ClusterError:
+        return []  # the shell cannot show a message
+
+
+def _completer(verb: str, **args: Any) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+        return sorted({name for name in _names(verb, args) if name.startswith(incomplete)})
+
+    return complete
+
+
+complete_job = _completer("jobs", all=True)
+complete_host = _completer("hosts")

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.completers import complete_job
+from clusterd.cli.common.arguments import complete_job
 from clusterd.cli.common.output import note
 from clusterd.errors import UsageError
 from clusterd.keys import DURATION, JOBS, RESOURCES, Key, keys_of, read_values

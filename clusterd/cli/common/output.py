@@ -1,4 +1,4 @@
-"""Data to standard output, as a table or JSON; everything else to standard error."""
+"""Data to standard output, as a table or JSON, and texts about expected times; everything else to standard error."""
 
 from __future__ import annotations
 
@@ -65,6 +65,13 @@ def show_json(value: Any, form: str) -> None:
         drop_output(sys.stdout)  # the command still returns its exit code
 
 
+def shown_as(output: str, value: Any) -> bool:
+    """Print the value where ``-o`` asks for JSON or CSV; false for a table, which its command prints."""
+    if output != "table":
+        show_json(value, output)
+    return output != "table"
+
+
 def _plain(value: Any) -> Any:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
@@ -108,10 +115,9 @@ def _csv_cell(cell: Any) -> Any:
     return cell
 
 
-def use_colour(stream: Any = None) -> bool:
-    """The stream is a terminal with colours, and ``NO_COLOR`` is not set."""
-    stream = stream or sys.stdout
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def use_colour() -> bool:
+    """Standard output is a terminal with colours, and ``NO_COLOR`` is not set."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _coloured(cell: str) -> str:
@@ -138,10 +144,25 @@ def raise_all(failures: Sequence[ClusterError]) -> None:
         raise type(failures[0])("\n".join(str(failure) for failure in failures))
 
 
+def for_each(names: Iterable[str], act: Callable[[str], object]) -> None:
+    """Act on each; it happens to the others even if one is refused.
+
+    Raises:
+        ClusterError: what was refused.
+    """
+    failures: list[ClusterError] = []
+    for name in names:
+        try:
+            act(name)
+        except ClusterError as error:
+            failures.append(error)
+    raise_all(failures)
+
+
 def note(text: str) -> None:
     """Print a notice to standard error; ignored if it is closed."""
     try:
-        print(escaped_lines(text), file=sys.stderr)
+        print("\n".join(map(escaped, text.split("\n"))), file=sys.stderr)
     except OSError as error:
         if not is_unread(sys.stderr, error):
             raise
@@ -151,11 +172,6 @@ def note(text: str) -> None:
 def print_line(line: str) -> None:
     """Print one line of output, escaped."""
     print(escaped(line))
-
-
-def escaped_lines(text: str) -> str:
-    """Text of several lines with control characters escaped."""
-    return "\n".join(map(escaped, text.split("\n")))
 
 
 def state_and_reason(row: Mapping[str, Any]) -> str:
@@ -196,26 +212,44 @@ def _is_terminal(descriptor: int) -> bool:
     return stat.S_ISCHR(os.fstat(descriptor).st_mode)  # `isatty` asks the terminal, which may be gone
 
 
-def compact_devices(devices: list[str]) -> str:
-    """Device ranges by host, as in ``gpu01:gpu0-3 gpu02:gpu1``."""
-    by_kind: dict[tuple[str, str], list[int]] = {}
-    for device in devices:
-        host, _, local = device.rpartition(":")
-        kind = local.rstrip("0123456789")
-        by_kind.setdefault((host, kind), []).append(int(local[len(kind) :]))
-    parts: list[str] = []
-    for (host, kind), numbers in by_kind.items():
-        runs: list[list[int]] = []
-        for number in sorted(numbers):
-            if runs and runs[-1][-1] == number - 1:
-                runs[-1].append(number)
-            else:
-                runs.append([number])
-        ranges = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-        parts.append(f"{host}:{kind}{ranges}")
-    return " ".join(parts)
-
-
 def held_for(claim: dict[str, Any]) -> str:
     """Word for what keeps the devices of a claim from others: ``claimed``, ``booked by ann``."""
     return f"booked by {claim['owner']}" if claim.get("owner") else "claimed"  # absent from an older daemon's reply
+
+
+PLAYING = "playing the queue forward, with it and without it"
+
+
+def clock(at_s: float) -> str:
+    """Time of day, with the date where it is not today's."""
+    at = time.localtime(at_s)
+    return time.strftime("%H:%M" if at[:3] == time.localtime()[:3] else "%m-%d %H:%M", at)
+
+
+def expected_cell(forecast: dict[str, Any] | None, what: str) -> str:
+    """Text of a start or an end: ``16:40 (16:10-18:30)``."""
+    return quantiles_cell(forecast[what] if forecast else None)
+
+
+def quantiles_cell(times: dict[str, Any] | None) -> str:
+    """Text of a point in time and its 90% interval."""
+    if times is None:
+        return "not known"
+    low, middle, high = (times[name] for name in ("p5_s", "p50_s", "p95_s"))
+    around = f"{clock(low) if low is not None else ''}-{clock(high) if high is not None else ''}"
+    return f"{clock(middle)} ({around})"
+
+
+def print_effect(effect: dict[str, Any]) -> None:
+    """Print when devices would be free, and which jobs would end later, or earlier."""
+    print_line(f"free: {quantiles_cell(effect['free'])} (90% interval, {effect['rollouts']} pairs of roll-outs)")
+    rows = [
+        [row["job"], row["name"], row["user"], _later(row["p50_s"]), _later(row["p95_s"])] for row in effect["delays"]
+    ]
+    show_table(["id", "name", "user", "ends", "95% at most"], rows, "no job would end a minute later or earlier")
+
+
+def _later(delay_s: float | None) -> str:
+    if delay_s is None:
+        return "not known"
+    return f"{duration(abs(delay_s))} {'earlier' if delay_s < 0 else 'later'}" if delay_s else "as before"

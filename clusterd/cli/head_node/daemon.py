@@ -13,7 +13,7 @@ import click
 
 from clusterd import config as configuration
 from clusterd.cli.common.arguments import time_s
-from clusterd.cli.common.output import ago, note, output_option, print_line, show_json
+from clusterd.cli.common.output import ago, note, output_option, print_line, show_json, shown_as
 from clusterd.client import Client
 from clusterd.config import python_path
 from clusterd.errors import ClusterError, DaemonAbsent
@@ -105,7 +105,7 @@ def _wait_until_it_answers(
         )
     note(f"clusterd is up (pid {started.pid}, state in {config.state_dir}, {_settings(answer)})")
     if not local:
-        note("next: clusterd host add HOST" if not _hosts(config) else "next: clusterd host ls")
+        note("next: clusterd host add HOST" if not cluster_hosts(config) else "next: clusterd host ls")
         return 0
     with Client(config.socket) as cluster:
         for item in cluster.stream("watch"):
@@ -144,10 +144,6 @@ def cluster_hosts(config: configuration.Config) -> list[dict[str, Any]]:
     with Client(config.socket) as cluster:
         rows: list[dict[str, Any]] = cluster.call("hosts")
         return rows
-
-
-def _hosts(config: configuration.Config) -> int:
-    return len(cluster_hosts(config))
 
 
 @click.command()
@@ -195,8 +191,7 @@ def status(system: bool, output: str) -> None:
     with Client(configuration.client_socket(system)) as cluster:
         answer = cluster.call("status")
         backups = cluster.call("backups") if output == "table" else []
-    if output != "table":
-        show_json(answer, output)
+    if shown_as(output, answer):
         return
     hosts = list(answer["hosts"].values())
     up = hosts.count("up")
@@ -235,8 +230,7 @@ def reload(output: str) -> None:
     """
     with Client() as cluster:
         answer = cluster.call("reload")
-    if output != "table":
-        show_json(answer, output)
+    if shown_as(output, answer):
         return
     note(f"changed: {', '.join(answer['changed']) or 'nothing'} (by {answer['config'] or 'defaults, without a file'})")
     if answer["at_next_start"]:
@@ -261,8 +255,7 @@ def login(output: str) -> int:
         answer = cluster.call("login", meanwhile="the hosts are dialed")
     refused = {host: why for host, why in answer["hosts"].items() if why}
     code = 1 if refused and len(refused) == len(answer["hosts"]) else 0
-    if output != "table":
-        show_json(answer, output)
+    if shown_as(output, answer):
         return code
     account = answer["account"]
     if not account:

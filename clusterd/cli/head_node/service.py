@@ -50,7 +50,7 @@ def install(system: bool, file: Path | None) -> None:
     path = unit_file(system)
     if path.exists() and MARK not in path.read_text(errors="replace"):
         raise ClusterError(f"{path} was not written by `clusterd service install`: remove it first")
-    if not _is_active(system):
+    if _run(system, "is-active", UNIT).returncode != 0:
         _refuse_second_daemon(system)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,10 +132,6 @@ def _require_systemd(system: bool) -> None:
     if not state or state == "offline":
         of = "the machine" if system else pwd.getpwuid(os.getuid()).pw_name
         raise ClusterError(f"systemd does not manage services of {of} here: `systemctl` says {state or 'nothing'!r}")
-
-
-def _is_active(system: bool) -> bool:
-    return _run(system, "is-active", UNIT).returncode == 0
 
 
 def _refuse_second_daemon(system: bool) -> None:

@@ -14,9 +14,8 @@ import click
 from clusterd import config as configuration
 from clusterd.cli.common.output import note
 from clusterd.errors import ConfigError, UsageError
-from clusterd.mistakes import refuse_mistakes
 from clusterd.submission.job_file import Request, parse_job
-from clusterd.toml import read_toml
+from clusterd.toml import read_toml, refuse_mistakes
 
 
 @click.group()

@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from clusterd.cli.common.arguments import point_in_time_s, time_s
-from clusterd.cli.common.expected import PLAYING, print_effect
-from clusterd.cli.common.output import note, output_option, print_line, show_json, show_table
+from clusterd.cli.common.output import PLAYING, note, output_option, print_effect, print_line, show_table, shown_as
 from clusterd.client import Client
 from clusterd.errors import UsageError
 from clusterd.units import parse_gpus
@@ -153,8 +152,7 @@ def _show(output: str, nothing: str, bookings: bool) -> None:
     """Print the claims of operators, or the bookings."""
     with Client() as cluster:
         rows = [row for row in cluster.call("claims") if bool(row.get("owner")) == bookings]
-    if output != "table":
-        show_json(rows, output)
+    if shown_as(output, rows):
         return
     lines = [[row["id"], ", ".join(row["devices"]), _when(row), row["by"], row["reason"]] for row in rows]
     show_table(["id", "devices", "when", "by", "name" if bookings else "reason"], lines, nothing)

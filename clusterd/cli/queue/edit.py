@@ -8,14 +8,12 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import own_jobs
-from clusterd.cli.common.completers import complete_job
-from clusterd.cli.common.output import note, output_option, show_json
+from clusterd.cli.common.arguments import complete_job, own_jobs
+from clusterd.cli.common.output import note, output_option, shown_as
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.launch import SAME_VARIABLE
-from clusterd.submission.job_edit import parse_changes
-from clusterd.submission.job_file import variables
+from clusterd.submission.job_file import parse_changes, variables
 from clusterd.submission.submit import spec_of, with_workdir
 
 
@@ -64,8 +62,7 @@ def resume(job: str, changes: tuple[str, ...], output: str, **options: Any) -> N
         names = cluster.call("job", job=job)["spec"]["secrets"]
         secrets = {name: os.environ[name] for name in names if name in os.environ}
         answer = cluster.call("resume", job=job, changes=fields, steps=options["steps"], env=env, secrets=secrets)
-    if output != "table":
-        show_json(answer, output)
+    if shown_as(output, answer):
         return
     print(answer["id"], flush=True)
     note(f"{answer['name']} is queued: clusterd why {answer['id']} shows its state")
@@ -107,7 +104,6 @@ def rerun(job: str, changes: tuple[str, ...], env: tuple[str, ...], fresh: bool,
             answers.append(cluster.call("rerun", job=row["id"], changes=fields, **more))
             if output == "table":
                 print(answers[-1]["id"], flush=True)
-    if output != "table":
-        show_json(answers if len(answers) > 1 else answers[0], output)
+    if shown_as(output, answers if len(answers) > 1 else answers[0]):
         return
     note(f"{answers[0]['name']} is queued{f', and {len(answers) - 1} more' if len(answers) > 1 else ''}")

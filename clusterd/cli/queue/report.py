@@ -1,15 +1,17 @@
-"""``clusterd report``: device-hours, utilisation and waiting times."""
+"""``clusterd report`` and ``results``: what jobs used and waited, and what the tasks of an array measured."""
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import time_s
-from clusterd.cli.common.output import note, output_option, show_json, show_table
+from clusterd.cli.common.arguments import complete_job, time_s
+from clusterd.cli.common.output import note, output_option, show_csv, show_json, show_table, shown_as
 from clusterd.client import Client
+from clusterd.errors import ClusterError
 from clusterd.units import duration
 
 
@@ -34,15 +36,14 @@ def report(since: str, by: str, fair_share: bool, forecasts: bool, output: str) 
     begin_s = time.time() - time_s("--since", since)
     with Client() as cluster:
         rows = cluster.call("forecasts") if forecasts else cluster.call("report", since_s=begin_s, by=by)
-    if output != "table":
-        show_json(rows, output)
+    if shown_as(output, rows):
         return
     if forecasts:
         _show_calibration(rows)
         return
     headings = [by, "jobs", "device-hours", "utilisation"]
     headings += ["idle device-hours"] if by == "host" else ["submitted", "median wait", "longest wait"]
-    lines = [_line(row, by) for row in rows]
+    lines = [_row(row, by) for row in rows]
     if any(row["outside_device_hours"] for row in rows):
         headings.append("outside the queue")
         lines = [[*line, f"{row['outside_device_hours']:.2f}"] for line, row in zip(lines, rows, strict=True)]
@@ -63,7 +64,7 @@ def _show_calibration(rows: list[dict[str, Any]]) -> None:
     show_table(headings, lines, "no forecast has come true or not yet")
 
 
-def _line(row: dict[str, Any], by: str) -> list[Any]:
+def _row(row: dict[str, Any], by: str) -> list[Any]:
     used = f"{100 * row['utilisation']:.0f}%" if row["utilisation"] is not None else "not known"
     line = [row["group"], row["jobs"], f"{row['device_hours']:.2f}", used]
     if by == "host":
@@ -75,8 +76,7 @@ def _line(row: dict[str, Any], by: str) -> list[Any]:
 def _fair_share(output: str) -> None:
     with Client() as cluster:
         rows = cluster.call("fair_share")
-    if output != "table":
-        show_json(rows, output)
+    if shown_as(output, rows):
         return
     headings = ["tenant", "user", "device-hours", "devices", "tenant has", "due", "user has", "due"]
     headings += ["this month", "budget", "left"]
@@ -92,3 +92,85 @@ def _fair_share(output: str) -> None:
         ],
         "nobody has used devices lately, or wants any",
     )
+
+
+METRICS = "metrics.json"
+"""File in a task's working directory: one JSON object."""
+
+METRICS_BYTES_MAX = 1 << 20
+
+
+@click.command()
+@click.argument("name", shell_complete=complete_job)
+@click.option("--csv", "as_csv", is_flag=True, help="The same as -o csv.")
+@click.option("--json", "as_json", is_flag=True, help="The same as -o json.")
+@output_option
+def results(name: str, as_csv: bool, as_json: bool, output: str) -> None:
+    """Show all tasks of the array or sweep NAME: index or values, state, exit code, last loss, and metrics.
+
+    The metrics are those of the JSON object in metrics.json that a task wrote into its working directory.
+    """
+    with Client() as cluster:
+        tasks = cluster.call("tasks", array=name)
+        found = [_result(cluster, task) for task in tasks]
+    if as_json or output in ("json", "jsonl"):
+        show_json(found, "json" if as_json else output)
+        return
+    values = list(dict.fromkeys(key for one in found for key in one["values"]))
+    metrics = list(dict.fromkeys(key for one in found for key in one["metrics"]))
+    headings = ["id", "index", *values, "state", "exit", "loss", *metrics]
+    rows = [
+        [
+            one["id"],
+            one["index"],
+            *(one["values"].get(key) for key in values),
+            one["state"],
+            one["exit_code"],
+            one["loss"],
+            *(one["metrics"].get(key) for key in metrics),
+        ]
+        for one in found
+    ]
+    if as_csv or output == "csv":
+        show_csv(headings, rows)
+        return
+    show_table(headings, [[_short(cell) for cell in row] for row in rows], "no tasks")
+
+
+def _result(cluster: Client, task: dict[str, Any]) -> dict[str, Any]:
+    place = {"index": task["array"]["index"], "values": task["array"]["values"]}
+    end = {key: task[key] for key in ("state", "exit_code", "loss")}
+    return {"id": task["id"], "name": task["name"], **place, **end, "metrics": _metrics(cluster, task)}
+
+
+def _metrics(cluster: Client, task: dict[str, Any]) -> dict[str, Any]:
+    """Metrics that the task wrote, nested names joined by dots; empty: none can be read."""
+    if not task["hosts"]:
+        return {}
+    place = {"host": task["hosts"][0], "attempt": task["attempt"]}
+    data = b""
+    try:
+        for piece in cluster.stream("file", job=task["id"], path=METRICS, written=True, **place):
+            data += piece["data"]
+            if piece["size"] > METRICS_BYTES_MAX:
+                note(f"{task['name']}: {METRICS} is larger than 1 MiB and left out")
+                return {}
+    except ClusterError:  # it wrote none
+        return {}
+    try:
+        metrics = json.loads(data)
+    except ValueError:
+        note(f"{task['name']}: {METRICS} is no JSON")
+        return {}
+    return dict(_flat(metrics)) if isinstance(metrics, dict) else {}
+
+
+def _flat(metrics: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in metrics.items():
+        pairs += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+    return pairs
+
+
+def _short(cell: Any) -> Any:
+    return f"{cell:.5g}" if isinstance(cell, float) else cell

@@ -1,22 +1,27 @@
-"""Verbs about the files that jobs wrote into their working directories, on whichever host they lie."""
+"""Verbs about stored files: listing and reading those of jobs, wherever they are; their removal; backups."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
+import anyio.to_thread
+
 from clusterd.core.queueing import admission
-from clusterd.core.state import Job
+from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.retention import hosts_of
-from clusterd.daemon.api.server import Streaming, Verb
+from clusterd.daemon.api.workdirs import WorkdirVerbs
+from clusterd.daemon.hosts.facts import DESCRIPTION
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
-from clusterd.errors import AgentLost, ClusterError, TryLater, without_host
-from clusterd.protocol.codec import to_map
-from clusterd.protocol.requests import ListFiles, ReadFile
+from clusterd.daemon.storage.archive import Archive
+from clusterd.daemon.storage.backups import Backups
+from clusterd.errors import AgentLost, ClusterError, TryLater, UsageError, without_host
+from clusterd.protocol.messages import to_map
+from clusterd.protocol.requests import ForgetAttempt, ListFiles, ReadFile
 from clusterd.ssh.host import AgentRefused
-from clusterd.types import HostId, JobKind
+from clusterd.types import HostId, HostState, JobKind
 
 CHUNK_BYTES = 1 << 20
 
@@ -27,16 +32,6 @@ class FileVerbs:
     def __init__(self, engine: Engine, hosts: HostRegistry) -> None:
         self._engine, self._hosts = engine, hosts
 
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {"files": self.files}
-
-    @property
-    def streams(self) -> dict[str, Streaming]:
-        """Streaming methods by verb."""
-        return {"file": self.file}
-
     async def files(self, peer: Peer, job: str, after: str = "") -> dict[str, Any]:
         """Newest file of each path over all attempts, and the hosts that could not be asked, with the reason.
 
@@ -44,7 +39,7 @@ class FileVerbs:
         `after` the last path, but for those whose names are no text.
         """
         known = self._own(peer, job)
-        state = self._engine.scheduler.state
+        state = self._engine.state
         newest: dict[str, list[dict[str, Any]]] = {}
         left: dict[str, str] = {}
         more, ends = 0, []
@@ -101,4 +96,84 @@ class FileVerbs:
                 return
 
     def _own(self, peer: Peer, job: str) -> Job:
-        return admission.find_own_job(self._engine.scheduler.state, job, peer.user, peer.is_operator)
+        return admission.find_own_job(self._engine.state, job, peer.user, peer.is_operator)
+
+
+EVERY_MIN_S = 10.0
+"""Shortest time between repeated backups."""
+
+
+class RetentionVerbs:
+    """Removes logs, step files and working directories; the job's row stays."""
+
+    def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive, workdirs: WorkdirVerbs) -> None:
+        self._engine, self._hosts, self._archive, self._workdirs = engine, hosts, archive, workdirs
+
+    async def forget(self, peer: Peer, job: str) -> dict[str, Any]:
+        """Remove one job's files; returns the bytes freed and the hosts that still have some, with the reason."""
+        state = self._engine.state
+        known = admission.find_own_job(state, job, peer.user, peer.is_operator, ends=True)
+        if not known.state.is_final:
+            raise ClusterError(
+                f"job {known.id} ({known.spec.name}) is {known.state.value}: nothing was deleted; "
+                f"clusterd cancel {known.id} ends it, and its files can be deleted then"
+            )
+        freed = 0
+        left: dict[str, str] = {}
+        for number, host in _places(known, state):
+            if host not in state.hosts:
+                continue
+            if not state.hosts[host].reaches(known.spec.account):
+                left[host] = state.hosts[host].why_away(known.spec.account)
+                continue
+            try:
+                answer = await self._hosts.request(host, ForgetAttempt(known.id, number), timeout_s=None)
+            except ClusterError as error:
+                left[host] = without_host(host, error)
+            else:
+                freed += answer.bytes
+        freed += await anyio.to_thread.run_sync(self._archive.remove_job, known.id)
+        if known.spec.snapshot:
+            freed += self._workdirs.remove(known.spec.snapshot)
+        return {"job": known.id, "name": known.spec.name, "bytes": freed, "left": left}
+
+
+class BackupVerbs:
+    """Writes backups on request, and shows those that are repeated.
+
+    Who has a backup can lead the hosts: it is for the daemon's own account alone.
+    """
+
+    def __init__(self, backups: Backups) -> None:
+        self._backups = backups
+
+    async def backup(self, peer: Peer, to: str, every_s: float | None = None) -> dict[str, Any]:
+        """Write a backup to a directory or HOST:DIRECTORY, and repeat it every so often; `every_s` of 0 ends that."""
+        if every_s is not None and every_s <= 0:
+            await self._backups.end(to)
+            return {"to": to}
+        if every_s is not None and every_s < EVERY_MIN_S:
+            raise UsageError(f"backups cannot be repeated more often than every {EVERY_MIN_S:.0f} s")
+        answer = await self._backups.write(to)
+        if every_s is not None:
+            await self._backups.repeat(to, every_s)
+            self._backups.repeated[to].event = answer["event"]
+        return answer
+
+    async def backups(self, peer: Peer) -> list[dict[str, Any]]:
+        """Targets of repeated backups, with the last complete one and the trouble since."""
+        return [{"to": to, **asdict(state)} for to, state in sorted(self._backups.repeated.items())]
+
+
+def _places(job: Job, state: State) -> list[tuple[int, HostId]]:
+    """Hosts that may have files of each attempt, by number."""
+    places = [(attempt.number, host) for attempt in job.attempts for host in hosts_of(job, attempt)]
+    if job.spec.kind is JobKind.ELASTIC:  # whoever told its model is not written down; who is away tidies up by itself
+        places += [(DESCRIPTION, host.id) for host in state.hosts.values() if host.state is HostState.UP]
+    return places
+
+
+def hosts_of(job: Job, attempt: Attempt) -> list[HostId]:
+    """Hosts of every generation of an attempt."""
+    hosts = {*attempt.hosts, *(host for former in attempt.former.values() for host in former.hosts.values())}
+    return sorted(hosts | {place.host for move in job.plan_changes for place in move.places})

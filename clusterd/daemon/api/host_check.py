@@ -13,13 +13,12 @@ import anyio
 from clusterd.core.host import Host
 from clusterd.core.queueing import admission
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.accounts import Accounts
-from clusterd.daemon.api.server import Verb
+from clusterd.daemon.api.daemon import Accounts
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError
-from clusterd.protocol.codec import to_map
-from clusterd.protocol.migration import Address
+from clusterd.protocol.launch import Address
+from clusterd.protocol.messages import to_map
 from clusterd.protocol.requests import CheckHost, ServeSegments
 from clusterd.types import HostId, HostState
 from clusterd.units import counted, duration, size
@@ -40,11 +39,6 @@ class HostChecks:
     def __init__(self, engine: Engine, hosts: HostRegistry, accounts: Accounts) -> None:
         self._engine, self._hosts, self._accounts = engine, hosts, accounts
 
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {"host_check": self.host_check}
-
     async def host_check(self, peer: Peer, hosts: Sequence[str] = (), python: str | None = None) -> list[Row]:
         """Check these hosts, or all; returns rows of `host`, `check`, `state` (ok, warning, failed) and `said`.
 
@@ -60,7 +54,7 @@ class HostChecks:
         except ClusterError:
             if python is not None:
                 raise
-        state = self._engine.scheduler.state
+        state = self._engine.state
         asked = [admission.find_host(state, name) for name in hosts] or list(state.hosts.values())
         names = {host.id for host in asked}
         up = [host for host in state.hosts.values() if host.state is HostState.UP]

@@ -17,9 +17,7 @@ from clusterd.config import Config, host_options
 from clusterd.core import events as e
 from clusterd.core.host import Host
 from clusterd.core.queueing import admission, bookings
-from clusterd.core.state import State
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.server import Streaming, Verb
 from clusterd.daemon.forecasts.forecaster import Forecaster
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.joined import JoinedHosts
@@ -40,25 +38,7 @@ class HostVerbs:
         self, engine: Engine, hosts: HostRegistry, enrolment: HostKeyEnrolment, forecaster: Forecaster
     ) -> None:
         self._engine, self._hosts, self._enrolment, self._forecaster = engine, hosts, enrolment, forecaster
-
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {
-            "hosts": self.hosts,
-            "host": self.host,
-            "host_inspect": self.host_inspect,
-            "host_add": self.host_add,
-            "host_trust": self.host_trust,
-            "host_drain": self.host_drain,
-            "drain_preview": self.drain_preview,
-            "host_undrain": self.host_undrain,
-            "host_remove": self.host_remove,
-        }
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
+        self._state = engine.state
 
     async def hosts(self, peer: Peer) -> list[rows.Host]:
         """Rows of hosts."""
@@ -147,16 +127,6 @@ class JoinVerbs:
     def __init__(self, config: Config, joined: JoinedHosts, cluster: str) -> None:
         self._config, self._joined, self._cluster = config, joined, cluster
 
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {"join_output": self.join_output, "leave": self.leave}
-
-    @property
-    def streams(self) -> dict[str, Streaming]:
-        """Streaming methods by verb."""
-        return {"join": self.join}
-
     async def join(
         self,
         peer: Peer,
@@ -207,22 +177,8 @@ class ClaimVerbs:
 
     def __init__(self, engine: Engine, rights: Rights, forecaster: Forecaster) -> None:
         self._engine, self._rights, self._forecaster = engine, rights, forecaster
+        self._state = engine.state
         self._numbering = anyio.Lock()
-
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {
-            "claims": self.claims,
-            "claim_add": self.claim_add,
-            "claim_remove": self.claim_remove,
-            "booking_add": self.booking_add,
-            "booking_cancel": self.booking_cancel,
-        }
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     async def claims(self, peer: Peer) -> list[rows.Claim]:
         """Rows of claims and bookings that are not over."""

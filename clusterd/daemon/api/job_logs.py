@@ -65,8 +65,9 @@ class JobLogs:
 
     def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive, feed: Feed) -> None:
         self._engine, self._hosts, self._archive, self._feed = engine, hosts, archive, feed
+        self._state = engine.state
 
-    async def follow(
+    async def logs(
         self,
         peer: Peer,
         job: str,
@@ -84,7 +85,7 @@ class JobLogs:
         `follow`: until the job is over; `after`: what came before is left out; `last_bytes`: of each log, at most;
         `apart`: pieces of stderr have ``stderr``, where the job was submitted to have it apart.
         """
-        state = self._engine.scheduler.state
+        state = self._state
         known = admission.find_job(state, job, peer.user)
         number = attempt
         if number is None and after is not None and after.attempt:  # 0 described it, and is no attempt
@@ -175,7 +176,7 @@ class JobLogs:
                 if not answer.pop("is_away", False):
                     silent.pop(hosts[number], None)
                 elif wanted.follow and self._is_away(hosts[number], silent):
-                    why = projection.reason(job, self._engine.scheduler.state)
+                    why = projection.reason(job, self._state)
                     which = {"attempt": attempt.number, "generation": generation, "rank": number}
                     yield {**which, "data": b"", "offset": at[number], "says": why}
                 unknown += bool(answer.pop("is_unknown", False))
@@ -218,7 +219,7 @@ class JobLogs:
 
     def _is_away(self, host: HostId, silent: dict[HostId, float]) -> bool:
         """True once per outage of a host, after it has not answered for `BLINK_S`."""
-        known, now_s = self._engine.scheduler.state.hosts.get(host), time.monotonic()
+        known, now_s = self._state.hosts.get(host), time.monotonic()
         if known is None or known.state is HostState.UP or now_s - silent.setdefault(host, now_s) < BLINK_S:
             return False
         silent[host] = math.inf
@@ -287,19 +288,22 @@ class JobLogs:
         if archived.exists():
             yield {"attempt": 0, "generation": 1, "rank": 0, **await _read_file(archived, 0)}
 
-    async def steps(self, job: Job, attempt: int | None, last_bytes: int | None = None) -> bytes:
-        """All training steps of an attempt, one JSON object a line.
+    async def steps(
+        self, peer: Peer, job: str, attempt: int | None = None, last_bytes: int | None = None
+    ) -> dict[str, Any]:
+        """Training steps of an attempt, one JSON object a line, as its rank 0 wrote them.
 
         Args:
             last_bytes: this much of the newest ones alone; the first line may be incomplete.
         """
-        if not job.attempts:
-            return b""
-        current = self._attempt(job, attempt)
+        known = admission.find_job(self._state, job, peer.user)
+        if not known.attempts:
+            return {"job": known.id, "data": b""}
+        current = self._attempt(known, attempt)
         if last_bytes is not None:
-            return await self._last_steps(job, current, last_bytes)
-        parts = [await self._steps_of(job, current, g) for g in (*sorted(current.former), current.generation)]
-        return b"".join(parts)
+            return {"job": known.id, "data": await self._last_steps(known, current, last_bytes)}
+        parts = [await self._steps_of(known, current, g) for g in (*sorted(current.former), current.generation)]
+        return {"job": known.id, "data": b"".join(parts)}
 
     async def _last_steps(self, job: Job, attempt: Attempt, last_bytes: int) -> bytes:
         archived = self._archive.steps_file(job.id, attempt.number, attempt.generation)

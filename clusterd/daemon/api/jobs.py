@@ -1,4 +1,4 @@
-"""Verbs about jobs and the daemon itself, one method each."""
+"""Verbs about jobs, one method each; dry runs are the scheduler's own pass over a copy of its state."""
 
 from __future__ import annotations
 
@@ -6,38 +6,35 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from heapq import nlargest
 from typing import Any
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import msgspec
 from msgspec.structs import asdict
 from msgspec.structs import replace as replace_fields
 
 from clusterd import projection, rows
 from clusterd.config import Config
+from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.allocation.requirements import misfit
+from clusterd.core.events import JobSubmitted
 from clusterd.core.queueing import admission
+from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import Job, State
 from clusterd.core.timers import Timer, TimerKind
+from clusterd.core.view import Policy
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.accounts import Accounts
-from clusterd.daemon.api.dry_run import rehearse
-from clusterd.daemon.api.files import FileVerbs
-from clusterd.daemon.api.hosts import ClaimVerbs, HostVerbs
-from clusterd.daemon.api.job_logs import JobLogs
-from clusterd.daemon.api.migration import MigrationVerbs
-from clusterd.daemon.api.queue import QueueVerbs
-from clusterd.daemon.api.retention import RetentionVerbs
-from clusterd.daemon.api.server import Streaming, Verb
+from clusterd.daemon.api.daemon import Accounts
 from clusterd.daemon.api.validation import refuse_booking, refuse_malformed, refuse_secrets, refuse_unsatisfiable
 from clusterd.daemon.api.watch import Baselines, Change, Feed, SharedRow
 from clusterd.daemon.api.workdirs import WorkdirVerbs
 from clusterd.daemon.forecasts.forecaster import Forecaster, what_if
-from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal import codec
@@ -70,7 +67,6 @@ class JobVerbs:
         workdirs: WorkdirVerbs,
         archived: ArchivedJobs,
         feed: Feed,
-        enrolment: HostKeyEnrolment,
         accounts: Accounts,
         rights: Rights,
         forecaster: Forecaster,
@@ -80,53 +76,16 @@ class JobVerbs:
         self._forecaster = forecaster
         self._datasets, self._rights, self._status = config.datasets, rights, status
         self._engine, self._hosts, self._feed = engine, hosts, feed
+        self._state = engine.state
         self._archive, self._workdirs, self._archived = archive, workdirs, archived
-        self._host_verbs = HostVerbs(engine, hosts, enrolment, forecaster)
-        self._queue = QueueVerbs(engine, hosts, archived, self.submit, rights)
-        self._claims = ClaimVerbs(engine, rights, forecaster)
-        self._migration_verbs = MigrationVerbs(engine, hosts, feed)
-        self._retention_verbs = RetentionVerbs(engine, hosts, archive, workdirs)
-        self._file_verbs = FileVerbs(engine, hosts)
-        self._logs = JobLogs(engine, hosts, archive, feed)
         self._accounts = accounts
         self._baselines = Baselines(feed, lambda: self._listed(all=True), self._baseline_item)
-        self._ids = JobIds({*engine.scheduler.state.jobs, *archive.jobs(), archived.newest or ""})
+        self._ids = JobIds({*engine.state.jobs, *archive.jobs(), archived.newest or ""})
         hosts.reports.subscribe(HostUp, self._on_host_up)
 
     def _on_host_up(self, host: HostId, report: HostUp) -> None:
         for row in report.hello.attempts:
             self._ids.seen(row.job, host)
-
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {
-            "submit": self.submit,
-            "dry_run": self.dry_run,
-            "when": self.when,
-            "jobs": self.jobs,
-            "job": self.job,
-            "why": self.why,
-            "history": self.history,
-            "cancel": self.cancel,
-            **self._workdirs.verbs,
-            **self._queue.verbs,
-            **self._claims.verbs,
-            **self._host_verbs.verbs,
-            **self._migration_verbs.verbs,
-            **self._retention_verbs.verbs,
-            **self._file_verbs.verbs,
-            "steps": self.steps,
-        }
-
-    @property
-    def streams(self) -> dict[str, Streaming]:
-        """Streaming methods by verb."""
-        return {"logs": self._logs.follow, "wait": self.wait, "watch": self.watch, **self._file_verbs.streams}
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -316,13 +275,6 @@ class JobVerbs:
             return await _cancel_one(self._engine, peer, job, of)
         return await _cancel_several(self._engine, peer, [job, *also], of)
 
-    async def steps(
-        self, peer: Peer, job: str, attempt: int | None = None, last_bytes: int | None = None
-    ) -> dict[str, Any]:
-        """The training steps of an attempt, as its rank 0 wrote them, or the newest of them alone."""
-        known = admission.find_job(self._state, job, peer.user)
-        return {"job": known.id, "data": await self._logs.steps(known, attempt, last_bytes)}
-
     async def wait(self, peer: Peer, job: str) -> AsyncIterator[rows.Job]:
         """Stream the job's row whenever it changes, until it is over."""
         known = admission.find_job(self._state, job, peer.user)
@@ -345,7 +297,7 @@ class JobVerbs:
         while True:
             changes = self._feed.after(number) if number is not None else None
             if changes is None:
-                async for item in self._baselines.items(peer):
+                async for item in self._baselines.items():
                     yield item
                     number = item.number
                 continue
@@ -357,12 +309,14 @@ class JobVerbs:
             if quiet.cancelled_caught:
                 yield {"alive_s": time.time(), "number": number}
 
-    async def _baseline_item(self, peer: Peer, jobs: list[Job], number: int, is_first: bool) -> Any:
-        """The state with the first jobs of a baseline, or further jobs as a change without events; for any peer."""
-        found = tuple(projection.job_row(job, self._state, self._forecaster.of(job)) for job in jobs)
+    def _baseline_item(self, jobs: list[Job], number: int, is_first: bool) -> Any:
+        """The state with the first jobs of a baseline, or further jobs as a change without events."""
+        state = self._state
+        found = tuple(projection.job_row(job, state, self._forecaster.of(job)) for job in jobs)
         if not is_first:
-            return replace_fields(projection.change_row(self._state, number, (), ()), jobs=found)
-        hosts, order = tuple(await self._host_verbs.hosts(peer)), projection.order_row(self._state.order)
+            return replace_fields(projection.change_row(state, number, (), ()), jobs=found)
+        hosts = tuple(projection.host_row(state, host, self._hosts.link_row(host.id)) for host in state.hosts.values())
+        order = projection.order_row(state.order)
         return {
             "snapshot": rows.Baseline(status=self._status(), jobs=found, hosts=hosts, order=order),
             "number": number,
@@ -371,14 +325,9 @@ class JobVerbs:
     def _change(self, change: Change) -> SharedRow:
         if change.row is None:
             row = projection.change_row(
-                self._state,
-                change.number,
-                change.events,
-                change.decisions,
-                self._hosts.link_row,
-                change.side_effects,
-                self._forecaster.of,
-            )
+                self._state, change.number, change.events, change.decisions, self._hosts.link_row,
+                change.side_effects, self._forecaster.of,
+            )  # fmt: skip
             change.row = SharedRow(row, change.number)
         return change.row
 
@@ -446,7 +395,7 @@ async def _cancel_one(engine: Engine, peer: Peer, job: str, of: dict[str, Any]) 
     """
     known = _cancellable(engine, peer, job)
     await engine.post(e.JobCancelled(at_s=time.time(), job=known.id, **of))
-    return projection.job_row(known, engine.scheduler.state)
+    return projection.job_row(known, engine.state)
 
 
 async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], of: dict[str, Any]) -> rows.Cancelled:
@@ -467,11 +416,54 @@ async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], of: dict[
                 group.start_soon(engine.post, e.JobCancelled(at_s=now_s, job=known.id, **of))
     except ExceptionGroup as errors:
         raise first_of(errors) from None
-    cancelled = tuple(projection.job_row(known, engine.scheduler.state) for known in found.values())
+    cancelled = tuple(projection.job_row(known, engine.state) for known in found.values())
     return rows.Cancelled(jobs=cancelled, refused=tuple(refused))
 
 
 def _cancellable(engine: Engine, peer: Peer, job: str) -> Job:
-    known = admission.find_own_job(engine.scheduler.state, job, peer.user, peer.is_operator, ends=True)
+    known = admission.find_own_job(engine.state, job, peer.user, peer.is_operator, ends=True)
     admission.refuse_if_over(known)
     return known
+
+
+async def rehearse(scheduler: Scheduler, events: Sequence[JobSubmitted]) -> list[rows.DryRun]:
+    """Outcome for each of these jobs if they were submitted now; nothing is kept or carried out."""
+    state, policy = codec.encode(scheduler.state), deepcopy(scheduler.policy)
+    return await anyio.to_thread.run_sync(outcomes, state, policy, events)
+
+
+def outcomes(state: bytes, policy: Policy, events: Sequence[JobSubmitted]) -> list[rows.DryRun]:
+    """Outcome for each job; changes `policy`."""
+    copy = Scheduler(policy)
+    copy.state = codec.state(state)
+    copy.state.passed_s = None  # a submit may have to wait for its pass: this is that pass
+    decisions = copy.handle(*events)
+    changes = _changes(copy.state, decisions, {event.job for event in events})
+    return [_outcome(copy.state, event.job, decisions, changes) for event in events]
+
+
+def _outcome(
+    state: State, job: JobId, decisions: Sequence[d.Decision], changes: dict[str, tuple[rows.SubmittedJob, ...]]
+) -> rows.DryRun:
+    """State of a submitted job after the pass: where it starts, or its place in the queue and what it waits for."""
+    known, start = state.jobs[job], d.LaunchAttempt.match(decisions, job=job)
+    place = projection.place_row(job, state)
+    return rows.DryRun(
+        starts=start is not None, state=known.state.value, reason=start.reason if start is not None else known.reason,
+        ranks=codec.plain(start.ranks) if start is not None else (), promise=projection.promise_row(job, state),
+        place=place.place, ahead=len(place.ahead), after=place.after, **changes,
+    )  # fmt: skip
+
+
+def _changes(
+    state: State, decisions: Sequence[d.Decision], submitted: set[JobId]
+) -> dict[str, tuple[rows.SubmittedJob, ...]]:
+    """Running jobs that the pass stops, and those that it migrates, live or through host memory."""
+    changes: dict[str, dict[JobId, rows.SubmittedJob]] = {"stops": {}, "migrates": {}}
+    for decision in decisions:
+        if isinstance(decision, d.StopAttempt | d.StartMigration) and decision.job not in submitted:
+            job = state.jobs[decision.job]
+            stops = isinstance(decision, d.StopAttempt) and (job.attempt is None or not job.attempt.pending_restart)
+            row = rows.SubmittedJob(id=job.id, name=job.spec.name, reason=decision.reason)
+            changes["stops" if stops else "migrates"].setdefault(job.id, row)
+    return {kind: tuple(affected.values()) for kind, affected in changes.items()}

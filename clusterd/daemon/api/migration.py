@@ -18,13 +18,12 @@ from clusterd.core.allocation.requested_migration import requested as requested_
 from clusterd.core.estimates.first_fit import memory_conflict
 from clusterd.core.lifecycle import migrations
 from clusterd.core.queueing import admission
-from clusterd.core.state import Attempt, Job, State
+from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move, Refusal, View
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.server import Verb
 from clusterd.daemon.api.watch import Feed
-from clusterd.daemon.hosts.pending_replies import PendingReply
 from clusterd.daemon.hosts.registry import HostRegistry
+from clusterd.daemon.hosts.reports import PendingReply
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError, TryLater, UsageError
 from clusterd.plans.layout import layout
@@ -59,16 +58,8 @@ class MigrationVerbs:
 
     def __init__(self, engine: Engine, hosts: HostRegistry, feed: Feed) -> None:
         self._engine, self._hosts, self._feed = engine, hosts, feed
+        self._state = engine.state
         self._locks: WeakValueDictionary[JobId, anyio.Lock] = WeakValueDictionary()
-
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {"migrate": self.migrate, "unpin": self.unpin, "checkpoint": self.checkpoint}
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     async def migrate(
         self,
@@ -105,8 +96,8 @@ class MigrationVerbs:
         if isinstance(answer, Refusal):
             raise ClusterError(answer.reason)
         stays = pin and migrations.is_there(known, answer)
-        objection = None if stays else self._objection(known, answer)
-        if objection:
+        objection = self._mixed_devices(answer) or migrations.objection(self._state, known, answer, time.time())
+        if objection and not stays:
             raise ClusterError(objection)
         preview = await self._preview(known, answer)
         if not dry_run:
@@ -115,9 +106,6 @@ class MigrationVerbs:
             )
             await self._engine.post(event)
         return replace_fields(preview, migrations=len(known.plan_changes), stays=stays)
-
-    def _objection(self, job: Job, move: Move) -> str | None:
-        return self._mixed_devices(move) or migrations.objection(self._state, job, move, time.time())
 
     def _mixed_devices(self, move: Move) -> str | None:
         """Reason against tensor parallelism over mixed GPU types: their random numbers differ; None: there is none."""

@@ -15,9 +15,9 @@ from clusterd import rows
 from clusterd.core.ledger import of_ranks, shape_of
 from clusterd.core.lifecycle import trials
 from clusterd.core.queueing import admission
-from clusterd.core.state import Job, State
+from clusterd.core.state import Job
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.server import FileText, Verb
+from clusterd.daemon.api.server import FileText
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.errors import ClusterError, UsageError
@@ -27,7 +27,7 @@ from clusterd.profiling import report
 from clusterd.profiling.curves import Curve
 from clusterd.profiling.knowledge import Knowledge
 from clusterd.profiling.model import Row
-from clusterd.profiling.ranking import RESOURCES, device_curve, on_types, plan_rows, resource_curve
+from clusterd.profiling.report import RESOURCES, device_curve, on_types, plan_rows, resource_curve
 from clusterd.profiling.store import Store
 from clusterd.profiling.table import TableError
 from clusterd.types import JobSpec
@@ -54,24 +54,10 @@ class PerformanceVerbs:
     ) -> None:
         """`imported`: called after measurements were imported."""
         self._engine, self._models, self._imported = engine, models, imported
+        self._state = engine.state
         self._store, self._admit, self._describe = store, admit, describe
         self._tries = itertools.count(1)
         self._partial_imports: dict[int, str] = {}  # by connection
-
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {
-            "plans": self.plans,
-            "profile": self.profile,
-            "estimate": self.estimate,
-            "measurements_export": self.measurements_export,
-            "measurements_import": self.measurements_import,
-        }
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     async def plans(self, peer: Peer, job: str, devices: int | None = None) -> rows.Plans:
         """Plans of a job on a number of devices, fastest first, and why the others are ruled out."""

@@ -18,9 +18,8 @@ from clusterd.core.queueing import admission
 from clusterd.core.queueing.arrays import tasks_of
 from clusterd.core.queueing.dependencies import awaits
 from clusterd.core.queueing.edits import EDITABLE, described, refused_now
-from clusterd.core.state import Job, State
+from clusterd.core.state import Job
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.server import Verb
 from clusterd.daemon.api.validation import refuse_booking, refuse_malformed, refuse_unsatisfiable
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
@@ -30,7 +29,7 @@ from clusterd.errors import ClusterError, UsageError
 from clusterd.job_signals import SIGNALS
 from clusterd.protocol.requests import SignalRanks
 from clusterd.ssh.host import AgentRefused
-from clusterd.submission.job_edit import with_changes
+from clusterd.submission.job_file import with_changes
 from clusterd.types import JobKind, JobSpec, JobState
 from clusterd.units import duration
 
@@ -44,30 +43,9 @@ class QueueVerbs:
         self, engine: Engine, hosts: HostRegistry, archived: ArchivedJobs, submit: Submit, rights: Rights
     ) -> None:
         self._engine, self._hosts, self._archived, self._submit, self._rights = engine, hosts, archived, submit, rights
+        self._state = engine.state
         # An edit is computed from the specification of the moment: another one must not come between it and its event.
         self._editing = anyio.Lock()
-
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {
-            "priority": self.priority,
-            "hold": self.hold,
-            "release": self.release,
-            "requeue": self.requeue,
-            "pause": self.pause,
-            "unpause": self.unpause,
-            "signal": self.signal,
-            "edit": self.edit,
-            "resume": self.resume,
-            "rerun": self.rerun,
-            "arrays": self.arrays,
-            "tasks": self.tasks,
-        }
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     async def priority(self, peer: Peer, job: str, priority: int) -> rows.Job:
         """Change a job's priority."""

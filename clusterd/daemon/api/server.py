@@ -68,6 +68,17 @@ Before = Callable[[str, dict[str, Any]], Awaitable[None]]
 """Called with the user and the arguments of a request before it is served."""
 
 
+def verbs_of(group: type) -> list[str]:
+    """Names of the methods of a class that serve verbs: public coroutines and generators that take a peer first."""
+    return [
+        name
+        for name, method in inspect.getmembers(group, inspect.isfunction)
+        if (inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method))
+        and not name.startswith("_")
+        and list(inspect.signature(method).parameters)[1:2] == ["peer"]
+    ]
+
+
 class Server:
     """Listens on the socket and serves `verbs` and `streams` (by name)."""
 

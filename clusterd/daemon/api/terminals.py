@@ -15,7 +15,6 @@ from clusterd.core.lifecycle.attempts import TIMED_OUT
 from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.server import Streaming, Verb
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.execution.launching import job_variables
 from clusterd.daemon.hosts.registry import HostRegistry
@@ -45,18 +44,9 @@ class Terminals:
 
     def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive, feed: Feed) -> None:
         self._engine, self._hosts, self._archive, self._feed = engine, hosts, archive, feed
+        self._state = engine.state
         self._open: dict[int, _Open] = {}
         self._count = 0
-
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {"shell_input": self.shell_input, "job_input": self.job_input}
-
-    @property
-    def streams(self) -> dict[str, Streaming]:
-        """Streaming methods by verb."""
-        return {"shell": self.shell, "forward": self.forward}
 
     async def run(self) -> None:
         """Send keep-alives for open terminals until cancelled."""
@@ -85,7 +75,7 @@ class Terminals:
             holds: the job is only there for this shell: waited for, with ``{waits}``, and cancelled when the shell ends
                 or its person goes.
         """
-        known = admission.find_own_job(self._engine.scheduler.state, job, peer.user, peer.is_operator)
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         lost = False
         number = 0
         try:
@@ -124,7 +114,7 @@ class Terminals:
 
         `shell_input` takes the other direction. The stream ends when both directions did.
         """
-        known = admission.find_own_job(self._engine.scheduler.state, job, peer.user, peer.is_operator)
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         attempt = _running(known, rank, "only to a running job")
         if not 0 < port < 65536:
             raise UsageError(f"{port} is no port; a port is a number from 1 to 65535")
@@ -190,7 +180,7 @@ class Terminals:
             offset: of `data` in all input; what came before it must have been passed on.
             end: nothing comes after it.
         """
-        known = admission.find_own_job(self._engine.scheduler.state, job, peer.user, peer.is_operator)
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         while True:
             async for _ in self._until_it_runs(known):
                 pass

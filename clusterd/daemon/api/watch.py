@@ -22,7 +22,6 @@ from clusterd.core.decisions import Decision
 from clusterd.core.events import Event
 from clusterd.core.scheduler import NO_SIDE_EFFECTS, SideEffects
 from clusterd.core.state import Job
-from clusterd.daemon.access import Peer
 from clusterd.rows import pack
 
 WINDOW = 4096
@@ -109,7 +108,6 @@ class _Baseline:
         self.number, self.begun_s = number, time.monotonic()
         self.pages = [jobs[at : at + JOBS_PER_ITEM] for at in range(0, len(jobs), JOBS_PER_ITEM)] or [[]]
         self.items: WeakValueDictionary[int, SharedRow] = WeakValueDictionary()
-        self.lock = anyio.Lock()
 
 
 class Baselines:
@@ -127,12 +125,12 @@ class Baselines:
         self,
         feed: Feed,
         listed: Callable[[], Awaitable[list[Job]]],
-        made: Callable[[Peer, list[Job], int, bool], Awaitable[Any]],
+        made: Callable[[list[Job], int, bool], Any],
     ) -> None:
         self._feed, self._listed, self._made = feed, listed, made
         self._current: Callable[[], _Baseline | None] = lambda: None  # it lives while a watcher reads it
 
-    async def items(self, peer: Peer) -> AsyncIterator[SharedRow]:
+    async def items(self) -> AsyncIterator[SharedRow]:
         """Items of a baseline that is at most `SHARED_S` old."""
         current = self._fresh()
         if current is None:
@@ -140,11 +138,9 @@ class Baselines:
             current = self._fresh() or _Baseline(number, jobs)  # another watcher may have been as fast
             self._current = weakref.ref(current)
         for index, jobs in enumerate(current.pages):
-            async with current.lock:
-                if (item := current.items.get(index)) is None:
-                    number = current.number if index == len(current.pages) - 1 else 0
-                    row = await self._made(peer, jobs, number, index == 0)
-                    item = current.items[index] = SharedRow(row, number)
+            if (item := current.items.get(index)) is None:
+                number = current.number if index == len(current.pages) - 1 else 0
+                item = current.items[index] = SharedRow(self._made(jobs, number, index == 0), number)
             yield item
 
     def _fresh(self) -> _Baseline | None:

@@ -14,7 +14,6 @@ import anyio
 
 from clusterd.core.state import State
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.server import Verb
 from clusterd.daemon.journal.journal import Journal
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import TryLater, UsageError
@@ -48,11 +47,6 @@ class WorkdirVerbs:
         self._archive, self._journal, self._state, self._bytes_max = archive, journal, state, bytes_max
         self._sent: dict[tuple[str, str], _Sent] = {}  # by user and digest
         self._named: set[tuple[str, str]] = set()  # likewise, by a job of the user
-
-    @property
-    def verbs(self) -> dict[str, Verb]:
-        """Methods by verb."""
-        return {"snapshot_has": self.snapshot_has, "snapshot_put": self.snapshot_put}
 
     async def snapshot_has(self, peer: Peer, digest: str) -> dict[str, Any]:
         """Report whether a job of this user may name a working directory without sending it."""

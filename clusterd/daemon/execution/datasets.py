@@ -11,13 +11,11 @@ import anyio.abc
 
 from clusterd.core import events as e
 from clusterd.core.data_locality import data_of, places_of
-from clusterd.core.state import State
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.unexpected import guarded
+from clusterd.daemon.process import guarded
 from clusterd.errors import AgentLost, ClusterError, TryLater
-from clusterd.protocol.launch import DatasetSpec
-from clusterd.protocol.migration import Address
+from clusterd.protocol.launch import Address, DatasetSpec
 from clusterd.protocol.requests import ServeDataset, SetDatasets
 from clusterd.types import HostId, JobSpec
 
@@ -33,13 +31,10 @@ class DataSets:
     def __init__(self, engine: Engine, hosts: HostRegistry, key: str, tasks: anyio.abc.TaskGroup) -> None:
         """`key`: secret of the cluster, from which each job's tokens are derived."""
         self._engine = engine
+        self._state = engine.state
         self._hosts = hosts
         self._key = key.encode()
         self._tasks = tasks
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     async def where(self, job: str, spec: JobSpec, hosts: Iterable[HostId]) -> dict[HostId, Where]:
         """Data sets of a job as seen from each host; the hosts that have them serve them from now on.

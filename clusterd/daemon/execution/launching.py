@@ -24,11 +24,17 @@ from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import AgentLost, ClusterError, NotStarted, without_host
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
-from clusterd.protocol.launch import STEPS_VARIABLE, DatasetSpec, DeviceSpec, LaunchRequest, RankSpec
-from clusterd.protocol.migration import MigrationRequest
+from clusterd.process_attributes import SEED_VARIABLE
+from clusterd.protocol.launch import (
+    FORK_SERVER_START_TIMEOUT_S,
+    STEPS_VARIABLE,
+    DatasetSpec,
+    DeviceSpec,
+    LaunchRequest,
+    MigrationRequest,
+    RankSpec,
+)
 from clusterd.protocol.requests import BuildEnvironment, HasWorkdir, LeasePort, PutWorkdir
-from clusterd.script_seed import SEED_VARIABLE
-from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
 from clusterd.types import TEMPLATE_NAMES, AttemptState, Device, HostId, JobId, JobKind, JobSpec, RankPlace
 
 CHUNK_BYTES = 1 << 20
@@ -63,6 +69,7 @@ class LaunchRequests:
         models: PerformanceModels,
     ) -> None:
         self._engine, self._hosts, self._archive = engine, hosts, archive
+        self._state = engine.state
         self._datasets, self._models = datasets, models
         self._versions: dict[str, dict[HostId, dict[str, str]]] = {}  # of the newest launches of a job on each host
         self._sending: WeakValueDictionary[tuple[str, str, str], anyio.Lock] = WeakValueDictionary()
@@ -79,7 +86,7 @@ class LaunchRequests:
             InputTaken: an earlier attempt read its input.
             ClusterError: a host is silent or refuses, or data is not where it was said to be.
         """
-        state = self._engine.scheduler.state
+        state = self._state
         if spec.reads_input:
             for former in state.jobs[decision.job].attempts[:-1]:
                 if any(was == AttemptState.RUNNING for was, _ in former.history):
@@ -152,7 +159,7 @@ class LaunchRequests:
         """
         if spec.kind is not JobKind.ELASTIC or spec.snapshot_every is not None:
             return spec.snapshot_every or 0
-        state = self._engine.scheduler.state
+        state = self._state
         up = [h.facts.memory_bytes for h in state.hosts.values() if h.unusable is None and h.facts is not None]
         shape = state.jobs[JobId(job)].inspection.shape if JobId(job) in state.jobs else None
         if not up or shape is None:
@@ -168,7 +175,7 @@ class LaunchRequests:
 
     def _booked(self, decision: d.LaunchAttempt) -> Booked:
         """CPU cores and host memory booked for these ranks on each host."""
-        attempt = self._engine.scheduler.state.jobs[decision.job].attempt
+        attempt = self._state.jobs[decision.job].attempt
         if attempt is None:
             return NOTHING
         coming = attempt.migration
@@ -179,7 +186,7 @@ class LaunchRequests:
         self, job: str, attempt: int, generation: int, spec: JobSpec, secrets: dict[str, str]
     ) -> LaunchRequest:
         """Launch request with what all launches of the job have in common, without ranks."""
-        known = self._engine.scheduler.state.jobs.get(JobId(job))
+        known = self._state.jobs.get(JobId(job))
         return LaunchRequest(
             job=job,
             born_s=known.created_s if known is not None else 0.0,
@@ -232,7 +239,7 @@ class LaunchRequests:
         look = replace(wanted, only_look=True)
         if found := (await self._hosts.request(host, look, timeout_s=None, account=spec.account)).python:
             return found
-        is_known = job in self._engine.scheduler.state.jobs  # else it is estimated before its submission
+        is_known = job in self._state.jobs  # else it is estimated before its submission
         named: dict[str, Any] = {"job": JobId(job), "attempt": attempt, "generation": generation, "host": host}
         if is_known:
             await self._engine.report(e.EnvironmentBuildStarted(at_s=time.time(), **named))
@@ -261,7 +268,7 @@ class LaunchRequests:
 
     async def prepare_hosts(self, decision: d.StartMigration) -> dict[HostId, str | None]:
         """Bring workdir and environment to the hosts of target ranks; returns the interpreter on each."""
-        spec = self._engine.scheduler.state.jobs[decision.job].spec
+        spec = self._state.jobs[decision.job].spec
         secrets = await self._archive.secrets(decision.job)
         key = (decision.job, decision.attempt, decision.new_generation)
         pythons: dict[HostId, str | None] = {}
@@ -277,7 +284,7 @@ class LaunchRequests:
 
     async def start_standby(self, decision: d.StartMigration, move: MigrationRequest) -> None:
         """Start the target ranks of a migration; they wait for the switch."""
-        spec = self._engine.scheduler.state.jobs[decision.job].spec
+        spec = self._state.jobs[decision.job].spec
         target = d.LaunchAttempt(
             cause=decision.cause,
             reason=decision.reason,

@@ -20,8 +20,8 @@ from clusterd.daemon.hosts.facts import DESCRIPTION
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.process import in_a_line
 from clusterd.daemon.storage.archive import Archive
-from clusterd.daemon.unexpected import in_a_line
 from clusterd.errors import AgentLost, ClusterError, TryLater
 from clusterd.plans.model_shape import ModelShape
 from clusterd.protocol.agent import RankExited
@@ -42,6 +42,7 @@ class ModelInspector:
         self, engine: Engine, hosts: HostRegistry, archive: Archive, datasets: DataSets, launches: LaunchRequests
     ) -> None:
         self._engine, self._hosts, self._archive = engine, hosts, archive
+        self._state = engine.state
         self._datasets, self._launches = datasets, launches
         self._inspections: dict[JobId, anyio.CancelScope] = {}
         self._locks: WeakValueDictionary[tuple[HostId, str], anyio.Lock] = WeakValueDictionary()
@@ -92,7 +93,7 @@ class ModelInspector:
         return self._locks.setdefault((host, job), anyio.Lock())
 
     async def _described(self, decision: d.DescribeModel) -> e.Event:
-        spec = self._engine.scheduler.state.jobs[decision.job].spec
+        spec = self._state.jobs[decision.job].spec
         return await self._inspect(decision, spec)
 
     async def describe_unsubmitted(self, spec: JobSpec, name: str) -> dict[str, Any]:
@@ -102,8 +103,8 @@ class ModelInspector:
             ClusterError: no host is up, or the script did not tell its model; its words.
         """
         wanted = spec.resources.hosts
-        hosts = [h for h in self._engine.scheduler.state.hosts.values() if h.unusable is None]
-        left_out = hosts_without_login(self._engine.scheduler.state, spec.account)
+        hosts = [h for h in self._state.hosts.values() if h.unusable is None]
+        left_out = hosts_without_login(self._state, spec.account)
         usable = [h for h in hosts if h.id not in left_out and (not wanted or h.id in wanted)]
         if not usable and left_out:
             await self._hosts.log_in(spec.account)

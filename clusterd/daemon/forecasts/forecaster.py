@@ -11,7 +11,7 @@ import math
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from subprocess import PIPE
@@ -76,8 +76,9 @@ class Forecaster:
         store: of forecasts and what came of them.
     """
 
-    def __init__(self, engine: Engine, store: OutcomeStore, clock: Callable[[], float] = time.time) -> None:
-        self._engine, self._store, self._clock = engine, store, clock
+    def __init__(self, engine: Engine, store: OutcomeStore) -> None:
+        self._engine, self._store = engine, store
+        self._state = engine.state
         self._found: dict[JobId, Forecast] = {}
         self._news: set[JobId] = set()  # jobs with another forecast than watchers have
         self._changed = anyio.Event()
@@ -87,14 +88,10 @@ class Forecaster:
         self._past, self._past_s = b"", -math.inf
         self._tables: dict[str, tuple[PerformanceTable, bytes]] = {}  # by model: tables never change, but are replaced
 
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
-
     def of(self, job: Job) -> Forecast | None:
         """Newest forecast of a job; None: it is not known."""
         found = self._found.get(job.id)
-        if found is None or job.state.is_final or self._clock() - found.at_s > OLDEST_S:
+        if found is None or job.state.is_final or time.time() - found.at_s > OLDEST_S:
             return None
         return found if job.state is JobState.QUEUED else msgspec.structs.replace(found, start=None, after="")
 
@@ -156,7 +153,7 @@ class Forecaster:
 
     def _until_outdated_s(self) -> float:
         """Seconds until something has probably come that was forecast, or should be forecast anew all the same."""
-        now_s = self._clock()
+        now_s = time.time()
         likely = (x.p75_s for one in self._found.values() for x in (one.start, one.end) if x is not None)
         return min([AGAIN_S, *(at_s - now_s for at_s in likely if at_s is not None and at_s > now_s)])
 
@@ -197,7 +194,7 @@ class Forecaster:
     async def _request(self, cpu_s: float, what_ifs: tuple[WhatIf, ...] = ()) -> tuple[Request, float]:
         """Request about the state of now, and the seconds in which the event loop waited for it."""
         past = await self._past_jobs()
-        state, now_s, begun_s = self._state, self._clock(), time.perf_counter()
+        state, now_s, begun_s = self._state, time.time(), time.perf_counter()
         body = codec.encode(replace(live_part(state), performance_tables={}))
         tables = self._encoded(state.performance_tables)
         encoding_s = time.perf_counter() - begun_s
@@ -218,7 +215,7 @@ class Forecaster:
 
     async def _past_jobs(self) -> bytes:
         """Past jobs of the last weeks, encoded; collected once an hour, as they are told apart by the hour."""
-        now_s = self._clock()
+        now_s = time.time()
         if now_s - self._past_s > PAST_AGAIN_S:
             jobs = [job for job in self._state.jobs.values() if job.submitted_s > now_s - PAST_DAYS * 86400.0]
             found = [_past_job(job, now_s) for job in jobs if job.state.is_final and job.attempts]

@@ -9,7 +9,7 @@ from typing import Any
 
 from clusterd.config import HostOptions
 from clusterd.protocol import agent
-from clusterd.protocol.codec import from_map
+from clusterd.protocol.messages import from_map
 from clusterd.types import (
     AttemptReport,
     Device,

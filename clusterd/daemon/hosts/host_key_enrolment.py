@@ -7,10 +7,9 @@ from typing import Any
 
 from clusterd.core.state import State
 from clusterd.errors import ClusterError
-from clusterd.ssh.address import parse
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.hostkeys import Changed, Unknown
-from clusterd.ssh.resolve import Route, resolve
+from clusterd.ssh.resolve import Route, parse_address, resolve
 from clusterd.types import HostId
 
 
@@ -27,7 +26,7 @@ class HostKeyEnrolment:
         Raises:
             UsageError: it is no address. HostError: ssh does not know the way.
         """
-        return await resolve(parse(address), config=self._ssh_config)
+        return await resolve(parse_address(address), config=self._ssh_config)
 
     def name(self, address: str, state: State) -> HostId:
         """Name of the host in the cluster.
@@ -35,7 +34,7 @@ class HostKeyEnrolment:
         Raises:
             UsageError: it is no address. ClusterError: there is a host of that name.
         """
-        given = parse(address)
+        given = parse_address(address)
         name = HostId(given.host)
         if name in state.hosts:
             other = "; another port or account there needs a name of its own: Host in the SSH configuration"

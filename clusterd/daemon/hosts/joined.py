@@ -14,7 +14,7 @@ from clusterd.config import HostOptions
 from clusterd.core import events as e
 from clusterd.daemon.hosts.registry import JOINED, HostRegistry
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.unexpected import guarded
+from clusterd.daemon.process import guarded
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.requests import Shutdown
 from clusterd.ssh.joined import JoinedConnection, JoinedDialer
@@ -54,6 +54,7 @@ class JoinedHosts:
         lost_after_s: float,
     ) -> None:
         self._engine, self._hosts, self._dialers, self._tasks = engine, hosts, dialers, tasks
+        self._state = engine.state
         self._lost_after_s = lost_after_s
         self.ends_s: dict[HostId, float] = {}
         self._admission = anyio.Lock()
@@ -81,7 +82,7 @@ class JoinedHosts:
         address = JOINED + identity
         async with self._admission:
             for known, at, _ in await self._hosts.known():
-                if at == address and known in self._engine.scheduler.state.hosts:
+                if at == address and known in self._state.hosts:
                     return known
             host = self._free_name(name, is_exact)
             await self._hosts.add(host, address, options)
@@ -89,7 +90,7 @@ class JoinedHosts:
             return host
 
     def _free_name(self, name: str, is_exact: bool) -> HostId:
-        known = self._engine.scheduler.state.hosts
+        known = self._state.hosts
         if is_exact and name in known:
             raise ClusterError(f"{name} is in the cluster already: give another --name, or clusterd host remove {name}")
         names = (name if number == 1 else f"{name}-{number}" for number in range(1, len(known) + 2))
@@ -128,9 +129,9 @@ class JoinedHosts:
     async def _remove_when_lost(self, host: HostId, connection: JoinedConnection | None) -> None:
         """Remove a host that stays away; its ranks were given up by then."""
         await anyio.sleep(self._lost_after_s)
-        while host in self._engine.scheduler.state.hosts and self._dialers[host].current is connection:
+        while host in self._state.hosts and self._dialers[host].current is connection:
             await self._hosts.remove(host)
-            if host not in self._engine.scheduler.state.hosts:
+            if host not in self._state.hosts:
                 log.info("%s was removed: it has not dialed in for %.0f s", host, self._lost_after_s)
                 return
             await anyio.sleep(CHECK_EVERY_S)
@@ -140,7 +141,7 @@ class JoinedHosts:
 
         A job that is being migrated off it has a while to finish that.
         """
-        state = self._engine.scheduler.state
+        state = self._state
         await self._engine.post(e.HostDrained(at_s=time.time(), host=host, by=user, why="it leaves the cluster"))
         migrated_by_s = time.monotonic() + MIGRATION_S
         while host in state.hosts:
@@ -157,7 +158,7 @@ class JoinedHosts:
     async def _requeue(self, host: HostId, is_late: bool) -> None:
         """Stop the jobs on a host and queue them again, those in a migration once it is late."""
         by = f"{host}, which leaves the cluster"
-        for attempt in list(self._engine.scheduler.state.attempts_on(host)):
+        for attempt in list(self._state.attempts_on(host)):
             # Source ranks of a migration that has switched are stopped anyway.
             leaves = host in attempt.hosts and (attempt.migration is None or is_late)
             if leaves and attempt.state is not AttemptState.STOPPING:

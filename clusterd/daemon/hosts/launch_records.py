@@ -39,7 +39,7 @@ class LaunchRecords:
     async def make(self, job: JobId) -> bytes:
         """Record of a job as it is now."""
         rows = await self._journal.query("SELECT name, value FROM secrets WHERE job = ?", (job,))
-        record = LaunchRecord(self._engine.scheduler.state.jobs[job], dict(rows))
+        record = LaunchRecord(self._engine.state.jobs[job], dict(rows))
         return self._key.seal(zlib.compress(msgspec.msgpack.encode(record)))
 
     async def adoptable(
@@ -59,7 +59,7 @@ class LaunchRecords:
         """
         newest: dict[JobId, AttemptReport] = {}
         for report in sorted(reports, key=lambda report: (report.attempt, report.generation)):
-            if is_adoptable(self._engine.scheduler.state, report):
+            if is_adoptable(self._engine.state, report):
                 newest[report.job] = report
         found = []
         for job, report in newest.items():

@@ -17,30 +17,28 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.lifecycle.reconcile import needs_action
 from clusterd.daemon.hosts import facts
-from clusterd.daemon.hosts.account_links import AccountLinks, MakeLink
 from clusterd.daemon.hosts.facts import OutsideProcess
 from clusterd.daemon.hosts.launch_records import LaunchRecord, LaunchRecords, secret_rows
 from clusterd.daemon.hosts.links import (
+    AccountLinks,
     AgentOwners,
     DroppedMessages,
     LinkFailures,
+    MakeLink,
     agent_identity,
     ip_address,
     keep_running,
     shut_down,
 )
-from clusterd.daemon.hosts.pending_replies import PendingReplies
-from clusterd.daemon.hosts.progress import Progress
-from clusterd.daemon.hosts.reports import HostDown, HostUp, Reports
+from clusterd.daemon.hosts.reports import HostDown, HostUp, PendingReplies, Progress, Reports
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
 from clusterd.daemon.journal.secrets_key import SECRETS_KEY, SecretsKey
-from clusterd.daemon.unexpected import guarded
+from clusterd.daemon.process import guarded
 from clusterd.errors import AgentLost, ClusterError, HostError
 from clusterd.protocol import ProtocolError, agent, rank
-from clusterd.protocol.codec import from_map, to_map
-from clusterd.protocol.messages import Request
-from clusterd.protocol.migration import Address
+from clusterd.protocol.launch import Address
+from clusterd.protocol.messages import Request, from_map, to_map
 from clusterd.protocol.requests import AdmitReaders, ServeDataset, ServeSegments
 from clusterd.ssh.host import HostLink, LinkCallbacks, LinkState
 from clusterd.types import AttemptReport, HostFacts, HostId, HostState, JobId
@@ -97,9 +95,10 @@ class HostRegistry:
         make_link: MakeLink,
     ) -> None:
         self._engine, self._journal, self._config = engine, journal, config
+        self._state = engine.state
         self._tasks, self._make_link = tasks, make_link
         self._managed: dict[HostId, _Managed] = {}
-        self._agents = AgentOwners(engine.scheduler.state.hosts.values())
+        self._agents = AgentOwners(engine.state.hosts.values())
         self._dropped = DroppedMessages()
         self._logged_in: set[str] = set()  # accounts whose agents are dialed on every host
         self.exits: PendingReplies[tuple[HostId, str, int], agent.RankExited] = PendingReplies()
@@ -118,11 +117,11 @@ class HostRegistry:
     async def restore(self) -> None:
         """Dial every host of the cluster again."""
         for name, address, options in await self.known():
-            if name not in self._engine.scheduler.state.hosts:
+            if name not in self._state.hosts:
                 await self._drop_row(name)  # the daemon died between the event and its row
                 continue
             self._manage(name, address, options)
-        jobs = self._engine.scheduler.state.jobs.values()
+        jobs = self._state.jobs.values()
         for account in sorted({job.spec.account for job in jobs if not job.state.is_final} - {""}):
             await self.log_in(account)
 
@@ -141,7 +140,7 @@ class HostRegistry:
     async def _log_in_at(self, host: HostId, account: str) -> None:
         address = self._managed[host].address
         if why := next((why for prefix, why in ONE_ACCOUNT.items() if address.startswith(prefix)), ""):
-            if self._engine.scheduler.state.hosts[host].logins.get(account) != why:
+            if self._state.hosts[host].logins.get(account) != why:
                 await self.accounts.refuse(host, account, why)
         else:
             self.accounts.open(host, address, account)
@@ -166,13 +165,13 @@ class HostRegistry:
         Returns:
             Reason why an agent could not be reached, by account ("": the daemon's own); it may still run there.
         """
-        managed, known = self._managed.get(host), self._engine.scheduler.state.hosts.get(host)
+        managed, known = self._managed.get(host), self._state.hosts.get(host)
         if managed is not None and known is not None and managed.link.state.name == "up":
             for account in list(known.logins):  # since the daemon's start only those with jobs were dialed
                 await self._log_in_at(host, account)
             await self.accounts.wait_until_tried(host)
         await self._engine.post(e.HostRemoved(at_s=time.time(), host=host))
-        if host in self._engine.scheduler.state.hosts:
+        if host in self._state.hosts:
             return {}
         await self._drop_row(host)
         self._agents.release(host)
@@ -202,11 +201,7 @@ class HostRegistry:
         )
         managed = _Managed(self._make_link(host, address, "", callbacks), address, options, anyio.CancelScope())
         self._managed[host] = managed
-        self._tasks.start_soon(self._serve, managed)
-
-    async def _serve(self, managed: _Managed) -> None:
-        with managed.stop:
-            await keep_running(managed.link)
+        self._tasks.start_soon(keep_running, managed.link, managed.stop)
 
     # --- the link -----------------------------------------------------------------------------------------------------
 
@@ -239,10 +234,10 @@ class HostRegistry:
         reported = [facts.attempt_report(row) for row in hello.attempts if row.attempt != facts.DESCRIPTION]
         records = await self.adoptable(host, "", reported)
         adopted = {record.job.id for record in records}
-        state = self._engine.scheduler.state
+        state = self._state
         reports = tuple(r for r in reported if r.job in adopted or needs_action(state, host, r))
         home = managed.link.agent_home
-        before = self._engine.scheduler.state.hosts[host].agent_home
+        before = self._state.hosts[host].agent_home
         if before is not None and before != home:
             await self._end_former(managed.link, before)
         await self._engine.report(
@@ -273,7 +268,7 @@ class HostRegistry:
         While ranks run there it is the one under which they were started: an agent in another directory does not know
         them, so that they would count as gone and run twice.
         """
-        state = self._engine.scheduler.state
+        state = self._state
         managed, known = self._managed.get(host), state.hosts.get(host)
         wanted = managed.options.agent_home or "" if managed is not None else ""
         if known is None or known.agent_home is None or not any(state.attempts_on(host)):
@@ -300,7 +295,7 @@ class HostRegistry:
             await self._engine.report(e.HostDisconnected(at_s=time.time(), host=host, why=why))
 
     def _fail_waiting(self, host: HostId, report: HostDown) -> None:
-        account_of = self._engine.scheduler.state.account_of
+        account_of = self._state.account_of
         self.exits.fail(lambda key: key[0] == host and account_of(key[1]) == report.account)
 
     # --- reports of agents --------------------------------------------------------------------------------------------
@@ -334,7 +329,7 @@ class HostRegistry:
 
     def _is_news(self, report: agent.RankExited) -> bool:
         """False for the exit of a rank that is over already: an agent may repeat it without end."""
-        attempt = self._engine.scheduler.state.attempt(JobId(report.job), report.attempt)
+        attempt = self._state.attempt(JobId(report.job), report.attempt)
         if attempt is None:
             return False
         if report.generation != attempt.generation:
@@ -389,7 +384,7 @@ class HostRegistry:
     async def _on_gpu_use(self, host: HostId) -> None:
         """Tell the scheduler of a host whose devices, or their use by foreign processes, changed."""
         managed = self._managed.get(host)
-        known = self._engine.scheduler.state.hosts.get(host)
+        known = self._state.hosts.get(host)
         if managed is None or known is None or known.facts is None or not managed.facts:
             return
         pids = self.accounts.gpu_pids(host)
@@ -401,7 +396,7 @@ class HostRegistry:
 
     def _gpus_elsewhere(self, host: HostId, boot_id: str) -> dict[str, HostId]:
         """Hosts on the same machine that offer a GPU, by its uuid."""
-        others = [h for h in self._engine.scheduler.state.hosts.values() if h.id != host]
+        others = [h for h in self._state.hosts.values() if h.id != host]
         return {
             device.uuid: other.id
             for other in others
@@ -412,7 +407,7 @@ class HostRegistry:
 
     def outside_processes(self) -> list[OutsideProcess]:
         """Processes on the GPUs of hosts that are up which belong to no job."""
-        hosts = self._engine.scheduler.state.hosts
+        hosts = self._state.hosts
         there = [self._managed[host] for host in self._managed if host in hosts and hosts[host].state is HostState.UP]
         return [process for managed in there for process in managed.outside]
 
@@ -434,7 +429,7 @@ class HostRegistry:
         if managed is None:
             raise AgentLost(f"{host} is no longer part of the cluster")
         if account is None:
-            account = self._engine.scheduler.state.account_of(str(getattr(request, "job", "")))
+            account = self._state.account_of(str(getattr(request, "job", "")))
         link = managed.link if not account else self.accounts.get(host, account)
         if link is None:
             raise AgentLost(f"the agent of {account} on {host} is not connected")
@@ -504,7 +499,7 @@ class HostRegistry:
         return {**row, "failures": managed.failures.to_row()} if managed.failures.times else row
 
     def _address(self, host: HostId) -> str:
-        known = self._engine.scheduler.state.hosts.get(host)
+        known = self._state.hosts.get(host)
         return known.facts.address if known is not None and known.facts is not None else ""
 
     async def close(self) -> None:

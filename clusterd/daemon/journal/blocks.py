@@ -58,7 +58,7 @@ def stored_rows(db: sqlite3.Connection, after: int = 0) -> Iterator[Row]:
     Raises:
         Damaged: a block does not match its checksum.
     """
-    if _has_blocks(db):
+    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'blocks'").fetchone() is not None:
         for first, last, checksum, body in db.execute(
             "SELECT first, last, checksum, body FROM blocks WHERE last > ? ORDER BY first", (after,)
         ):
@@ -110,10 +110,6 @@ def compact(db: sqlite3.Connection, newest: int) -> bool:
     db.execute("DELETE FROM events WHERE id <= ?", (last,))
     db.execute("DELETE FROM proposals WHERE batch <= ?", (last,))
     return True
-
-
-def _has_blocks(db: sqlite3.Connection) -> bool:
-    return db.execute("SELECT 1 FROM sqlite_master WHERE name = 'blocks'").fetchone() is not None
 
 
 def _checksum_before(db: sqlite3.Connection, event: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Main loop of the daemon: events in, journal, scheduler, decisions out.
+"""Main loop of the daemon: events in, journal, scheduler, decisions out; and the timers that decisions set.
 
 All events that wait at the start of an iteration form one batch: one commit, one scheduling pass. Batching makes
 hundreds of submits per second durable, and schedules simultaneous arrivals together.
@@ -19,7 +19,7 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from clusterd.core.decisions import Decision
-from clusterd.core.events import ClockSet, Event, EventId
+from clusterd.core.events import ClockSet, Event, EventId, TimerFired
 from clusterd.core.scheduler import Batch, Scheduler
 from clusterd.core.state import State
 from clusterd.core.view import Proposal
@@ -114,6 +114,11 @@ class Engine:
     def subscribe(self, handler: Callable[[Sequence[Event], Sequence[Decision]], None]) -> None:
         """Call `handler` after each batch, in the order of subscription; it must not block."""
         self._subscribers.append(handler)
+
+    @property
+    def state(self) -> State:
+        """State of the scheduler."""
+        return self.scheduler.state
 
     def newest(self) -> tuple[int, str]:
         """Id and checksum of the newest event that the scheduler has handled."""
@@ -346,3 +351,36 @@ class Engine:
             log.error("%s", error)
             return False
         return True
+
+
+LOOK_S = 10.0
+"""Longest time between two checks of the wall clock for a step."""
+
+
+class Timers:
+    """Fires due timers. The scheduler's state holds the timers, so they survive a restart."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._changed = anyio.Event()
+
+    def changed(self) -> None:
+        """Wake the task after a timer was set."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Fire timers until cancelled."""
+        state: State = self._engine.state
+        while True:
+            state = self._engine.state
+            due_s = min(state.timers.values(), default=None)
+            wait_s = max(due_s - time.time(), 0.0) if due_s is not None else LOOK_S
+            if wait_s:
+                with anyio.move_on_after(min(wait_s, LOOK_S)):
+                    await self._changed.wait()
+            self._changed = anyio.Event()
+            self._engine.mind_the_clock()
+            now_s = time.time()
+            for name, at_s in sorted(state.timers.items(), key=lambda item: item[1]):
+                if at_s <= now_s:
+                    await self._engine.report(TimerFired(at_s=now_s, timer=name))

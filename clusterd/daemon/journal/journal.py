@@ -81,7 +81,8 @@ class Journal:
         self.path = path
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._db = self._thread.submit(self._open).result()
-        self._newest = self._at_start(self._read_newest)
+        self.newest = self._at_start(self._read_newest)
+        """Id and checksum of the newest event; 0 and no bytes for an empty journal."""
 
     def _open(self) -> sqlite3.Connection:
         with ExitStack() as stack:
@@ -143,11 +144,6 @@ class Journal:
         row = self._db.execute("SELECT id, checksum FROM events ORDER BY id DESC LIMIT 1").fetchone()
         return (int(row[0]), bytes(row[1])) if row else (0, checksums.FIRST)
 
-    @property
-    def newest(self) -> tuple[int, bytes]:
-        """Id and checksum of the newest event; 0 and no bytes for an empty journal."""
-        return self._newest
-
     def _at_start(self, work: Callable[[], R]) -> R:
         """Run `work` in the writer thread before the event loop runs.
 
@@ -173,13 +169,13 @@ class Journal:
         """
         batch = events[0].id
         rows: list[checksums.Row] = []
-        _, checksum = self._newest
+        _, checksum = self.newest
         for event in events:
             row = (event.id, batch, event.at_s, type(event).__name__, codec.encode(event))
             checksum = checksums.of_event(checksum, *row)
             rows.append((*row, checksum))
         await self._transaction([("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)", row) for row in rows] + list(extra))
-        self._newest = (rows[-1][0], checksum)
+        self.newest = (rows[-1][0], checksum)
 
     async def set_aside(self, first: int, events: Iterable[Event], why: str) -> None:
         """Remove the events from `first` on, which no client has seen; the next start removes their extra rows.
@@ -191,13 +187,13 @@ class Journal:
             ClusterError: the journal cannot be written.
         """
         await self._transaction(_set_aside(first, events, why))
-        self._newest = await self._run(self._read_newest)
+        self.newest = await self._run(self._read_newest)
 
     def set_aside_at_start(self, first: int, events: Iterable[Event], why: str) -> None:
         """The same before the event loop runs."""
         statements = _set_aside(first, events, why)
         self._at_start(lambda: self._write(statements))
-        self._newest = self._at_start(self._read_newest)
+        self.newest = self._at_start(self._read_newest)
 
     def count_set_aside(self) -> int:
         """Number of events that were set aside."""
@@ -389,7 +385,7 @@ class Journal:
 
     def last_event_id(self) -> int:
         """Id of the newest event; 0 for an empty journal."""
-        return self._newest[0]
+        return self.newest[0]
 
     def fact(self, name: str, default: str) -> str:
         """A stored value, such as the cluster's id; `default` is stored if there is none yet."""

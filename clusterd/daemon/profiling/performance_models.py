@@ -27,10 +27,9 @@ from clusterd.plans.memory import Overhead, communicators, learn_overhead
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan, replicas
 from clusterd.profiling import fleet
-from clusterd.profiling.cards import speed_up
 from clusterd.profiling.coefficients import INDEX, Prior
 from clusterd.profiling.fit import FitOptions, from_other_type, share_cards, share_hardware
-from clusterd.profiling.fleet import DeviceType
+from clusterd.profiling.fleet import DeviceType, speed_up
 from clusterd.profiling.knowledge import Knowledge, Ranked, workload_of
 from clusterd.profiling.model import Row
 from clusterd.profiling.online import Observation, OnlineFit
@@ -58,6 +57,7 @@ class PerformanceModels:
 
     def __init__(self, engine: Engine, store: Path) -> None:
         self._engine = engine
+        self._state = engine.state
         self._path = store
         self._known: dict[tuple[str, str, str], Knowledge] = {}  # by model, type of device, and software
         self._software: dict[str, str] = {}  # of the newest job of each model
@@ -72,10 +72,6 @@ class PerformanceModels:
             name: {int(count): found for count, found in known.items()}
             for name, known in json.loads(engine.journal.fact("overheads", "{}")).items()
         }
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     def of(self, job: Job, attempt: Attempt) -> Knowledge | None:
         """Knowledge of the job's model on its devices; None if there is none yet or the device types differ."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,8 @@ from clusterd.core import events as e
 from clusterd.core.ledger import of_ranks, shape_of
 from clusterd.core.lifecycle import trials
 from clusterd.core.placement.cpu_cores import cores_each
-from clusterd.core.state import Attempt, Job, State
+from clusterd.core.state import Attempt, Job
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.profiling.loss_forecast import LossForecast
 from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.daemon.profiling.submission_classifier import SubmissionClassifier
 from clusterd.daemon.profiling.trial_selection import SLOW_TRIAL_STEPS, WARM_UP_STEPS, TrialSelection
@@ -29,6 +29,7 @@ from clusterd.plans.plan import Plan
 from clusterd.profiling.knowledge import Knowledge
 from clusterd.profiling.model import Row, Rows
 from clusterd.profiling.online import Observation
+from clusterd.profiling.progress import LossCurve, Predictability, fit_loss, held_out_error
 from clusterd.profiling.store import Measurement
 from clusterd.protocol.agent import Progress
 from clusterd.protocol.rank import FromRank, Probed, Proved
@@ -69,15 +70,12 @@ class Profiler:
     ) -> None:
         """`trials`: allow trials of other plans; running plans are measured in any case."""
         self._engine, self._classifier, self._models = engine, classifier, models
+        self._state = engine.state
         self._trial_selection = TrialSelection(engine, models.of, trials=trials)
         self._runs: dict[str, _Run] = {}
         self._forecasts: dict[str, LossForecast] = {}
         self._inbox: dict[Any, None] = {}  # work in order; the same work waits once
         self._wake = anyio.Event()
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     # --- inputs -------------------------------------------------------------------------------------------------------
 
@@ -193,7 +191,7 @@ class Profiler:
         run.host_bytes = max(run.host_bytes, report.host_bytes)
         if report.overhead_bytes and attempt.plan is not None and (known := self._models.of(job, attempt)) is not None:
             await self._models.measured_overhead(known.devices.name, attempt.plan, report.overhead_bytes)
-        if not _is_quiet(job, attempt):
+        if attempt.migration is not None or job.resuming is not None or attempt.retired:  # ranks start or exit
             run.times_s.clear()  # starting and exiting ranks take processor time
             return
         known = self._models.of(job, attempt)
@@ -297,6 +295,61 @@ class Profiler:
         await self._models.keep(measurement)
 
 
-def _is_quiet(job: Job, attempt: Attempt) -> bool:
-    """True while no rank of the attempt starts or exits."""
-    return attempt.migration is None and job.resuming is None and not attempt.retired
+POINTS_MOST = 400
+JUDGED_EVERY = 1.5
+"""Growth of the number of points between two forecasts."""
+
+STEPS_MOST = 1e12
+"""Forecasts beyond this count as never: the curve has become flat."""
+
+REPORTED_CHANGE = 0.1
+"""Relative change of the forecast that is worth reporting."""
+
+
+@dataclass(slots=True)
+class LossForecast:
+    """Losses of one job, and the forecast of its last step."""
+
+    predictability: Predictability
+    points: list[tuple[int, float]] = field(default_factory=list)
+    judged_at: int = 0  # number of points
+    seen: int = 0
+    reported: tuple[bool, int | None] | None = None
+    why: str = ""
+
+    def add(self, step: int, loss: float | None) -> None:
+        """Add a loss; a long run is thinned to every second one, then every fourth, and so on."""
+        if loss is None or not math.isfinite(loss) or (self.points and step <= self.points[-1][0]):
+            return
+        self.seen += 1
+        self.points.append((step, loss))
+        if len(self.points) > POINTS_MOST:
+            self.points = self.points[::2]
+
+    @property
+    def is_due(self) -> bool:
+        """True if there are enough new points since the last forecast."""
+        return self.seen >= 12 and self.seen >= JUDGED_EVERY * self.judged_at
+
+    def judge(self, target: float | None) -> tuple[bool, int | None] | None:
+        """Predictability and total steps to the target; None if both are as last reported."""
+        self.judged_at = self.seen
+        steps = [float(step) for step, _ in self.points]
+        losses = [loss for _, loss in self.points]
+        self.predictability = self.predictability.observe(held_out_error(steps, losses))
+        curve: LossCurve | None = fit_loss(steps, losses) if target is not None else None
+        at = curve.step_of(target) if curve is not None and target is not None else None
+        found = (self.predictability.predictable, math.ceil(at) if at is not None and at <= STEPS_MOST else None)
+        self.why = self.predictability.reason
+        if found[1] is not None:
+            self.why += f"; the loss curve reaches {target:g} at step {found[1]}"
+        if self.reported is not None and self.reported[0] == found[0] and _alike(self.reported[1], found[1]):
+            return None
+        self.reported = found
+        return found
+
+
+def _alike(one: int | None, other: int | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return abs(one - other) <= REPORTED_CHANGE * max(one, other)

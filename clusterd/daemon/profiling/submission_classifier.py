@@ -15,8 +15,7 @@ from clusterd.core.estimates.attained_service import attained_s, executed_s
 from clusterd.core.state import Job
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError
-from clusterd.profiling.predictability.classifier import LEAST_JOBS, Classifier, train
-from clusterd.profiling.predictability.job_table import JobRecord, is_within
+from clusterd.profiling.predictability import LEAST_JOBS, Classifier, JobRecord, is_within, train
 from clusterd.profiling.progress import Predictability, Submission, probability_predictable
 from clusterd.types import JobKind, JobState
 
@@ -52,7 +51,7 @@ class SubmissionClassifier:
     async def at_submission(self, job: Job, known_model: bool) -> Predictability:
         """Predictability of a job before its first step."""
         await self._train_if_due()
-        others = self._engine.scheduler.state.jobs.values()
+        others = self._engine.state.jobs.values()
         earlier = [j for j in others if j.id != job.id and _is_resubmission(job, j)]
         if self._classifier is not None:
             probability = float(self._classifier.probability([record(job, bool(earlier))])[0])
@@ -67,7 +66,7 @@ class SubmissionClassifier:
         return Predictability.at_submission(probability_predictable(submission), "prior weights")
 
     async def _train_if_due(self) -> None:
-        ended = [job for job in self._engine.scheduler.state.jobs.values() if job.state.is_final]
+        ended = [job for job in self._engine.state.jobs.values() if job.state.is_final]
         over = len(ended) + sum(self._archived.counts.values())
         if over < max(LEAST_JOBS, GROWTH * self._over):
             return

@@ -14,7 +14,7 @@ from clusterd.core.allocation.migration_cost import RESTART_S
 from clusterd.core.estimates.first_fit import memory_conflict
 from clusterd.core.ledger import shape_of
 from clusterd.core.lifecycle import trials
-from clusterd.core.state import Attempt, Job, State
+from clusterd.core.state import Attempt, Job
 from clusterd.daemon.journal.engine import Engine
 from clusterd.profiling.knowledge import Knowledge
 from clusterd.types import JobKind
@@ -41,12 +41,9 @@ class TrialSelection:
     def __init__(self, engine: Engine, known_of: Callable[[Job, Attempt], Knowledge | None], *, trials: bool) -> None:
         """`trials`: allow jobs to run under other plans."""
         self._engine, self._known_of, self._trials = engine, known_of, trials
+        self._state = engine.state
         self._spent_s: dict[str, float] = {}
         self._nothing_to_try: dict[str, tuple[int, int, int]] = {}
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     def forget(self, job: str) -> None:
         """Drop the records of a job that is over."""

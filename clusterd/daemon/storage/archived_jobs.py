@@ -17,7 +17,7 @@ import anyio.lowlevel
 from clusterd.core import events as e
 from clusterd.core.lifecycle.job_events import archivable
 from clusterd.core.queueing.arrays import find_task
-from clusterd.core.state import Job, State
+from clusterd.core.state import Job
 from clusterd.daemon.journal import job_table
 from clusterd.daemon.journal.checksums import Damaged
 from clusterd.daemon.journal.engine import Engine
@@ -48,6 +48,7 @@ class ArchivedJobs:
 
     def __init__(self, engine: Engine, after_s: float, hides_names: bool = False) -> None:
         self._engine, self._after_s, self._hides_names = engine, after_s, hides_names
+        self._state = engine.state
         self._recalled_s: dict[JobId, float] = {}
         self._counts: Counter[str] = Counter()  # by state, without those on the way
         self._on_the_way: dict[JobId, str] = {}  # being archived or recalled, with their state
@@ -56,10 +57,6 @@ class ArchivedJobs:
         """The job that was submitted last of those that were archived at the start."""
         self.names: set[tuple[str, str]] = set()
         """User and name of each archived job and array, where names are hidden from some users."""
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     @property
     def counts(self) -> Counter[str]:

@@ -1,7 +1,8 @@
 """Backups of all that another daemon needs to lead the hosts again: once, or again and again.
 
 The journal is copied last and by SQLite's own online backup, so that each backup is the state at one event, and every
-file that this state needs is beside it. Older files in the directory are replaced one by one, each in one step.
+file that this state needs is beside it. Older files in the directory are replaced one by one: each is written under
+another name, flushed to the disk, and renamed, so that it is always whole under its own name.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import posixpath
 import sqlite3
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 import anyio.abc
@@ -24,11 +26,12 @@ import asyncssh
 from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
-from clusterd.daemon.journal.newest_event import BACKUP_OF, NEWEST_EVENT
+from clusterd.daemon.journal.leadership import BACKUP_OF, NEWEST_EVENT
 from clusterd.daemon.journal.secrets_key import SECRETS_KEY
-from clusterd.daemon.storage.backup_target import LocalTarget, Target, sftp_target
+from clusterd.daemon.storage.archive import make_durable
 from clusterd.errors import ClusterError, UsageError
 from clusterd.ssh.connection import Dialer
+from clusterd.trusted_paths import UnsafePath, own_directory
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +191,7 @@ class Backups:
 
     async def _workdirs(self) -> set[str]:
         """Packed working directories, without those whose jobs are over."""
-        jobs = self._engine.scheduler.state.jobs.values()
+        jobs = self._engine.state.jobs.values()
         archived = await self._journal.query("SELECT DISTINCT workdir FROM archived_jobs")
         over = {job.spec.snapshot for job in jobs if job.state.is_final} | {digest for (digest,) in archived}
         needed = {job.spec.snapshot for job in jobs if not job.state.is_final}
@@ -225,3 +228,108 @@ def _copy_database(source: Path, copy: Path) -> None:
     ):
         origin.backup(db)
         db.execute("PRAGMA journal_mode=DELETE")  # one file, without a log beside it
+
+
+CHUNK_BYTES = 1 << 20
+
+PARTIAL = ".partial"
+"""Suffix of a file that is being written."""
+
+
+class Target(Protocol):
+    """A directory of one backup."""
+
+    async def sizes(self, below: str = "") -> dict[str, int]:
+        """Bytes of each file, by name, of the directory or of one in it; it is made if it is not there."""
+
+    async def put(self, source: Path, name: str) -> None:
+        """Copy a file there, in the place of the one of that name."""
+
+    async def remove(self, name: str) -> None:
+        """Remove a file."""
+
+
+class LocalTarget:
+    """A directory of this machine."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    async def sizes(self, below: str = "") -> dict[str, int]:
+        """See `Target`."""
+        return await anyio.to_thread.run_sync(self._sizes, self._directory / below)
+
+    def _sizes(self, directory: Path) -> dict[str, int]:
+        try:
+            own_directory(str(directory))
+        except UnsafePath as error:
+            raise ClusterError(f"{error}: a backup has the keys of the cluster") from None
+        return {entry.name: entry.stat().st_size for entry in os.scandir(directory) if entry.is_file()}
+
+    async def put(self, source: Path, name: str) -> None:
+        """See `Target`."""
+        await anyio.to_thread.run_sync(self._put, source, self._directory / name)
+
+    def _put(self, source: Path, target: Path) -> None:
+        partial = target.with_name(target.name + PARTIAL)
+        partial.unlink(missing_ok=True)
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with source.open("rb") as data, open(file, "wb") as copy:
+            while chunk := data.read(CHUNK_BYTES):
+                copy.write(chunk)
+        make_durable(partial, target)
+
+    async def remove(self, name: str) -> None:
+        """See `Target`."""
+        await anyio.to_thread.run_sync((self._directory / name).unlink)
+
+
+class SftpTarget:
+    """A directory of another machine."""
+
+    def __init__(self, sftp: asyncssh.SFTPClient, directory: str) -> None:
+        self._sftp = sftp
+        self._directory = directory
+
+    async def sizes(self, below: str = "") -> dict[str, int]:
+        """See `Target`."""
+        directory = posixpath.join(self._directory, below)
+        if not await self._sftp.isdir(directory):
+            await self._sftp.makedirs(directory, asyncssh.SFTPAttrs(permissions=0o700), exist_ok=True)
+        found = await self._sftp.readdir(directory)
+        files = [entry for entry in found if entry.attrs.type == asyncssh.FILEXFER_TYPE_REGULAR]
+        return {str(entry.filename): entry.attrs.size or 0 for entry in files}
+
+    async def put(self, source: Path, name: str) -> None:
+        """See `Target`."""
+        target = posixpath.join(self._directory, name)
+        partial = target + PARTIAL
+        if await self._sftp.exists(partial):
+            await self._sftp.remove(partial)
+        written = 0
+        # Private from its first byte on: it may be a key.
+        async with self._sftp.open(partial, "xb", asyncssh.SFTPAttrs(permissions=0o600)) as copy:
+            async with await anyio.open_file(source, "rb") as data:
+                while chunk := await data.read(CHUNK_BYTES):
+                    await copy.write(chunk)
+                    written += len(chunk)
+            try:
+                await copy.fsync()
+            except asyncssh.SFTPOpUnsupported:
+                pass  # then the other machine's file system decides when it reaches the disk
+        if (found := await self._sftp.getsize(partial)) != written:
+            raise ClusterError(f"{partial} has {found} bytes of {written}")
+        await self._sftp.posix_rename(partial, target)
+
+    async def remove(self, name: str) -> None:
+        """See `Target`."""
+        await self._sftp.remove(posixpath.join(self._directory, name))
+
+
+@asynccontextmanager
+async def sftp_target(connection: asyncssh.SSHClientConnection, directory: str) -> AsyncIterator[SftpTarget]:
+    """Open a directory behind an SSH connection; a relative one is below the login's home."""
+    async with connection.start_sftp_client() as sftp:
+        if directory.startswith("~/"):
+            directory = directory.removeprefix("~/")
+        yield SftpTarget(sftp, directory)

@@ -12,14 +12,14 @@ import re
 from dataclasses import dataclass, field
 
 from clusterd.core.queueing.admission import hosts_without_login
-from clusterd.core.state import Attempt, Job, State
+from clusterd.core.state import Attempt, Job
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import AgentLost, ClusterError, NotStarted
 from clusterd.plans.plan import Plan
 from clusterd.protocol import agent
-from clusterd.protocol.migration import Address
+from clusterd.protocol.launch import Address
 from clusterd.protocol.requests import AdmitReaders, DropMigration, KeepReplica, ReplicaIsDone
 from clusterd.types import HostId, JobId
 
@@ -56,14 +56,11 @@ class SnapshotReplicas:
     def __init__(self, engine: Engine, hosts: HostRegistry, key: str) -> None:
         """`key`: secret of the cluster, from which the access token of each snapshot set is derived."""
         self._engine = engine
+        self._state = engine.state
         self._hosts = hosts
         self._key = key.encode()
         self._copies: dict[Generation, dict[str, _Replicas]] = {}
         self._ports: dict[tuple[str, HostId], int] = {}
-
-    @property
-    def _state(self) -> State:
-        return self._engine.scheduler.state
 
     async def on_taken(self, host: HostId, report: agent.StateSnapshotTaken) -> None:
         """Let a second host fetch a new state snapshot, then let the rank that wrote it continue."""

@@ -1,7 +1,8 @@
-"""Use of devices over time: minutes of the last day, and device-seconds of each job by day and host.
+"""Use of devices over time, from the samples of agents, and what follows: idle jobs, shared memory, outsiders.
 
-Kept in a database beside the journal: it may be lost without losing a job. Its size is bounded: minutes by the number
-of devices, days by jobs that ran on them and by `RETENTION_DAYS`.
+The use is kept in a database beside the journal: it may be lost without losing a job. Its size is bounded: minutes by
+the number of devices, days by jobs that ran on them and by `RETENTION_DAYS`. Nothing is decided here: the core learns
+since when a job is idle, or holds too much memory, and an operator's command is told of processes outside the queue.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,21 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from clusterd.core.state import State
+from clusterd.core import events as e
+from clusterd.core.state import Attempt, State
 from clusterd.daemon.hosts.facts import OutsideProcess
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.notifications import Notification
 from clusterd.protocol.agent import Usage
 from clusterd.rows import Minute
-from clusterd.types import Device, DeviceId, HostId, HostState
+from clusterd.types import Device, DeviceId, HostId, HostState, JobId, Reclaim
+from clusterd.units import duration, size
 
 log = logging.getLogger(__name__)
 
 EVERY_S = 10.0
+"""Agents sample as often."""
+
 MINUTE_S = 60.0
 RETENTION_MINUTES = 24 * 60
 RETENTION_DAYS = 400
@@ -243,3 +250,164 @@ class UsageStore:
     async def _query(self, statement: str, arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         async with self._writing:
             return await anyio.to_thread.run_sync(lambda: self._database.execute(statement, arguments).fetchall())
+
+
+WORKS = 0.02
+"""Least share of the time in which a device works that counts as use: drivers and idle notebooks take a little."""
+
+
+class IdleJobs:
+    """Posts when devices of a running job have done nothing for `idle_after_s`, and when they work again.
+
+    Args:
+        busy: share of the time in which a device of a job works; None: not known, which is no proof of either.
+        reclaim_idle_s: devices that are idle for so long are reclaimed; None: they are not.
+        reclaim: from whom, and how.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        busy: Callable[[Device, str], float | None],
+        idle_after_s: float,
+        reclaim_idle_s: float | None,
+        reclaim: Reclaim,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._busy = engine, busy
+        self._clock, self._monotonic = clock, monotonic
+        self._idle_after_s, self._reclaim_idle_s, self._reclaim = idle_after_s, reclaim_idle_s, reclaim
+        # Newest time at which an attempt was not known to be idle, by the clock that is never set.
+        self._worked_s: dict[tuple[JobId, int], float] = {}
+
+    async def run(self) -> None:
+        """Observe until cancelled."""
+        while True:
+            await anyio.sleep(EVERY_S)
+            for event in self.observe():
+                await self._engine.post(event)
+
+    def observe(self) -> list[e.IdlenessObserved]:
+        """Events about jobs that became idle, or work again, since the last call."""
+        attempts = [each for each in self._engine.state.running_attempts() if each.devices]
+        known = {(attempt.job, attempt.number) for attempt in attempts}
+        self._worked_s = {key: at_s for key, at_s in self._worked_s.items() if key in known}
+        return [event for attempt in attempts if (event := self._of_attempt(attempt)) is not None]
+
+    def _of_attempt(self, attempt: Attempt) -> e.IdlenessObserved | None:
+        works, now_s = self._is_working(attempt), self._monotonic()
+        worked_s = self._worked_s.setdefault((attempt.job, attempt.number), now_s)
+        is_idle = attempt.idle_since_s is not None
+        if works is not False or is_idle:
+            self._worked_s[attempt.job, attempt.number] = now_s
+        if works and is_idle:
+            return e.IdlenessObserved(at_s=self._clock(), job=attempt.job, attempt=attempt.number, since_s=None)
+        if is_idle or works is not False or now_s - worked_s < self._idle_after_s:
+            return None
+        at_s = self._clock()
+        since_s = at_s - (now_s - worked_s)
+        reclaim_at_s = since_s + self._reclaim_idle_s if self._reclaim_idle_s is not None else None
+        found = e.IdlenessObserved(at_s=at_s, job=attempt.job, attempt=attempt.number, since_s=since_s)
+        return replace(found, reclaim_at_s=reclaim_at_s, reclaim=self._reclaim)
+
+    def _is_working(self, attempt: Attempt) -> bool | None:
+        """True if one of its devices works, False if all are known to do nothing."""
+        hosts = self._engine.state.hosts
+        devices = [d for host in attempt.hosts for d in hosts[host].devices if d.id in set(attempt.devices)]
+        shares = [self._busy(device, attempt.job) for device in devices]
+        if any(share is not None and share >= WORKS for share in shares):
+            return True
+        return None if None in shares or not shares else False
+
+
+class SharedDeviceMemory:
+    """Posts when a job holds more of a device's memory than its part, and when it does no more.
+
+    Args:
+        latest: newest sample of a host; None: there is none.
+    """
+
+    def __init__(
+        self, engine: Engine, latest: Callable[[HostId], Usage | None], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._engine, self._latest, self._clock = engine, latest, clock
+
+    async def run(self) -> None:
+        """Observe until cancelled."""
+        while True:
+            await anyio.sleep(EVERY_S)
+            for event in self.observe():
+                await self._engine.post(event)
+
+    def observe(self) -> list[e.DeviceMemoryObserved]:
+        """Events about jobs that began to hold too much, or hold it no more."""
+        running = self._engine.state.running_attempts()
+        return [event for attempt in running for event in self._of_attempt(attempt)]
+
+    def _of_attempt(self, attempt: Attempt) -> Iterator[e.DeviceMemoryObserved]:
+        state = self._engine.state
+        share = state.jobs[attempt.job].spec.resources.share
+        if share < 2:
+            return
+        for host in attempt.hosts:
+            if (usage := self._latest(host)) is None:
+                continue
+            for device in state.hosts[host].devices:
+                if device.id not in attempt.devices or device.kind != "cuda":
+                    continue
+                used = [use.device_memory.get(device.uuid, 0) for use in usage.attempts if use.job == attempt.job]
+                part = device.memory_bytes // share
+                if used and (sum(used) > part) != bool(attempt.over_share):
+                    yield e.DeviceMemoryObserved(
+                        at_s=self._clock(), job=attempt.job, attempt=attempt.number, device=device.id,
+                        used_bytes=sum(used), part_bytes=part,
+                    )  # fmt: skip
+
+
+class OutsideProcesses:
+    """Tells once of each process that has held a GPU for so long.
+
+    Args:
+        found: processes of now.
+        tell: queues a notification.
+        exempt: users who are not told.
+    """
+
+    def __init__(
+        self,
+        found: Callable[[], Iterable[OutsideProcess]],
+        tell: Callable[[Notification], None],
+        after_s: float,
+        exempt: Container[str],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._found, self._tell, self._after_s, self._exempt = found, tell, after_s, exempt
+        self._monotonic = monotonic
+        self._since_s: dict[tuple[str, int, str], float] = {}  # by host, process and device; infinite: told of
+
+    async def run(self) -> None:
+        """Observe until cancelled."""
+        while True:
+            await anyio.sleep(EVERY_S)
+            self.observe()
+
+    def observe(self) -> None:
+        """Tell of the processes that have been there for long enough."""
+        now_s, seen = self._monotonic(), dict[tuple[str, int, str], float]()
+        for process in self._found():
+            key = (process.host, process.pid, process.device)
+            seen[key] = since_s = self._since_s.get(key, now_s)
+            if now_s - since_s >= self._after_s and process.user not in self._exempt:
+                seen[key] = float("inf")
+                self._tell(_notification(process, now_s - since_s))
+        self._since_s = seen
+
+
+def _notification(process: OutsideProcess, for_s: float) -> Notification:
+    text = (
+        f"{process.user or 'somebody'} holds {size(process.memory_bytes)} of {process.device} outside the queue "
+        f"for {duration(for_s)} (pid {process.pid}): clusterd run --gpus 1 -- COMMAND would find it a GPU of its own"
+    )
+    about = {"user": process.user, "pid": process.pid, "device": process.device, "hosts": [process.host]}
+    return {"kind": "outside the queue", "text": text, **about}

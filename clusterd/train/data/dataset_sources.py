@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 from clusterd import protocol
 from clusterd.datasets import FREE_SHARE, UNREACHABLE, DataUnavailable, DataUnreachable, File, Folder, Found, Source
 from clusterd.protocol import calls
-from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.control import DataHello, LookUpData, ReadData
-from clusterd.protocol.messages import Request
+from clusterd.protocol.messages import Request, from_map, to_map
 
 R = TypeVar("R")
 

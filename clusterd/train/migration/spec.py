@@ -12,7 +12,7 @@ from clusterd.plans.packing import Packing
 from clusterd.plans.plan import Plan
 from clusterd.plans.reshard import Transfers, plan_transfers
 from clusterd.plans.snapshots import StateSnapshotPacking
-from clusterd.protocol.migration import PROOF, Address, MigrationRequest, SideRequest, SnapshotSegments
+from clusterd.protocol.launch import PROOF, Address, MigrationRequest, SideRequest, SnapshotSegments
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from clusterd.plans.memory import OVERHEAD, estimate
 from clusterd.plans.packing import Read
 from clusterd.plans.plan import Plan
 from clusterd.protocol import control as events
+from clusterd.protocol.launch import PROOF
 from clusterd.protocol.messages import Event
-from clusterd.protocol.migration import PROOF
 from clusterd.protocol.rank import Failed, Loaded, Prepared
 from clusterd.train.migration import device_memory
 from clusterd.train.migration.spec import MigrationSpec, sums_from_bytes

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.plans.plan import Coordinates, Plan, PlanError
-from clusterd.protocol.codec import from_map
-from clusterd.protocol.launch import SAME_VARIABLE, RankFile
-from clusterd.protocol.migration import MigrationRequest
+from clusterd.protocol.launch import SAME_VARIABLE, MigrationRequest, RankFile
+from clusterd.protocol.messages import from_map
 from clusterd.train.process.exits import PlanRefused
 
 _ONE_PROCESS = Plan()

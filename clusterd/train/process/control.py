@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 
 from clusterd import protocol
 from clusterd.protocol import calls
-from clusterd.protocol.codec import from_map, to_map
 from clusterd.protocol.control import TO_RANKS, Connected, Flush, RankHello, Report, ReportFailure, Stop
-from clusterd.protocol.messages import Event, Request, read_event
+from clusterd.protocol.messages import Event, Request, from_map, read_event, to_map
 from clusterd.protocol.rank import RankMessage
 from clusterd.train.process.context import Context
 

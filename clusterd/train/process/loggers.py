@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from clusterd.script_seed import SEED_VARIABLE
+from clusterd.process_attributes import SEED_VARIABLE
 from clusterd.train.process.context import Context
 from clusterd.train.process.exits import Refused, first_line
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from clusterd.agent.forkserver.exit_reason import OomWatch, reason_of
+from clusterd.agent.forkserver.server import OomWatch, reason_of
 
 
 def test_a_sigkill_counts_as_out_of_memory_only_where_the_kernel_counted_one(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterd.agent.host.gpu import compute
+from clusterd.agent.host import checks
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,7 @@ DEADLINE_S = 10.0
 
 
 def test_devices_compute_and_reach_each_other() -> None:
-    kernels, reduced = compute.check(sys.executable, ["a", "b"], "cpu")
+    kernels, reduced = checks.check_gpus(sys.executable, ["a", "b"], "cpu")
     assert [result["seconds"] >= 0 for result in kernels.values()] == [True, True]
     assert reduced is not None and reduced["seconds"] > 0
 
@@ -38,7 +38,7 @@ def test_a_gpu_that_hangs_or_fails_is_told_from_the_others(tmp_path: Path) -> No
         """    *) echo '{"seconds": 0.5}' ;;\n"""
         "esac",
     )
-    kernels, reduced = compute.check(python, ["hangs", "dies", "wrong", "fine", "MIG-1"], deadline_s=DEADLINE_S)
+    kernels, reduced = checks.check_gpus(python, ["hangs", "dies", "wrong", "fine", "MIG-1"], deadline_s=DEADLINE_S)
     assert kernels == {
         "hangs": {"error": "no answer within 10 s"},
         "dies": {"error": "it exited with 7: Bus error"},
@@ -57,5 +57,5 @@ def test_an_all_reduce_is_explained_by_the_rank_that_failed(tmp_path: Path) -> N
         """elif [ "$CUDA_VISIBLE_DEVICES" = b ]; then echo '{"error": "no route between GPUs"}'; exit 1\n"""
         "else sleep 1000; fi",
     )
-    _, reduced = compute.check(python, ["a", "b"], deadline_s=DEADLINE_S)
+    _, reduced = checks.check_gpus(python, ["a", "b"], deadline_s=DEADLINE_S)
     assert reduced == {"error": "no route between GPUs"}

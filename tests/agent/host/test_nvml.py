@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterd.agent.host.gpu.probe import Probe, parse_query
+from clusterd.agent.host.gpu_probe import Probe, parse_query
 from tests.agent.client import AgentClient, rank
 from tests.agent.host.fake_nvml import fake_driver, needs_gcc, set_state
 

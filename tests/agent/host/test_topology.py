@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from clusterd.agent.host.gpu import topology
-from clusterd.agent.host.gpu.probe import Probe
+from clusterd.agent.host import facts
+from clusterd.agent.host.gpu_probe import Probe
 from clusterd.agent.ranks.launching import launch_record
 from clusterd.protocol.launch import DeviceSpec, LaunchRequest, RankSpec
 from tests.agent.host.fake_nvml import fake_driver, needs_gcc, set_state
@@ -34,11 +34,11 @@ def machine(sysfs: Path) -> Path:
 def test_numa_nodes_and_infiniband_are_read_from_sysfs(tmp_path: Path) -> None:
     sysfs = machine(tmp_path)
     addresses = ["00000000:10:00.0", "0000:20:00.0", "0000:30:00.0", ""]
-    assert [topology.numa_node(address, sysfs) for address in addresses] == [0, 1, None, None]
-    [port] = topology.infiniband(sysfs)
+    assert [facts.numa_node(address, sysfs) for address in addresses] == [0, 1, None, None]
+    [port] = facts.infiniband(sysfs)
     assert port == {"card": "mlx5_0", "port": "1", "link_layer": "InfiniBand", "speed_mbit": 400_000}
     gpus = [{"uuid": "a", "numa_node": 0}, {"uuid": "b", "numa_node": 1}, {"uuid": "c", "numa_node": None}]
-    assert topology.cores_by_gpu(gpus, [2, 3, 8, 9], sysfs) == {"a": (2, 3, 8)}  # this agent may not use those of b
+    assert facts.cores_by_gpu(gpus, [2, 3, 8, 9], sysfs) == {"a": (2, 3, 8)}  # this agent may not use those of b
 
 
 @needs_gcc

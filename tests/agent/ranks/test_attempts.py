@@ -456,7 +456,7 @@ def test_shutdown_waits_for_nobody_but_is_refused_while_ranks_run(agent: AgentCl
 def test_what_a_shell_beside_a_rank_uses_is_the_job_s(agent: AgentClient) -> None:
     """Also where it left the shell's session, as the server of tmux does; else a shell at work would look idle."""
     from clusterd.agent.host.attempt_records import load
-    from clusterd.agent.host.usage import CpuUse
+    from clusterd.agent.server.hardware_reports import CpuUse
 
     agent.launch(["sleep", "1000"])
     attempt = load(Home(agent.root).attempt("j", 1))
@@ -475,7 +475,7 @@ def test_what_a_shell_beside_a_rank_uses_is_the_job_s(agent: AgentClient) -> Non
 
 def test_the_agent_samples_the_use_of_a_job(agent: AgentClient, tmp_path: Path) -> None:
     from clusterd.agent.host.attempt_records import load
-    from clusterd.agent.host.usage import CpuUse
+    from clusterd.agent.server.hardware_reports import CpuUse
 
     agent.launch(["sh", "-c", "echo begun; while :; do :; done"])
     wait_until(lambda: "begun" in agent.log(), "the job to begin")

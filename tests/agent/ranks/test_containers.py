@@ -17,8 +17,8 @@ import pytest
 from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import programs
 from clusterd.agent.host.attempt_records import Refused
-from clusterd.agent.ranks import container_command, containers
-from clusterd.agent.ranks.container_command import Inside
+from clusterd.agent.ranks import containers
+from clusterd.agent.ranks.containers import Inside
 from clusterd.protocol.launch import DeviceSpec, LaunchRequest, RankSpec
 from tests.agent.client import AgentClient, wait_until
 
@@ -58,7 +58,7 @@ def options(line: list[str], name: str) -> list[str]:
 def test_docker_gets_user_devices_limits_and_names_of_variables(installed: Path) -> None:
     """Inside only its own GPUs are there, numbered from 0, whatever their number on the host."""
     here = inside("docker:org/image:1", env={"TOKEN": "s3cret", "PATH": "/opt/bin"}, memory_bytes=1 << 30)
-    line, env = container_command.command(here, ["python", "train.py"])
+    line, env = containers.command(here, ["python", "train.py"])
     assert line[0] == str(installed / "docker")
     assert line[-3:] == ["org/image:1", "python", "train.py"]
     assert options(line, "--user") == [f"{os.getuid()}:{os.getgid()}"]
@@ -77,7 +77,7 @@ def test_docker_gets_user_devices_limits_and_names_of_variables(installed: Path)
 
 
 def test_podman_gets_its_gpus_by_their_uuid() -> None:
-    line, _ = container_command.command(inside("podman:image"), ["true"])
+    line, _ = containers.command(inside("podman:image"), ["true"])
     assert options(line, "--device") == [f"nvidia.com/gpu={uuid}" for uuid in GPUS]
     assert "PATH" not in options(line, "--env")
 
@@ -88,7 +88,7 @@ def test_podman_gets_its_gpus_by_their_uuid() -> None:
 )
 def test_apptainer_gets_variables_by_its_prefix_and_all_gpus(installed: Path, image: str, given: str) -> None:
     """It hides no GPU: the host's numbers hold inside."""
-    line, env = container_command.command(inside(f"apptainer:{image}", env={"TOKEN": "s3cret"}), ["python"])
+    line, env = containers.command(inside(f"apptainer:{image}", env={"TOKEN": "s3cret"}), ["python"])
     assert line[:3] == [str(installed / "singularity"), "exec", "--cleanenv"]
     assert line[-2:] == [given, "python"]
     assert "--nv" in line
@@ -99,7 +99,7 @@ def test_apptainer_gets_variables_by_its_prefix_and_all_gpus(installed: Path, im
 
 
 def test_a_checkpointable_job_finds_clusterd_inside() -> None:
-    line, env = container_command.command(inside("docker:image", kind="checkpointable"), ["python"])
+    line, env = containers.command(inside("docker:image", kind="checkpointable"), ["python"])
     assert f"type=bind,source={CODE_ROOT},target={CODE_ROOT},readonly" in options(line, "--mount")
     assert env["PYTHONPATH"].startswith(str(CODE_ROOT))
     assert "PYTHONPATH" in options(line, "--env")
@@ -107,14 +107,14 @@ def test_a_checkpointable_job_finds_clusterd_inside() -> None:
 
 def test_mounts_are_of_what_is_there(tmp_path: Path) -> None:
     mounts = (f"{tmp_path}:/data:ro", f"{tmp_path}")
-    line, _ = container_command.command(inside("docker:image", mounts=mounts), ["true"])
+    line, _ = containers.command(inside("docker:image", mounts=mounts), ["true"])
     assert options(line, "--mount")[-2:] == [
         f"type=bind,source={tmp_path},target=/data,readonly",
         f"type=bind,source={tmp_path},target={tmp_path}",
     ]
     for absent, message in ((f"{tmp_path}/x", "is not on this host"), (_comma(tmp_path), "a comma or a quote")):
         with pytest.raises(Refused, match=message):
-            container_command.command(inside("docker:image", mounts=(absent,)), ["true"])
+            containers.command(inside("docker:image", mounts=(absent,)), ["true"])
 
 
 def _comma(directory: Path) -> str:
@@ -125,7 +125,7 @@ def _comma(directory: Path) -> str:
 def test_a_runtime_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(Refused, match="docker is not on this host"):
-        container_command.command(inside("docker:image"), ["true"])
+        containers.command(inside("docker:image"), ["true"])
     assert containers.runtimes() == {}
 
 

@@ -15,8 +15,7 @@ from clusterd.agent.host import processes
 from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.host.home import write_json
 from clusterd.agent.ranks import environments
-from clusterd.agent.ranks.environment_recipe import recipe_of
-from clusterd.agent.ranks.environments import Environments
+from clusterd.agent.ranks.environments import Environments, recipe_of
 from clusterd.protocol.requests import BuildEnvironment
 from tests.agent.client import AgentClient, end_all, wait_until
 from tests.local_package import wait_for_file, write_package

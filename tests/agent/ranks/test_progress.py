@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from clusterd.agent.host.attempt_records import Attempt, load
-from clusterd.agent.ranks.progress import Progress
+from clusterd.agent.ranks.reports import Progress
 from clusterd.protocol.messages import Event
 from tests.agent.client import accepted
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from clusterd.agent.host.home import Home
+from clusterd.agent.server.connection import Sessions
 from clusterd.agent.server.hardware_reports import reportable
-from clusterd.agent.server.sessions import Sessions
 from clusterd.protocol.agent import FactsChanged
 from clusterd.train.process import context as contexts
 from clusterd.train.process import device_faults, exits

@@ -11,7 +11,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core import story
 from clusterd.core.events import Timer, TimerKind
-from clusterd.daemon.storage.device_memory import SharedDeviceMemory
+from clusterd.daemon.storage.usage import SharedDeviceMemory
 from clusterd.protocol.agent import AttemptUse, Usage
 from clusterd.types import HostId, JobId, JobState
 from tests.core.conftest import GIB, Lab
@@ -27,7 +27,7 @@ class Shared:
         for job in self.jobs:
             self.lab.run(job)
         self.gib: dict[JobId, int] = {}
-        engine = SimpleNamespace(scheduler=self.lab.scheduler)
+        engine = SimpleNamespace(state=self.lab.scheduler.state)
         self.watch = SharedDeviceMemory(engine, lambda _: self.sample(), lambda: self.lab.now_s)  # type: ignore[arg-type]
 
     def sample(self) -> Usage:

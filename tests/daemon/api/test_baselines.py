@@ -10,13 +10,10 @@ import anyio.lowlevel
 import pytest
 
 from clusterd.core import events as e
-from clusterd.daemon.access import Peer
 from clusterd.daemon.api import watch
 from clusterd.daemon.api.watch import Baselines, Feed
 from clusterd.types import HostId
 from tests.core.conftest import Lab
-
-ANN = Peer("ann", 1000, False)
 
 
 class Watched:
@@ -38,7 +35,7 @@ class Watched:
         await anyio.lowlevel.checkpoint()  # as while the archive is read
         return list(self.lab.scheduler.state.jobs.values())
 
-    async def item(self, peer: Peer, jobs: list[Any], number: int, is_first: bool) -> dict[str, Any]:
+    def item(self, jobs: list[Any], number: int, is_first: bool) -> dict[str, Any]:
         self.made.append(number)
         return {"jobs": [job.id for job in jobs], "number": number, "first": is_first}
 
@@ -63,7 +60,7 @@ def test_twenty_watchers_cost_one_baseline(watched: Watched) -> None:
 
     async def one() -> None:
         items: list[dict[str, Any]] = []
-        async for item in watched.baselines.items(ANN):
+        async for item in watched.baselines.items():
             assert item.packed
             taken[len(items)] += 1
             while taken[len(items)] < 3:  # the item lives while it is sent to one of them
@@ -83,10 +80,10 @@ def test_a_change_meanwhile_comes_after_the_shared_baseline(watched: Watched) ->
     numbers: list[int] = []
 
     async def early() -> None:
-        async for item in watched.baselines.items(ANN):
+        async for item in watched.baselines.items():
             if item.row["first"]:
                 watched.change()
-                numbers.extend([late.number async for late in watched.baselines.items(ANN)][-1:])
+                numbers.extend([late.number async for late in watched.baselines.items()][-1:])
         numbers.append(item.number)
 
     watched.run(early)
@@ -98,7 +95,7 @@ def test_nobody_shares_an_old_baseline(watched: Watched, monkeypatch: pytest.Mon
     monkeypatch.setattr(watch, "SHARED_S", 0.0)
 
     async def one() -> None:
-        async for _ in watched.baselines.items(ANN):
+        async for _ in watched.baselines.items():
             await anyio.wait_all_tasks_blocked()
 
     watched.run(one, one)

@@ -14,7 +14,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
-from clusterd.daemon.api.dry_run import outcomes
+from clusterd.daemon.api.jobs import outcomes
 from clusterd.daemon.journal import codec
 from clusterd.rows import DryRun
 from clusterd.types import JobId, JobKind, JobSpec

@@ -35,7 +35,9 @@ def mixed_lab() -> tuple[Lab, str]:
 
 def asked(lab: Lab, job: str, plan: str, devices: str) -> dict[str, Any]:
     """Reply of `clusterd migrate --dry-run`."""
-    by_hand = MigrationVerbs(cast(Any, SimpleNamespace(scheduler=lab.scheduler)), cast(Any, None), cast(Any, None))
+    by_hand = MigrationVerbs(
+        cast(Any, SimpleNamespace(scheduler=lab.scheduler, state=lab.scheduler.state)), cast(Any, None), cast(Any, None)
+    )
     peer = Peer(user="u", uid=1000, is_operator=False)
     return anyio.run(partial(by_hand.migrate, peer, job, plan=plan, devices=devices.split(), dry_run=True))
 

@@ -27,7 +27,7 @@ class Paused:
             self.lab.host(host, gpus=1)
         self.job, _ = self.lab.submit(nodes=2, devices=2, user="u")
         self.lab.run(self.job)
-        engine = SimpleNamespace(scheduler=self.lab.scheduler, post=self._post)
+        engine = SimpleNamespace(scheduler=self.lab.scheduler, state=self.lab.scheduler.state, post=self._post)
         hosts = SimpleNamespace(request=self._request)
         self._verbs = QueueVerbs(cast(Any, engine), cast(Any, hosts), *(cast(Any, None),) * 3)
 
@@ -42,7 +42,7 @@ class Paused:
 
     def call(self, verb: str) -> None:
         """The user's request."""
-        anyio.run(self._verbs.verbs[verb], Peer(user="u", uid=1000, is_operator=False), self.job)
+        anyio.run(getattr(self._verbs, verb), Peer(user="u", uid=1000, is_operator=False), self.job)
 
 
 def test_a_pause_that_one_host_does_not_hear_of_can_be_undone() -> None:

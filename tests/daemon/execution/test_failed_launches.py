@@ -14,7 +14,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.daemon.execution.executor import Executor
-from clusterd.daemon.execution.migrations import Migrations
+from clusterd.daemon.execution.migration import Migrations
 from clusterd.daemon.execution.model_description import ModelInspector
 from clusterd.daemon.hosts.reports import HostUp, Reports
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
@@ -84,7 +84,7 @@ def carried_out(lab: Lab, decided: list[d.Decision], launches: Any = None, deaf:
         pass
 
     async def run() -> None:
-        engine: Any = SimpleNamespace(scheduler=lab.scheduler, report=report)
+        engine: Any = SimpleNamespace(scheduler=lab.scheduler, state=lab.scheduler.state, report=report)
         archive: Any = SimpleNamespace(secrets=secrets, forget_secrets=nothing)
         hosts: Any = Deaf(deaf) if deaf else SimpleNamespace(reports=Reports())
         timers: Any = SimpleNamespace(changed=lambda: None)

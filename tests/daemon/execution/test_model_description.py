@@ -11,7 +11,7 @@ import pytest
 
 from clusterd.core import events as e
 from clusterd.daemon.access import Peer
-from clusterd.daemon.api.retention import RetentionVerbs
+from clusterd.daemon.api.files import RetentionVerbs
 from clusterd.protocol.requests import ForgetAttempt, Forgotten
 from clusterd.types import JobKind
 from tests.conftest import RunningCluster, processes_of, until
@@ -71,7 +71,7 @@ def test_forget_asks_every_host_for_measurements_of_the_model() -> None:
         lab.host(name, gpus=1)
     job, _ = lab.submit(kind=JobKind.ELASTIC)
     lab.tell(e.JobCancelled(**lab.at(), job=job))
-    engine: Any = SimpleNamespace(scheduler=lab.scheduler)
+    engine: Any = SimpleNamespace(scheduler=lab.scheduler, state=lab.scheduler.state)
     agents: Any = Agents()
     archive: Any = SimpleNamespace(remove_job=lambda job: 0)
     workdirs: Any = SimpleNamespace()  # the job has none

@@ -11,8 +11,8 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.daemon.execution import stops as module
-from clusterd.daemon.execution.stops import Stops
+from clusterd.daemon.execution import executor as module
+from clusterd.daemon.execution.executor import Stops
 from clusterd.errors import AgentLost, HostError
 from clusterd.protocol.requests import Stopped, StopRanks
 from tests.conftest import RunningCluster
@@ -73,7 +73,7 @@ def stop(lab: Lab, agent: Any, decided: list[d.Decision]) -> list[e.Event]:
         pass
 
     async def run() -> None:
-        engine: Any = SimpleNamespace(scheduler=lab.scheduler, report=report)
+        engine: Any = SimpleNamespace(scheduler=lab.scheduler, state=lab.scheduler.state, report=report)
         archive: Any = SimpleNamespace(fetch_attempt=nothing)
         async with anyio.create_task_group() as tasks:
             for decision in decided:

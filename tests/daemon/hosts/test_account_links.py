@@ -11,8 +11,8 @@ import pytest
 
 from clusterd.core import events as e
 from clusterd.core.scheduler import Scheduler
-from clusterd.daemon.hosts.account_links import AccountLinks
 from clusterd.daemon.hosts.launch_records import LaunchRecord
+from clusterd.daemon.hosts.links import AccountLinks
 from clusterd.daemon.hosts.reports import Reports
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal

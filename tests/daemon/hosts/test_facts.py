@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from clusterd.cli.common.output import compact_devices
 from clusterd.config import HostOptions, host_options
 from clusterd.daemon.hosts.facts import host_facts
 from clusterd.errors import ConfigError
 from clusterd.types import HostId
+from clusterd.units import compact_devices
 
 GIB = 1 << 30
 

@@ -15,7 +15,7 @@ from clusterd.core import events as e
 from clusterd.daemon.journal.journal import Journal
 from clusterd.exit_reasons import Reason
 from clusterd.protocol import ProtocolError, agent
-from clusterd.protocol.codec import from_map, to_map
+from clusterd.protocol.messages import from_map, to_map
 from clusterd.types import JobId, JobSpec
 from tests.daemon.hosts.test_registry import HOST, lab, with_one_host
 

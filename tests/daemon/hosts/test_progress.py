@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 
 from clusterd.core import events as e
-from clusterd.daemon.hosts.progress import Progress
+from clusterd.daemon.hosts.reports import Progress
 from clusterd.errors import ClusterError
 from clusterd.protocol import agent
 from clusterd.types import HostId
@@ -31,7 +31,7 @@ def test_a_step_that_a_restarted_agent_reports_again_is_not_posted_again() -> No
 
     async def main() -> None:
         async with anyio.create_task_group() as tasks:
-            engine: Any = SimpleNamespace(scheduler=lab.scheduler, report=report)
+            engine: Any = SimpleNamespace(scheduler=lab.scheduler, state=lab.scheduler.state, report=report)
             progress = Progress(engine, tasks, request)
             known, new = (agent.Progress(job, 1, 1, step, 1.0, 0.1) for step in (5, 6))
             for each in (known, new):

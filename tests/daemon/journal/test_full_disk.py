@@ -14,9 +14,8 @@ from clusterd.core.events import Timer, TimerKind
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.journal import engine as module
-from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.journal.engine import Engine, Timers
 from clusterd.daemon.journal.journal import Journal
-from clusterd.daemon.journal.timers import Timers
 from clusterd.errors import ClusterError
 from clusterd.types import HostId, HostState, JobId
 from tests.core.conftest import facts

@@ -35,9 +35,7 @@ def test_measurements_imported_while_the_store_is_read_are_not_missed(
 ) -> None:
     """The read began before: its answer is old, and was kept until the daemon's end."""
     store = tmp_path / "measurements.db"
-    engine = SimpleNamespace(
-        journal=SimpleNamespace(fact=lambda name, default: default), scheduler=SimpleNamespace(state=State())
-    )
+    engine = SimpleNamespace(journal=SimpleNamespace(fact=lambda name, default: default), state=State())
     learned = PerformanceModels(cast(Engine, engine), store)
     read = learned._load
 
@@ -66,7 +64,7 @@ def test_a_measured_overhead_outlives_the_daemon_and_changes_which_plans_fit(tmp
 
     def models() -> PerformanceModels:
         journal = SimpleNamespace(fact=lambda name, default: facts.get(name, default), keep_fact=keep_fact)
-        engine = SimpleNamespace(journal=journal, scheduler=SimpleNamespace(state=State()))
+        engine = SimpleNamespace(journal=journal, state=State())
         return PerformanceModels(cast(Engine, engine), tmp_path / "measurements.db")
 
     async def overheads() -> list[int]:
@@ -104,9 +102,7 @@ def known(core_times: tuple[tuple[int, float], ...]) -> Ranked:
 def test_links_learned_from_one_model_serve_the_next(tmp_path: Path, kind: str, shared: bool) -> None:
     store = tmp_path / "measurements.db"
     devices = DeviceType("x", kind, (4, 4), 80 << 30, cores_per_device=12)
-    engine = SimpleNamespace(
-        journal=SimpleNamespace(fact=lambda name, default: default), scheduler=SimpleNamespace(state=State())
-    )
+    engine = SimpleNamespace(journal=SimpleNamespace(fact=lambda name, default: default), state=State())
     large = replace(workload_of(gpt()), parameters=10**9, flops_per_sample=1e12)
     with Store(store) as stored:
         for plan, counts, seconds in ((Plan(dp=4), (4,), 1.0), (Plan(dp=8), (4, 4), 2.0), (Plan(dp=2), (1, 1), 4.0)):
@@ -137,7 +133,7 @@ def test_links_that_hosts_report_are_priors_until_a_probe_measures_them(tmp_path
     state = State()
     state.hosts[HostId("a")] = Host(HostId("a"), facts=facts)
     probes = json.dumps({"x": {"local_rate": 200e9}})
-    engine = SimpleNamespace(scheduler=SimpleNamespace(state=state))
+    engine = SimpleNamespace(state=state)
 
     async def prior(figures: str) -> list[float]:
         engine.journal = SimpleNamespace(fact=lambda name, default: figures if name == "probes" else default)
@@ -157,7 +153,7 @@ def test_a_proof_outlives_the_daemon_and_holds_for_the_same_code_only(tmp_path: 
 
     def models() -> PerformanceModels:
         journal = SimpleNamespace(fact=lambda name, default: facts.get(name, default), keep_fact=keep_fact)
-        engine = SimpleNamespace(journal=journal, scheduler=SimpleNamespace(state=State()))
+        engine = SimpleNamespace(journal=journal, state=State())
         return PerformanceModels(cast(Engine, engine), tmp_path / "measurements.db")
 
     sent = JobSpec(name="a", command=("python", "train.py"), snapshot="11")
@@ -198,7 +194,7 @@ def test_a_type_that_nothing_ran_on_is_predicted_from_the_data_sheets(
         posted.append(event)
 
     journal = SimpleNamespace(fact=lambda name, default: default)
-    engine = SimpleNamespace(journal=journal, scheduler=SimpleNamespace(state=state), report=report)
+    engine = SimpleNamespace(journal=journal, state=state, report=report)
     anyio.run(PerformanceModels(cast(Engine, engine), tmp_path / "m.db").publish, "net", "for this test")
     known = {one.device_type: one for one in posted[-1].table.estimates if one.plan == Plan()}
     assert known[measured_on].step_time_s == pytest.approx(0.1, rel=0.1)

@@ -34,7 +34,7 @@ class Models:
 def test_a_thousand_hosts_that_connect_are_one_change_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "INBOX_MAX", 20)
     models, lab = Models(), Lab()
-    profiler = Profiler(SimpleNamespace(scheduler=lab.scheduler), models, SimpleNamespace())  # type: ignore[arg-type]
+    profiler = Profiler(SimpleNamespace(scheduler=lab.scheduler, state=lab.scheduler.state), models, SimpleNamespace())  # type: ignore[arg-type]
 
     async def run() -> None:
         for number in range(1000):
@@ -61,7 +61,9 @@ def test_steps_that_are_reported_again_count_once() -> None:
 
     async def no_forecast(*_rest: object) -> None: ...
 
-    profiler = Profiler(SimpleNamespace(scheduler=lab.scheduler), Models(), SimpleNamespace())  # type: ignore[arg-type]
+    profiler = Profiler(
+        SimpleNamespace(scheduler=lab.scheduler, state=lab.scheduler.state), Models(), SimpleNamespace()
+    )  # type: ignore[arg-type]
     profiler._forecast = no_forecast  # type: ignore[assignment]
     report = Progress(job, 1, 1, 8, 1.0, 0.1, steps=tuple((step, 0.1) for step in range(1, 9)))
     for _ in range(2):

@@ -45,7 +45,7 @@ def ended(number: int, state: JobState, user: str = "ada", run_s: float = 100.0,
 
 def classifier(jobs: list[Job], archived: Archived) -> SubmissionClassifier:
     state = State(jobs={job.id: job for job in jobs})
-    return SubmissionClassifier(SimpleNamespace(scheduler=SimpleNamespace(state=state)), archived)  # type: ignore[arg-type]
+    return SubmissionClassifier(SimpleNamespace(state=state), archived)  # type: ignore[arg-type]
 
 
 def of_two_users(first: int, count: int) -> list[Job]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from clusterd.core import events as e
-from clusterd.daemon.storage.idle_jobs import IdleJobs
+from clusterd.daemon.storage.usage import IdleJobs
 from clusterd.types import Device, Reclaim
 from tests.core.conftest import Lab
 
@@ -25,7 +25,7 @@ class Observed:
         self.idle = self.observer()
 
     def observer(self) -> IdleJobs:
-        engine = SimpleNamespace(scheduler=self.lab.scheduler)
+        engine = SimpleNamespace(scheduler=self.lab.scheduler, state=self.lab.scheduler.state)
         clocks = (lambda: self.lab.now_s + self.set_by_s, lambda: self.lab.now_s)
         return IdleJobs(engine, self.of, 600.0, 1200.0, Reclaim.SHRINK, *clocks)  # type: ignore[arg-type]
 

@@ -9,12 +9,11 @@ from typing import Any
 import anyio
 import pytest
 
-from clusterd.agent.host import append_only_files
+from clusterd.agent.host import files
 from clusterd.core.host import Host
 from clusterd.core.state import Attempt, Job, Rank, State
 from clusterd.daemon.api.job_logs import JobLogs
-from clusterd.daemon.storage.archive import Archive
-from clusterd.daemon.storage.log_tails import TAIL_BYTES, LogTails
+from clusterd.daemon.storage.archive import TAIL_BYTES, Archive, LogTails
 from clusterd.errors import AgentLost, ClusterError
 from clusterd.protocol.requests import Chunk, ReadLog
 from clusterd.types import AttemptState, HostId, HostState, JobId, JobKind, JobSpec, RankPlace
@@ -36,7 +35,7 @@ class Agents:
     async def request(self, host: str, wanted: ReadLog) -> Chunk:
         if host in self.away:
             raise AgentLost(f"{host} did not answer")
-        answer = append_only_files.pull(self.file(wanted.rank), wanted.offset, wanted.limit, ended=False)
+        answer = files.pull(self.file(wanted.rank), wanted.offset, wanted.limit, ended=False)
         self.pulled_bytes += len(answer.data)
         return answer
 
@@ -60,7 +59,7 @@ def agents(tmp_path: Path) -> Agents:
 
 @pytest.fixture
 def parts(state: State, agents: Agents, tmp_path: Path) -> tuple[LogTails, JobLogs]:
-    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(state=state))
+    engine: Any = SimpleNamespace(state=state)
     hosts: Any = agents
     journal: Any = None
     archive = Archive(tmp_path / "head", journal)
@@ -71,7 +70,7 @@ def parts(state: State, agents: Agents, tmp_path: Path) -> tuple[LogTails, JobLo
 def read(job_logs: JobLogs, rank: int | None = None) -> bytes:
     async def collect() -> bytes:
         peer: Any = SimpleNamespace(user="u")
-        return b"".join([piece["data"] async for piece in job_logs.follow(peer, "7", rank)])
+        return b"".join([piece["data"] async for piece in job_logs.logs(peer, "7", rank)])
 
     return anyio.run(collect)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from clusterd.daemon.hosts.facts import OutsideProcess
-from clusterd.daemon.storage.outside_processes import OutsideProcesses
+from clusterd.daemon.storage.usage import OutsideProcesses
 from clusterd.types import DeviceId, HostId
 
 

@@ -7,6 +7,7 @@ import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import anyio
 import pytest
@@ -34,7 +35,7 @@ def test_a_secret_goes_before_hosts_are_asked(tmp_path: Path) -> None:
         asked.append(await archive.secrets(job))
 
     async def run() -> None:
-        nobody: Any = SimpleNamespace(job_is_over=lambda job: None, reports=Reports())
+        nobody: Any = Mock(reports=Reports())
         replicas: Any = SimpleNamespace(forget=forget)
         await journal.execute([(INSERT, ("1", "KEY", "hush"))])
         async with anyio.create_task_group() as tasks:

@@ -15,8 +15,7 @@ from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.errors import HostError
 from clusterd.plans.plan import Plan
 from clusterd.protocol.agent import HelloReply, StateSnapshotRow, StateSnapshotTaken
-from clusterd.protocol.codec import to_map
-from clusterd.protocol.messages import Request
+from clusterd.protocol.messages import Request, to_map
 from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId, JobKind, JobSpec, RankPlace
 
 JOB = JobId("7")
@@ -60,7 +59,7 @@ def agents() -> Agents:
 
 @pytest.fixture
 def replicas(state: State, agents: Agents) -> SnapshotReplicas:
-    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(state=state))
+    engine: Any = SimpleNamespace(state=state)
     hosts: Any = agents
     return SnapshotReplicas(engine, hosts, "secret")
 

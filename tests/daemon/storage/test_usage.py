@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 PEER = None
 
-NONE_ARCHIVED = ArchivedJobs(None, 1.0)  # type: ignore[arg-type]
+NONE_ARCHIVED = ArchivedJobs(SimpleNamespace(state=None), 1.0)  # type: ignore[arg-type]
 NO_OUTCOMES = cast(OutcomeStore, None)
 
 

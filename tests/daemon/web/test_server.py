@@ -9,7 +9,7 @@ from http import HTTPStatus
 import anyio
 import pytest
 
-from clusterd.daemon.web.server import ADDRESS, CONNECTIONS_MAX, Answer, HttpServer, Request
+from clusterd.daemon.web.pages import ADDRESS, CONNECTIONS_MAX, Answer, HttpServer, Request
 
 pytestmark = pytest.mark.anyio
 

@@ -1,18 +1,21 @@
-"""Exit reports of ranks: detected, held back until leftover processes are gone, and sent once."""
+"""Reports of ranks to the daemon: training progress, and exits once leftover processes are gone."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from clusterd.agent.background_tasks import Background
 from clusterd.agent.host import processes
-from clusterd.agent.host.attempt_records import Attempt, Rank
+from clusterd.agent.host.attempt_records import Attempt, Rank, steps_after
 from clusterd.agent.host.home import no_space
 from clusterd.agent.ranks import containers, stopping
 from clusterd.exit_reasons import Reason
+from clusterd.protocol import agent
 from clusterd.protocol.agent import RankExited
 from clusterd.protocol.forkserver import RankRecord
 from clusterd.protocol.messages import Event
@@ -139,3 +142,62 @@ def _exit_record(attempt: Attempt, rank: Rank) -> RankRecord | None:
     if record is not None and record.state == "exited":
         return record
     return None if server_lives else rank.lost(time.time())
+
+
+PROGRESS_PERIOD_S = 0.5
+_DETAILS = ("phases", "device_bytes", "host_bytes", "overhead_bytes")
+
+
+class Progress:
+    """Follows the step files by polling, because inotify misses changes on network file systems.
+
+    Args:
+        emit: sends an event to the daemon; false: none took it, and its step counts as not sent.
+    """
+
+    def __init__(self, emit: Callable[[Event], bool]) -> None:
+        self._emit = emit
+        self._sizes: dict[str, int] = {}
+
+    async def follow(self, attempts: Iterable[Attempt]) -> None:
+        """Poll running attempts until cancelled."""
+        while True:
+            for attempt in attempts:
+                if attempt.running:
+                    self.poll(attempt)
+            await asyncio.sleep(PROGRESS_PERIOD_S)
+
+    def poll(self, attempt: Attempt) -> None:
+        """Send the newest step if it was not sent before."""
+        try:
+            size = os.stat(attempt.steps).st_size
+        except OSError:
+            return
+        if size == self._sizes.get(attempt.name):
+            return
+        steps, end = steps_after(attempt.steps, self._sizes.get(attempt.name, 0))
+        if not steps:
+            self._sizes[attempt.name] = end
+            return
+        step = steps[-1]
+        details: dict[str, Any] = next((s for s in reversed(steps) if "phases" in s), {})
+        report = agent.Progress(
+            attempt.job,
+            attempt.attempt,
+            attempt.generation,
+            step=step["step"],
+            loss=step.get("loss"),
+            is_nan="loss" in step and step["loss"] is None,
+            step_time_s=step["time_s"],
+            steps=tuple((s["step"], s["time_s"]) for s in steps if s.get("plan") == step.get("plan")),
+            plan=step.get("plan") or "",
+            samples=step.get("samples"),
+            at_s=step.get("at_s"),
+            **{k: details[k] for k in _DETAILS if k in details},
+        )
+        if self._emit(report):
+            self._sizes[attempt.name] = end
+
+    def forget(self, name: str) -> None:
+        """Drop the read position of an attempt that was removed."""
+        self._sizes.pop(name, None)

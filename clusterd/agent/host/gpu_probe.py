@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.agent.host import processes
-from clusterd.agent.host.gpu.errors import KERNEL_LOG, Xids
-from clusterd.agent.host.gpu.nvml import PROHIBITED, Gpu, Nvml, NvmlError
+from clusterd.agent.host.nvml import KERNEL_LOG, PROHIBITED, Gpu, Nvml, NvmlError, Xids
 
 DRIVER_ANSWERS_S = 20.0
 """A driver that takes longer hangs, as after some hardware faults: its calls never return."""

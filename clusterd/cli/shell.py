@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.completers import complete_job
+from clusterd.cli.common.arguments import complete_job
 from clusterd.cli.common.job_options import given_values, reservation_options
 from clusterd.cli.common.output import escaped, exit_when_closed, note
 from clusterd.client import Client

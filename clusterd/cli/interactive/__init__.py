@@ -1,1 +1,0 @@
-"""Commands that connect this terminal or machine to running jobs."""
