@@ -122,6 +122,9 @@ def _copy(cluster: Client, job: str, file: dict[str, Any], target: Path) -> None
             arguments = {key: file[key] for key in ("path", "host", "attempt")}
             for chunk in cluster.stream("file", job=job, **arguments):
                 out.write(chunk["data"])
+            if file.get("is_program"):
+                known = os.fstat(out.fileno())
+                os.fchmod(out.fileno(), known.st_mode | (known.st_mode & 0o444) >> 2)  # for those who may read it
         part.replace(target)
     except OSError as error:
         raise ClusterError(f"cannot write {target}: {error.strerror or error}") from None

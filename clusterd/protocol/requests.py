@@ -130,6 +130,7 @@ class FileRow:
     path: str
     bytes: int
     at_s: float
+    is_program: bool = False  # its owner may execute it
 
 
 @dataclass(frozen=True)

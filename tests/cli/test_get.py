@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.conftest import RunningCluster, cut_power, until
 WRITES = """
 echo more >> touched.txt; head -c 3000000 /dev/urandom > out.bin; cksum < out.bin
 mkdir -p results/last; echo a > results/a.txt; echo b > results/last/b.txt; ln -s /etc/hostname results/link
+chmod u+x results/a.txt
 """
 
 
@@ -44,6 +46,7 @@ def test_files_of_a_job_are_listed_and_copied(shared_cluster: RunningCluster, wr
     copied = sorted(str(p.relative_to(here)) for p in here.rglob("*") if p.is_file())
     assert copied == ["out.bin", "results/a.txt", "results/last/b.txt"]
     assert (here / "out.bin").stat().st_size == 3_000_000
+    assert [path for path in copied if os.access(here / path, os.X_OK)] == ["results/a.txt"], "what may be executed"
     checked = shared_cluster.run("run", "--", "cksum", "out.bin", cwd=here).stdout.split()
     assert checked[:2] == shared_cluster.run("logs", written).stdout.split()[:2]
 
