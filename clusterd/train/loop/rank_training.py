@@ -96,7 +96,7 @@ class Training:
         if context.rank == 0:
             _warn_of_batch_norm(model, plan)
         if plan.pp > 1:
-            model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[context.coordinates.stage])
+            model = build.stage_of(model, job.layers, plan, context.coordinates.stage)
         model.forward = precision.with_precision(job.precision, device.type, model.forward)
         modules = dict(model.named_modules())  # before some plans wrap them under other names
         self.parallel = ParallelModel(
