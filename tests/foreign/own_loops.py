@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -331,3 +332,83 @@ def replay_filled_by_loop() -> dict[str, Any]:
             data.rewards[step % SAMPLES] += 1.0
 
     return arguments(data=data, loss=lambda out, rewards: F.mse_loss(out.mean(1), rewards), loop=loop)
+
+
+class Mined(Dataset[Any]):
+    """Samples whose weights the script keeps beside them, in an array, a list or a map."""
+
+    def __init__(self, weights: Any) -> None:
+        self.points, self.weights = points(), weights
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.points[index]
+        return x * float(self.weights[index]), y
+
+
+def mined(weights: Any) -> dict[str, Any]:
+    """Arguments of a script whose loop raises the weights of some samples, by the object that it made."""
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            weights[step % SAMPLES] += run.step(batch).loss
+            weights[(step * 7) % SAMPLES] += 0.5
+
+    return arguments(data=Mined(weights), loop=loop)
+
+
+@script()
+def weights_in_an_array() -> dict[str, Any]:
+    """Weights of samples in an array of NumPy, which the loop changes (hard examples)."""
+    return mined(np.ones(SAMPLES))
+
+
+@script()
+def weights_in_a_list() -> dict[str, Any]:
+    """Weights of samples in a list, which the loop changes."""
+    return mined([1.0] * SAMPLES)
+
+
+@script()
+def weights_in_a_map() -> dict[str, Any]:
+    """Weights of samples in a map, which the loop changes."""
+    return mined(dict.fromkeys(range(SAMPLES), 1.0))
+
+
+@script()
+def replay_of_megabytes() -> dict[str, Any]:
+    """A replay buffer of some megabytes, in which the loop writes."""
+    weights = np.ones((SAMPLES, 1 << 13), dtype=np.float32)
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            weights[step % SAMPLES] += run.step(batch).loss
+
+    class Large(Mined):
+        def __getitem__(self, index: int) -> Any:
+            x, y = self.points[index]
+            return x * float(self.weights[index].mean()), y
+
+    return arguments(data=Large(weights), loop=loop)
+
+
+@script()
+def weight_in_a_shared_map() -> dict[str, Any]:
+    """A map that the loss holds and the loop changes, by the object that it made."""
+    settings = {"weight": 1.0}
+
+    class Weighted:
+        def __init__(self, settings: dict[str, float]) -> None:
+            self.settings = settings
+
+        def __call__(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(out, y) * self.settings["weight"]
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            run.step(batch)
+            settings["weight"] *= 0.97
+
+    return arguments(loss=Weighted(settings), loop=loop)

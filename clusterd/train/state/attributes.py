@@ -9,6 +9,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -107,7 +108,7 @@ class Attributes:
                     continue
                 if held.is_plain(v):
                     plain.setdefault(name, {})[k] = plain_value(v, at)
-                elif isinstance(v, torch.Tensor) and v.nbytes <= BYTES_MAX:
+                elif isinstance(v, (torch.Tensor, np.ndarray)) and v.nbytes <= BYTES_MAX:
                     tensors.setdefault(name, {})[k] = plain_with_tensors(v, at)
                 else:
                     left_out.append((name, k))
@@ -140,11 +141,7 @@ class Attributes:
             for attribute, value in plain.get(name, {}).items():
                 held.assign(owner.value, attribute, restore_like(owner.attributes.get(attribute), value))
             for attribute, value in tensors.get(name, {}).items():
-                now, there = from_plain(value), owner.attributes.get(attribute)
-                if isinstance(there, torch.Tensor) and there.shape == now.shape:
-                    there.copy_(now)
-                else:
-                    held.assign(owner.value, attribute, now)
+                held.assign(owner.value, attribute, from_plain(value))
         self.of_loop.update(*(source.get("of_loop", ()) for source in sources))
         self._tensors.restore(owners, tensors)
         stateful = self._stateful(owners)
