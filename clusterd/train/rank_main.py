@@ -315,7 +315,9 @@ def _opened_stream(job: Job, context: Context) -> Stream:
             step, position = dcp.stream_position(dcp_files.find(context.restore))
             stream.restore(position)
         plan, coordinates = context.plan, context.coordinates
-        stream.open(job, plan, coordinates.replica, step, collates=coordinates.stage in (0, plan.pp - 1))
+        stream.open(
+            job, plan, coordinates.replica, step, collates=job.own_loop or coordinates.stage in (0, plan.pp - 1)
+        )
     return stream
 
 

@@ -440,3 +440,123 @@ def head_saved_by_loop() -> dict[str, Any]:
                 torch.save(made[0].state_dict(), io.BytesIO())
 
     return cut(model=model, loop=loop)
+
+
+@script("pp=3,accumulation=4")
+def batch_unpacked_by_loop() -> dict[str, Any]:
+    """A loop that takes its batch apart."""
+
+    def loop(run: Any) -> None:
+        for _, (x, y) in run:
+            run.step((x.clone(), y))
+
+    return cut(loop=loop)
+
+
+class Masked(Block):
+    """A block that hands a mask on."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        return super().forward(x) * mask, mask
+
+
+class Starts(nn.Module):
+    """Embeds words, and makes a mask of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.table(tokens), (tokens > 3).unsqueeze(-1).float()
+
+
+class Ends(nn.Module):
+    """Computes logits of masked features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.out(x * mask)
+
+
+@script(*CUTS)
+def mask_between_stages() -> dict[str, Any]:
+    """Layers that hand on features and a mask."""
+
+    class M(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = Starts(), Ends()
+            self.blocks = nn.ModuleList(Masked() for _ in range(2))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x, mask = self.embed(tokens)
+            for block in self.blocks:
+                x, mask = block(x, mask)
+            return self.head(x, mask)
+
+    return cut(model=M)
+
+
+@script(*CUTS)
+def dictionary_of_layers() -> dict[str, Any]:
+    """Layers in an `nn.ModuleDict`, with convolutions and normalisation of groups."""
+
+    class M(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({"embed": nn.Embedding(WORDS, WIDTH), "mix": Conv(), "again": Conv()})
+            self.head = nn.Linear(WIDTH, WORDS)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.parts["again"](self.parts["mix"](self.parts["embed"](tokens))))
+
+    return cut(
+        model=M, layers=("parts.embed", "parts.mix", "parts.again", "head"), tp_plan={"head": "colwise_gather_output"}
+    )
+
+
+class Conv(nn.Module):
+    """A convolution over words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.GroupNorm(4, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.conv(x.transpose(1, 2))).relu().transpose(1, 2)
+
+
+@script(*CUTS)
+def experts_in_blocks() -> dict[str, Any]:
+    """Blocks that send each word to one of two experts."""
+
+    class B(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate, chosen = self.router(x).softmax(-1).max(-1, keepdim=True)
+            return sum(e(x) * (chosen == i) for i, e in enumerate(self.experts)) * gate
+
+    class M(Model):
+        block = B
+
+    return cut(model=M, tp_plan={"blocks.*.experts.*.up": "colwise", "blocks.*.experts.*.down": "rowwise"})
+
+
+@script(*CUTS)
+def compiled_blocks() -> dict[str, Any]:
+    """Blocks that are compiled."""
+
+    def model() -> nn.Module:
+        m = Model()
+        for block in m.blocks:
+            block.compile(backend="eager")
+        return m
+
+    return cut(model=model)

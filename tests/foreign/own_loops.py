@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, WeightedRandomSampler, default_collate
 
 from tests.foreign.batches import SAMPLES, Graded, arguments, perceptron, points
 from tests.foreign.registry import script
@@ -412,3 +412,130 @@ def weight_in_a_shared_map() -> dict[str, Any]:
             settings["weight"] *= 0.97
 
     return arguments(loss=Weighted(settings), loop=loop)
+
+
+class Masking:
+    """A `collate_fn` that hides entries of samples by a share."""
+
+    def __init__(self) -> None:
+        self.share = 0.0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        x, y = default_collate(samples)
+        return x * (torch.linspace(0, 1, x.shape[1]) >= self.share), y
+
+
+@script()
+def masked_more_by_loop() -> dict[str, Any]:
+    """A `collate_fn` that hides more from step to step, by an attribute that the loop sets."""
+    collate = Masking()
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            run.step(batch)
+            collate.share += 0.03
+
+    return arguments(collate_fn=collate, loop=loop)
+
+
+@script()
+def reweighted_by_loop() -> dict[str, Any]:
+    """A `WeightedRandomSampler` whose weights the loop changes from step to step."""
+    sampler = WeightedRandomSampler([1.0] * SAMPLES, 16)
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            sampler.weights[step % SAMPLES] += 5 * run.step(batch).loss
+
+    return arguments(sampler=sampler, loop=loop)
+
+
+@script()
+def skips_batches() -> dict[str, Any]:
+    """A loop that leaves out batches by their values."""
+
+    def loop(run: Any) -> None:
+        for _, (x, y) in run:
+            if float(x.mean()) > 0:
+                run.step((x, y))
+
+    return arguments(loop=loop)
+
+
+@script("dp=2,zero=1")
+def evaluated_by_an_average() -> dict[str, Any]:
+    """A loop that evaluates with an average of the weights, and trains on with the weights themselves."""
+    made: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        made[:] = [perceptron()]
+        return made[0]
+
+    def loop(run: Any) -> None:
+        average = [p.detach().clone() for p in made[0].parameters()]
+        for step, batch in run:
+            run.step(batch)
+            with torch.no_grad():
+                for a, p in zip(average, made[0].parameters(), strict=True):
+                    a.lerp_(p.detach(), 0.2)
+                if step % 2 == 0:
+                    own = [p.detach().clone() for p in made[0].parameters()]
+                    for a, p in zip(average, made[0].parameters(), strict=True):
+                        p.copy_(a)
+                    run.log(val=run.evaluate(points()))
+                    for o, p in zip(own, made[0].parameters(), strict=True):
+                        p.copy_(o)
+
+    return arguments(model=model, loop=loop)
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Weights that are trained lie between an average, for evaluation, and a fast iterate."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.2)
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    if not state:
+                        state["z"], state["x"] = p.clone(), p.clone()
+                    if p.grad is not None:
+                        state["z"].sub_(p.grad, alpha=group["lr"])
+                        state["x"].lerp_(state["z"], 0.1)
+                        p.copy_(torch.lerp(state["z"], state["x"], 0.9))
+
+    def eval(self) -> None:
+        self._set(1.0)
+
+    def train(self) -> None:
+        self._set(0.9)
+
+    def _set(self, weight: float) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if state := self.state[p]:
+                        p.copy_(torch.lerp(state["z"], state["x"], weight))
+
+
+@script("dp=2,zero=1", "dp=1,offload=optimizer")
+def schedule_free() -> dict[str, Any]:
+    """An optimizer without schedule, which the loop tells when to evaluate."""
+    made: list[Any] = []
+
+    def optimizer(parameters: Any) -> Any:
+        made[:] = [ScheduleFree(parameters)]
+        return made[0]
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            run.step(batch)
+            if step % 2 == 0:
+                made[0].eval()
+                run.log(val=run.evaluate(points()))
+                made[0].train()
+
+    return arguments(optimizer=optimizer, loop=loop)

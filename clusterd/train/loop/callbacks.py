@@ -8,6 +8,8 @@ from __future__ import annotations
 import pickle
 import types
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from clusterd.train.process.exits import PlanRefused
 from clusterd.train.process.script_variables import NAMED_MAX
 from clusterd.train.process.seeding import LOOP_STAGES, seed_step
 from clusterd.train.state.attribute_tensors import BYTES_MAX, READ_BYTES_MAX
-from clusterd.train.state.attributes import DATA, OPTIMIZER
+from clusterd.train.state.attributes import COLLATE, DATA, OPTIMIZER, SAMPLER
 from clusterd.train.state.training import Training
 
 
@@ -118,6 +120,17 @@ class OwnLoop:
             pairs = zip(self._places, before, now, strict=True)
             self.changed |= {name for name, old, new in pairs if old is not new and old != new}
 
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Context of what the engine does within the loop's code."""
+        writes, self._writes = self._writes, None
+        if writes is not None:
+            writes.__exit__(None, None, None)
+        yield
+        if writes is not None:
+            self._writes = writes
+            writes.__enter__()
+
     def before_step(self, batch: Any) -> None:
         """Judge what the loop has changed: at some steps, it must be the same on all ranks.
 
@@ -128,6 +141,7 @@ class OwnLoop:
         if not training.job.own_loop:
             return
         self.closes()
+        training.optimizer.share_writes()
         if _versions(batch) != self._batch[1]:
             self.changes_batches = True
             if plan.dp > 1:
@@ -144,6 +158,11 @@ class OwnLoop:
                     f"the script's loop changes learning rates, and this stage of {plan} has {own} of {whole} "
                     "parameter groups: one that it sets by its number is another group here",
                 )
+        if of_sampler := [name for name in self.changed if name.startswith(SAMPLER)]:
+            self._tell(
+                f"the script's loop changes {min(of_sampler)}: where the job goes on within an epoch, after a move or "
+                "a restart, the order of the rest may be another",
+            )
         of_loss = {name for name in self.changed if not name.startswith(_NOT_COMPUTED)}
         if of_loss and (plan.dp * plan.accumulation > 1 or plan.tp * plan.pp > 1):
             self._tell(
@@ -205,8 +224,8 @@ class OwnLoop:
 
 def _places(training: Training) -> dict[str, tuple[Any, Any]]:
     """Places of the numbers and texts that modules, loss, data and optimizer hold as attributes, and learning rates."""
-    found = held.places({**training.attributes.roots, DATA: training.job.data})
-    for name, owner in held.owners({DATA: training.job.data}).items():
+    found = held.places({**training.attributes.roots, **training.attributes.data})
+    for name, owner in held.owners(training.attributes.data).items():
         kept = (k for k, v in owner.attributes.items() if isinstance(v, (torch.Tensor, np.ndarray)) or _is_table(v))
         found |= {held.path(name, k): (_Kept(owner.value), k) for k in kept}
     groups = enumerate(training.optimizer.holder.param_groups)
@@ -268,7 +287,7 @@ def _mark(value: Any) -> Any:
 
 RATE = "the learning rate of "
 
-_NOT_COMPUTED = OPTIMIZER, DATA, RATE
+_NOT_COMPUTED = OPTIMIZER, DATA, SAMPLER, COLLATE, RATE
 """Beginnings of the names of what forward pass and loss do not read."""
 
 

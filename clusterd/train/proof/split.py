@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -379,7 +380,7 @@ class _Trial:
         self._draws: list[Any] = []  # of the reference
         evaluates = job.evaluate is not None or job.own_loop
         self._evaluates = evaluates if sides == MODEL else self.plan.pp == 1 and not job.losses
-        self._model: nn.Module | None = None  # of the run before
+        self._model: Callable[[], nn.Module | None] = lambda: None  # of the run before, whose memory it need not keep
         self._gradients: dict[tuple[str, str], torch.Tensor] = {}
         self._rounding = torch.finfo(torch.float32).eps
         self._counters: dict[str, tuple[float, float]] | None = None  # first value, and what each pass adds
@@ -405,9 +406,9 @@ class _Trial:
         found = Run({}, {}, {}, {})
         metrics: dict[str, tuple[float, float]] = {}
         model = build.build_model(self._job.model, self._job.seed)
-        if model is self._model:
+        if model is self._model():
             raise Unclear("model() returns the same module in each call")
-        self._model = model
+        self._model = weakref.ref(model)
         places = self._places(model)
         self._set_counters(places, ahead)
         counted = [_read(places)]
@@ -554,10 +555,10 @@ class _Trial:
         leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         size = math.sqrt(sum(_square(leaf) for leaf in leaves))
         if side is Side.ALONE:
-            return torch.tensor(size / ranks)
+            return torch.tensor(size / ranks, device=self._device)
         # The buffers of evaluations are those of replica 0.
         reports = coordinates.shard == coordinates.replica == 0 and coordinates.stage == self.plan.pp - 1
-        return torch.tensor(size * reports)
+        return torch.tensor(size * reports, device=self._device)
 
     def _measure(self, found: Run, part: str, parallel: ParallelModel, side: Side, *, keeps: bool) -> None:
         """Squares of this rank's part of each gradient, and of its distance from the reference."""
@@ -567,9 +568,10 @@ class _Trial:
             if gradient is not None and side is Side.WHOLE and not parallel.averages:
                 gradient = gradient / parallel.plan.dp  # each replica has added the gradient of the whole
             if keeps and gradient is not None:
-                self._gradients[part, name] = gradient.clone()
+                self._gradients[part, name] = gradient.to("cpu" if side is Side.ALONE else gradient.device, copy=True)
             if there is not None and there.shape != local_tensor(parameter.detach()).shape:  # of the whole model
                 there = there[tuple(slice(low, high) for low, high in box_of(parameter))]
+            there = None if there is None else there.to(parameter.device)
             apart = gradient if there is None else there if gradient is None else gradient - there
             if apart is not None:
                 copies = self._context.world_size if side is Side.ALONE else holders(parameter, parallel.plan)

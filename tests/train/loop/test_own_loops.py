@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         ("weight_of_rank_zero", "dp=2", REFUSED, "before step 1 the script's loop has made (loss).beta 0.1 on rank 0"),
         ("names_looked_up", "dp=2,zero=3", REFUSED, "changes a part of a weight (zero_.default), of which ranks have"),
         ("names_looked_up", "pp=2,accumulation=2", RIGHT, ""),
+        ("batch_unpacked_by_loop", "pp=3,accumulation=4", RIGHT, ""),
         ("noisy_weights_by_loop", "tp=2", TOLD, "draws random numbers for a weight, of which ranks of tp=2 have"),
         ("noisy_weights_by_loop", "pp=2,accumulation=2", REFUSED, "of another stage of the pipeline (randn_like)"),
         ("weight_by_norm_in_loop", "pp=2,accumulation=2", REFUSED, "of another stage of the pipeline (float)"),
@@ -76,11 +78,24 @@ def test_what_a_script_changes_is_as_in_one_process_or_named(
         ("weights_in_a_list", "move"),
         ("weights_in_a_map", "resume"),
         ("weight_in_a_shared_map", "restart"),
+        ("masked_more_by_loop", "restart"),
     ],
 )
 def test_what_a_script_has_changed_goes_on(runner: Runner, script: str, how: str) -> None:
     found = runner.verdicts(registry.SCRIPTS[script], [how])[how]
     assert found.verdict == RIGHT, found
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=1,offload=optimizer", "dp=2,zero=3"])
+def test_an_evaluation_sees_what_the_optimizer_writes_for_it(runner: Runner, tmp_path: Path, plan: str) -> None:
+    """An optimizer without schedule has an average for evaluations, of which a rank updates a part."""
+    logged = []
+    for under in ("dp=1", plan):
+        run = runner._pools[0].run(tmp_path / under, under, script="schedule_free", steps=6).checked()
+        logged.append({step: values["val"] for step, values in run.logged.items()})
+    assert logged[1] == pytest.approx(logged[0], rel=1e-5)
+    assert len(logged[0]) == 3
 
 
 @pytest.mark.slow
