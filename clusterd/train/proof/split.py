@@ -436,7 +436,9 @@ class _Trial:
                 if number < PASSES:
                     drawn = list(drawing.drawn)
             parallel.drop_buckets()
-            size = self._evaluated(stepper, parallel, side) if self._evaluates else None
+            seed_everything(seed)
+            with drawing:
+                size = self._evaluated(stepper, parallel, side) if self._evaluates else None
             if size is not None:
                 losses[0, EVALUATION] = size
         if self._counters is None:
