@@ -29,9 +29,10 @@ Guarantees under every plan, and across changes of plan:
 - **Parameter attributes and hooks** follow the parameter: attributes (``p.no_decay = True``), which the optimizer
   factory may use to form groups, and hooks, which see the gradient of one replica and one micro-batch, as everywhere
   in torch. A hook that does more than scale the gradient rules out plans that cut the batch.
-- **Plans that change the result are refused**, by proof: before the first step under a plan that cuts the batch,
-  children of the ranks compute a few samples as a whole and in the plan's parts. Where losses or gradients differ by
-  more than rounding, the plan is refused with the numbers, unless ``sees_batch="replica"`` accepts it. Before a
+- **Plans that change the result are refused**, by proof: before the first step under a plan that cuts the batch or the
+  model, children of the ranks compute a few samples as a whole and in the plan's parts. Where losses or gradients
+  differ by more than rounding, the plan is refused with the numbers, unless the batch is cut and
+  ``sees_batch="replica"`` accepts it. Before a
   migration switches, the target ranks make the two steps after a state of the source ranks, and compare. After a
   restart from a checkpoint, the first step must have the loss that it had where that was written. The set of trainable
   parameters is fixed when the model is made: none can become trainable later.

@@ -47,7 +47,7 @@ from clusterd.train.process.run_in_fork import run_in_fork
 from clusterd.train.process.start_phases import StartPhases
 from clusterd.train.process.steps_log import StepsLog
 from clusterd.train.proof.ranks import prove_split
-from clusterd.train.proof.split import Verdict, cuts
+from clusterd.train.proof.split import Verdict, comparisons
 
 OnEnd = Callable[[Training], None]
 """Called on every rank after its last step, while the process groups still exist."""
@@ -220,7 +220,7 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
     uninitialized = target is not None or bool(context.restore) or covered
     on_meta = uninitialized and can_build_on_meta(job.model, job.seed)
     store = rendezvous(context)
-    if cuts(context.plan) and context.plan.family not in context.proven:
+    if comparisons(context.plan) and context.plan.family not in context.proven:
         gathers = shape is not None and shape.gathers
         limit = target.leave_memory_to_source if target is not None else lambda _: None
         given = stream.samples() if stream is not None else None
@@ -265,6 +265,10 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
 WAYS_OUT = 'return (sum, weight), compare samples by train.gather, or accept it: sees_batch="replica"'
 
 
+OF_SHARDS = "a shard has a part of the features, over which softmax, top-k, chunks and statistics differ"
+OF_STAGES = "a stage has what its layers compute, and none of what others keep in attributes or hooks"
+
+
 def _act_on(verdict: Verdict, job: Job, context: Context) -> None:
     """Refuse the plan, or say in the log what differs from one process.
 
@@ -272,6 +276,12 @@ def _act_on(verdict: Verdict, job: Job, context: Context) -> None:
         PlanRefused: the plan trains something else than one process.
     """
     plan, texts = context.plan, []
+    if verdict.of_model:
+        seen = [text for degree, text in ((plan.tp, OF_SHARDS), (plan.pp, OF_STAGES)) if degree > 1]
+        raise PlanRefused(
+            f"{plan} computes something else than one process: {verdict.of_model}; {', and '.join(seen)}: plans "
+            "without tp and pp leave the model whole"
+        )
     if verdict.difference and job.sees_batch != "replica":
         raise PlanRefused(f"the result depends on how the batch is cut: {verdict.difference}; {WAYS_OUT}")
     if verdict.difference:
@@ -279,7 +289,11 @@ def _act_on(verdict: Verdict, job: Job, context: Context) -> None:
     if verdict.unclear:
         texts.append(f"it is not shown that {plan} trains as one process: {verdict.unclear}")
     if verdict.metrics:
-        texts.append(f"{verdict.metrics}: it depends on the plan, and is no mean over samples")
+        texts.append(verdict.metrics)
+    if verdict.evaluated:
+        texts.append(f"what forward passes keep depends on {plan}, and with it evaluations: {verdict.evaluated}")
+    if verdict.too_large:
+        texts.append(f"it is not shown that {plan} trains as one process: the whole model does not fit one device")
     if verdict.draws and not verdict.unclear:
         texts.append(
             f"a step draws random numbers (dropout, noise), under {plan} others than in one process: losses differ as "
@@ -301,7 +315,9 @@ def _opened_stream(job: Job, context: Context) -> Stream:
             step, position = dcp.stream_position(dcp_files.find(context.restore))
             stream.restore(position)
         plan, coordinates = context.plan, context.coordinates
-        stream.open(job, plan, coordinates.replica, step, collates=coordinates.stage in (0, plan.pp - 1))
+        stream.open(
+            job, plan, coordinates.replica, step, collates=job.own_loop or coordinates.stage in (0, plan.pp - 1)
+        )
     return stream
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, WeightedRandomSampler, default_collate
 
 from tests.foreign.batches import SAMPLES, Graded, arguments, perceptron, points
 from tests.foreign.registry import script
@@ -331,3 +332,210 @@ def replay_filled_by_loop() -> dict[str, Any]:
             data.rewards[step % SAMPLES] += 1.0
 
     return arguments(data=data, loss=lambda out, rewards: F.mse_loss(out.mean(1), rewards), loop=loop)
+
+
+class Mined(Dataset[Any]):
+    """Samples whose weights the script keeps beside them, in an array, a list or a map."""
+
+    def __init__(self, weights: Any) -> None:
+        self.points, self.weights = points(), weights
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.points[index]
+        return x * float(self.weights[index]), y
+
+
+def mined(weights: Any) -> dict[str, Any]:
+    """Arguments of a script whose loop raises the weights of some samples, by the object that it made."""
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            weights[step % SAMPLES] += run.step(batch).loss
+            weights[(step * 7) % SAMPLES] += 0.5
+
+    return arguments(data=Mined(weights), loop=loop)
+
+
+@script()
+def weights_in_an_array() -> dict[str, Any]:
+    """Weights of samples in an array of NumPy, which the loop changes (hard examples)."""
+    return mined(np.ones(SAMPLES))
+
+
+@script()
+def weights_in_a_list() -> dict[str, Any]:
+    """Weights of samples in a list, which the loop changes."""
+    return mined([1.0] * SAMPLES)
+
+
+@script()
+def weights_in_a_map() -> dict[str, Any]:
+    """Weights of samples in a map, which the loop changes."""
+    return mined(dict.fromkeys(range(SAMPLES), 1.0))
+
+
+@script()
+def replay_of_megabytes() -> dict[str, Any]:
+    """A replay buffer of some megabytes, in which the loop writes."""
+    weights = np.ones((SAMPLES, 1 << 13), dtype=np.float32)
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            weights[step % SAMPLES] += run.step(batch).loss
+
+    class Large(Mined):
+        def __getitem__(self, index: int) -> Any:
+            x, y = self.points[index]
+            return x * float(self.weights[index].mean()), y
+
+    return arguments(data=Large(weights), loop=loop)
+
+
+@script()
+def weight_in_a_shared_map() -> dict[str, Any]:
+    """A map that the loss holds and the loop changes, by the object that it made."""
+    settings = {"weight": 1.0}
+
+    class Weighted:
+        def __init__(self, settings: dict[str, float]) -> None:
+            self.settings = settings
+
+        def __call__(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(out, y) * self.settings["weight"]
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            run.step(batch)
+            settings["weight"] *= 0.97
+
+    return arguments(loss=Weighted(settings), loop=loop)
+
+
+class Masking:
+    """A `collate_fn` that hides entries of samples by a share."""
+
+    def __init__(self) -> None:
+        self.share = 0.0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        x, y = default_collate(samples)
+        return x * (torch.linspace(0, 1, x.shape[1]) >= self.share), y
+
+
+@script()
+def masked_more_by_loop() -> dict[str, Any]:
+    """A `collate_fn` that hides more from step to step, by an attribute that the loop sets."""
+    collate = Masking()
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            run.step(batch)
+            collate.share += 0.03
+
+    return arguments(collate_fn=collate, loop=loop)
+
+
+@script()
+def reweighted_by_loop() -> dict[str, Any]:
+    """A `WeightedRandomSampler` whose weights the loop changes from step to step."""
+    sampler = WeightedRandomSampler([1.0] * SAMPLES, 16)
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            sampler.weights[step % SAMPLES] += 5 * run.step(batch).loss
+
+    return arguments(sampler=sampler, loop=loop)
+
+
+@script()
+def skips_batches() -> dict[str, Any]:
+    """A loop that leaves out batches by their values."""
+
+    def loop(run: Any) -> None:
+        for _, (x, y) in run:
+            if float(x.mean()) > 0:
+                run.step((x, y))
+
+    return arguments(loop=loop)
+
+
+@script("dp=2,zero=1")
+def evaluated_by_an_average() -> dict[str, Any]:
+    """A loop that evaluates with an average of the weights, and trains on with the weights themselves."""
+    made: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        made[:] = [perceptron()]
+        return made[0]
+
+    def loop(run: Any) -> None:
+        average = [p.detach().clone() for p in made[0].parameters()]
+        for step, batch in run:
+            run.step(batch)
+            with torch.no_grad():
+                for a, p in zip(average, made[0].parameters(), strict=True):
+                    a.lerp_(p.detach(), 0.2)
+                if step % 2 == 0:
+                    own = [p.detach().clone() for p in made[0].parameters()]
+                    for a, p in zip(average, made[0].parameters(), strict=True):
+                        p.copy_(a)
+                    run.log(val=run.evaluate(points()))
+                    for o, p in zip(own, made[0].parameters(), strict=True):
+                        p.copy_(o)
+
+    return arguments(model=model, loop=loop)
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Weights that are trained lie between an average, for evaluation, and a fast iterate."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.2)
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    if not state:
+                        state["z"], state["x"] = p.clone(), p.clone()
+                    if p.grad is not None:
+                        state["z"].sub_(p.grad, alpha=group["lr"])
+                        state["x"].lerp_(state["z"], 0.1)
+                        p.copy_(torch.lerp(state["z"], state["x"], 0.9))
+
+    def eval(self) -> None:
+        self._set(1.0)
+
+    def train(self) -> None:
+        self._set(0.9)
+
+    def _set(self, weight: float) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if state := self.state[p]:
+                        p.copy_(torch.lerp(state["z"], state["x"], weight))
+
+
+@script("dp=2,zero=1", "dp=1,offload=optimizer")
+def schedule_free() -> dict[str, Any]:
+    """An optimizer without schedule, which the loop tells when to evaluate."""
+    made: list[Any] = []
+
+    def optimizer(parameters: Any) -> Any:
+        made[:] = [ScheduleFree(parameters)]
+        return made[0]
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            run.step(batch)
+            if step % 2 == 0:
+                made[0].eval()
+                run.log(val=run.evaluate(points()))
+                made[0].train()
+
+    return arguments(optimizer=optimizer, loop=loop)

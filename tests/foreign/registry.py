@@ -22,6 +22,7 @@ GROUPS = {
     "hidden_state": (),
     "carried": (),
     "own_loops": (),
+    "cut_models": (),
 }
 """Modules of scripts, and the packages that each needs beside torch."""
 

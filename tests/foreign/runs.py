@@ -32,7 +32,8 @@ PACE_S = 0.3
 """Pause between steps while a move is prepared, so that the baseline is long enough."""
 
 RIGHT, TOLD, REFUSED, WRONG = "right", "told", "refused", "WRONG"
-ROUTINE = re.compile(r"clusterd: (stopped after|using \d|step \d|resum|moved|\[)")
+PEER_LOSS = re.compile(r"^RuntimeError: .*Connection closed by peer", re.MULTILINE)
+ROUTINE = re.compile(r"clusterd: (stopped after|saved step|using \d|step \d|resum|moved|\[)")
 """Lines that a run without fault prints too."""
 
 
@@ -70,6 +71,8 @@ def judge(
 
 def _judge_failure(ranks: Sequence[Rank]) -> Verdict:
     first = next(rank for rank in ranks if rank.exit_code)
+    if any(_lines([rank]) for rank in ranks):  # one that waited for a rank that said why has nothing to say
+        ranks = [rank for rank in ranks if not PEER_LOSS.search(rank.output)]
     if any("Traceback" in rank.output for rank in ranks):
         blamed = next(rank for rank in ranks if "Traceback" in rank.output)
         last = [line for line in blamed.output.splitlines() if line.strip() and not line.startswith(" ")][-1]

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from clusterd import train
-from tests.foreign.batches import Numbered, Sentences, Tagger, arguments, padded, perceptron
+from clusterd.train import Evaluation
+from tests.foreign.batches import Numbered, Sentences, Tagger, arguments, padded, perceptron, points
 from tests.foreign.registry import script
 
 GATHER = "`train.gather`"
@@ -492,3 +493,23 @@ def clipped_by_hooks() -> dict[str, Any]:
         return made
 
     return arguments(model=model)
+
+
+@script()
+def range_for_evaluation() -> dict[str, Any]:
+    """A range of activations that training observes, to which evaluation clips (calibration)."""
+
+    class Observed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = perceptron()
+            self.register_buffer("largest", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.layers(x)
+            if self.training:
+                self.largest.copy_(torch.maximum(self.largest, output.detach().abs().mean()))
+                return output
+            return output.clamp(-self.largest, self.largest)
+
+    return arguments(model=Observed, evaluate=Evaluation(data=points(), every=4))

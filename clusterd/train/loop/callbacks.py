@@ -5,20 +5,28 @@ What callbacks change in the training, the other ranks would not; what a loop ch
 
 from __future__ import annotations
 
+import pickle
 import types
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from clusterd.plans.plan import Plan
 from clusterd.train.loop.replicas import is_sampled
+from clusterd.train.parallel.mutation_guard import ShardWrites
 from clusterd.train.process import held
 from clusterd.train.process.control import Control
 from clusterd.train.process.exits import PlanRefused
 from clusterd.train.process.script_variables import NAMED_MAX
 from clusterd.train.process.seeding import LOOP_STAGES, seed_step
-from clusterd.train.state.attributes import DATA, OPTIMIZER
+from clusterd.train.state.attribute_tensors import BYTES_MAX, READ_BYTES_MAX
+from clusterd.train.state.attributes import COLLATE, DATA, OPTIMIZER, SAMPLER
 from clusterd.train.state.training import Training
 
 
@@ -79,7 +87,8 @@ class OwnLoop:
         self._places: dict[str, tuple[Any, Any]] = {}  # of numbers: what holds it, and its key there
         self._before: list[Any] | None = None
         self._batch: tuple[Any, list[tuple[int, int]]] = None, []  # given to the loop, and what it was then
-        self._told = False
+        self._told: set[str] = set()  # beginnings of lines in the log
+        self._writes: ShardWrites | None = None  # of the loop's code, where weights are sharded
         self.frame: types.FrameType | None = None
         self._variables: dict[str, Any] | None = None  # of the frame, before the first step
         self._told_of_variables = training.context.rank > 0 or training.context.launcher != "clusterd"
@@ -96,16 +105,34 @@ class OwnLoop:
             self._places = _places(training)
             self._look_at_variables()
         self._before = self._values()
+        plan = training.context.plan
+        if (plan.tp > 1 or plan.zero > 1) and is_sampled(training.step + 1):
+            self._writes = ShardWrites(lambda: self._tell(DRAWS_OF_SHARDS.format(plan=plan)))
+            self._writes.__enter__()
 
     def closes(self) -> None:
         """End what `opens` began: the engine goes on."""
+        if self._writes is not None:
+            self._writes.__exit__(None, None, None)
+            self._writes = None
         before, self._before = self._before, None
         if before is not None and (now := self._values()) != before:
             pairs = zip(self._places, before, now, strict=True)
             self.changed |= {name for name, old, new in pairs if old is not new and old != new}
 
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Context of what the engine does within the loop's code."""
+        writes, self._writes = self._writes, None
+        if writes is not None:
+            writes.__exit__(None, None, None)
+        yield
+        if writes is not None:
+            self._writes = writes
+            writes.__enter__()
+
     def before_step(self, batch: Any) -> None:
-        """Judge what the loop has changed: at some steps, it must be the same on all replicas.
+        """Judge what the loop has changed: at some steps, it must be the same on all ranks.
 
         Raises:
             PlanRefused: on all of them, if it is not.
@@ -114,40 +141,61 @@ class OwnLoop:
         if not training.job.own_loop:
             return
         self.closes()
-        if _versions(batch) != self._batch[1] and not self.changes_batches:
+        training.optimizer.share_writes()
+        if _versions(batch) != self._batch[1]:
             self.changes_batches = True
-            if plan.dp > 1 and training.context.rank == 0:
-                print(
-                    f"clusterd: the script's loop changes its batches, of which it has one of {plan.dp} parts under "
-                    f"{plan}: what it does to each sample is as in one process, what it computes over the samples (a "
-                    "mean, a mixture) is not",
-                    flush=True,
+            if plan.dp > 1:
+                self._tell(
+                    f"the script's loop changes its batches, of which it has one of {plan.dp} parts under {plan}: what "
+                    "it does to each sample is as in one process, what it computes over the samples (a mean, a "
+                    "mixture) is not",
                 )
         self._batch = None, []
-        of_loss = {name for name in self.changed if not name.startswith(_NOT_COMPUTED)}
-        if of_loss and plan.dp * plan.accumulation > 1 and training.context.rank == 0 and not self._told:
-            self._told = True
-            print(
-                f"clusterd: the script's loop changes {min(of_loss)}: that {plan} trains as one process was shown for "
-                "its first value only",
-                flush=True,
+        if plan.pp > 1 and any(name.startswith(RATE) for name in self.changed):
+            own, whole = training.optimizer.groups_made, len(training.shape.parameter_groups)
+            if own < whole:
+                self._tell(
+                    f"the script's loop changes learning rates, and this stage of {plan} has {own} of {whole} "
+                    "parameter groups: one that it sets by its number is another group here",
+                )
+        if of_sampler := [name for name in self.changed if name.startswith(SAMPLER)]:
+            self._tell(
+                f"the script's loop changes {min(of_sampler)}: where the job goes on within an epoch, after a move or "
+                "a restart, the order of the rest may be another",
             )
-        if training.parallel.dp_group is not None and is_sampled(training.step + 1):
-            self._compare(training.parallel.dp_group)
+        of_loss = {name for name in self.changed if not name.startswith(_NOT_COMPUTED)}
+        if of_loss and (plan.dp * plan.accumulation > 1 or plan.tp * plan.pp > 1):
+            self._tell(
+                f"the script's loop changes {min(of_loss)}: that {plan} trains as one process was shown for its first "
+                "value only",
+            )
+        if plan.ranks > 1 and is_sampled(training.step + 1):
+            self._compare(plan)
 
-    def _compare(self, group: Any) -> None:
-        every: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(every, self.changed, group=group)
-        names = sorted(set().union(*every))
-        own = [str(holder.get(key)) for holder, key in (self._places.get(name, ({}, 0)) for name in names)]
-        dist.all_gather_object(every, own, group=group)
-        for replica, other in enumerate(every):
-            for name, one, another in zip(names, every[0], other, strict=True):
-                if one != another:
+    def _tell(self, text: str) -> None:
+        """Write a line into the log, once, on the first rank of each stage."""
+        coordinates, kind = self._training.context.coordinates, text.partition(",")[0].partition(":")[0]
+        if kind not in self._told and coordinates.replica == coordinates.shard == 0:
+            print(f"clusterd: {text}", flush=True)
+        self._told.add(kind)
+
+    def _compare(self, plan: Plan) -> None:
+        every: list[Any] = [None] * plan.ranks
+        dist.all_gather_object(every, self.changed)
+        # Stages have modules and parameter groups of their own.
+        shared = {name for name in set().union(*every) if name in self._places}
+        shared = {name for name in shared if plan.pp == 1 or not name.startswith(RATE)}
+        own = {name: _shown(holder.get(key)) for name in shared for holder, key in [self._places[name]]}
+        dist.all_gather_object(every, own)
+        first: dict[str, tuple[int, str]] = {}
+        for rank, values in enumerate(every):
+            for name, value in sorted(values.items()):
+                holder_rank, one = first.setdefault(name, (rank, value))
+                if one != value:
                     raise PlanRefused(
-                        f"before step {self._training.step + 1} the script's loop has made {name} {one} on one "
-                        f"replica and {another} on replica {replica}: what training depends on must be the same on "
-                        "all, as what follows from the step, out.loss or run.evaluate() is"
+                        f"before step {self._training.step + 1} the script's loop has made {name} {one} on rank "
+                        f"{holder_rank} and {value} on rank {rank}: what training depends on must be the same on all, "
+                        "as what follows from the step, out.loss or run.evaluate() is"
                     )
 
     def _look_at_variables(self) -> None:
@@ -170,27 +218,36 @@ class OwnLoop:
             )
 
     def _values(self) -> list[Any]:
-        return [_mark(holder.get(key)) for holder, key in self._places.values()]
+        of_large = is_sampled(self._training.step + 1)
+        return [_content(holder.get(key), of_large=of_large) for holder, key in self._places.values()]
 
 
 def _places(training: Training) -> dict[str, tuple[Any, Any]]:
     """Places of the numbers and texts that modules, loss, data and optimizer hold as attributes, and learning rates."""
-    found = held.places({**training.attributes.roots, DATA: training.job.data})
-    for name, owner in held.owners({DATA: training.job.data}).items():
-        tensors = ((k, v) for k, v in owner.attributes.items() if isinstance(v, torch.Tensor))
-        found |= {held.path(name, k): (_Tensors(owner.value), k) for k, v in tensors}
+    found = held.places({**training.attributes.roots, **training.attributes.data})
+    for name, owner in held.owners(training.attributes.data).items():
+        kept = (k for k, v in owner.attributes.items() if isinstance(v, (torch.Tensor, np.ndarray)) or _is_table(v))
+        found |= {held.path(name, k): (_Kept(owner.value), k) for k in kept}
     groups = enumerate(training.optimizer.holder.param_groups)
     return found | {f"{RATE}group {number}": (group, "lr") for number, group in groups if "lr" in group}
 
 
-class _Tensors:
-    """Tensors of an object or a container, as they are now and will be later."""
+def _shown(value: Any) -> str:
+    """Value of a place in a few characters, and others for others."""
+    if isinstance(value, held.SIMPLE):
+        return str(value)
+    content = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) and value.dtype in _NUMPYS else value
+    return f"a {type(value).__name__} with checksum {_content(content, of_large=True)}"
+
+
+class _Kept:
+    """Tensors, arrays, lists and maps of an object or a container, as they are now and will be later."""
 
     def __init__(self, owner: object) -> None:
         self._owner = owner
 
     def get(self, attribute: str) -> Any:
-        """The tensor, if it is still there."""
+        """The one of this name, if it is still there."""
         return held.attributes(self._owner).get(attribute)
 
 
@@ -199,7 +256,26 @@ def _versions(batch: Any) -> list[tuple[int, int]]:
     return [(id(leaf), leaf._version) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
-_UNKNOWN = object()
+DRAWS_OF_SHARDS = (
+    "the script's loop draws random numbers for a weight, of which ranks of {plan} have shards: others than in "
+    "one process, and losses differ as between two seeds"
+)
+
+_NUMPYS = torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool
+
+_UNKNOWN = None
+
+
+def _is_table(value: Any) -> bool:
+    return held.is_container(value) and held.is_plain(value)
+
+
+def _content(value: Any, *, of_large: bool) -> Any:
+    """Mark that almost surely differs for another content of an array, or of a list or map of numbers and text."""
+    if isinstance(value, np.ndarray):
+        is_read = value.nbytes <= BYTES_MAX or (of_large and value.nbytes <= READ_BYTES_MAX)
+        return zlib.crc32(np.ascontiguousarray(value).data) if is_read and not value.dtype.hasobject else _UNKNOWN
+    return zlib.crc32(pickle.dumps(value)) if held.is_container(value) else _mark(value)
 
 
 def _mark(value: Any) -> Any:
@@ -211,7 +287,7 @@ def _mark(value: Any) -> Any:
 
 RATE = "the learning rate of "
 
-_NOT_COMPUTED = OPTIMIZER, DATA, RATE
+_NOT_COMPUTED = OPTIMIZER, DATA, SAMPLER, COLLATE, RATE
 """Beginnings of the names of what forward pass and loss do not read."""
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from clusterd.train.data import loader
 from clusterd.train.loop.consensus import StepConsensus
+from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.buffers import ForwardState, with_copied_buffers
 from clusterd.train.parallel.mesh import same_on_all_ranks
 from clusterd.train.parallel.precision import with_precision
@@ -74,7 +75,6 @@ class Evaluator:
         self._stage, self._is_last = coordinates.stage, coordinates.stage == plan.pp - 1
         self._reports = self._is_last and coordinates.shard == 0  # shards of one replica have the same outputs
         self._gathers = plan.zero >= 2
-        self._group = training.parallel.pp_group
 
     def means(
         self,
@@ -117,7 +117,8 @@ class Evaluator:
                 if stop == start and not self._gathers:
                     continue
                 inputs, targets = next(batches)
-                outputs = self._outputs(inputs)
+                training = self._training
+                outputs = outputs_of(training.parallel, training.stepper.stage_forward, self._stage, inputs)
                 if not self._reports or stop == start:
                     continue
                 if whole:
@@ -204,17 +205,6 @@ class Evaluator:
         finally:
             loader.stop_workers(fetched)
 
-    def _outputs(self, inputs: Any) -> Any:
-        """Outputs of this stage; those of the last one are the model's."""
-        if self._group is None:
-            return loader.call(self._training.parallel.module, inputs)
-        device = self._training.device
-        received = _receive(self._group, self._stage - 1, device) if self._stage else (inputs,)
-        outputs = self._training.stepper.stage_forward(*received)
-        if not self._is_last:
-            _send(outputs if isinstance(outputs, tuple) else (outputs,), self._group, self._stage + 1)
-        return outputs
-
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
         """Evaluate with the buffers of replica 0, and leave modules, buffers and counters as they are."""
@@ -248,6 +238,16 @@ class Evaluator:
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own)
         return gathered
+
+
+def outputs_of(parallel: ParallelModel, stage_forward: Callable[..., Any], stage: int, inputs: Any) -> Any:
+    """Outputs of a pipeline stage, which the next one gets; those of the last one are the model's."""
+    if (group := parallel.pp_group) is None:
+        return loader.call(parallel.module, inputs)
+    outputs = stage_forward(*(_receive(group, stage - 1, parallel.device) if stage else (inputs,)))
+    if stage < parallel.plan.pp - 1:
+        _send(outputs if isinstance(outputs, tuple) else (outputs,), group, stage + 1)
+    return outputs
 
 
 def _joined(every: list[tuple[int, Any, Any]]) -> tuple[Any, Any]:

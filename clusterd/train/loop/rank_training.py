@@ -33,7 +33,7 @@ from clusterd.train.process.job import Job
 from clusterd.train.process.run_in_fork import run_in_fork
 from clusterd.train.process.seeding import UPDATE_STAGE, all_generator_states, seed_step
 from clusterd.train.process.start_phases import StartPhases
-from clusterd.train.state.attributes import Attributes
+from clusterd.train.state.attributes import COLLATE, DATA, SAMPLER, Attributes
 from clusterd.train.state.evaluations import Evaluations
 from clusterd.train.state.next_steps import NextSteps
 from clusterd.train.state.registered import Registered
@@ -96,7 +96,7 @@ class Training:
         if context.rank == 0:
             _warn_of_batch_norm(model, plan)
         if plan.pp > 1:
-            model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[context.coordinates.stage])
+            model = build.stage_of(model, job.layers, plan, context.coordinates.stage)
         model.forward = precision.with_precision(job.precision, device.type, model.forward)
         modules = dict(model.named_modules())  # before some plans wrap them under other names
         self.parallel = ParallelModel(
@@ -116,8 +116,10 @@ class Training:
         if context.rank == 0:
             _warn_of_hooks(self.optimizer.optimizer, plan)
         self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
-        own_data = job.data if self.stream is None and not job.num_workers else None
-        self.attributes = Attributes(modules, self.optimizer.holder, job.losses or job.loss, own_data)
+        makes_batches = {SAMPLER: job.sampler}
+        if not job.num_workers:  # workers see nothing that changes here
+            makes_batches |= {COLLATE: job.collate_fn} | ({DATA: job.data} if self.stream is None else {})
+        self.attributes = Attributes(modules, self.optimizer.holder, job.losses or job.loss, makes_batches)
         options: dict[str, Any] = {
             "coordinates": context.coordinates,
             "shares": plan.batch_shares(job.global_batch),
@@ -143,6 +145,8 @@ class Training:
         if self._prefetched is not None:
             prefetched, self._prefetched = self._prefetched, None
             return prefetched
+        # A loop of the script's own takes its batch apart on every rank.
+        reads = self.stepper.wants_inputs or self.job.own_loop
         if self.stream is not None:
             return self.stream.batches(
                 self.job,
@@ -150,9 +154,9 @@ class Training:
                 self.context.coordinates.replica,
                 self.device,
                 self.step,
-                collates=self.stepper.wants_inputs,
+                collates=reads,
             )
-        if not self.stepper.wants_inputs:
+        if not reads:
             return itertools.repeat((None, None), self.job.steps - self.step)
         return self._read(self.step, self.job.steps, self.job.num_workers)
 

@@ -95,6 +95,7 @@ class Session:
         """
         with self._loop.pause():
             self._loop.all_call("called run.evaluate()")
+            self._loop.training.optimizer.share_writes()
             found = self._loop.evaluator.means(data, metric, batch=batch, collate_fn=collate_fn, whole=whole)
         return next(iter(found.values())) if len(found) == 1 else found
 

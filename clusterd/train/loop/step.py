@@ -85,7 +85,7 @@ class Stepper:
         if not each_whole:
             self._gathering = Gathering(shares, coordinates.replica, parallel.dp_group, plan.accumulation)
         self._batch_unchecked = plan.accumulation > 1  # the first batch tells if batches can be cut
-        self._gradient_factor = plan.dp if parallel.averages or each_whole else 1
+        self._gradient_factor = len(shares) if parallel.averages or each_whole else 1
         self._trainable: list[nn.Parameter] = [p for p in parallel.module.parameters() if p.requires_grad]
         self._pipeline_stage: Any = None
         self._schedule_options: dict[str, bool] = {}

@@ -151,7 +151,8 @@ class TrainingLoop:
     def pause(self) -> Iterator[None]:
         """Context of what the script does between two steps and is not part of a step's time."""
         began_s = time.perf_counter()
-        yield
+        with self.own_loop.unwatched():
+            yield
         self._survivor.end()
         self._started += time.perf_counter() - began_s
         self.training.stepper.phases.restart()
@@ -346,6 +347,7 @@ class TrainingLoop:
         request = evaluations.request
         assert request is not None
         began_s = time.perf_counter()
+        training.optimizer.share_writes()
         interrupted_by = {"stop", "quiesce"} if training.step < training.job.steps else {"stop"}
         metrics = self.evaluator.means(
             request.data,

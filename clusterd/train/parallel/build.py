@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
+from clusterd.plans.plan import Plan
 from clusterd.plans.stages import split_layers
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.seeding import seed_everything
@@ -25,7 +28,8 @@ class Stage(nn.Module):  # type: ignore[misc]  # torch is not followed
     def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
         super().__init__()
         self._layer_paths = tuple(layers)
-        for path in layers:
+        # In the model's order: of the names of a shared parameter, both know it by the same one.
+        for path in (name for name, _ in model.named_modules(remove_duplicate=False) if name in layers):
             parent: nn.Module = self
             *containers, last = path.split(".")
             for name in containers:
@@ -40,6 +44,50 @@ class Stage(nn.Module):  # type: ignore[misc]  # torch is not followed
             outputs = self.get_submodule(path)(*inputs)
             inputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return inputs if len(inputs) > 1 else inputs[0]
+
+
+class Elsewhere(torch.Tensor):  # type: ignore[misc]  # torch is not followed
+    """Tensor of another stage, without values: the script may change it, which has no effect, but not read it."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        name = function.__name__
+        changes = name == "__set__" or (name.endswith("_") and not name.startswith("__"))
+        if changes and not any(draw in name for draw in _DRAWS):
+            return arguments[0]
+        given = (part for part in tree_leaves((arguments, options)) if isinstance(part, torch.Tensor))
+        try:
+            if name not in _READS and all(isinstance(part, Elsewhere) for part in given):
+                return super().__torch_function__(function, types, arguments, options or {})
+        except (RuntimeError, TypeError):  # it has no values
+            pass
+        raise PlanRefused(
+            f"the script computes with a parameter or a buffer of another stage of the pipeline ({name.strip('_')}), "
+            "of which this rank has no values; plans without pp leave the model whole"
+        )
+
+
+_DRAWS = ("normal", "uniform", "random", "bernoulli", "exponential", "rand")
+_READS = ("__reduce_ex__", "rand_like", "randn_like", "randint_like")
+"""Functions of a tensor that need its values, or whose random numbers other stages would not draw."""
+
+
+def stage_of(model: nn.Module, layers: Sequence[str], plan: Plan, stage: int) -> Stage:
+    """Stage of a pipeline; the rest of the model loses its values, as they would not be trained on this rank.
+
+    Raises:
+        PlanRefused: there are fewer layers with parameters than stages.
+    """
+    made = Stage(model, stage_paths(model, layers, plan.pp)[stage])
+    own = {id(tensor) for tensor in (*made.parameters(), *made.buffers())}
+    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+        if id(tensor) not in own:
+            other = torch.empty_like(tensor, device="meta").as_subclass(Elsewhere)
+            other._is_param = isinstance(tensor, nn.Parameter)
+            other.requires_grad_(tensor.requires_grad)
+            with suppress(RuntimeError):  # something else holds its memory
+                torch.utils.swap_tensors(tensor, other)
+    return made
 
 
 def build_model(factory: Callable[[], nn.Module], seed: int, *, meta: bool = False) -> nn.Module:

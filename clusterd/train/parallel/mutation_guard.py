@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from clusterd.train.parallel import build
 from clusterd.train.parallel.gradient_sync import local_tensor
@@ -118,3 +120,42 @@ def _norm(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor.double().norm()
     return torch.linalg.vector_norm(tensor, dtype=torch.float64)
+
+
+class ShardWrites(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+    """Context of the script's code between steps, in which it may change sharded parameters.
+
+    A part of a tensor along which it is sharded is a copy to torch, and what is written into it is lost.
+
+    Args:
+        on_draw: called if it draws random numbers for a shard.
+    Raises:
+        PlanRefused: it writes into such a copy.
+    """
+
+    def __init__(self, on_draw: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_draw = on_draw
+        self._copies: dict[int, Any] = {}  # by identity, which a freed one would share with others
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        given = arguments[0] if arguments else None
+        if function._schema.is_mutable and id(given) in self._copies:
+            raise PlanRefused(
+                f"the script's loop changes a part of a weight ({function.__name__}), of which ranks have shards, and "
+                "torch would lose the change: change the whole of it (multiply by a mask); dp and zero=1 leave "
+                "weights whole"
+            )
+        result = function(*arguments, **(options or {}))
+        placements = getattr(given, "placements", ())
+        if any(not placement.is_replicate() for placement in placements):
+            if torch.Tag.nondeterministic_seeded in function.tags:
+                self._on_draw()
+            if function.is_view and _storage(result) != _storage(given):
+                self._copies[id(result)] = result
+        return result
+
+
+def _storage(tensor: Any) -> int:
+    address: int = local_tensor(tensor).untyped_storage().data_ptr()
+    return address

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -55,6 +56,7 @@ class RankOptimizer:
         self._memory = [(p, p.data) for p in plain] if parallel.plan.zero == 1 else []
         self._options = self._inner_options()
         self.groups_made = len(self.optimizer.param_groups)
+        self._versions = [p._version for p in plain]
 
     def step(self, part: str = "") -> None:
         """Update the parameters from their gradients: all, or those of a part of an `AlternatingOptimizer`."""
@@ -91,6 +93,29 @@ class RankOptimizer:
             with torch.no_grad():
                 for _, parameter, plain in self.local:
                     local_tensor(parameter.detach()).copy_(plain, non_blocking=True)
+        self._versions = [plain._version for _, _, plain in self.local]
+
+    def share_writes(self) -> None:
+        """Give the model what the script has made the optimizer write into the parameters that it has.
+
+        In host memory these are copies; under ZeRO-1 each rank's optimizer has some of them, the others' are sent.
+        Every rank must call it.
+        """
+        if not self._own_loop or not (self.in_host_memory or self._parallel.plan.zero == 1):
+            return
+        before, self._versions = self._versions, [plain._version for _, _, plain in self.local]
+        if self.in_host_memory:
+            with torch.no_grad():
+                for version, now, (_, parameter, plain) in zip(before, self._versions, self.local, strict=True):
+                    if version != now:
+                        local_tensor(parameter.detach()).copy_(plain)
+            return
+        changed = torch.tensor(float(before != self._versions))  # on the host: nothing waits for a GPU
+        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._parallel.dp_group)
+        if changed:
+            _put_back(self._memory)
+            self.optimizer._sync_params()
+            self._versions = [plain._version for _, _, plain in self.local]
 
     def _inner_options(self) -> list[dict[str, Any]]:
         """Values of the groups of ZeRO-1's inner optimizer, which the script knows: torch's overwrites them."""

@@ -38,6 +38,13 @@ _OUT_OF_MEMORY = (
 _SHARDED_PARAMETER = "got mixed torch.Tensor and DTensor"
 """torch's text for a sharded parameter used where the script needs the whole one."""
 
+_NOT_SHARDED = (
+    "does not have a sharding strategy registered",
+    "in-place operations that require placement changes are not supported",
+    "Sharding propagation failed",
+)
+"""torch's texts for operations that it cannot compute with shards."""
+
 _COPIED_MODULE = "FSDP does not support deepcopy"
 """torch's text for a copy of a model whose parameters are sharded."""
 
@@ -124,6 +131,11 @@ def classify_error(error: BaseException, *, where: str) -> TrainError | None:
             return PlanRefused(
                 "the plan shards parameters, and the script computes with one outside the forward pass of its module, "
                 f"where a rank has a shard of it only{', ' * bool(where)}{where}; dp and zero=1 leave parameters whole"
+            )
+        if any(sign in text for sign in _NOT_SHARDED):
+            return PlanRefused(
+                "the plan shards parameters, and torch cannot compute with shards what the script does with one "
+                f"({first_line(text)}){', ' * bool(where)}{where}; dp and zero=1 leave parameters whole"
             )
         if _COPIED_MODULE in text:
             return PlanRefused(

@@ -203,7 +203,13 @@ def put(holder: Any, key: Any, value: Any) -> None:
 
 
 def assign(owner: Any, attribute: str, value: Any) -> None:
-    """Set what `attributes` gave under this name; what cannot be set any more is left out."""
+    """Set what `attributes` gave under this name; what cannot be set any more is left out.
+
+    A list, a map, an array or a tensor of the same form gets the content: the script may hold the object itself.
+    """
+    now = attributes(owner).get(attribute)
+    if type(now) is type(value) and _set_content(now, value):
+        return
     if isinstance(owner, (list, deque)):
         if (index := int(attribute[1:-1])) < len(owner):
             owner[index] = value
@@ -221,6 +227,24 @@ def assign(owner: Any, attribute: str, value: Any) -> None:
         owner.namespace[attribute] = value
     elif not isinstance(owner, tuple):
         setattr(owner, attribute, value)
+
+
+def _set_content(now: Any, value: Any) -> bool:
+    """Give an object the content of another of its type; False: it has another form, or cannot be changed."""
+    if isinstance(now, (torch.Tensor, np.ndarray)):
+        if now.shape != value.shape or now.dtype != value.dtype or (isinstance(now, torch.Tensor) and now.is_meta):
+            return False
+        if isinstance(now, np.ndarray):
+            now[...] = value
+        else:
+            now.detach().copy_(value)
+        return True
+    if not isinstance(now, (list, deque, dict, set)):
+        return False
+    content = copy.copy(value)
+    now.clear()
+    (now.extend if isinstance(now, (list, deque)) else now.update)(content)
+    return True
 
 
 def is_plain(value: Any) -> bool:

@@ -1,7 +1,8 @@
 """Random numbers that are the same for every sample, so that a batch and its parts can be compared.
 
 The numbers of a draw differ along its last dimension, that of features, and are spread evenly: wherever the dimension
-of samples is, a part of a batch gets what the same samples get within the whole. Dropout within fused kernels is left
+of samples is, a part of a batch gets what the same samples get within the whole. Where shards have a part of the
+features, all numbers of a draw are the same. Dropout within fused kernels is left
 out. A permutation is the reverse, not the identity, which would hide that samples are exchanged.
 """
 
@@ -20,38 +21,47 @@ _STRIDE = (math.sqrt(5) - 1) / 2  # multiples of the golden ratio are spread eve
 class FixedDraws(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """Context in which torch's operations draw fixed numbers.
 
+    Args:
+        alike: all numbers of a draw are the same.
+
     Attributes:
-        drawn: True if an operation would have drawn random numbers.
+        drawn: shapes of what operations drew, or would have drawn.
         is_free: True if one has drawn numbers that are not fixed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, alike: bool = False) -> None:
         super().__init__()
-        self.drawn = self.is_free = False
+        self._alike = alike
+        self.drawn: list[Any] = []
+        self.is_free = False
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         options = dict(options or {})
         arguments, dropout = _without_dropout(function, arguments, options)
         if dropout is not None:
-            self.drawn = self.drawn or dropout
+            if dropout:
+                self.drawn.append(getattr(arguments[0], "shape", None))
             return function(*arguments, **options)
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return function(*arguments, **options)
-        self.drawn = True
         name = function.__name__.partition(".")[0]
         if name == "native_dropout":
+            self.drawn.append(arguments[0].shape)
             return arguments[0].clone(), torch.ones_like(arguments[0], dtype=torch.bool)
         if name == "randperm":
+            self.drawn.append(arguments[0])
             return function(*arguments, **options).copy_(torch.arange(arguments[0] - 1, -1, -1))
         if name == "multinomial" and arguments[1] <= arguments[0].shape[-1]:
+            self.drawn.append(arguments[0].shape)
             return arguments[0].topk(arguments[1]).indices
         result = function(*arguments, **options)
+        self.drawn.append(getattr(result, "shape", None))
         draw = _DRAWS.get(name)
         if draw is None or not isinstance(result, torch.Tensor):
             self.is_free = True
             return result
         with torch.no_grad():
-            return result.copy_(draw(_even(result), *arguments, **options))
+            return result.copy_(draw(_even(result, alike=self._alike), *arguments, **options))
 
 
 def _without_dropout(function: Any, arguments: Any, options: dict[str, Any]) -> tuple[Any, bool | None]:
@@ -66,9 +76,9 @@ def _without_dropout(function: Any, arguments: Any, options: dict[str, Any]) -> 
     return arguments, None
 
 
-def _even(like: torch.Tensor) -> torch.Tensor:
+def _even(like: torch.Tensor, *, alike: bool) -> torch.Tensor:
     """Numbers between 0 and 1, in double precision, that differ along the last of several dimensions only."""
-    count = like.shape[-1] if like.dim() > 1 else 1
+    count = like.shape[-1] if like.dim() > 1 and not alike else 1
     numbers = torch.frac((torch.arange(count, dtype=torch.float64, device=like.device) + 0.5) * _STRIDE)
     return numbers.expand(like.shape)
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from clusterd.train.loop.peers import is_peer_loss
 from clusterd.train.parallel.mesh import device_of, process_groups, rendezvous
 from clusterd.train.process import accelerator, exits
 from clusterd.train.process.context import Context
@@ -30,7 +32,7 @@ from clusterd.train.process.job import Job
 from clusterd.train.process.run_in_fork import start_fork
 from clusterd.train.process.seeding import preserved_generators
 from clusterd.train.proof import split
-from clusterd.train.proof.split import Cut, Unclear, Verdict
+from clusterd.train.proof.split import MODEL, Cut, Sides, Unclear, Verdict
 
 POLL_S = 0.2
 FAILED = "failed"
@@ -47,7 +49,9 @@ def prove_split(
     gathers: bool = False,
     limit: Callable[[torch.device], None] = lambda _: None,
 ) -> Verdict:
-    """Compare a batch with the parts into which the plan cuts it; every rank must call it, before it uses its device.
+    """Compare the parts into which the plan cuts model and batch with the whole; every rank must call it.
+
+    That is before it uses its device.
 
     Args:
         store: of the ranks; None for a single one.
@@ -60,6 +64,18 @@ def prove_split(
     if accelerator.is_in_use():
         return Verdict(unclear="the script used CUDA before it called clusterd.train, and no child of it can")
     children = _Children(job, context, control, store, limit)
+    verdict = Verdict()
+    for sides in split.comparisons(context.plan):
+        found = _compare(children, job, context, sides, given, gathers)
+        verdict = replace(found, draws=verdict.draws or found.draws, too_large=verdict.too_large or found.too_large)
+        if split.differs(verdict) or verdict.unclear:
+            break
+    return verdict
+
+
+def _compare(
+    children: _Children, job: Job, context: Context, sides: Sides, given: Sequence[Any] | None, gathers: bool
+) -> Verdict:
     failure = ""
     for small in (False, True):
         cut = Cut.of(context.plan, job.global_batch, gathers=gathers, small=small, most=len(given or ()))
@@ -69,13 +85,15 @@ def prove_split(
         if given is None and context.rank == 0:
             with preserved_generators():
                 samples = split.read_samples(job, cut)
-        kind, value = children.run(split.prove, samples, cut)
+        kind, value = children.run(partial(split.prove, sides=sides), samples, cut)
         if kind == "result" and value.repeats:
-            sides = [children.run(partial(split.measure, in_parts=side), samples, cut) for side in (*[False] * 3, True)]
-            kind, value = min(sides, key=lambda side: _KINDS.index(side[0]))
+            measured = [
+                children.run(partial(split.measure, sides=sides, which=which), samples, cut) for which in (0, 0, 0, 1)
+            ]
+            kind, value = min(measured, key=lambda result: _KINDS.index(result[0]))
             if kind == "result":
-                whole, *again, parts = (run for _, run in sides)
-                value = split.judge(whole, again, parts, cut)
+                whole, *again, parts = (run for _, run in measured)
+                value = split.judge(whole, again, parts, cut, sides)
         if kind == "result":
             verdict: Verdict = value
             return verdict
@@ -84,6 +102,8 @@ def prove_split(
         failure = value
         if kind != "memory":
             break
+        if sides == MODEL and small:
+            return Verdict(too_large=True)
     return Verdict(unclear=failure)
 
 
@@ -141,9 +161,14 @@ class _Children:
                 shared = [samples]
                 if dist.is_initialized() and dist.get_world_size() > 1:
                     dist.broadcast_object_list(shared, device=torch.device("cpu"))
-                found = compute(self._job, context, device, mesh, shared[0], cut)
-                if dist.is_initialized():
-                    dist.barrier()  # no rank may end while another waits for what it sent
+                try:
+                    found = compute(self._job, context, device, mesh, shared[0], cut)
+                    if dist.is_initialized():
+                        dist.barrier()  # no rank may end while another waits for what it sent
+                except Exception as error:
+                    if is_peer_loss(error):
+                        os._exit(1)  # the other rank says why
+                    raise
                 return found
         except BaseException:
             failed.set()  # this process still has to say why

@@ -1,7 +1,8 @@
-"""Split proof: the parts into which a plan cuts a batch must train as the whole batch does.
+"""Split proof: the parts into which a plan cuts a model and a batch must train as the whole does.
 
-Under the plan itself, with its own collectives, every replica computes the whole of a small batch, which gives what one
-process gets; then each computes its part, in its micro-batches. Losses and gradients must agree to rounding. Each is
+Where a plan cuts the model, each rank computes a small batch with the whole model, as one process does, and all ranks
+compute it together, with the plan's own collectives. Where it cuts the batch, every replica computes the whole of it
+under the plan; then each computes its part, in its micro-batches. Losses and gradients must agree to rounding. Each is
 done several times in a row, with the samples in other orders, so that what a forward pass leaves behind for the next
 one (a queue, a running mean) counts too.
 
@@ -19,30 +20,36 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from clusterd.plans.plan import Plan
+from clusterd.plans.plan import Coordinates, Plan
 from clusterd.train.data.loader import order_of, pair_on_device
 from clusterd.train.loop.alternating_step import AlternatingStepper
+from clusterd.train.loop.evaluation import outputs_of
+from clusterd.train.loop.peers import is_peer_loss
 from clusterd.train.loop.step import Stepper, holders
 from clusterd.train.parallel import build
 from clusterd.train.parallel.apply_plan import ParallelModel
-from clusterd.train.parallel.gradient_sync import local_gradient
+from clusterd.train.parallel.gradient_sync import local_gradient, local_tensor
 from clusterd.train.parallel.mesh import check_same_model
 from clusterd.train.process import held
 from clusterd.train.process.context import Context
-from clusterd.train.process.exits import TrainError, UnevenParameterUse
+from clusterd.train.process.exits import PlanRefused, TrainError, UnevenParameterUse, classify_error, first_line
 from clusterd.train.process.job import Job
 from clusterd.train.process.seeding import generator_states, seed_everything
 from clusterd.train.proof.fixed_draws import FixedDraws
 from clusterd.train.state.attributes import parts_of_loss
+from clusterd.train.state.local_shards import box_of
 from clusterd.train.state.next_steps import relative_difference
 
 SAMPLES = 8
@@ -120,32 +127,51 @@ class Cut:
         return [number % self.parts for number in range(first, first + plan.accumulation)]
 
 
+class Side(Enum):
+    """Side of a comparison: how a batch is computed."""
+
+    ALONE = "by each rank alone, with the whole model"
+    WHOLE = "under the plan, the whole by each replica"
+    PARTS = "under the plan, in its parts"
+
+
+Sides = tuple[Side, Side]
+MODEL: Sides = (Side.ALONE, Side.WHOLE)
+BATCH: Sides = (Side.WHOLE, Side.PARTS)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Result of a proof.
 
     Attributes:
-        difference: in words, with numbers; empty: parts train as the whole.
+        difference: that the cuts of the batch make, in words, with numbers; empty: parts train as the whole.
+        of_model: the same of the cuts of the model.
         unclear: why no difference could be shown or ruled out.
-        metrics: which further value of the loss is no mean over samples, with numbers.
+        too_large: the whole model is, for one device.
+        metrics: which further value of the loss depends on the plan, with numbers.
+        evaluated: the same of the output in evaluation mode, by what forward passes on parts of the batch leave.
         repeats: it is unclear because two runs in one process differ.
-        draws: random numbers are drawn in a step.
+        draws: random numbers are drawn in a step, and others than in one process.
         counts: passes count something up.
         hooks: there are hooks on gradients.
     """
 
     difference: str = ""
+    of_model: str = ""
     unclear: str = ""
+    too_large: bool = False
     metrics: str = ""
+    evaluated: str = ""
     repeats: bool = False
     draws: bool = False
     counts: bool = False
     hooks: bool = False
 
 
-def cuts(plan: Plan) -> bool:
-    """True if a plan cuts the batch."""
-    return plan.dp * plan.accumulation > 1
+def comparisons(plan: Plan) -> list[Sides]:
+    """Comparisons that show that a plan trains as one process, in this order."""
+    return [MODEL] * (plan.tp * plan.pp > 1) + [BATCH] * (plan.dp * plan.accumulation > 1)
 
 
 def read_samples(job: Job, cut: Cut) -> list[Any]:
@@ -154,52 +180,84 @@ def read_samples(job: Job, cut: Cut) -> list[Any]:
     return [job.data[int(i)] for i in order.batch(0)[: cut.samples]]
 
 
-def prove(job: Job, context: Context, device: torch.device, mesh: Any, samples: Sequence[Any], cut: Cut) -> Verdict:
-    """Compare the whole of `samples` with its parts under the context's plan; every rank must call it."""
-    trial = _Trial(job, context, device, mesh, samples, cut)
-    verdict = _proved(trial, cut)
+def prove(
+    job: Job, context: Context, device: torch.device, mesh: Any, samples: Sequence[Any], cut: Cut, *, sides: Sides
+) -> Verdict:
+    """Compare two sides of `samples` under the context's plan; every rank must call it."""
+    trial = _Trial(job, context, device, mesh, samples, cut, sides)
+    verdict = _proved(trial)
     last = job.steps - PASSES
     others = [(ahead, 1.0) for ahead in (last // 2, last) if verdict.counts and last > 1]
     for ahead, scale in [*others, *([(0, LARGE)] if verdict.hooks else [])]:
-        if not (verdict.difference or verdict.unclear) and (other := _proved(trial, cut, ahead, scale)).difference:
+        if not (differs(verdict) or verdict.unclear):
+            other = _proved(trial, ahead, scale)
             when = f"after {ahead} steps, by what the script counts" if ahead else "where gradients are large"
-            return replace(verdict, difference=f"{when}, {other.difference}")
+            if other.difference:
+                verdict = replace(verdict, difference=f"{when}, {other.difference}")
+            if other.of_model:
+                verdict = replace(verdict, of_model=f"{when}, {other.of_model}")
     return verdict
 
 
-def _proved(trial: _Trial, cut: Cut, ahead: int = 0, scale: float = 1.0) -> Verdict:
-    trial.scale = scale
-    whole = trial.run(in_parts=False, ahead=ahead)
-    parts = trial.run(in_parts=True, reference=whole, ahead=ahead)
+def differs(verdict: Verdict) -> bool:
+    """True if a plan trains something else than one process."""
+    return bool(verdict.difference or verdict.of_model)
+
+
+def _proved(trial: _Trial, ahead: int = 0, scale: float = 1.0) -> Verdict:
+    trial.scale, sides = scale, trial.sides
+    whole = trial.run(sides[0], ahead=ahead)
+    try:
+        parts = trial.run(sides[1], reference=whole, ahead=ahead)
+    except Exception as error:
+        if is_peer_loss(error) or classify_error(error, where="") is not None:
+            raise
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # a pipeline stage wraps the error
+            cause = cause.__cause__
+        what = f"{type(cause).__name__}: {first_line(cause)}"
+        raise PlanRefused(f"{trial.plan} fails where {_LESS[sides]} does not: {what}") from error
     difference = parts.difference(whole)
     if difference.size <= whole.limit:
-        return whole.verdict(parts, cut)
-    again = trial.noise(whole, (0, 0), ahead)
+        return whole.verdict(parts, trial.cut, sides)
+    again = trial.noise(whole, sides[0], (0, 0), ahead)
     if difference.size <= NOISE_TIMES * again:
         return Verdict(unclear=f"two runs of the same samples differ by {again:.0e}", repeats=True, draws=whole.draws)
     if whole.draws_by_sample:
-        spread = trial.noise(whole, (1, 2, 3, 4), ahead)
+        spread = trial.noise(whole, sides[0], (1, 2, 3, 4), ahead)
         if difference.size < DRAWS_TIMES * spread:
             return Verdict(unclear=f"random numbers that cannot be fixed change a step by {spread:.0e}", draws=True)
-    return Verdict(difference.words(cut), draws=whole.draws)
+    return difference.verdict(trial.cut, sides, draws=whole.draws)
+
+
+_LESS = {MODEL: "one process", BATCH: "the whole batch"}
+"""Name of the first side, for messages."""
 
 
 def measure(
-    job: Job, context: Context, device: torch.device, mesh: Any, samples: Sequence[Any], cut: Cut, *, in_parts: bool
+    job: Job,
+    context: Context,
+    device: torch.device,
+    mesh: Any,
+    samples: Sequence[Any],
+    cut: Cut,
+    *,
+    sides: Sides,
+    which: int,
 ) -> Run:
-    """One side of the comparison alone, for a process that ends: nothing of the other one can be left in it."""
-    return _Trial(job, context, device, mesh, samples, cut).run(in_parts=in_parts)
+    """One side of a comparison alone, for a process that ends: nothing of the other one can be left in it."""
+    return _Trial(job, context, device, mesh, samples, cut, sides).run(sides[which])
 
 
-def judge(whole: Run, again: Sequence[Run], parts: Run, cut: Cut) -> Verdict:
-    """Verdict from measurements of a process each, of the whole several times, by the norms of gradients."""
+def judge(whole: Run, again: Sequence[Run], parts: Run, cut: Cut, sides: Sides) -> Verdict:
+    """Verdict from measurements of a process each, of the first side several times, by the norms of gradients."""
     difference = parts.by_norms(whole).difference(whole)
     noise = max(run.by_norms(whole).difference(whole).size for run in again)
     if difference.size <= whole.limit:
-        return whole.verdict(parts, cut)
+        return whole.verdict(parts, cut, sides)
     if difference.size <= NOISE_TIMES * noise:
         return Verdict(unclear=f"two runs of the same samples differ by {noise:.0e}", draws=whole.draws)
-    return Verdict(difference.words(cut), draws=whole.draws)
+    return difference.verdict(cut, sides, draws=whole.draws)
 
 
 class Unclear(TrainError):
@@ -214,13 +272,16 @@ class _Difference:
     parts: float
     later: bool  # only once a forward pass has left something for the next
 
-    def words(self, cut: Cut) -> str:
+    def verdict(self, cut: Cut, sides: Sides, *, draws: bool) -> Verdict:
         after = "after an earlier forward pass, " if self.later else ""
+        if sides == MODEL:
+            numbers = f"{self.whole:.6g} in one process, {self.parts:.6g} of the cut model"
+            return Verdict(of_model=f"{after}{self.what} is {numbers}", draws=draws)
         numbers = f"{self.whole:.6g} of {cut.samples} samples, {self.parts:.6g} of their {cut.parts} parts"
         text = f"{after}{self.what} is {numbers}"
         if relative_difference(self.parts * cut.parts, self.whole) < ROUNDING_MAX and self.what == "the loss":
-            return f"{text}: it is their sum, not their mean"
-        return text
+            text += ": it is their sum, not their mean"
+        return Verdict(text, draws=draws)
 
 
 @dataclass(frozen=True)
@@ -233,9 +294,11 @@ class Run:
         norms: of each gradient in the last pass, by loss and parameter.
         apart: norm of the difference of each from the reference.
         rounding: of the type with the largest rounding error in the model.
-        draws, draws_by_sample: random numbers are drawn, by any library, or by one whose numbers cannot be fixed.
+        draws, draws_by_sample: random numbers are drawn (other ones than in the reference, of the same samples), by any
+            library, or by one whose numbers cannot be fixed.
         counts: passes count something up.
         hooks: there are hooks on gradients.
+        output: norm of the output in evaluation mode, where the batch is cut.
     """
 
     losses: dict[tuple[int, str], float]
@@ -247,6 +310,7 @@ class Run:
     draws_by_sample: bool = False
     counts: bool = False
     hooks: bool = False
+    output: float = 0.0
 
     @property
     def limit(self) -> float:
@@ -254,10 +318,17 @@ class Run:
         scale = math.sqrt(self.rounding / torch.finfo(torch.float32).eps)
         return scale * min(ROUNDING_MAX, max(ROUNDING, NOISE_TIMES * self.spread))
 
-    def verdict(self, parts: Run, cut: Cut) -> Verdict:
-        """Verdict where the parts agree with this whole."""
-        metrics = _metric_difference(self, parts, self.limit, cut)
-        return Verdict(metrics=metrics, draws=self.draws, counts=self.counts, hooks=self.hooks)
+    def verdict(self, parts: Run, cut: Cut, sides: Sides) -> Verdict:
+        """Verdict where the other side agrees with this one."""
+        metrics = _metric_difference(self, parts, self.limit, cut, sides)
+        evaluated = ""
+        if relative_difference(parts.output, self.output) > self.limit:
+            evaluated = (
+                f"the norm of the output in evaluation mode is {self.output:.6g} after {PASSES} passes over "
+                f"{cut.samples} samples, {parts.output:.6g} after those over the parts of replica 0"
+            )
+        draws = self.draws and (parts.draws or sides == BATCH)
+        return Verdict(metrics=metrics, evaluated=evaluated, draws=draws, counts=self.counts, hooks=self.hooks)
 
     def by_norms(self, reference: Run) -> Run:
         """The same with the differences of norms in place of the norms of differences."""
@@ -295,11 +366,21 @@ class _Trial:
     """
 
     def __init__(
-        self, job: Job, context: Context, device: torch.device, mesh: Any, samples: Sequence[Any], cut: Cut
+        self,
+        job: Job,
+        context: Context,
+        device: torch.device,
+        mesh: Any,
+        samples: Sequence[Any],
+        cut: Cut,
+        sides: Sides,
     ) -> None:
         self._job, self._context, self._device, self._mesh = job, context, device, mesh
-        self._samples, self._cut = samples, cut
-        self._model: nn.Module | None = None  # of the run before
+        self._samples, self.cut, self.sides, self.plan = samples, cut, sides, context.plan
+        self._draws: list[Any] = []  # of the reference
+        evaluates = job.evaluate is not None or job.own_loop
+        self._evaluates = evaluates if sides == MODEL else self.plan.pp == 1 and not job.losses
+        self._model: Callable[[], nn.Module | None] = lambda: None  # of the run before, whose memory it need not keep
         self._gradients: dict[tuple[str, str], torch.Tensor] = {}
         self._rounding = torch.finfo(torch.float32).eps
         self._counters: dict[str, tuple[float, float]] | None = None  # first value, and what each pass adds
@@ -307,7 +388,7 @@ class _Trial:
         for kind in ("register_hook", "register_post_accumulate_grad_hook"):
             setattr(torch.Tensor, kind, self._noticing(getattr(torch.Tensor, kind)))
 
-    def run(self, *, in_parts: bool, reference: Run | None = None, seed: int = 0, ahead: int = 0) -> Run:
+    def run(self, side: Side, *, reference: Run | None = None, seed: int = 0, ahead: int = 0) -> Run:
         """Make the passes on a new model.
 
         Args:
@@ -315,53 +396,71 @@ class _Trial:
             seed: of the random numbers that are not fixed.
             ahead: passes that counters have counted before.
         """
-        plan, coordinates = self._context.plan, self._context.coordinates
-        if not in_parts:
+        plan, coordinates = self.plan, self._context.coordinates
+        if side is Side.ALONE:
+            plan, coordinates = Plan(), Coordinates(0, 0, 0)
+        elif side is Side.WHOLE:
             plan = replace(plan, accumulation=1, schedule="gpipe" if plan.pp > 1 else plan.schedule)
-        drawing, draws_by_sample = FixedDraws(), False
+        drawing, draws_by_sample = FixedDraws(alike=self.sides == MODEL), False
         losses: dict[tuple[int, str], torch.Tensor] = {}
         found = Run({}, {}, {}, {})
         metrics: dict[str, tuple[float, float]] = {}
         model = build.build_model(self._job.model, self._job.seed)
-        if model is self._model:
+        if model is self._model():
             raise Unclear("model() returns the same module in each call")
-        self._model = model
+        self._model = weakref.ref(model)
         places = self._places(model)
         self._set_counters(places, ahead)
         counted = [_read(places)]
         check_same_model(model, self._device)
         with _fixed_statistics([model, self._job.loss, *self._job.losses.values()]):
-            stepper, parallel = self._stepper(model, plan, in_parts)
-            for number in range(PASSES):
+            stepper, parallel = self._stepper(model, plan, coordinates, side)
+            for number in range(PASSES + (side is Side.ALONE)):  # what the last one leaves behind is of no other pass
                 seed_everything(seed)
                 before = generator_states()
                 with drawing:
                     batch: tuple[Any, Any] = (None, None)
                     if stepper.wants_inputs:
-                        batch = self._batch(number, in_parts, coordinates.replica)
+                        batch = self._batch(number, side, coordinates.replica)
                     for part, update, value in _unless_frozen(stepper.gradients(*batch), parallel):
-                        losses[number, part] = value
+                        if number < PASSES:
+                            losses[number, part] = value
                         if number == 0:
                             metrics |= update.own_metrics()
                         if number == PASSES - 1:
-                            self._measure(found, part, parallel, in_parts, keeps=reference is None)
-                draws_by_sample = draws_by_sample or generator_states() != before
+                            self._measure(found, part, parallel, side, keeps=reference is None)
+                if (states := generator_states()) != before:
+                    draws_by_sample = True
+                    drawing.drawn.append(states)
                 counted.append(_read(places))
+                if number < PASSES:
+                    drawn = list(drawing.drawn)
             parallel.drop_buckets()
+            seed_everything(seed)
+            with drawing:
+                size = self._evaluated(stepper, parallel, side) if self._evaluates else None
+            if size is not None:
+                losses[0, EVALUATION] = size
         if self._counters is None:
             self._counters = _counters(counted)
         draws_by_sample = draws_by_sample or drawing.is_free
         hooks = self._hooks or any(module._backward_hooks for module in model.modules())
-        drew = draws_by_sample or drawing.drawn, draws_by_sample, bool(self._counters), hooks
+        draws = bool(drawing.drawn)
+        if reference is None:
+            self._draws = drawn
+        elif side is Side.WHOLE and coordinates.stage == 0:  # the first stage has the random numbers of one process
+            draws = drawn != self._draws
+        drew = draws, draws_by_sample, bool(self._counters), hooks
         totals = torch.stack([value.double() for value in losses.values()]).to(self._device)
         if dist.is_initialized():
             dist.all_reduce(totals)
         found.losses.update(zip(losses, totals.tolist(), strict=True))
-        return self._summed(found, metrics, drew)
+        output = 0.0 if self.sides == MODEL else found.losses.pop((0, EVALUATION), 0.0)
+        return replace(self._summed(found, metrics, drew), output=output)
 
-    def noise(self, whole: Run, seeds: Sequence[int], ahead: int) -> float:
-        """The largest difference of further runs of the whole: a single one may come close to it by chance."""
-        runs = (self.run(in_parts=False, reference=whole, seed=seed, ahead=ahead) for seed in seeds)
+    def noise(self, whole: Run, side: Side, seeds: Sequence[int], ahead: int) -> float:
+        """The largest difference of further runs of a side: a single one may come close to it by chance."""
+        runs = (self.run(side, reference=whole, seed=seed, ahead=ahead) for seed in seeds)
         return max(run.difference(whole).size for run in runs)
 
     def _noticing(self, register: Callable[..., Any]) -> Callable[..., Any]:
@@ -389,12 +488,14 @@ class _Trial:
             elif holder is not None:
                 held.put(holder, key, first + each * ahead)
 
-    def _stepper(self, model: nn.Module, plan: Plan, in_parts: bool) -> tuple[Stepper, ParallelModel]:
-        job, coordinates = self._job, self._context.coordinates
+    def _stepper(
+        self, model: nn.Module, plan: Plan, coordinates: Coordinates, side: Side
+    ) -> tuple[Stepper, ParallelModel]:
+        job = self._job
         types = {p.dtype for p in model.parameters() if p.is_floating_point()}
         self._rounding = max([self._rounding, *(torch.finfo(t).eps for t in types)])
         if plan.pp > 1:
-            model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[coordinates.stage])
+            model = build.stage_of(model, job.layers, plan, coordinates.stage)
         parallel = ParallelModel(
             model,
             plan,
@@ -404,15 +505,15 @@ class _Trial:
             find_unused_parameters=job.find_unused_parameters,
             alternates=bool(job.losses),
         )
-        shares = (self._cut.samples,) * plan.dp
-        if in_parts:
-            sizes = self._cut.sizes
-            shares = tuple(sum(sizes[n] for n in self._cut.of_replica(plan, r)) for r in range(plan.dp))
+        shares = (self.cut.samples,) * (self._context.world_size if side is Side.ALONE else plan.dp)
+        if side is Side.PARTS:
+            sizes = self.cut.sizes
+            shares = tuple(sum(sizes[n] for n in self.cut.of_replica(plan, r)) for r in range(plan.dp))
         options: dict[str, Any] = {
             "coordinates": coordinates,
             "shares": shares,
             "clip_norm": None,
-            "each_whole": not in_parts,
+            "each_whole": side is not Side.PARTS,
         }
         optimizer: Any = _NoOptimizer(parallel)
         if job.losses:
@@ -426,34 +527,58 @@ class _Trial:
 
         return scaled if self.scale != 1 else loss
 
-    def _batch(self, number: int, in_parts: bool, replica: int) -> tuple[Any, Any]:
+    def _batch(self, number: int, side: Side, replica: int) -> tuple[Any, Any]:
         """Batch of this replica in a pass: all samples, or the parts of its micro-batches, one after another."""
         samples = list(self._samples)
-        if number:
+        if number == PASSES:
+            samples = samples[:1] * len(samples)
+        elif number:
             random.Random(number).shuffle(samples)
-        if in_parts:
-            ends = list(itertools.accumulate(self._cut.sizes))
-            parts = [samples[end - size : end] for end, size in zip(ends, self._cut.sizes, strict=True)]
-            samples = [sample for n in self._cut.of_replica(self._context.plan, replica) for sample in parts[n]]
+        if side is Side.PARTS:
+            ends = list(itertools.accumulate(self.cut.sizes))
+            parts = [samples[end - size : end] for end, size in zip(ends, self.cut.sizes, strict=True)]
+            samples = [sample for n in self.cut.of_replica(self.plan, replica) for sample in parts[n]]
         return pair_on_device(self._job.collate_fn(samples), self._device)
 
-    def _measure(self, found: Run, part: str, parallel: ParallelModel, in_parts: bool, *, keeps: bool) -> None:
+    def _evaluated(self, stepper: Stepper, parallel: ParallelModel, side: Side) -> torch.Tensor | None:
+        """This rank's part of the norm of the output in evaluation mode; None: the model has none for these inputs."""
+        inputs, _ = self._batch(0, Side.WHOLE, 0)
+        parallel.module.eval()
+        coordinates, ranks = self._context.coordinates, self._context.world_size
+        stage = 0 if side is Side.ALONE else coordinates.stage
+        try:
+            with torch.no_grad():
+                outputs = outputs_of(parallel, stepper.stage_forward, stage, inputs)
+        except Exception:
+            if side is Side.WHOLE and self.sides == MODEL:
+                raise
+            self._evaluates = False
+            return None
+        leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        size = math.sqrt(sum(_square(leaf) for leaf in leaves))
+        if side is Side.ALONE:
+            return torch.tensor(size / ranks, device=self._device)
+        # The buffers of evaluations are those of replica 0.
+        reports = coordinates.shard == coordinates.replica == 0 and coordinates.stage == self.plan.pp - 1
+        return torch.tensor(size * reports, device=self._device)
+
+    def _measure(self, found: Run, part: str, parallel: ParallelModel, side: Side, *, keeps: bool) -> None:
         """Squares of this rank's part of each gradient, and of its distance from the reference."""
         for name, parameter in parallel.parameters:
-            if parameter.grad is None:
-                continue
-            gradient = local_gradient(parameter).detach()
-            if not (in_parts or parallel.averages):  # each replica has added the gradient of the whole
-                gradient = gradient / parallel.plan.dp
             there = self._gradients.get((part, name))
-            copies = holders(parameter, parallel.plan)
-            found.norms[part, name] = _square(gradient) / copies
-            found.apart[part, name] = _square(gradient if there is None else gradient - there) / copies
-            if keeps:
-                self._gradients[part, name] = gradient.clone()
-        for key, there in self._gradients.items():
-            if key[0] == part and key not in found.norms:
-                found.norms[key], found.apart[key] = 0.0, _square(there)  # no gradient in this run
+            gradient = None if parameter.grad is None else local_gradient(parameter).detach()
+            if gradient is not None and side is Side.WHOLE and not parallel.averages:
+                gradient = gradient / parallel.plan.dp  # each replica has added the gradient of the whole
+            if keeps and gradient is not None:
+                self._gradients[part, name] = gradient.to("cpu" if side is Side.ALONE else gradient.device, copy=True)
+            if there is not None and there.shape != local_tensor(parameter.detach()).shape:  # of the whole model
+                there = there[tuple(slice(low, high) for low, high in box_of(parameter))]
+            there = None if there is None else there.to(parameter.device)
+            apart = gradient if there is None else there if gradient is None else gradient - there
+            if apart is not None:
+                copies = self._context.world_size if side is Side.ALONE else holders(parameter, parallel.plan)
+                found.norms[part, name] = 0.0 if gradient is None else _square(gradient) / copies
+                found.apart[part, name] = _square(apart) / copies
 
     def _summed(self, own: Run, own_metrics: dict[str, tuple[float, float]], drew: tuple[bool, ...]) -> Run:
         """The run of all ranks: norms over what each of them holds."""
@@ -539,7 +664,8 @@ def _with_scale(value: Any, scale: float) -> Any:
 
 def _read(places: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
     """Numbers in places, by name."""
-    values = {n: h.item() if isinstance(h, torch.Tensor) else h.get(k) for n, (h, k) in places.items()}
+    own = {n: place for n, place in places.items() if not isinstance(place[0], build.Elsewhere)}
+    values = {n: h.item() if isinstance(h, torch.Tensor) else h.get(k) for n, (h, k) in own.items()}
     return {n: v for n, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
 
 
@@ -554,15 +680,23 @@ def _counters(passes: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]
     return found
 
 
-def _metric_difference(whole: Run, parts: Run, limit: float, cut: Cut) -> str:
+def _metric_difference(whole: Run, parts: Run, limit: float, cut: Cut, sides: Sides) -> str:
     for name, value in whole.metrics.items():
-        if relative_difference(value, parts.metrics.get(name, math.nan)) > limit:
-            numbers = f"{value:.6g} of {cut.samples} samples as a whole, {parts.metrics.get(name, math.nan):.6g} as the"
-            return f"{name} is {numbers} mean of their {cut.parts} parts"
+        if relative_difference(other := parts.metrics.get(name, math.nan), value) > limit:
+            if sides == MODEL:
+                return f"{name} is {value:.6g} in one process, {other:.6g} of the cut model"
+            numbers = f"{value:.6g} of {cut.samples} samples as a whole, {other:.6g} as the mean of their {cut.parts}"
+            return f"{name} is {numbers} parts: it depends on the plan, and is no mean over samples"
     return ""
 
 
+EVALUATION = "(evaluation)"
+"""In place of the part of a loss: the output in evaluation mode."""
+
+
 def _loss_name(part: str) -> str:
+    if part == EVALUATION:
+        return "the norm of the output in evaluation mode"
     return f"the loss of {part}" if part else "the loss"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,9 @@ from clusterd.train.process.plain_data import from_plain, plain_with_tensors
 
 BYTES_MAX, TOTAL_BYTES_MAX = 1 << 18, 1 << 22
 """Limits for one tensor and for all: they are part of a message, unlike parameters and buffers."""
+
+READ_BYTES_MAX = 1 << 26
+"""Limit for an array that is read to see whether it has changed."""
 
 Key = tuple[str, str]
 """Owner and attribute."""
@@ -90,14 +94,24 @@ class _Initial:
         self._version = 0 if self._is_array else tensor._version
         self.device = None if self._is_array else tensor.device
         self.value: Any = None
+        # torch counts changes, NumPy does not.
+        self._checksum = _checksum(tensor) if self._is_array and BYTES_MAX < tensor.nbytes <= READ_BYTES_MAX else None
         if tensor.nbytes <= BYTES_MAX:
             self.value = tensor.copy() if self._is_array else tensor.detach().clone()
 
     def has_changed(self, now: Any) -> bool:
         if self._is_array:
-            return now is not self._tensor or (self.value is not None and not np.array_equal(now, self.value))
+            if now is not self._tensor:
+                return True
+            if self._checksum is not None:
+                return _checksum(now) != self._checksum
+            return self.value is not None and not np.array_equal(now, self.value)
         changed: bool = self._tensor._version != self._version or now is not self._tensor
         return changed
+
+
+def _checksum(array: Any) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).data)
 
 
 def _overwrite(current: Any, value: Any) -> None:

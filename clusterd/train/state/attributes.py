@@ -9,6 +9,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -26,6 +27,9 @@ LOSS = "(loss)"
 DATA = "(data)"
 """Key of a data set, of which only generators are carried, and what the script's own loop changes."""
 
+SAMPLER, COLLATE = "(sampler)", "(collate_fn)"
+"""Keys of what else makes batches, of which only the latter is carried."""
+
 EXTRA = "(extra state)"
 """Attribute in the place of what a module's ``get_extra_state`` gives."""
 
@@ -42,6 +46,7 @@ class Attributes:
 
     Attributes:
         roots: the modules, the optimizer and the loss, by name.
+        data: what makes batches, by name.
         of_loop: names of what the script's own loop has changed.
     """
 
@@ -50,14 +55,14 @@ class Attributes:
         modules: Mapping[str, nn.Module],
         optimizer: torch.optim.Optimizer,
         loss: object = None,
-        data: object = None,
+        data: Mapping[str, object] | None = None,
     ) -> None:
         """Record the initial values; call before the first step.
 
         Args:
             modules: by the names that they have in the model.
             loss: included if it is an object, or a function that keeps something.
-            data: set of samples that this process reads.
+            data: what makes batches in this process: set of samples, sampler, `collate_fn`.
         """
         optimizers = optimizer.parts if isinstance(optimizer, AlternatingOptimizer) else {}
         self.roots: dict[str, object] = {**modules, OPTIMIZER: optimizer}
@@ -65,7 +70,8 @@ class Attributes:
         losses = {f"{LOSS}.{name}": module for name, module in parts_of_loss(loss).items()}
         self.roots |= losses
         self.roots |= held.script_globals([*modules.values(), loss, *losses.values()])
-        self._data = {DATA: data} if data is not None else {}
+        self.data = {name: getattr(value, "__self__", value) for name, value in (data or {}).items()}
+        self.data |= {f"{DATA}.{n}": v for n, v in held.script_globals([*self.data.values()]).items()}
         owners = held.owners(self.roots)
         self._tensors = AttributeTensors(owners, frozenset(losses))
         self._initial = {
@@ -101,13 +107,13 @@ class Attributes:
                 if held.is_container(v) and not held.is_plain(v) and len(v) != self._sizes.get((name, k), len(v)):
                     self._tell(name, k, f"{held.path(name, k)}, which has changed and holds no numbers, or too many,")
         tensors, left_out = self._tensors.changed(owners)
-        for name, owner in held.owners(self._data).items():
+        for name, owner in held.owners(self.data).items():
             for k, v in owner.attributes.items():
                 if (at := held.path(name, k)) not in self.of_loop:
                     continue
                 if held.is_plain(v):
                     plain.setdefault(name, {})[k] = plain_value(v, at)
-                elif isinstance(v, torch.Tensor) and v.nbytes <= BYTES_MAX:
+                elif isinstance(v, (torch.Tensor, np.ndarray)) and v.nbytes <= BYTES_MAX:
                     tensors.setdefault(name, {})[k] = plain_with_tensors(v, at)
                 else:
                     left_out.append((name, k))
@@ -136,15 +142,11 @@ class Attributes:
             for attribute, value in plain.get(name, {}).items():
                 initial = self._initial_value(name, owner, attribute, None)
                 held.assign(owner.value, attribute, restore_like(initial, value))
-        for name, owner in held.owners(self._data).items():
+        for name, owner in held.owners(self.data).items():
             for attribute, value in plain.get(name, {}).items():
                 held.assign(owner.value, attribute, restore_like(owner.attributes.get(attribute), value))
             for attribute, value in tensors.get(name, {}).items():
-                now, there = from_plain(value), owner.attributes.get(attribute)
-                if isinstance(there, torch.Tensor) and there.shape == now.shape:
-                    there.copy_(now)
-                else:
-                    held.assign(owner.value, attribute, now)
+                held.assign(owner.value, attribute, from_plain(value))
         self.of_loop.update(*(source.get("of_loop", ()) for source in sources))
         self._tensors.restore(owners, tensors)
         stateful = self._stateful(owners)
@@ -168,7 +170,7 @@ class Attributes:
 
     def _stateful(self, owners: Mapping[str, held.Owner]) -> dict[str, Any]:
         """Generators, objects that save their own state, and modules with an extra state, by name."""
-        found = held.generators(self._data)
+        found = held.generators({k: v for k, v in self.data.items() if k == DATA})
         for name, owner in owners.items():
             if (
                 isinstance(owner.value, nn.Module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.foreign.runs import REFUSED, RIGHT, TOLD, Runner
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     registry.load()
-    groups = ["own_loops", "settings", "batches", "carried", "whole_batch"]
+    groups = ["own_loops", "settings", "batches", "carried", "whole_batch", "cut_models"]
     made = Runner(tmp_path_factory.mktemp("loops"), [f"tests.foreign.{group}" for group in groups])
     yield made
     made.close()
@@ -34,7 +35,15 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         ("sampler_that_counts", "dp=2", RIGHT, ""),
         ("weight_drawn_by_loop", "dp=2", RIGHT, ""),
         ("weight_by_batch", "dp=2", REFUSED, "before step 1 the script's loop has made (loss).beta 0.7"),
-        ("weight_of_rank_zero", "dp=2", REFUSED, "before step 1 the script's loop has made (loss).beta 0.1 on one"),
+        ("weight_of_rank_zero", "dp=2", REFUSED, "before step 1 the script's loop has made (loss).beta 0.1 on rank 0"),
+        ("names_looked_up", "dp=2,zero=3", REFUSED, "changes a part of a weight (zero_.default), of which ranks have"),
+        ("names_looked_up", "pp=2,accumulation=2", RIGHT, ""),
+        ("batch_unpacked_by_loop", "pp=3,accumulation=4", RIGHT, ""),
+        ("noisy_weights_by_loop", "tp=2", TOLD, "draws random numbers for a weight, of which ranks of tp=2 have"),
+        ("noisy_weights_by_loop", "pp=2,accumulation=2", REFUSED, "of another stage of the pipeline (randn_like)"),
+        ("weight_by_norm_in_loop", "pp=2,accumulation=2", REFUSED, "of another stage of the pipeline (float)"),
+        ("head_saved_by_loop", "pp=2,accumulation=2", REFUSED, "of another stage of the pipeline (reduce_ex)"),
+        ("layerwise_rates_by_loop", "pp=2,accumulation=2", TOLD, "this stage of pp=2,accumulation=2 has 7 of 15"),
         ("mixup_by_loop", "dp=2", TOLD, "the script's loop changes its batches"),
         ("late_batch_by_loop", "dp=2", TOLD, "loss.beta: that dp=2 trains as one process was shown for its first"),
         ("mined_later", "dp=2", REFUSED, "after 4 steps, by what the script counts, "),
@@ -65,11 +74,35 @@ def test_what_a_script_changes_is_as_in_one_process_or_named(
         ("clipped_by_past_norms", "restart"),
         ("sampler_that_counts", "resume"),
         ("set_that_grows", "restart"),
+        ("weights_in_an_array", "restart"),
+        ("weights_in_a_list", "move"),
+        ("weights_in_a_map", "resume"),
+        ("weight_in_a_shared_map", "restart"),
+        ("masked_more_by_loop", "restart"),
     ],
 )
 def test_what_a_script_has_changed_goes_on(runner: Runner, script: str, how: str) -> None:
     found = runner.verdicts(registry.SCRIPTS[script], [how])[how]
     assert found.verdict == RIGHT, found
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=1,offload=optimizer", "dp=2,zero=3"])
+def test_an_evaluation_sees_what_the_optimizer_writes_for_it(runner: Runner, tmp_path: Path, plan: str) -> None:
+    """An optimizer without schedule has an average for evaluations, of which a rank updates a part."""
+    logged = []
+    for under in ("dp=1", plan):
+        run = runner._pools[0].run(tmp_path / under, under, script="schedule_free", steps=6).checked()
+        logged.append({step: values["val"] for step, values in run.logged.items()})
+    assert logged[1] == pytest.approx(logged[0], rel=1e-5)
+    assert len(logged[0]) == 3
+
+
+@pytest.mark.slow
+def test_what_is_too_large_to_be_carried_is_named(runner: Runner) -> None:
+    found = runner.verdicts(registry.SCRIPTS["replay_of_megabytes"], ["restart"])["restart"]
+    assert found.verdict == TOLD, found
+    assert "(data).weights, which has changed and is large, is neither migrated nor saved" in found.reason
 
 
 def test_variables_that_begin_anew_are_named(runner: Runner) -> None:

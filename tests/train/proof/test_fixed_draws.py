@@ -35,7 +35,7 @@ def test_parts_draw_what_the_whole_draws(name: str) -> None:
     fixed = FixedDraws()
     with fixed:
         whole, parts = draw(x), torch.cat([draw(x[:4]), draw(x[4:])])
-    assert (fixed.drawn, fixed.is_free) == (True, False)
+    assert (bool(fixed.drawn), fixed.is_free) == (True, False)
     torch.testing.assert_close(parts, whole)
 
 
@@ -45,7 +45,7 @@ def test_parts_draw_what_the_whole_draws(name: str) -> None:
 def test_draws_that_are_not_fixed_are_known(draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with FixedDraws() as fixed:
         draw(torch.randn(8, 6))
-    assert (fixed.drawn, fixed.is_free) == (True, True)
+    assert (bool(fixed.drawn), fixed.is_free) == (True, True)
 
 
 def test_a_recurrent_net_has_no_dropout_between_its_layers() -> None:

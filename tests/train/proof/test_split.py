@@ -55,6 +55,7 @@ def foreign() -> RankPool:
             "tests.foreign.whole_batch",
             "tests.foreign.diverging",
             "tests.foreign.settings",
+            "tests.foreign.cut_models",
             "tests.train.proof.ending",
         ]
     )
@@ -93,7 +94,39 @@ def test_what_looks_at_the_batch_is_refused_before_the_first_step(
         assert "Traceback" not in rank.output
 
 
+STAGES = "pp=2,accumulation=1,schedule=gpipe"
+
+OTHERWISE = [
+    ("qkv_in_one", "tp=2", "the loss is 3.6"),
+    ("auxiliary_in_attributes", "pp=2,accumulation=2", "the loss is 3.5"),
+    ("other_output_when_evaluated", STAGES, "the norm of the output in evaluation mode is"),
+    ("softmax_over_split", "dp=2,tp=2,zero=1", "in one process"),
+    ("softmax_when_evaluated", "tp=2", "the norm of the output in evaluation mode is"),
+    ("mode_dependent", STAGES, "after 4 steps, by what the script counts, "),
+    ("statistic_in_a_hook", STAGES, "the loss is"),
+    ("deep_supervision", "pp=2,accumulation=2", "fails where one process does not: RuntimeError"),
+    ("standardised_down", "tp=2", "torch cannot compute with shards what the script does with one"),
+    ("penalty_of_all_weights", STAGES, "computes with a parameter or a buffer of another stage of the pipeline"),
+    ("statistic_in_a_hook", "dp=2,tp=2,zero=1", "the result depends on how the batch is cut"),
+]
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize(("script", "plan", "reason"), OTHERWISE)
+def test_a_cut_model_that_computes_something_else_is_refused_before_the_first_step(
+    foreign: RankPool, tmp_path: Path, script: str, plan: str, reason: str
+) -> None:
+    """Shards have a part of the features, and stages nothing of what others compute."""
+    run = foreign.run(tmp_path, plan, script=script, steps=12)
+    assert {rank.exit_code for rank in run.ranks} == {96}, run.ranks[0].output
+    assert run.losses == []
+    for rank in run.ranks:
+        assert reason in rank.output
+        assert "Traceback" not in rank.output
+
+
 EQUAL = [
+    ("layer_dropped", "tp=2", ""),
     ("warmed_up_by_calls", "dp=2", ""),
     ("clipped_backward", "accumulation=2", ""),
     ("contrastive_gathered", "dp=2", ""),
@@ -103,6 +136,11 @@ EQUAL = [
     ("metric_of_the_batch", "dp=2", "spread is"),
     ("barlow_twins", "dp=1", ""),
     ("signs_in_backward", "dp=2,shares=4:4", ""),
+    ("embedding_with_padding", "dp=2,tp=2,zero=3", ""),
+    ("grouped_heads", "tp=2", ""),
+    ("weighted_words", "tp=2", ""),
+    ("weighted_words", "dp=2,pp=2,zero=2,accumulation=2", ""),
+    ("tied_in_other_order", STAGES, ""),
     ("clipped_one_cycle", "dp=2,shares=3:5", ""),
 ]
 
@@ -123,7 +161,10 @@ def test_what_trains_alike_is_not_accused(foreign: RankPool, tmp_path: Path, scr
     [
         ("replicas_semantics", "dp=2", "cuts the batch, as accepted: the loss is"),
         ("dropped_out", "dp=2", "draws random numbers"),
+        ("dropout_inside", "tp=2", "draws random numbers"),
+        ("layer_dropped", STAGES, "draws random numbers"),
         ("normalised", "dp=2", "is batch normalisation"),
+        ("range_for_evaluation", "dp=2", "what forward passes keep depends on dp=2, and with it evaluations"),
         (
             "random_slopes",
             "dp=2",
