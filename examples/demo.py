@@ -24,9 +24,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from clusterd.cli.common.output import compact_devices
 from clusterd.client import Client
-from clusterd.units import duration, size
+from clusterd.units import compact_devices, duration, size
 
 GPT = Path(__file__).parent / "gpt"
 TIME_LIMIT_S = 900.0

@@ -113,3 +113,35 @@ def test_test_modules_have_a_first_line() -> None:
             if documented and VAGUE_OPENING.match(ast.get_docstring(node) or ""):  # type: ignore[arg-type]
                 wrong.append(f"{file.relative_to(ROOT)}: {getattr(node, 'name', 'module')}")
     assert wrong == []
+
+
+def test_scripts_beside_the_product_import_names_that_are_there() -> None:
+    """Examples, benchmarks and documents are no part of what types are checked in."""
+    missing: list[str] = []
+    for folder in ("examples", "docs", "tests"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "clusterd":
+                    names = [alias.name for alias in node.names if not _is_there(str(node.module), alias.name)]
+                    missing += [f"{file.relative_to(ROOT)}: {node.module}.{name}" for name in names]
+    assert missing == []
+
+
+def _is_there(module: str, name: str) -> bool:
+    path = ROOT / module.replace(".", "/")
+    return any((path / f).exists() for f in (f"{name}.py", f"{name}/__init__.py")) or name in _bound(path)
+
+
+@cache
+def _bound(path: Path) -> set[str]:
+    """Names that a module, or the ``__init__`` of a package, binds."""
+    source = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.exists()), None)
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source.read_text())) if source is not None else ():
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
