@@ -32,7 +32,7 @@ PACE_S = 0.3
 """Pause between steps while a move is prepared, so that the baseline is long enough."""
 
 RIGHT, TOLD, REFUSED, WRONG = "right", "told", "refused", "WRONG"
-PEER_LOSS = re.compile(r"^RuntimeError: .*Connection closed by peer", re.MULTILINE)
+PEER_LOSS = re.compile(r"^RuntimeError: .*gloo/transport/tcp/", re.MULTILINE)  # closed, or reset, by peer
 ROUTINE = re.compile(r"clusterd: (stopped after|saved step|using \d|step \d|resum|moved|\[)")
 """Lines that a run without fault prints too."""
 
