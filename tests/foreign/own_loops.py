@@ -309,16 +309,16 @@ def weight_in_a_global() -> dict[str, Any]:
 
 
 class Replay(Dataset[Any]):
-    """Rewards of states, in a tensor."""
+    """Rewards of states, in a tensor of half precision."""
 
     def __init__(self) -> None:
-        self.points, self.rewards = points(), torch.zeros(SAMPLES)
+        self.points, self.rewards = points(), torch.zeros(SAMPLES, dtype=torch.bfloat16)
 
     def __len__(self) -> int:
         return len(self.points)
 
     def __getitem__(self, index: int) -> Any:
-        return self.points[index][0], self.rewards[index]
+        return self.points[index][0], self.rewards[index].float()
 
 
 @script()
@@ -335,10 +335,11 @@ def replay_filled_by_loop() -> dict[str, Any]:
 
 
 class Mined(Dataset[Any]):
-    """Samples whose weights the script keeps beside them, in an array, a list or a map."""
+    """Samples whose weights the script keeps beside them, in an array, a list or a map, and their times."""
 
     def __init__(self, weights: Any) -> None:
         self.points, self.weights = points(), weights
+        self.times = np.arange(1 << 16).astype("datetime64[s]")
 
     def __len__(self) -> int:
         return len(self.points)

@@ -25,7 +25,7 @@ from clusterd.train.process.control import Control
 from clusterd.train.process.exits import PlanRefused
 from clusterd.train.process.script_variables import NAMED_MAX
 from clusterd.train.process.seeding import LOOP_STAGES, seed_step
-from clusterd.train.state.attribute_tensors import BYTES_MAX, READ_BYTES_MAX
+from clusterd.train.state.attribute_tensors import BYTES_MAX, READ_BYTES_MAX, checksum
 from clusterd.train.state.attributes import COLLATE, DATA, OPTIMIZER, SAMPLER
 from clusterd.train.state.training import Training
 
@@ -236,7 +236,9 @@ def _shown(value: Any) -> str:
     """Value of a place in a few characters, and others for others."""
     if isinstance(value, held.SIMPLE):
         return str(value)
-    content = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) and value.dtype in _NUMPYS else value
+    content = value
+    if isinstance(value, torch.Tensor):  # of which some types have no like in NumPy
+        content = value.detach().cpu().flatten().view(torch.uint8).numpy()
     return f"a {type(value).__name__} with checksum {_content(content, of_large=True)}"
 
 
@@ -261,9 +263,8 @@ DRAWS_OF_SHARDS = (
     "one process, and losses differ as between two seeds"
 )
 
-_NUMPYS = torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool
-
-_UNKNOWN = None
+_UNKNOWN = "(unknown)"
+"""In place of what is not read: the same on all ranks."""
 
 
 def _is_table(value: Any) -> bool:
@@ -274,7 +275,7 @@ def _content(value: Any, *, of_large: bool) -> Any:
     """Mark that almost surely differs for another content of an array, or of a list or map of numbers and text."""
     if isinstance(value, np.ndarray):
         is_read = value.nbytes <= BYTES_MAX or (of_large and value.nbytes <= READ_BYTES_MAX)
-        return zlib.crc32(np.ascontiguousarray(value).data) if is_read and not value.dtype.hasobject else _UNKNOWN
+        return checksum(value) if is_read and not value.dtype.hasobject else _UNKNOWN
     return zlib.crc32(pickle.dumps(value)) if held.is_container(value) else _mark(value)
 
 

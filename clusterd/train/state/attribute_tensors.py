@@ -95,7 +95,7 @@ class _Initial:
         self.device = None if self._is_array else tensor.device
         self.value: Any = None
         # torch counts changes, NumPy does not.
-        self._checksum = _checksum(tensor) if self._is_array and BYTES_MAX < tensor.nbytes <= READ_BYTES_MAX else None
+        self._checksum = checksum(tensor) if self._is_array and BYTES_MAX < tensor.nbytes <= READ_BYTES_MAX else None
         if tensor.nbytes <= BYTES_MAX:
             self.value = tensor.copy() if self._is_array else tensor.detach().clone()
 
@@ -104,14 +104,15 @@ class _Initial:
             if now is not self._tensor:
                 return True
             if self._checksum is not None:
-                return _checksum(now) != self._checksum
+                return checksum(now) != self._checksum
             return self.value is not None and not np.array_equal(now, self.value)
         changed: bool = self._tensor._version != self._version or now is not self._tensor
         return changed
 
 
-def _checksum(array: Any) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).data)
+def checksum(array: Any) -> int:
+    """Checksum of the bytes of an array, whose type may be one without a buffer (dates)."""
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 def _overwrite(current: Any, value: Any) -> None:

@@ -36,6 +36,8 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         ("weight_drawn_by_loop", "dp=2", RIGHT, ""),
         ("weight_by_batch", "dp=2", REFUSED, "before step 1 the script's loop has made (loss).beta 0.7"),
         ("weight_of_rank_zero", "dp=2", REFUSED, "before step 1 the script's loop has made (loss).beta 0.1 on rank 0"),
+        ("replay_filled_by_loop", "dp=2", RIGHT, ""),
+        ("weights_in_an_array", "dp=2", RIGHT, ""),
         ("names_looked_up", "dp=2,zero=3", REFUSED, "changes a part of a weight (zero_.default), of which ranks have"),
         ("names_looked_up", "pp=2,accumulation=2", RIGHT, ""),
         ("batch_unpacked_by_loop", "pp=3,accumulation=4", RIGHT, ""),
