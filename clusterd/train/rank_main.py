@@ -74,6 +74,7 @@ def session(job: Job, on_end: OnEnd | None = None, *, own_loop: bool = True) -> 
     control, job = None, replace(job, own_loop=own_loop)
     try:
         precision.check(job.precision)
+        precision.watch_autocast()
         check_parts(job)
         if job.save_format not in export.FORMATS:
             raise Refused(f"save_format is {job.save_format!r}; it must be one of {', '.join(export.FORMATS)}")

@@ -560,3 +560,68 @@ def compiled_blocks() -> dict[str, Any]:
         return m
 
     return cut(model=model)
+
+
+class CastBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return super().forward(x)
+
+
+class CastBlocks(Model):
+    block = CastBlock
+
+
+@script(*CUTS, tolerance=1e-3)
+def autocast_in_blocks() -> dict[str, Any]:
+    """The script's own autocast, inside each layer; equal to 1e-3."""
+    return cut(model=CastBlocks)
+
+
+class CastModel(Model):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            x = self.embed(tokens).bfloat16()
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x.bfloat16()).float()
+
+
+@script(*CUTS, tolerance=1e-3)
+def autocast_needed() -> dict[str, Any]:
+    """The same around all layers, with casts that need it."""
+    return cut(model=CastModel)
+
+
+class TwiceBlock(CastBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x))
+
+
+class Twice(Model):
+    block = TwiceBlock
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            x = self.embed(tokens)
+            for block in [*self.blocks, *self.blocks]:
+                x = block(x)
+        return self.head(x)
+
+
+@script("dp=2,zero=3,accumulation=2", "tp=2", tolerance=1e-2)
+def autocast_twice() -> dict[str, Any]:
+    """Layers that are applied twice inside one autocast; equal to 1e-2."""
+    return cut(model=Twice)
+
+
+@script("dp=2,zero=3,accumulation=2", *CUTS, tolerance=1e-3)
+def autocast_by_loop() -> dict[str, Any]:
+    """Autocast around the steps of a loop of the script's own."""
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            with torch.autocast("cpu", torch.bfloat16):
+                run.step(batch)
+
+    return cut(loop=loop)

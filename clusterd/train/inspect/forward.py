@@ -18,7 +18,7 @@ from clusterd.train.inspect.parameter_mutation import ParameterMutationTracer
 from clusterd.train.inspect.tp_gradients import TpGradientTracer
 from clusterd.train.inspect.trace import LOSS, CudaAutocast, Trace
 from clusterd.train.parallel import build
-from clusterd.train.parallel.precision import with_precision
+from clusterd.train.parallel.precision import own_autocast, with_precision
 from clusterd.train.parallel.tp_shards import shard_model
 from clusterd.train.parallel.tp_styles import GATHERING, ROWWISE
 from clusterd.train.process.exits import Refused, first_line
@@ -132,7 +132,8 @@ class FakeForward:
                 "use_reentrant=False to torch.utils.checkpoint.checkpoint"
             )
         if (differs := whole.first_difference(chain)) is not None:
-            return f"the model does more than apply `layers` one after another ({differs})"
+            by_autocast = ': autocast around them is precision="bf16" here' if own_autocast else ""
+            return f"the model does more than apply `layers` one after another ({differs}){by_autocast}"
         return ""
 
     def parameter_writes(self) -> ParameterMutationTracer:

@@ -46,7 +46,6 @@ class Training:
         parallel: the module and its parallelization; parameters have global names.
         optimizer: the optimizer over this rank's shards.
         schedule: steps of the scheduler; None: there is none.
-        rounds_as: precision whose rounding the losses have.
         normalises_parts: batch normalisation sees the parts into which a plan cuts the batch.
         attributes: plain attributes that the modules and the optimizer change.
         step: number of the last step done; with the seed it determines the data position and the RNG.
@@ -92,7 +91,7 @@ class Training:
         if not uninitialized:
             check_same_model(model, device)
         self.normalises_parts = _batch_norm_of(model) is not None
-        self.rounds_as = precision.rounds_as(job.precision, model)
+        self._rounds_as = precision.rounds_as(job.precision, model)
         if context.rank == 0:
             _warn_of_batch_norm(model, plan)
         if plan.pp > 1:
@@ -197,6 +196,11 @@ class Training:
             )
 
     @property
+    def rounds_as(self) -> str:
+        """Precision whose rounding the losses have."""
+        return "bf16" if precision.own_autocast else self._rounds_as
+
+    @property
     def shape(self) -> ModelShape:
         """Shape of the whole model."""
         if self._shape is None:
@@ -230,12 +234,15 @@ class Training:
         """Norm of each parameter's gradient, where the last step has measured them: not with several losses."""
         return dict(zip(self.parameter_names, self.stepper.gradient_norms, strict=False))
 
-    def try_steps(self, count: int, seed: int, batches: Iterator[tuple[Any, Any]] | None = None) -> NextSteps:
+    def try_steps(
+        self, count: int, seed: int, batches: Iterator[tuple[Any, Any]] | None = None, autocast: str = ""
+    ) -> NextSteps:
         """Make the next steps; the caller restores the state afterwards.
 
         Args:
             seed: in place of the job's, for random numbers in a step.
             batches: of these steps, or more; None: they are read.
+            autocast: see `NextSteps`.
         """
         coordinates, made = self.context.coordinates, NextSteps()
         if not self.stepper.wants_inputs:
@@ -248,7 +255,8 @@ class Training:
                 self.stepper.measured_parameters = self.parameter_names
             else:
                 made.rates = self.rates()
-            loss, drew = self._step_alone(inputs, targets)
+            with precision.again(autocast, self.device.type):  # of each step: it keeps casts of weights to its end
+                loss, drew = self._step_alone(inputs, targets)
             made.losses.append(loss)
             made.drew = made.drew or drew
             if number == 0:

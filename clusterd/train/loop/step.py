@@ -172,6 +172,7 @@ class Stepper:
         self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
+        torch.clear_autocast_cache()  # a script's autocast context may last longer than its weights
         self.complete = self.updating = False
 
     def clear(self, *, gradients: bool) -> None:
@@ -285,6 +286,7 @@ class Stepper:
         total = torch.zeros((), device=self._parallel.device)
         start = 0
         for index, size in enumerate(self._sizes):
+            torch.clear_autocast_cache()  # FSDP2 loses gradients of weights cast in an earlier forward pass
             stop = start + size
             # A single micro-batch is passed on unsliced: it may be of a type that cannot be sliced.
             part_inputs, part_targets = inputs, targets

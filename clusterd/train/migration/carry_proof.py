@@ -14,6 +14,7 @@ from typing import Any
 from clusterd.process_attributes import lower_priority
 from clusterd.protocol.control import MakeSegment, PublishSegment
 from clusterd.train.migration.spec import MigrationSpec, sums_to_bytes
+from clusterd.train.parallel import precision
 from clusterd.train.process import accelerator
 from clusterd.train.process.control import Control
 from clusterd.train.process.plain_data import NotSerializable
@@ -117,6 +118,7 @@ class CarryProof:
             return
         if self._training.step == self._taken[0]:
             self._training.stepper.measured_parameters = self._training.parameter_names
+            self._steps.autocast = precision.around(self._training.device.type)
         elif self._training.step == self._taken[0] + 1 and self._count > 1:
             self._steps.rates = self._training.rates()
 

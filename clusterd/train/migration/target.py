@@ -199,6 +199,7 @@ class MigrationTarget:
             return
         job, old, new = training.job, migration.old.plan, migration.new.plan
         there = NextSteps.of_all([meta["next"] for meta in metas])
+        autocast = there.autocast
         if job.own_loop:
             there = NextSteps(there.losses[:1], there.norms)  # the script may change something before the second
         if _parts(old) != _parts(new) and (training.normalises_parts or job.sees_batch == "replica"):
@@ -207,7 +208,7 @@ class MigrationTarget:
         def made(seed: int) -> NextSteps:
             training.step = int(metas[0]["step"])
             scalars.restore(training, migration.shape, [meta["scalars"] for meta in metas])
-            return training.try_steps(STEPS, seed)
+            return training.try_steps(STEPS, seed, autocast=autocast)
 
         def off(one: NextSteps, other: NextSteps) -> Difference:
             return self._worst(difference(one, other, training.rounds_as))

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from clusterd.train.loop.peers import is_peer_loss
+from clusterd.train.parallel import precision
 from clusterd.train.parallel.mesh import device_of, process_groups, rendezvous
 from clusterd.train.process import accelerator, exits
 from clusterd.train.process.context import Context
@@ -76,8 +77,8 @@ def prove_split(
 def _compare(
     children: _Children, job: Job, context: Context, sides: Sides, given: Sequence[Any] | None, gathers: bool
 ) -> Verdict:
-    failure = ""
-    for small in (False, True):
+    small = autocast = False  # in float32 cuts agree best; a model may need its own autocast to run at all
+    while True:
         cut = Cut.of(context.plan, job.global_batch, gathers=gathers, small=small, most=len(given or ()))
         if given is not None and len(given) < cut.samples:
             return Verdict(unclear=f"{len(given)} samples of the stream are known before the first step")
@@ -85,11 +86,10 @@ def _compare(
         if given is None and context.rank == 0:
             with preserved_generators():
                 samples = split.read_samples(job, cut)
-        kind, value = children.run(partial(split.prove, sides=sides), samples, cut)
+        run = partial(children.run, samples=samples, cut=cut, autocast=autocast)
+        kind, value = run(partial(split.prove, sides=sides))
         if kind == "result" and value.repeats:
-            measured = [
-                children.run(partial(split.measure, sides=sides, which=which), samples, cut) for which in (0, 0, 0, 1)
-            ]
+            measured = [run(partial(split.measure, sides=sides, which=which)) for which in (0, 0, 0, 1)]
             kind, value = min(measured, key=lambda result: _KINDS.index(result[0]))
             if kind == "result":
                 whole, *again, parts = (run for _, run in measured)
@@ -99,12 +99,14 @@ def _compare(
             return verdict
         if kind == "refusal":
             raise value
-        failure = value
-        if kind != "memory":
-            break
-        if sides == MODEL and small:
+        if kind == "memory" and not small:
+            small = True
+        elif kind == "memory" and sides == MODEL:
             return Verdict(too_large=True)
-    return Verdict(unclear=failure)
+        elif kind == "error" and not autocast:
+            autocast = True
+        else:
+            return Verdict(unclear=value)
 
 
 Result = tuple[str, Any]
@@ -123,15 +125,21 @@ class _Children:
         self._job, self._context, self._control, self._store, self._limit = job, context, control, store, limit
         self._number = 0
 
-    def run(self, compute: Callable[..., Any], samples: list[Any], cut: Cut) -> Result:
+    def run(self, compute: Callable[..., Any], samples: list[Any], cut: Cut, autocast: bool) -> Result:
         """Result of `compute`, the same on every rank.
 
         Args:
             samples: on rank 0.
+            autocast: let the script's own autocast be.
         """
         self._number += 1
         within = f"proof.{self._number}"
-        own = _run_child(lambda: self._compute(compute, within, samples, cut), self._control, self._store, within)
+
+        def computed() -> Any:
+            precision.watch_autocast(off=not autocast)
+            return self._compute(compute, within, samples, cut)
+
+        own = _run_child(computed, self._control, self._store, within)
         return own if self._store is None else self._agreed(own, within)
 
     def _agreed(self, own: Result, within: str) -> Result:

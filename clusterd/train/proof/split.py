@@ -42,6 +42,7 @@ from clusterd.train.parallel import build
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.gradient_sync import local_gradient, local_tensor
 from clusterd.train.parallel.mesh import check_same_model
+from clusterd.train.parallel.precision import own_autocast
 from clusterd.train.process import held
 from clusterd.train.process.context import Context
 from clusterd.train.process.exits import PlanRefused, TrainError, UnevenParameterUse, classify_error, first_line
@@ -316,7 +317,7 @@ class Run:
     def limit(self) -> float:
         """Relative difference that rounding explains."""
         scale = math.sqrt(self.rounding / torch.finfo(torch.float32).eps)
-        return scale * min(ROUNDING_MAX, max(ROUNDING, NOISE_TIMES * self.spread))
+        return max(scale * min(ROUNDING_MAX, max(ROUNDING, NOISE_TIMES * self.spread)), self.rounding)
 
     def verdict(self, parts: Run, cut: Cut, sides: Sides) -> Verdict:
         """Verdict where the other side agrees with this one."""
@@ -601,7 +602,7 @@ class _Trial:
             {name: total / weight for name, (total, weight) in metrics.items() if weight},
             {key: math.sqrt(square) for key, square in norms.items()},
             {key: math.sqrt(square) for key, square in apart.items()},
-            self._rounding,
+            max([self._rounding, *(torch.finfo(each).eps for each in own_autocast)]),
             *(any(each[-1][which] for each in every) for which in range(len(drew))),
         )
 

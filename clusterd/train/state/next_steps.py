@@ -37,22 +37,25 @@ class NextSteps:
         norms: of each parameter's gradient in the first of them.
         rates: learning rates of parameters in the second of them, by name.
         drew: this rank drew random numbers in them.
+        autocast: type of the autocast context around them, see `precision.around`.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: dict[str, float] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     drew: bool = False
+    autocast: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {"losses": self.losses, "norms": self.norms, "rates": self.rates}
+        return {"losses": self.losses, "norms": self.norms, "rates": self.rates, "autocast": self.autocast}
 
     @classmethod
     def of_all(cls, received: Sequence[Mapping[str, Any]]) -> NextSteps:
         """Parse what several ranks of one side have made of the same steps."""
         rates = {name: rate for each in received for name, rate in each["rates"].items()}
-        return cls(list(received[0]["losses"]), dict(received[0]["norms"]), rates)
+        first = received[0]
+        return cls(list(first["losses"]), dict(first["norms"]), rates, autocast=first.get("autocast", ""))
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ class Training(Protocol):
         stream: the data, if they are a stream.
         evaluations: schedule and results of the evaluations.
         registered: objects of the script.
-        rounds_as: precision whose rounding the losses have.
         normalises_parts: batch normalisation sees the parts into which a plan cuts the batch.
     """
 
@@ -52,8 +51,11 @@ class Training(Protocol):
     evaluations: Evaluations
     registered: Registered
     normalises_parts: bool
-    rounds_as: str
     stepper: Any
+
+    @property
+    def rounds_as(self) -> str:
+        """Precision whose rounding the losses have."""
 
     @property
     def shape(self) -> ModelShape:
@@ -72,7 +74,9 @@ class Training(Protocol):
     def measured_norms(self) -> dict[str, float]:
         """Norm of each parameter's gradient, where the last step has measured them."""
 
-    def try_steps(self, count: int, seed: int, batches: Iterator[tuple[Any, Any]] | None = None) -> NextSteps:
+    def try_steps(
+        self, count: int, seed: int, batches: Iterator[tuple[Any, Any]] | None = None, autocast: str = ""
+    ) -> NextSteps:
         """Make the next steps, of these batches or the same read anew; the caller restores the state afterwards."""
 
     def read_ahead(self) -> None:
