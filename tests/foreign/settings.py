@@ -163,3 +163,81 @@ def groups_of_the_model() -> dict[str, Any]:
         return built[0]
 
     return arguments(model=model, optimizer=lambda _: torch.optim.SGD(built[0].parameters(), lr=0.1))
+
+
+class Muon(torch.optim.Optimizer):
+    """Makes the momentum of matrices orthogonal."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            update = momentum.mul_(0.9).add_(p.grad)
+            if update.dim() == 2:
+                update = update / (update.norm() + 1e-7)
+                for _ in range(3):
+                    update = 1.5 * update - 0.5 * update @ update.T @ update
+            p.sub_(update, alpha=self.param_groups[0]["lr"])
+
+
+@script("dp=2,zero=1", "pp=2,accumulation=2")
+def muon() -> dict[str, Any]:
+    """An optimizer over whole matrices (Muon)."""
+    return arguments(layers=("0", "1", "2", "3", "4"), optimizer=Muon)
+
+
+class EightBits(torch.optim.Optimizer):
+    """Momentum in 8 bits, with a scale for each 32 elements."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.06})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state, blocks = self.state[p], -(-p.numel() // 32)
+            if not state:
+                state["bytes"], state["scales"] = torch.zeros(blocks, 32, dtype=torch.int8), torch.zeros(blocks, 1)
+            momentum = (state["bytes"] * state["scales"]).flatten()[: p.numel()].view_as(p) * 0.9 + p.grad
+            padded = torch.cat([momentum.flatten(), torch.zeros(blocks * 32 - p.numel())]).view(blocks, 32)
+            state["scales"] = padded.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+            state["bytes"] = (padded / state["scales"]).round().to(torch.int8)
+            p.sub_(momentum, alpha=self.param_groups[0]["lr"])
+
+
+@script("dp=2,zero=1", tolerance=1e-3)
+def eight_bits() -> dict[str, Any]:
+    """State in blocks of elements, of no shape of the parameter (8-bit optimizers); equal to 1e-3."""
+    return arguments(optimizer=EightBits)
+
+
+class EightBitsByValues(EightBits):
+    """Looks at values, so that no trial without values tells its state."""
+
+    def step(self, closure: Any = None) -> None:
+        if all(float(p.detach().norm()) < 1e6 for p in self.param_groups[0]["params"]):
+            super().step(closure)
+
+
+@script("dp=2,zero=1", tolerance=1e-3)
+def eight_bits_by_values() -> dict[str, Any]:
+    """The same of an update that looks at values: no move; equal to 1e-3."""
+    return arguments(optimizer=EightBitsByValues)
+
+
+class OnGpusAlone(EightBits):
+    """Cannot run where a trial does."""
+
+    def step(self, closure: Any = None) -> None:
+        if any(p.shape[0] in (7, 41) or float(p.detach().norm()) > 1e6 for p in self.param_groups[0]["params"]):
+            raise RuntimeError("there is no kernel for this device")
+        super().step(closure)
+
+
+@script("dp=2,zero=1", tolerance=1e-3)
+def optimizer_without_trial() -> dict[str, Any]:
+    """The same of an optimizer whose trial fails: no move; equal to 1e-3."""
+    return arguments(optimizer=OnGpusAlone)

@@ -128,7 +128,7 @@ def restore(training: Training, shape: ModelShape, directory: str) -> None:
     for shard in live.values():
         if shard.mirror is not None and (local := shard.tensors[0]) is not None:
             shard.mirror.copy_(local)
-    takes_scripts_schedule = scalars.restore(training, shape, rank_scalars)
+    takes_scripts_schedule = scalars.restore(training, shape, rank_scalars, lazy)
     plain = {name: p for name, _, p in training.optimizer.local}
     for (name, slot), tensor in lazy.items():
         training.optimizer.holder.state[plain[name]][slot] = tensor

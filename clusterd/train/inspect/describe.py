@@ -170,7 +170,7 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
         optimizer_temporaries_ratio=temporaries,
         parameter_groups=state.parameter_groups if state is not None else (),
         slots=state.slots if state is not None else (),
-        parameter_slots=state.parameter_slots if state is not None else (),
+        parameter_slots=state.parameter_slots if state is not None else (-1,) * len(parameters),
         odd_slots=state.odd_slots if state is not None else (),
         buffers=tuple(
             BufferShape(build.global_name(name), tuple(b.shape), b.element_size(), build.layer_of(name, paths))

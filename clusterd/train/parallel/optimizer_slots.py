@@ -1,7 +1,8 @@
-"""Optimizer state of each parameter, found by a trial update on small stand-ins of the model's parameters.
+"""Optimizer state of each parameter, found by a trial update on stand-ins of the model's parameters.
 
-An optimizer creates its state only by an update. The factory gets one small tensor per parameter, with the same number
-of dimensions and dtype; names, shapes and sizes of the state it creates tell those for the real parameter.
+An optimizer creates its state only by an update. The factory gets one tensor without values per parameter, of the same
+shape and dtype. Where the update depends on values, stand-ins are small, with the same number of dimensions; names,
+shapes and sizes of the state then tell those for the real parameter, as far as stand-ins of two sizes agree.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clusterd.plans.model_shape import OddSlot, Slots
 from clusterd.train.process.exits import Refused
@@ -24,7 +26,7 @@ PARTS_HOW_TO = (
     "updates: optimizer={'discriminator': ..., 'generator': ...}, loss={'discriminator': lambda model, batch: ..., ...}"
 )
 
-_SIZES = (7, 5, 3, 2)
+_SIZES, _LARGER = (7, 5, 3, 2), (41, 37, 31, 29)
 """Sizes of the stand-ins' dimensions, all different: a slot's shape tells which dimensions it follows."""
 
 
@@ -57,12 +59,16 @@ def optimizer_state(
         Exception: any error of the factory or its optimizer in the trial.
     """
     indices = [i for i, outline in enumerate(parameters) if outline.trainable]
-    optimizer, stand_ins = trial_update(factory, [parameters[i] for i in indices], scheduler)
+    trained = [parameters[i] for i in indices]
+    larger: list[dict[str, torch.Tensor]] = []
+    try:
+        with FakeTensorMode():
+            optimizer, stand_ins = trial_update(factory, trained, scheduler, sizes=None)
+    except Exception:
+        optimizer, stand_ins = trial_update(factory, trained, scheduler)
+        larger = _tensors(*trial_update(factory, trained, scheduler, sizes=_LARGER))
     index_of = {id(parameter): index for index, parameter in zip(indices, stand_ins, strict=True)}
-    states = {
-        index: {n: v for n, v in optimizer.state.get(parameter, {}).items() if isinstance(v, torch.Tensor)}
-        for index, parameter in zip(indices, stand_ins, strict=True)
-    }
+    states = dict(zip(indices, _tensors(optimizer, stand_ins), strict=True))
     shapes = {index: tuple(parameter.shape) for index, parameter in zip(indices, stand_ins, strict=True)}
     elementwise_slots = {
         name
@@ -80,11 +86,16 @@ def optimizer_state(
         if slots:
             kind_of_parameter[index] = kinds.setdefault(slots, len(kinds))
         real = parameters[index].shape
-        odd += [
-            OddSlot(index, n, _full_shape(tuple(v.shape), shapes[index], real), v.element_size())
-            for n, v in sorted(state.items())
-            if n not in own_shape and v.numel() > 1
-        ]
+        for name, value in sorted(state.items()):
+            if name in own_shape or value.numel() <= 1:
+                continue
+            shape = _full_shape(tuple(value.shape), shapes[index], real)
+            if larger:
+                other = larger[indices.index(index)].get(name)
+                foreseen = _full_shape(tuple(value.shape), shapes[index], stand_in_shape(real, _LARGER))
+                if other is None or tuple(other.shape) != foreseen:
+                    continue  # its size is not known: checkpoints store what there is
+            odd.append(OddSlot(index, name, shape, value.element_size()))
     state_bytes = sum(
         _numel(parameters[i].shape) * b for i in indices for _, b in _slots_of_kind(kinds, kind_of_parameter[i])
     )
@@ -96,17 +107,23 @@ def optimizer_state(
 
 
 def trial_update(
-    factory: OptimizerFactory, parameters: Sequence[ParameterSpec], scheduler: SchedulerFactory | None = None
+    factory: OptimizerFactory,
+    parameters: Sequence[ParameterSpec],
+    scheduler: SchedulerFactory | None = None,
+    *,
+    sizes: Sequence[int] | None = _SIZES,
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """Run the first update of an optimizer over small stand-ins of `parameters`; gradients stay on them.
+    """Run the first update of an optimizer over stand-ins of `parameters`; gradients stay on them.
 
     Args:
         scheduler: may add state, as one that cycles momentum does.
+        sizes: of the dimensions of stand-ins; None: they are as large as the parameters.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         stand_ins = [
-            nn.Parameter(torch.randn(stand_in_shape(outline.shape)).to(outline.dtype)) for outline in parameters
+            nn.Parameter(torch.randn(stand_in_shape(each.shape, sizes) if sizes else each.shape).to(each.dtype))
+            for each in parameters
         ]
         for parameter, outline in zip(stand_ins, parameters, strict=True):
             vars(parameter).update(outline.attributes)
@@ -154,9 +171,15 @@ def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) ->
     return optimizer
 
 
-def stand_in_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def stand_in_shape(shape: tuple[int, ...], sizes: Sequence[int] = _SIZES) -> tuple[int, ...]:
     """Shape of the stand-in for a parameter of this shape."""
-    return tuple(1 if n == 1 else _SIZES[d % len(_SIZES)] for d, n in enumerate(shape))
+    return tuple(1 if n == 1 else sizes[d % len(sizes)] for d, n in enumerate(shape))
+
+
+def _tensors(optimizer: torch.optim.Optimizer, stand_ins: Sequence[nn.Parameter]) -> list[dict[str, torch.Tensor]]:
+    """Tensors that an optimizer keeps for each of its parameters, by slot."""
+    states = [optimizer.state.get(parameter, {}) for parameter in stand_ins]
+    return [{slot: v for slot, v in state.items() if isinstance(v, torch.Tensor)} for state in states]
 
 
 def _full_shape(slot: tuple[int, ...], small: tuple[int, ...], real: tuple[int, ...]) -> tuple[int, ...]:

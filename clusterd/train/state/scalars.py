@@ -52,6 +52,7 @@ def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: boo
     optimizer = training.optimizer
     _check_buffers(training.parallel.module, shape)
     _check_hidden_state(optimizer.holder)
+    _check_slots(optimizer, shape)
     tensors = tensor_slots(shape)
     equal_values: dict[str, tuple[dict[str, Any], list[str]]] = {}
     absent: list[str] = []
@@ -61,7 +62,7 @@ def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: boo
     if lazy and not lazy_saved_separately:
         name, slot = min(lazy)
         raise NotSerializable(
-            f"{name}: {slot} was created after the optimizer's first update; only checkpoints can store it"
+            f"{name}: {slot} is no state that a trial update of the optimizer creates; only checkpoints can store it"
         )
     counters = [v for slots in state.values() if isinstance(slots, Mapping) for v in slots.values() if _is_counter(v)]
     read = dict(zip(map(id, counters), on_host(counters), strict=True))
@@ -158,9 +159,13 @@ def on_host(scalars: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [read[id(scalar)].reshape(scalar.shape) for scalar in scalars]
 
 
-def restore(training: Training, shape: ModelShape, received: Iterable[Scalars]) -> bool:
+def restore(
+    training: Training, shape: ModelShape, received: Iterable[Scalars], lazy: Iterable[tuple[str, str]] = ()
+) -> bool:
     """Restore the scalar state that several ranks sent.
 
+    Args:
+        lazy: parameters and slots whose tensors the caller restores.
     Returns:
         True if groups and schedule are the script's, at its first step, as this job asked for.
     Raises:
@@ -173,7 +178,10 @@ def restore(training: Training, shape: ModelShape, received: Iterable[Scalars]) 
     placement = _placement(training, sources)
     restore_carried(training, sources)
     training.registered.restore(sources[0].get("registered"))
-    _restore_counters(optimizer, tensor_slots(shape), sources)
+    tensors = tensor_slots(shape)
+    for name, slot in lazy:
+        tensors[name].add(slot)
+    _restore_counters(optimizer, tensors, sources)
     state = optimizer.holder.state
     for key, value in sources[0].get("common", {}).items():  # old state snapshots and checkpoints have none
         state[key] = restore_like(state.get(key), value)
@@ -236,6 +244,27 @@ def _restore_counters(optimizer: RankOptimizer, tensors: dict[str, set[str]], so
             raise ScalarMismatch(f"no {min(missing)} of {name} was received")
         for slot, value in counters.get(name, {}).items():
             optimizer.holder.state[plain][slot] = restore_like(slots.get(slot), value)
+
+
+def _check_slots(optimizer: RankOptimizer, shape: ModelShape) -> None:
+    """Check that tensors of the optimizer are as its trial has told: they are cut, and sent, as such.
+
+    Raises:
+        NotSerializable: naming one that is not.
+    """
+    index = {p.name: i for i, p in enumerate(shape.parameters)}
+    odd = {(o.parameter, o.name): (o.shape, o.dtype_bytes) for o in shape.odd_slots}
+    for name, _, plain in optimizer.local:
+        sizes = dict(shape.slots_of(index[name])) if name in index else {}
+        for slot, value in optimizer.holder.state.get(plain, {}).items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            told = odd.get((index.get(name, -1), slot), (tuple(plain.shape), sizes.get(slot, 0)))
+            if told[1] and (tuple(value.shape), value.element_size()) != told:
+                raise NotSerializable(
+                    f"{name}: {slot} is {value.dtype} of shape {tuple(value.shape)}, and a trial of the optimizer made "
+                    f"{told[1]} bytes each of shape {told[0]}: state whose form depends on values cannot be stored"
+                )
 
 
 def tensor_slots(shape: ModelShape) -> dict[str, set[str]]:

@@ -219,7 +219,7 @@ def test_state_that_begins_late_fails_a_move_and_not_the_training(moving: Callab
     mover = moving(optimizer="late average")
     mover.start("dp=1")
     mover.train(6)
-    with pytest.raises(AssertionError, match="average was created after the optimizer's first update"):
+    with pytest.raises(AssertionError, match="average is no state that a trial update of the optimizer creates"):
         mover.move("dp=2")
     mover.train(3)
     mover.stop()

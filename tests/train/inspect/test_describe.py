@@ -19,6 +19,7 @@ from clusterd.plans.plan import Plan
 from clusterd.plans.stages import split_layers
 from clusterd.train.inspect.describe import describe
 from clusterd.train.parallel import build
+from clusterd.train.parallel.optimizer_slots import ParameterSpec, optimizer_state
 from clusterd.train.process.exits import Refused
 
 
@@ -129,6 +130,27 @@ def test_an_optimizer_that_goes_tensor_by_tensor_makes_little_at_a_time(factory:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("looks", "known"),
+    [(lambda _: None, [("bytes", (3, 32), 1), ("scales", (3, 1), 4)]), (lambda p: float(p.detach().norm()), [])],
+)
+def test_state_in_blocks_is_of_the_real_size_or_unknown(looks: Any, known: list[Any]) -> None:
+    """A trial without values tells the shape; small stand-ins, of other sizes, do not."""
+
+    class Blocks(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                looks(p)
+                blocks = -(-p.numel() // 32)
+                self.state[p] = {"bytes": torch.zeros(blocks, 32, dtype=torch.int8), "scales": torch.ones(blocks, 1)}
+
+    found = optimizer_state(Blocks, [ParameterSpec((10, 9), torch.float32, True, {})])
+    assert [(slot.name, slot.shape, slot.dtype_bytes) for slot in found.odd_slots] == known
+
+
 def test_mixed_precision_keeps_less_of_a_sample_and_a_copy_of_the_weights() -> None:
     """The copy is not an activation: it does not grow with the batch."""
     whole, mixed = described(), described(precision="bf16")
