@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -486,6 +487,57 @@ def evaluated_by_an_average() -> dict[str, Any]:
                     run.log(val=run.evaluate(points()))
                     for o, p in zip(own, made[0].parameters(), strict=True):
                         p.copy_(o)
+
+    return arguments(model=model, loop=loop)
+
+
+class Trainer:
+    """Keeps an average of the weights, with which it goes on from step 8."""
+
+    def __init__(self) -> None:
+        self.average: nn.Module | None = None
+
+    def fit(self, run: Any, model: nn.Module) -> None:
+        for step, batch in run:
+            run.step(batch)
+            if self.average is None:
+                self.average = copy.deepcopy(model)
+            with torch.no_grad():
+                for a, p in zip(self.average.parameters(), model.parameters(), strict=True):
+                    a.lerp_(p, 0.3)
+                    if step == 8:
+                        p.copy_(a)
+
+
+@script("dp=2,zero=1")
+def average_in_an_object() -> dict[str, Any]:
+    """An average of the weights that an object of the loop keeps, not registered."""
+    made: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        made[:] = [perceptron()]
+        return made[0]
+
+    return arguments(model=model, loop=lambda run: Trainer().fit(run, made[0]))
+
+
+@script("dp=2,zero=1")
+def average_in_a_variable() -> dict[str, Any]:
+    """The same by torch's `AveragedModel`, in a variable."""
+    made: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        made[:] = [perceptron()]
+        return made[0]
+
+    def loop(run: Any) -> None:
+        average = None
+        for step, batch in run:
+            run.step(batch)
+            average = average or torch.optim.swa_utils.AveragedModel(made[0])
+            average.update_parameters(made[0])
+            if step == 8:
+                made[0].load_state_dict(average.module.state_dict())
 
     return arguments(model=model, loop=loop)
 

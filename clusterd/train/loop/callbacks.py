@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from clusterd.plans.plan import Plan
@@ -199,11 +200,11 @@ class OwnLoop:
                     )
 
     def _look_at_variables(self) -> None:
-        """Tell of local variables that go on from step to step."""
+        """Tell of local variables that go on from step to step, by what they hold."""
         if self._told_of_variables or self.frame is None:
             return
-        found = ((name, _mark(value)) for name, value in self.frame.f_locals.items())
-        now = {name: mark for name, mark in found if mark is not _UNKNOWN}
+        known = _known(self._training)
+        now = {name: _held(value, known) for name, value in self.frame.f_locals.items() if id(value) not in known}
         if self._variables is None:
             self._variables = now
             return
@@ -213,7 +214,8 @@ class OwnLoop:
             self._told_of_variables = True
             print(
                 f"clusterd: variables of the script's loop change ({', '.join(names[:NAMED_MAX])}), and begin anew "
-                "after a move or a restart: what training depends on belongs into an object for run.register()",
+                "after a move or a restart: what training depends on belongs into an object for run.register(), or, "
+                "where it is as large as weights, into the model",
                 flush=True,
             )
 
@@ -277,6 +279,40 @@ def _content(value: Any, *, of_large: bool) -> Any:
         is_read = value.nbytes <= BYTES_MAX or (of_large and value.nbytes <= READ_BYTES_MAX)
         return checksum(value) if is_read and not value.dtype.hasobject else _UNKNOWN
     return zlib.crc32(pickle.dumps(value)) if held.is_container(value) else _mark(value)
+
+
+def _known(training: Training) -> set[int]:
+    """Identities of what moves and checkpoints carry, and of what holds it."""
+    roots = {**training.attributes.roots, **training.attributes.data, **training.registered.objects}
+    found = {id(owner.value) for owner in held.owners(roots).values()}
+    for _, parameter, plain in training.optimizer.local:
+        found |= {id(parameter), id(plain)}
+    for root in roots.values():
+        if isinstance(root, nn.Module):
+            found |= {id(tensor) for tensor in _tensors(root)}
+    return (found | {id(training.scheduler)}) - {id(None)}
+
+
+def _held(value: Any, known: set[int]) -> Any:
+    """Mark that almost surely differs for another value of a variable, or of what it holds beside the known."""
+    if isinstance(value, nn.Module):
+        return [(id(tensor), tensor._version) for tensor in _tensors(value) if id(tensor) not in known]
+    if isinstance(value, np.ndarray) or _is_table(value):
+        return _content(value, of_large=False)
+    if not (held.is_owner(value) or held.has_state(value)):
+        return _mark(value)
+    known = known | {id(value)}
+    return [
+        (name, attribute, _held(part, known))
+        for name, owner in held.owners({"": value}).items()
+        if name == "" or id(owner.value) not in known
+        for attribute, part in owner.attributes.items()
+        if id(part) not in known and not held.is_owner(part)  # which is an owner of its own
+    ]
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _mark(value: Any) -> Any:

@@ -81,7 +81,7 @@ def owners(roots: Mapping[str, object]) -> dict[str, Owner]:
                     seen.add(id(kind))
                     found[f"(class) {kind.__module__}.{kind.__qualname__}"] = Owner(kind, attributes(kind))
             for attribute, part in found[name].parts():
-                if isinstance(part, SIMPLE) or id(part) in seen or not _is_owner(part):
+                if isinstance(part, SIMPLE) or id(part) in seen or not is_owner(part):
                     continue
                 if len(found) + len(following) < len(roots) + OBJECTS_MAX:
                     seen.add(id(part))
@@ -376,10 +376,11 @@ def _is_state(value: Any) -> bool:
     """True for tensors, arrays, generators, and objects other than containers and modules."""
     if isinstance(value, (torch.Tensor, np.ndarray, *GENERATORS)):
         return True
-    return _is_owner(value) and not (is_container(value) or isinstance(value, (nn.Module, types.FunctionType)))
+    return is_owner(value) and not (is_container(value) or isinstance(value, (nn.Module, types.FunctionType)))
 
 
-def _is_owner(value: Any) -> bool:
+def is_owner(value: Any) -> bool:
+    """True for objects of the script that hold others: containers, closures, instances of its classes."""
     if isinstance(value, SIMPLE) or has_state(value):
         return False
     if isinstance(value, _CONTAINERS):

@@ -46,6 +46,11 @@ class Registered:
         if name in self._waiting:
             value.load_state_dict(from_plain(self._waiting.pop(name)))
 
+    @property
+    def objects(self) -> Mapping[str, Any]:
+        """The objects by name."""
+        return self._objects
+
     def states(self) -> dict[str, Any]:
         """Plain values of all states.
 
