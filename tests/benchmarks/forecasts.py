@@ -330,8 +330,8 @@ def main() -> None:
     late = [each for each in starts if each.outcome.came_s - each.outcome.at_s > LONG_WAIT_S]
     report.add("forecasts", len(shown))
     for name, some in (("all", shown), ("starts", starts), ("waits_over_10m", late)):
-        report.add(f"within_90_{name}", coverage(some, 90), at_least=0.85)
-        report.add(f"within_50_{name}", coverage(some, 50), at_least=0.45)
+        report.add(f"within_90_{name}", coverage(some, 90), at_least=0.85, at_most=0.95)
+        report.add(f"within_50_{name}", coverage(some, 50), at_least=0.45, at_most=0.55)
         report.add(f"within_90_{name}_unwidened", coverage(some, 90, widened=False))
         if late_ones := [each.outcome for each in some if each.outcome.raw.p95_s is not None]:
             report.add(

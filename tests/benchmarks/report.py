@@ -33,8 +33,8 @@ class Report:
     ) -> None:
         """One figure; None: it could not be measured here."""
         self._figures[name] = value
-        above = f">= {at_least:g}" if at_least is not None else ""
-        self._aims[name] = f"<= {at_most:g}" if at_most is not None else above
+        bounds = [f"{sign} {bound:g}" for sign, bound in ((">=", at_least), ("<=", at_most)) if bound is not None]
+        self._aims[name] = " and ".join(bounds)
         if value is None or (at_most is None and at_least is None):
             self._met[name] = None
         else:
