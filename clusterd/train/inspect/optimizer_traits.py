@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from clusterd.train.parallel.optimizer_slots import ParameterSpec, stand_in_shape, trial_update, without_hooks
+from clusterd.train.process.exits import first_line
 from clusterd.train.process.job import OptimizerFactory
 
 _SMALL, _LARGE = (8, 6), (256, 192)
@@ -37,8 +38,8 @@ def optimizer_traits(factory: OptimizerFactory, parameters: Sequence[ParameterSp
     try:
         kinds = _kinds(factory, parameters)
         found = [_traits(factory, kind, [other[0] for other in kinds if other is not kind]) for kind in kinds]
-    except Exception:  # any error of the trial: assume that nothing may be cut
-        return False, False, "the optimizer"
+    except Exception as error:  # any error of the trial: assume that nothing may be cut
+        return False, False, f"the optimizer, which fail on a CPU ({first_line(error)}),"
     elementwise, by_tensor, names = zip(*found, strict=True)
     return all(elementwise), all(by_tensor), names[0]
 

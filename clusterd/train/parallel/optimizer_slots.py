@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,10 +62,11 @@ def optimizer_state(
     indices = [i for i, outline in enumerate(parameters) if outline.trainable]
     trained = [parameters[i] for i in indices]
     larger: list[dict[str, torch.Tensor]] = []
-    try:
-        with FakeTensorMode():
-            optimizer, stand_ins = trial_update(factory, trained, scheduler, sizes=None)
-    except Exception:
+    for device in ("cpu", "cuda"):  # some run on GPUs alone
+        with suppress(Exception), FakeTensorMode():
+            optimizer, stand_ins = trial_update(factory, trained, scheduler, sizes=None, device=device)
+            break
+    else:
         optimizer, stand_ins = trial_update(factory, trained, scheduler)
         larger = _tensors(*trial_update(factory, trained, scheduler, sizes=_LARGER))
     index_of = {id(parameter): index for index, parameter in zip(indices, stand_ins, strict=True)}
@@ -112,6 +114,7 @@ def trial_update(
     scheduler: SchedulerFactory | None = None,
     *,
     sizes: Sequence[int] | None = _SIZES,
+    device: str = "cpu",
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     """Run the first update of an optimizer over stand-ins of `parameters`; gradients stay on them.
 
@@ -121,9 +124,10 @@ def trial_update(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
+        shapes = [stand_in_shape(each.shape, sizes) if sizes else each.shape for each in parameters]
         stand_ins = [
-            nn.Parameter(torch.randn(stand_in_shape(each.shape, sizes) if sizes else each.shape).to(each.dtype))
-            for each in parameters
+            nn.Parameter(torch.randn(shape, device=device).to(each.dtype))
+            for shape, each in zip(shapes, parameters, strict=True)
         ]
         for parameter, outline in zip(stand_ins, parameters, strict=True):
             vars(parameter).update(outline.attributes)
@@ -131,7 +135,7 @@ def trial_update(
         if scheduler is not None:
             scheduler(optimizer)
         for parameter in stand_ins:
-            parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
+            parameter.grad = torch.randn(parameter.shape, device=device).to(parameter.dtype)
         optimizer.step()
     return optimizer, stand_ins
 

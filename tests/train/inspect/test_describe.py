@@ -151,6 +151,12 @@ def test_state_in_blocks_is_of_the_real_size_or_unknown(looks: Any, known: list[
     assert [(slot.name, slot.shape, slot.dtype_bytes) for slot in found.odd_slots] == known
 
 
+def test_the_state_of_an_optimizer_for_gpus_alone_is_known() -> None:
+    outline = ParameterSpec((10, 9), torch.float32, True, {})
+    found = optimizer_state(lambda parameters: torch.optim.AdamW(parameters, capturable=True), [outline])
+    assert found.slots == ((("exp_avg", 4), ("exp_avg_sq", 4)),)
+
+
 def test_mixed_precision_keeps_less_of_a_sample_and_a_copy_of_the_weights() -> None:
     """The copy is not an activation: it does not grow with the batch."""
     whole, mixed = described(), described(precision="bf16")
