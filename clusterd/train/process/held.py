@@ -27,7 +27,8 @@ OBJECTS_MAX, DEPTH_MAX, ITEMS_MAX = 2000, 6, 100
 
 _CODE_OF_OTHERS = frozenset({
     "torch", "numpy", "builtins", "abc", "typing", "threading", "_thread", "queue", "logging", "io", "_io", "pathlib",
-    "weakref", "multiprocessing", "concurrent", "asyncio", "socket", "ssl", "subprocess", "re", "enum", "clusterd",
+    "weakref", "multiprocessing", "concurrent", "asyncio", "socket", "ssl", "subprocess", "re", "enum", "tqdm",
+    "clusterd",
 })  # fmt: skip
 """Packages whose objects and classes are not looked into."""
 
@@ -377,6 +378,12 @@ def _is_state(value: Any) -> bool:
     if isinstance(value, (torch.Tensor, np.ndarray, *GENERATORS)):
         return True
     return _is_owner(value) and not (is_container(value) or isinstance(value, (nn.Module, types.FunctionType)))
+
+
+def is_looked_into(value: Any) -> bool:
+    """True for an object of the script's own, or a container that holds some."""
+    others = isinstance(value, (nn.Module, types.FunctionType, type, types.ModuleType))
+    return not others and (_is_owner(value) or (has_state(value) and hasattr(value, "__dict__")))
 
 
 def _is_owner(value: Any) -> bool:
