@@ -46,8 +46,9 @@ from clusterd.train.process.probe import probe
 from clusterd.train.process.run_in_fork import run_in_fork
 from clusterd.train.process.start_phases import StartPhases
 from clusterd.train.process.steps_log import StepsLog
+from clusterd.train.proof.cuts import comparisons
 from clusterd.train.proof.ranks import prove_split
-from clusterd.train.proof.split import Verdict, comparisons
+from clusterd.train.proof.results import Verdict
 
 OnEnd = Callable[[Training], None]
 """Called on every rank after its last step, while the process groups still exist."""
@@ -227,7 +228,7 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
         given = stream.samples() if stream is not None else None
         verdict = prove_split(job, context, control, store, given=given, gathers=gathers, limit=limit)
         _act_on(verdict, job, context)
-        if context.rank == 0 and not verdict.unclear:
+        if context.rank == 0 and not (verdict.unclear or verdict.too_large):
             control.report(Proved(context.plan.family))
     # No fork from here on: a child of a process with a CUDA context and the threads of NCCL may hang.
     started.end("proof")
@@ -268,6 +269,7 @@ WAYS_OUT = 'return (sum, weight), compare samples by train.gather, or accept it:
 
 OF_SHARDS = "a shard has a part of the features, over which softmax, top-k, chunks and statistics differ"
 OF_STAGES = "a stage has what its layers compute, and none of what others keep in attributes or hooks"
+OF_FSDP = "FSDP2 gathers weights for the forward pass of their module, and who reads them elsewhere has shards"
 
 
 def _act_on(verdict: Verdict, job: Job, context: Context) -> None:
@@ -278,10 +280,10 @@ def _act_on(verdict: Verdict, job: Job, context: Context) -> None:
     """
     plan, texts = context.plan, []
     if verdict.of_model:
-        seen = [text for degree, text in ((plan.tp, OF_SHARDS), (plan.pp, OF_STAGES)) if degree > 1]
+        cuts = (plan.tp, OF_SHARDS), (plan.pp, OF_STAGES), (plan.zero, OF_FSDP)
         raise PlanRefused(
-            f"{plan} computes something else than one process: {verdict.of_model}; {', and '.join(seen)}: plans "
-            "without tp and pp leave the model whole"
+            f"{plan} computes something else than one process: {verdict.of_model}; "
+            f"{', and '.join(text for degree, text in cuts if degree > 1)}: dp and zero=1 leave the model whole"
         )
     if verdict.difference and job.sees_batch != "replica":
         raise PlanRefused(f"the result depends on how the batch is cut: {verdict.difference}; {WAYS_OUT}")

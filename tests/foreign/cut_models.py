@@ -442,6 +442,24 @@ def head_saved_by_loop() -> dict[str, Any]:
     return cut(model=model, loop=loop)
 
 
+@script("dp=2,zero=1", *CUTS)
+def optimizer_saved_by_loop() -> dict[str, Any]:
+    """A loop that writes the state of its optimizer to a file."""
+    made: list[torch.optim.Optimizer] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made[:] = [torch.optim.AdamW(parameters, lr=0.01)]
+        return made[0]
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            run.step(batch)
+            if run.is_main:
+                torch.save(made[0].state_dict(), io.BytesIO())
+
+    return cut(optimizer=optimizer, loop=loop)
+
+
 @script("pp=3,accumulation=4")
 def batch_unpacked_by_loop() -> dict[str, Any]:
     """A loop that takes its batch apart."""

@@ -491,7 +491,7 @@ def evaluated_by_an_average() -> dict[str, Any]:
     return arguments(model=model, loop=loop)
 
 
-class Trainer:
+class Averaging:
     """Keeps an average of the weights, with which it goes on from step 8."""
 
     def __init__(self) -> None:
@@ -518,7 +518,7 @@ def average_in_an_object() -> dict[str, Any]:
         made[:] = [perceptron()]
         return made[0]
 
-    return arguments(model=model, loop=lambda run: Trainer().fit(run, made[0]))
+    return arguments(model=model, loop=lambda run: Averaging().fit(run, made[0]))
 
 
 @script("dp=2,zero=1")
@@ -592,3 +592,157 @@ def schedule_free() -> dict[str, Any]:
                 made[0].train()
 
     return arguments(optimizer=optimizer, loop=loop)
+
+
+class Made:
+    """Model and optimizer that the factories of a script have made, which its loop uses."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def factories(self, **options: Any) -> dict[str, Any]:
+        """Factories that keep what they make."""
+
+        def model() -> nn.Module:
+            self.model = perceptron()
+            return self.model
+
+        def optimizer(parameters: Any) -> torch.optim.Optimizer:
+            self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+            return self.optimizer
+
+        return arguments(model=model, optimizer=optimizer, **options)
+
+    def set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+
+@script(advice="`session.register`, or `scheduler`")
+def schedule_in_a_variable() -> dict[str, Any]:
+    """A cosine schedule that the loop makes and steps."""
+    made = Made()
+
+    def loop(run: Any) -> None:
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(made.optimizer, 20)
+        for _, batch in run:
+            run.step(batch)
+            schedule.step()
+
+    return made.factories(loop=loop)
+
+
+@script()
+def schedule_registered() -> dict[str, Any]:
+    """A warm-up that the loop makes, registers and steps."""
+    made = Made()
+
+    def loop(run: Any) -> None:
+        schedule = torch.optim.lr_scheduler.LambdaLR(made.optimizer, lambda step: min(1.0, (step + 1) / 10))
+        run.register("schedule", schedule)
+        for _, batch in run:
+            run.step(batch)
+            schedule.step()
+
+    return made.factories(loop=loop)
+
+
+class Trainer:
+    """A trainer that lowers its rate every second step."""
+
+    def __init__(self, made: Made) -> None:
+        self.made, self.rate, self.waited = made, 0.1, 0
+
+    def fit(self, run: Any) -> None:
+        for _, batch in run:
+            run.step(batch)
+            self.waited += 1
+            if self.waited % 2 == 0:
+                self.rate *= 0.7
+                self.made.set_rate(self.rate)
+
+
+@script(advice="`session.register`")
+def trainer_with_attributes() -> dict[str, Any]:
+    """A trainer object whose attributes set the rate."""
+    made = Made()
+    return made.factories(loop=Trainer(made).fit)
+
+
+@script(advice="a buffer of the model")
+def rewound_by_loop() -> dict[str, Any]:
+    """Weights that the loop keeps before its first step and goes back to (lottery tickets, a reference model)."""
+    made = Made()
+
+    def loop(run: Any) -> None:
+        initial = {name: value.clone() for name, value in made.model.state_dict().items()}
+        for step, batch in run:
+            run.step(batch)
+            if step == 8:
+                made.model.load_state_dict(initial)
+
+    return made.factories(loop=loop)
+
+
+SEEN = {"steps": 0}
+
+
+@script(advice="`session.register`")
+def counted_in_a_global_of_the_loop() -> dict[str, Any]:
+    """A counter in a global variable that the loop alone reads, and by which it sets the rate."""
+    made = Made()
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            SEEN["steps"] += 1
+            made.set_rate(0.1 / SEEN["steps"])
+            run.step(batch)
+
+    return made.factories(loop=loop)
+
+
+@script()
+def set_before_the_loop() -> dict[str, Any]:
+    """Weights, a rate and a number of the loss that are set before the loop, and change in it."""
+    made, loss = Made(), Annealed()
+
+    def loop(run: Any) -> None:
+        with torch.no_grad():
+            for parameter in made.model.parameters():
+                parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()).view_as(parameter))
+        made.set_rate(0.2)
+        loss.beta = 0.1
+        for _, batch in run:
+            run.step(batch)
+            loss.beta += 0.01
+            made.set_rate(0.9 * made.optimizer.param_groups[0]["lr"])
+
+    return made.factories(loss=loss, loop=loop)
+
+
+@script()
+def harder_before_each_step() -> dict[str, Any]:
+    """A loop that makes the samples harder between a batch and its step."""
+    data = Graded()
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            data.difficulty += 0.05
+            run.step(batch)
+
+    return arguments(data=data, loop=loop)
+
+
+@script(advice="all layers in `model`")
+def grown_by_loop() -> dict[str, Any]:
+    """A layer that the loop adds at the third step (progressive growing)."""
+    made = Made()
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            if step == 3:
+                made.model.append(nn.Linear(4, 4))
+                made.optimizer.add_param_group({"params": made.model[-1].parameters()})
+            run.step(batch)
+
+    return made.factories(loop=loop)

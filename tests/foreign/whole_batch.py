@@ -513,3 +513,41 @@ def range_for_evaluation() -> dict[str, Any]:
             return output.clamp(-self.largest, self.largest)
 
     return arguments(model=Observed, evaluate=Evaluation(data=points(), every=4))
+
+
+@script("accumulation=4")
+def seldom_dropped() -> dict[str, Any]:
+    """A layer that Python's generator leaves out in one pass of a hundred."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x).tanh()
+            return self.second(hidden * (not 0.25 < random.random() < 0.26))
+
+    return arguments(model=Net)
+
+
+@script(advice="ZeRO up to stage 1")
+def step_within() -> dict[str, Any]:
+    """A gradient step for each sample in the forward pass, by `torch.func` (MAML)."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights = dict(self.net.named_parameters())
+
+            def one(row: torch.Tensor) -> torch.Tensor:
+                inner = torch.func.grad(lambda w: torch.func.functional_call(self.net, w, (row,)).square().mean())
+                moved = {name: weights[name] - 0.1 * gradient for name, gradient in inner(weights).items()}
+                return torch.func.functional_call(self.net, moved, (row,))
+
+            return torch.func.vmap(one)(x)
+
+    return arguments(model=Net)

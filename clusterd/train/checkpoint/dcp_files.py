@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from clusterd.train.parallel.gradient_sync import saving_parts
 from clusterd.train.process.exits import Refused
 from clusterd.train.state.copying import narrow_to_box
 from clusterd.train.state.local_shards import Box
@@ -272,7 +273,8 @@ class _StagedSavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch is 
         if write_item.type is not WriteItemType.BYTE_IO:
             return self._tensors[MetadataIndex(write_item.index.fqn, write_item.index.offset)].tensor
         data = io.BytesIO()
-        torch.save(self._values[MetadataIndex(write_item.index.fqn)][1], data)
+        with saving_parts():
+            torch.save(self._values[MetadataIndex(write_item.index.fqn)][1], data)
         return data
 
 

@@ -20,7 +20,7 @@ from clusterd.plans.plan import Plan
 from clusterd.train.checkpoint import dcp_files as files
 from clusterd.train.checkpoint.dcp_files import Staged, StagedTensor
 from clusterd.train.parallel import build
-from clusterd.train.parallel.gradient_sync import local_tensor
+from clusterd.train.parallel.gradient_sync import local_tensor, saving_parts
 from clusterd.train.process.exits import PlanRefused
 from clusterd.train.state import scalars
 from clusterd.train.state.local_shards import local_shards
@@ -43,13 +43,14 @@ def stage(training: Training, shape: ModelShape, layout: Layout, why: str) -> St
         if key[1] == "parameter" and (tensor := live[key].tensors[0]) is not None
     ]
     left_out: list[str] = []
-    own = {
-        "buffers": dict(training.parallel.module.named_buffers(remove_duplicate=False)),
-        "optimizer": optimizer.state_dict(),
-        "held": _held(optimizer),
-        "scheduler": _state_of(training.scheduler),
-        "registered": training.registered.raw_states(),
-    }
+    with saving_parts():
+        own = {
+            "buffers": dict(training.parallel.module.named_buffers(remove_duplicate=False)),
+            "optimizer": optimizer.state_dict(),
+            "held": _held(optimizer),
+            "scheduler": _state_of(training.scheduler),
+            "registered": training.registered.raw_states(),
+        }
     own = {name: None if (v := _stored(value, name, left_out)) is _LEFT_OUT else v for name, value in own.items()}
     for name in left_out:
         print(f"clusterd: {name} is not in the checkpoint of step {training.step}, and will begin anew", flush=True)

@@ -6,7 +6,6 @@ What callbacks change in the training, the other ranks would not; what a loop ch
 from __future__ import annotations
 
 import pickle
-import types
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,16 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clusterd.plans.plan import Plan
+from clusterd.train.loop.loop_state import RATE, UNKNOWN, LoopVariables, Prelude, numbers
 from clusterd.train.loop.replicas import is_sampled
 from clusterd.train.parallel.mutation_guard import ShardWrites
 from clusterd.train.process import held
 from clusterd.train.process.control import Control
 from clusterd.train.process.exits import PlanRefused
-from clusterd.train.process.script_variables import NAMED_MAX
 from clusterd.train.process.seeding import LOOP_STAGES, seed_step
 from clusterd.train.state.attribute_tensors import BYTES_MAX, READ_BYTES_MAX, checksum
 from clusterd.train.state.attributes import COLLATE, DATA, OPTIMIZER, SAMPLER
@@ -51,9 +50,9 @@ class Callbacks:
         if self._told or not is_sampled(self._calls[name]):
             callback(step, values)
             return
-        before = _numbers(self._training)
+        before = numbers(self._training)
         callback(step, values)
-        now = _numbers(self._training)
+        now = numbers(self._training)
         changed = next((key for key, value in before.items() if now.get(key, value) != value), None)
         if changed is not None:
             self._refuse(f"{name} has changed {changed} from {before[changed]} to {now[changed]}")
@@ -77,22 +76,33 @@ class OwnLoop:
 
     Attributes:
         changes_batches: it has given a step another batch than it was given.
+        changes_data: it has changed samples or `collate_fn`, since the one that it has was read.
         changed: names of the numbers that it has changed.
-        frame: of its function, whose local variables no move carries.
+        variables: of its function, which no move carries.
     """
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        self.changes_batches = False
+        self.changes_batches = self.changes_data = False
         self.changed = training.attributes.of_loop
         self._places: dict[str, tuple[Any, Any]] = {}  # of numbers: what holds it, and its key there
         self._before: list[Any] | None = None
         self._batch: tuple[Any, list[tuple[int, int]]] = None, []  # given to the loop, and what it was then
         self._told: set[str] = set()  # beginnings of lines in the log
-        self._writes: ShardWrites | None = None  # of the loop's code, where weights are sharded
-        self.frame: types.FrameType | None = None
-        self._variables: dict[str, Any] | None = None  # of the frame, before the first step
-        self._told_of_variables = training.context.rank > 0 or training.context.launcher != "clusterd"
+        self._writes: TorchDispatchMode | None = None  # of the loop's code, where weights are sharded or carried
+        self.variables = LoopVariables(training)
+        self._prelude: Prelude | None = None
+        if training.step and training.job.own_loop:
+            self._prelude = Prelude(training)
+            self._writes = self._prelude.writes
+            self._writes.__enter__()
+
+    def begins(self) -> None:
+        """End what the script does before its first batch."""
+        if self._prelude is not None:
+            self.closes()
+            self._prelude.end()
+            self._prelude = None
 
     def opens(self, batch: Any = None) -> None:
         """Watch the loop's code from here on: with its next batch, or after a step, without."""
@@ -104,22 +114,25 @@ class OwnLoop:
             self._batch = batch, _versions(batch)
         if not self._places or is_sampled(training.step + 1):
             self._places = _places(training)
-            self._look_at_variables()
+            self.variables.look(self.changed)
         self._before = self._values()
         plan = training.context.plan
         if (plan.tp > 1 or plan.zero > 1) and is_sampled(training.step + 1):
             self._writes = ShardWrites(lambda: self._tell(DRAWS_OF_SHARDS.format(plan=plan)))
             self._writes.__enter__()
 
-    def closes(self) -> None:
-        """End what `opens` began: the engine goes on."""
+    def closes(self) -> set[str]:
+        """End what `opens` began: the engine goes on. Returns the names of the numbers that the loop has changed."""
         if self._writes is not None:
             self._writes.__exit__(None, None, None)
             self._writes = None
         before, self._before = self._before, None
         if before is not None and (now := self._values()) != before:
             pairs = zip(self._places, before, now, strict=True)
-            self.changed |= {name for name, old, new in pairs if old is not new and old != new}
+            changed = {name for name, old, new in pairs if old is not new and old != new}
+            self.changed |= changed
+            return changed
+        return set()
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -141,7 +154,7 @@ class OwnLoop:
         training, plan = self._training, self._training.context.plan
         if not training.job.own_loop:
             return
-        self.closes()
+        self.changes_data = any(name.startswith((DATA, COLLATE)) for name in self.closes())
         training.optimizer.share_writes()
         if _versions(batch) != self._batch[1]:
             self.changes_batches = True
@@ -199,26 +212,6 @@ class OwnLoop:
                         "as what follows from the step, out.loss or run.evaluate() is"
                     )
 
-    def _look_at_variables(self) -> None:
-        """Tell of local variables that go on from step to step, by what they hold."""
-        if self._told_of_variables or self.frame is None:
-            return
-        known = _known(self._training)
-        now = {name: _held(value, known) for name, value in self.frame.f_locals.items() if id(value) not in known}
-        if self._variables is None:
-            self._variables = now
-            return
-        carried = {name.rpartition(".")[2] for name in self.changed}
-        names = sorted(k for k, v in self._variables.items() if k not in carried and now.get(k, v) != v)
-        if names:
-            self._told_of_variables = True
-            print(
-                f"clusterd: variables of the script's loop change ({', '.join(names[:NAMED_MAX])}), and begin anew "
-                "after a move or a restart: what training depends on belongs into an object for run.register(), or, "
-                "where it is as large as weights, into the model",
-                flush=True,
-            )
-
     def _values(self) -> list[Any]:
         of_large = is_sampled(self._training.step + 1)
         return [_content(holder.get(key), of_large=of_large) for holder, key in self._places.values()]
@@ -265,9 +258,6 @@ DRAWS_OF_SHARDS = (
     "one process, and losses differ as between two seeds"
 )
 
-_UNKNOWN = "(unknown)"
-"""In place of what is not read: the same on all ranks."""
-
 
 def _is_table(value: Any) -> bool:
     return held.is_container(value) and held.is_plain(value)
@@ -277,67 +267,16 @@ def _content(value: Any, *, of_large: bool) -> Any:
     """Mark that almost surely differs for another content of an array, or of a list or map of numbers and text."""
     if isinstance(value, np.ndarray):
         is_read = value.nbytes <= BYTES_MAX or (of_large and value.nbytes <= READ_BYTES_MAX)
-        return checksum(value) if is_read and not value.dtype.hasobject else _UNKNOWN
+        return checksum(value) if is_read and not value.dtype.hasobject else UNKNOWN
     return zlib.crc32(pickle.dumps(value)) if held.is_container(value) else _mark(value)
-
-
-def _known(training: Training) -> set[int]:
-    """Identities of what moves and checkpoints carry, and of what holds it."""
-    roots = {**training.attributes.roots, **training.attributes.data, **training.registered.objects}
-    found = {id(owner.value) for owner in held.owners(roots).values()}
-    for _, parameter, plain in training.optimizer.local:
-        found |= {id(parameter), id(plain)}
-    for root in roots.values():
-        if isinstance(root, nn.Module):
-            found |= {id(tensor) for tensor in _tensors(root)}
-    return (found | {id(training.scheduler)}) - {id(None)}
-
-
-def _held(value: Any, known: set[int]) -> Any:
-    """Mark that almost surely differs for another value of a variable, or of what it holds beside the known."""
-    if isinstance(value, nn.Module):
-        return [(id(tensor), tensor._version) for tensor in _tensors(value) if id(tensor) not in known]
-    if isinstance(value, np.ndarray) or _is_table(value):
-        return _content(value, of_large=False)
-    if not (held.is_owner(value) or held.has_state(value)):
-        return _mark(value)
-    known = known | {id(value)}
-    return [
-        (name, attribute, _held(part, known))
-        for name, owner in held.owners({"": value}).items()
-        if name == "" or id(owner.value) not in known
-        for attribute, part in owner.attributes.items()
-        if id(part) not in known and not held.is_owner(part)  # which is an owner of its own
-    ]
-
-
-def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
 
 
 def _mark(value: Any) -> Any:
     """Mark that almost surely differs for another value of a variable."""
     if isinstance(value, torch.Tensor):
         return id(value), value._version
-    return value if isinstance(value, held.SIMPLE) else len(value) if held.is_container(value) else _UNKNOWN
+    return value if isinstance(value, held.SIMPLE) else len(value) if held.is_container(value) else UNKNOWN
 
-
-RATE = "the learning rate of "
 
 _NOT_COMPUTED = OPTIMIZER, DATA, SAMPLER, COLLATE, RATE
 """Beginnings of the names of what forward pass and loss do not read."""
-
-
-def _numbers(training: Training) -> dict[str, str]:
-    """Numbers, and texts, that modules, loss, data and optimizer hold, by name; and learning rates.
-
-    As text, in which a value that is not a number equals itself.
-    """
-    roots = {**training.attributes.roots, DATA: training.job.data}
-    found = {
-        held.path(name.rstrip("."), attribute): str(value)
-        for name, owner in held.owners(roots).items()
-        for attribute, value in owner.attributes.items()
-        if isinstance(value, held.SIMPLE)
-    }
-    return found | {f"{RATE}{name}": str(rate) for name, rate in training.rates().items()}

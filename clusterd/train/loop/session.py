@@ -67,7 +67,7 @@ class Session:
             Stopped: under clusterd, after a stop.
         """
         training = self._loop.training
-        self._loop.own_loop.frame = sys._getframe(1)
+        self._loop.own_loop.variables.frame = sys._getframe(1)
         for inputs, targets in self._loop.batches():
             yield training.step + 1, as_batch(inputs, targets)
         if self._loop.stopped and training.context.launcher == "clusterd":

@@ -113,6 +113,7 @@ class TrainingLoop:
             Refused: a batch was not given to `step`.
         """
         training = self.training
+        self.own_loop.begins()
         self.check()
         if training.evaluations.ends_training:  # restarted between the early end and the exit
             return
@@ -207,7 +208,9 @@ class TrainingLoop:
         if self._proves:  # what an evaluation and the script's own loop leave is part of the state
             self._proves = False
             self._record.settle()
-            self._migration.begin_proof("the script's loop changes its batches" * self.own_loop.changes_batches)
+            loop = self.own_loop
+            what = "batches" if loop.changes_batches else "data before it makes a step" if loop.changes_data else ""
+            self._migration.begin_proof(f"the script's loop changes its {what}" if what else "")
         seed_step(training.job.seed, training.step, coordinates.replica, coordinates.stage)
         training.stepper.phases.lap("input")
         self._migration.before_step()

@@ -34,6 +34,7 @@ from clusterd.train.process.control import Control
 from clusterd.train.process.exits import PlanRefused
 from clusterd.train.process.script_variables import differences, script_variables
 from clusterd.train.state import scalars
+from clusterd.train.state.attributes import SAMPLER
 from clusterd.train.state.copy_plan import LocalShards, copy_threads, segment_part
 from clusterd.train.state.copying import CopyBatch, copies_from_device, copies_from_segment
 from clusterd.train.state.local_shards import check_shards
@@ -233,7 +234,13 @@ class MigrationTarget:
         text = f"the state of step {step} does not go on under {new} as under {old}: {found}"
         if unlike := differences([meta.get("variables", {}) for meta in metas], variables):
             text = f"{text}. Variables of the script that differ: {unlike}"
-        text = f"{text}. Keep what goes on in attributes or buffers of modules, or register it: the rest is not moved"
+        what_to_do = "Keep what goes on in attributes or buffers of modules, or register it: the rest is not moved"
+        if of_sampler := [name for name in training.attributes.of_loop if name.startswith(SAMPLER)]:
+            what_to_do = (
+                f"The order of an epoch follows from {min(of_sampler)} at its beginning, and the script's loop changes "
+                "that within it: change it after the last step of an epoch only"
+            )
+        text = f"{text}. {what_to_do}"
         raise (CarryFailed if new.techniques <= old.techniques else PlanRefused)(text)
 
     def _worst(self, own: Difference) -> Difference:

@@ -30,7 +30,7 @@ from clusterd.train.parallel import build
 from clusterd.train.parallel.buffers import RecomputeContexts, preserve_shared_buffers
 from clusterd.train.parallel.gradient_sync import (
     GradientSum,
-    assign_data_in_place,
+    adapt_sharded,
     mean_gradients,
     sum_gradients,
 )
@@ -107,7 +107,7 @@ class ParallelModel:
         # During a step, FSDP2 replaces the shards by whole parameters.
         self.parameters: list[tuple[str, nn.Parameter]] = list(build.named_parameters(module))
         if any(hasattr(parameter, "placements") for _, parameter in self.parameters):
-            assign_data_in_place()
+            adapt_sharded()
         self._trained = [(name, p) for name, p in self.parameters if p.requires_grad]
         self._frozen = [(name, p) for name, p in self.parameters if not p.requires_grad]
         for name, parameter in self.parameters:

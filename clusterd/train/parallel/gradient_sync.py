@@ -8,13 +8,17 @@ So gradients are summed here, in buckets, while the backward pass still runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from clusterd.train.process.exits import SAVES_SHARDS, PlanRefused
 
 BUCKET_BYTES = 25 << 20
 
@@ -133,8 +137,32 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def assign_data_in_place() -> None:
-    """Make ``p.data = ...`` of a sharded parameter change the shard: torch drops it without a word."""
+_saves_parts: ContextVar[bool] = ContextVar("saves_parts", default=False)
+
+
+@contextmanager
+def saving_parts() -> Iterator[None]:
+    """Context in which clusterd itself saves what a rank has, for the same plan."""
+    token = _saves_parts.set(True)
+    yield
+    _saves_parts.reset(token)
+
+
+def refuse_parts() -> None:
+    """Refuse that the script saves a part of the weights or of the optimizer's state: a file would lack the rest.
+
+    Raises:
+        PlanRefused: this is not in `saving_parts`.
+    """
+    if not _saves_parts.get():
+        raise PlanRefused(SAVES_SHARDS)
+
+
+def adapt_sharded() -> None:
+    """Make ``p.data = ...`` of a sharded parameter change the shard, and a pickle of it fail.
+
+    torch drops the one without a word, and writes files with the other that no single process can load.
+    """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     plain = torch.Tensor.data
@@ -148,8 +176,15 @@ def assign_data_in_place() -> None:
         with torch.no_grad():
             parameter.copy_(value)
 
+    reduce = DTensor.__reduce_ex__
+
+    def pickled(parameter: Any, protocol: Any) -> Any:
+        refuse_parts()
+        return reduce(parameter, protocol)
+
     if "data" not in vars(DTensor):
         DTensor.data = property(plain.__get__, assign)
+        DTensor.__reduce_ex__ = pickled
 
 
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from clusterd.train.parallel import build
 from clusterd.train.parallel.gradient_sync import local_tensor
@@ -159,3 +160,28 @@ class ShardWrites(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
 def _storage(tensor: Any) -> int:
     address: int = local_tensor(tensor).untyped_storage().data_ptr()
     return address
+
+
+class IgnoredWrites(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+    """Context in which writes into some tensors have no effect.
+
+    Attributes:
+        ignored: True if there was one.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._storages = {_storage(tensor) for tensor in tensors if tensor.numel() and not tensor.is_meta}
+        self.ignored = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function._schema.is_mutable and any(_storage(t) in self._storages for t in _written(function, arguments)):
+            self.ignored = True
+            return arguments[0] if function._schema.returns else None
+        return function(*arguments, **(options or {}))
+
+
+def _written(function: Any, arguments: Any) -> list[torch.Tensor]:
+    pairs = zip(function._schema.arguments, arguments, strict=False)
+    written = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]

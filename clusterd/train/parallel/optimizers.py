@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from clusterd.train.parallel.apply_plan import ParallelModel
-from clusterd.train.parallel.gradient_sync import local_gradient, local_tensor
+from clusterd.train.parallel.gradient_sync import local_gradient, local_tensor, refuse_parts
 from clusterd.train.parallel.optimizer_slots import make_optimizer
 from clusterd.train.process import accelerator
-from clusterd.train.process.exits import PlanRefused
+from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.job import OptimizerFactory
 
 MAKE_STATE_BYTES = 64 << 20
@@ -57,9 +57,13 @@ class RankOptimizer:
         self._options = self._inner_options()
         self.groups_made = len(self.optimizer.param_groups)
         self._versions = [p._version for p in plain]
+        self._count = sum(len(group["params"]) for group in self.holder.param_groups)
+        if parallel.plan.zero or parallel.plan.tp * parallel.plan.pp > 1:
+            self.holder.register_state_dict_pre_hook(lambda _: refuse_parts())
 
     def step(self, part: str = "") -> None:
         """Update the parameters from their gradients: all, or those of a part of an `AlternatingOptimizer`."""
+        self._check_parameters()
         _put_back(self._memory)
         for outer, inner, before in zip(
             self.optimizer.param_groups, self._inner_options(), self._options, strict=False
@@ -94,6 +98,22 @@ class RankOptimizer:
                 for _, parameter, plain in self.local:
                     local_tensor(parameter.detach()).copy_(plain, non_blocking=True)
         self._versions = [plain._version for _, _, plain in self.local]
+
+    def _check_parameters(self) -> None:
+        """Check, where the script has added some, that all parameters are of the model that its factory made.
+
+        Raises:
+            Refused: one is not.
+        """
+        count = sum(len(group["params"]) for group in self.holder.param_groups)
+        known = {id(plain) for *_, plain in self.local} if count != self._count else set()
+        self._count = count
+        if known and any(id(p) not in known for group in self.holder.param_groups for p in group["params"]):
+            raise Refused(
+                "the script gave the optimizer a parameter that model() did not make (a layer added while it trains): "
+                "replicas do not share its gradient, and no move or checkpoint has it. Make all layers in model(), and "
+                "let a number of the model say which are applied"
+            )
 
     def share_writes(self) -> None:
         """Give the model what the script has made the optimizer write into the parameters that it has.

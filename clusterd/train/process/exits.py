@@ -45,6 +45,9 @@ _NOT_SHARDED = (
 )
 """torch's texts for operations that it cannot compute with shards."""
 
+_WRITTEN_SHARD = ("is not supported for tensor subclasses", "_fsdp_init.FSDP")
+"""torch's texts for a sharded weight turned into numbers, and for a model of such weights that is pickled."""
+
 _COPIED_MODULE = "FSDP does not support deepcopy"
 """torch's text for a copy of a model whose parameters are sharded."""
 
@@ -113,6 +116,12 @@ class CheckpointFailed(TrainError):
     """The final checkpoint of a job cannot be written."""
 
 
+SAVES_SHARDS = (
+    "the script saves weights or the state of its optimizer, of which a rank of this plan has a part: `save`, "
+    "Evaluation(save_best=...) and [checkpoints] write them whole; dp without ZeRO leaves them whole"
+)
+
+
 def classify_error(error: BaseException, *, where: str) -> TrainError | None:
     """Convert `error` to a `TrainError`; None if it is the script's own.
 
@@ -137,6 +146,8 @@ def classify_error(error: BaseException, *, where: str) -> TrainError | None:
                 "the plan shards parameters, and torch cannot compute with shards what the script does with one "
                 f"({first_line(text)}){', ' * bool(where)}{where}; dp and zero=1 leave parameters whole"
             )
+        if any(sign in text for sign in _WRITTEN_SHARD):
+            return PlanRefused(f"{SAVES_SHARDS}{', ' * bool(where)}{where}")
         if _COPIED_MODULE in text:
             return PlanRefused(
                 "the plan shards parameters, and the script copies the model (an average of its weights?), of which a "

@@ -27,7 +27,8 @@ OBJECTS_MAX, DEPTH_MAX, ITEMS_MAX = 2000, 6, 100
 
 _CODE_OF_OTHERS = frozenset({
     "torch", "numpy", "builtins", "abc", "typing", "threading", "_thread", "queue", "logging", "io", "_io", "pathlib",
-    "weakref", "multiprocessing", "concurrent", "asyncio", "socket", "ssl", "subprocess", "re", "enum", "clusterd",
+    "weakref", "multiprocessing", "concurrent", "asyncio", "socket", "ssl", "subprocess", "re", "enum", "tqdm",
+    "clusterd",
 })  # fmt: skip
 """Packages whose objects and classes are not looked into."""
 
@@ -81,7 +82,7 @@ def owners(roots: Mapping[str, object]) -> dict[str, Owner]:
                     seen.add(id(kind))
                     found[f"(class) {kind.__module__}.{kind.__qualname__}"] = Owner(kind, attributes(kind))
             for attribute, part in found[name].parts():
-                if isinstance(part, SIMPLE) or id(part) in seen or not is_owner(part):
+                if isinstance(part, SIMPLE) or id(part) in seen or not _is_owner(part):
                     continue
                 if len(found) + len(following) < len(roots) + OBJECTS_MAX:
                     seen.add(id(part))
@@ -376,11 +377,16 @@ def _is_state(value: Any) -> bool:
     """True for tensors, arrays, generators, and objects other than containers and modules."""
     if isinstance(value, (torch.Tensor, np.ndarray, *GENERATORS)):
         return True
-    return is_owner(value) and not (is_container(value) or isinstance(value, (nn.Module, types.FunctionType)))
+    return _is_owner(value) and not (is_container(value) or isinstance(value, (nn.Module, types.FunctionType)))
 
 
-def is_owner(value: Any) -> bool:
-    """True for objects of the script that hold others: containers, closures, instances of its classes."""
+def is_looked_into(value: Any) -> bool:
+    """True for an object of the script's own, or a container that holds some."""
+    others = isinstance(value, (nn.Module, types.FunctionType, type, types.ModuleType))
+    return not others and (_is_owner(value) or (has_state(value) and hasattr(value, "__dict__")))
+
+
+def _is_owner(value: Any) -> bool:
     if isinstance(value, SIMPLE) or has_state(value):
         return False
     if isinstance(value, _CONTAINERS):

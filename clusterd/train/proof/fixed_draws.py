@@ -80,7 +80,7 @@ def _even(like: torch.Tensor, *, alike: bool) -> torch.Tensor:
     """Numbers between 0 and 1, in double precision, that differ along the last of several dimensions only."""
     count = like.shape[-1] if like.dim() > 1 and not alike else 1
     numbers = torch.frac((torch.arange(count, dtype=torch.float64, device=like.device) + 0.5) * _STRIDE)
-    return numbers.expand(like.shape)
+    return numbers.expand(like.shape) if like.dim() else numbers[0]
 
 
 def _normal(even: torch.Tensor) -> torch.Tensor:

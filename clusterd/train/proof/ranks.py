@@ -33,7 +33,9 @@ from clusterd.train.process.job import Job
 from clusterd.train.process.run_in_fork import start_fork
 from clusterd.train.process.seeding import preserved_generators
 from clusterd.train.proof import split
-from clusterd.train.proof.split import MODEL, Cut, Sides, Unclear, Verdict
+from clusterd.train.proof.cuts import MODEL, Cut, Sides, comparisons
+from clusterd.train.proof.results import Verdict, differs, judge
+from clusterd.train.proof.split import Unclear
 
 POLL_S = 0.2
 FAILED = "failed"
@@ -66,10 +68,10 @@ def prove_split(
         return Verdict(unclear="the script used CUDA before it called clusterd.train, and no child of it can")
     children = _Children(job, context, control, store, limit)
     verdict = Verdict()
-    for sides in split.comparisons(context.plan):
+    for sides in comparisons(context.plan):
         found = _compare(children, job, context, sides, given, gathers)
         verdict = replace(found, draws=verdict.draws or found.draws, too_large=verdict.too_large or found.too_large)
-        if split.differs(verdict) or verdict.unclear:
+        if differs(verdict) or verdict.unclear:
             break
     return verdict
 
@@ -93,7 +95,7 @@ def _compare(
             kind, value = min(measured, key=lambda result: _KINDS.index(result[0]))
             if kind == "result":
                 whole, *again, parts = (run for _, run in measured)
-                value = split.judge(whole, again, parts, cut, sides)
+                value = judge(whole, again, parts, cut, sides)
         if kind == "result":
             verdict: Verdict = value
             return verdict

@@ -23,8 +23,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,131 +47,14 @@ from clusterd.train.process.context import Context
 from clusterd.train.process.exits import PlanRefused, TrainError, UnevenParameterUse, classify_error, first_line
 from clusterd.train.process.job import Job
 from clusterd.train.process.seeding import generator_states, seed_everything
+from clusterd.train.proof.cuts import BATCH, MODEL, PASSES, Cut, Side, Sides
 from clusterd.train.proof.fixed_draws import FixedDraws
+from clusterd.train.proof.results import DRAWS_TIMES, EVALUATION, NOISE_TIMES, Run, Verdict, differs
 from clusterd.train.state.attributes import parts_of_loss
 from clusterd.train.state.local_shards import box_of
-from clusterd.train.state.next_steps import relative_difference
-
-SAMPLES = 8
-"""Of the batch, or two for each part."""
-
-PARTS_MAX = 8
-
-ROUNDING, ROUNDING_MAX = 1e-5, 2e-4
-"""Relative difference that rounding in float32 makes at least, and at most: where it is measured, by summing in other
-orders, it lies between. Equal parts of 100 scripts differed by less than 1e-6. Both grow with the square root of the
-rounding error of other types."""
-
-NOISE_TIMES = 20.0
-"""Differences count from this multiple of those between two runs of the whole batch on."""
-
-DRAWS_TIMES = 4.0
-"""The same for two runs with other random numbers of those that cannot be fixed for each sample: Python's, NumPy's."""
 
 LARGE = 1e4
 """Factor of gradients that are larger than the first ones."""
-
-PASSES = 4
-"""Of the same samples in other orders, so that other ones are in a part together: half of the ways to cut eight samples
-in two put as many of the hardest four into each part."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Parts of the batch that a proof compares: contiguous, in the order of replicas and their micro-batches.
-
-    Several micro-batches compute the same part where the plan has more of them. Where replicas take unequal shares of a
-    batch, those with more get one sample more in each part.
-
-    Attributes:
-        sizes: samples of each part.
-    """
-
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, plan: Plan, global_batch: int, *, gathers: bool = False, small: bool = False, most: int = 0) -> Cut:
-        """Cut of `plan`.
-
-        Args:
-            gathers: replicas see each other's samples, so that no two may have the same.
-            small: no micro-batch has more samples than in training.
-            most: number of samples that there are; 0: enough.
-        """
-        pieces = plan.dp * plan.accumulation
-        parts = pieces
-        least = min(plan.shares, default=0)
-        more = [int(share > least) for share in plan.shares for _ in range(plan.accumulation)]
-        if pieces > PARTS_MAX and not (gathers or any(more)):
-            divisors = [n for n in range(2, pieces) if pieces % n == 0]
-            parts = max((n for n in divisors if n <= PARTS_MAX), default=min(divisors, default=pieces))
-        in_training = max((least // plan.accumulation) if least else global_batch // pieces, 1)
-        each = max(in_training // parts, 1) if small else min(max(2, SAMPLES // parts), in_training)
-        if most:
-            each = max(min(each, (most - sum(more)) // parts), 1)
-        return cls(tuple(each + extra for extra in more) if any(more) else (each,) * parts)
-
-    @property
-    def parts(self) -> int:
-        """Number of parts."""
-        return len(self.sizes)
-
-    @property
-    def samples(self) -> int:
-        """Samples of the whole batch."""
-        return sum(self.sizes)
-
-    def of_replica(self, plan: Plan, replica: int) -> list[int]:
-        """Numbers of the parts that a replica's micro-batches compute."""
-        first = replica * plan.accumulation
-        return [number % self.parts for number in range(first, first + plan.accumulation)]
-
-
-class Side(Enum):
-    """Side of a comparison: how a batch is computed."""
-
-    ALONE = "by each rank alone, with the whole model"
-    WHOLE = "under the plan, the whole by each replica"
-    PARTS = "under the plan, in its parts"
-
-
-Sides = tuple[Side, Side]
-MODEL: Sides = (Side.ALONE, Side.WHOLE)
-BATCH: Sides = (Side.WHOLE, Side.PARTS)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Result of a proof.
-
-    Attributes:
-        difference: that the cuts of the batch make, in words, with numbers; empty: parts train as the whole.
-        of_model: the same of the cuts of the model.
-        unclear: why no difference could be shown or ruled out.
-        too_large: the whole model is, for one device.
-        metrics: which further value of the loss depends on the plan, with numbers.
-        evaluated: the same of the output in evaluation mode, by what forward passes on parts of the batch leave.
-        repeats: it is unclear because two runs in one process differ.
-        draws: random numbers are drawn in a step, and others than in one process.
-        counts: passes count something up.
-        hooks: there are hooks on gradients.
-    """
-
-    difference: str = ""
-    of_model: str = ""
-    unclear: str = ""
-    too_large: bool = False
-    metrics: str = ""
-    evaluated: str = ""
-    repeats: bool = False
-    draws: bool = False
-    counts: bool = False
-    hooks: bool = False
-
-
-def comparisons(plan: Plan) -> list[Sides]:
-    """Comparisons that show that a plan trains as one process, in this order."""
-    return [MODEL] * (plan.tp * plan.pp > 1) + [BATCH] * (plan.dp * plan.accumulation > 1)
 
 
 def read_samples(job: Job, cut: Cut) -> list[Any]:
@@ -200,11 +82,6 @@ def prove(
     return verdict
 
 
-def differs(verdict: Verdict) -> bool:
-    """True if a plan trains something else than one process."""
-    return bool(verdict.difference or verdict.of_model)
-
-
 def _proved(trial: _Trial, ahead: int = 0, scale: float = 1.0) -> Verdict:
     trial.scale, sides = scale, trial.sides
     whole = trial.run(sides[0], ahead=ahead)
@@ -225,9 +102,10 @@ def _proved(trial: _Trial, ahead: int = 0, scale: float = 1.0) -> Verdict:
     if difference.size <= NOISE_TIMES * again:
         return Verdict(unclear=f"two runs of the same samples differ by {again:.0e}", repeats=True, draws=whole.draws)
     if whole.draws_by_sample:
-        spread = trial.noise(whole, sides[0], (1, 2, 3, 4), ahead)
-        if difference.size < DRAWS_TIMES * spread:
-            return Verdict(unclear=f"random numbers that cannot be fixed change a step by {spread:.0e}", draws=True)
+        spread, agree = trial.other_draws(whole, ahead)
+        if agree or difference.size < DRAWS_TIMES * spread:
+            size = max(spread, agree * difference.size)
+            return Verdict(unclear=f"random numbers that cannot be fixed change a step by {size:.0e}", draws=True)
     return difference.verdict(trial.cut, sides, draws=whole.draws)
 
 
@@ -250,113 +128,8 @@ def measure(
     return _Trial(job, context, device, mesh, samples, cut, sides).run(sides[which])
 
 
-def judge(whole: Run, again: Sequence[Run], parts: Run, cut: Cut, sides: Sides) -> Verdict:
-    """Verdict from measurements of a process each, of the first side several times, by the norms of gradients."""
-    difference = parts.by_norms(whole).difference(whole)
-    noise = max(run.by_norms(whole).difference(whole).size for run in again)
-    if difference.size <= whole.limit:
-        return whole.verdict(parts, cut, sides)
-    if difference.size <= NOISE_TIMES * noise:
-        return Verdict(unclear=f"two runs of the same samples differ by {noise:.0e}", draws=whole.draws)
-    return difference.verdict(cut, sides, draws=whole.draws)
-
-
 class Unclear(TrainError):
     """A proof can show nothing about this script; the message says why."""
-
-
-@dataclass(frozen=True)
-class _Difference:
-    size: float
-    what: str  # differs
-    whole: float
-    parts: float
-    later: bool  # only once a forward pass has left something for the next
-
-    def verdict(self, cut: Cut, sides: Sides, *, draws: bool) -> Verdict:
-        after = "after an earlier forward pass, " if self.later else ""
-        if sides == MODEL:
-            numbers = f"{self.whole:.6g} in one process, {self.parts:.6g} of the cut model"
-            return Verdict(of_model=f"{after}{self.what} is {numbers}", draws=draws)
-        numbers = f"{self.whole:.6g} of {cut.samples} samples, {self.parts:.6g} of their {cut.parts} parts"
-        text = f"{after}{self.what} is {numbers}"
-        if relative_difference(self.parts * cut.parts, self.whole) < ROUNDING_MAX and self.what == "the loss":
-            text += ": it is their sum, not their mean"
-        return Verdict(text, draws=draws)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Results of the passes of one run, the same on all ranks.
-
-    Attributes:
-        losses: by pass and loss of the job.
-        metrics: further values of the losses in the first pass.
-        norms: of each gradient in the last pass, by loss and parameter.
-        apart: norm of the difference of each from the reference.
-        rounding: of the type with the largest rounding error in the model.
-        draws, draws_by_sample: random numbers are drawn (other ones than in the reference, of the same samples), by any
-            library, or by one whose numbers cannot be fixed.
-        counts: passes count something up.
-        hooks: there are hooks on gradients.
-        output: norm of the output in evaluation mode, where the batch is cut.
-    """
-
-    losses: dict[tuple[int, str], float]
-    metrics: dict[str, float]
-    norms: dict[tuple[str, str], float]
-    apart: dict[tuple[str, str], float]
-    rounding: float = 0.0
-    draws: bool = False
-    draws_by_sample: bool = False
-    counts: bool = False
-    hooks: bool = False
-    output: float = 0.0
-
-    @property
-    def limit(self) -> float:
-        """Relative difference that rounding explains."""
-        scale = math.sqrt(self.rounding / torch.finfo(torch.float32).eps)
-        return max(scale * min(ROUNDING_MAX, max(ROUNDING, NOISE_TIMES * self.spread)), self.rounding)
-
-    def verdict(self, parts: Run, cut: Cut, sides: Sides) -> Verdict:
-        """Verdict where the other side agrees with this one."""
-        metrics = _metric_difference(self, parts, self.limit, cut, sides)
-        evaluated = ""
-        if relative_difference(parts.output, self.output) > self.limit:
-            evaluated = (
-                f"the norm of the output in evaluation mode is {self.output:.6g} after {PASSES} passes over "
-                f"{cut.samples} samples, {parts.output:.6g} after those over the parts of replica 0"
-            )
-        draws = self.draws and (parts.draws or sides == BATCH)
-        return Verdict(metrics=metrics, evaluated=evaluated, draws=draws, counts=self.counts, hooks=self.hooks)
-
-    def by_norms(self, reference: Run) -> Run:
-        """The same with the differences of norms in place of the norms of differences."""
-        keys = self.norms.keys() | reference.norms.keys()
-        return replace(self, apart={k: abs(self.norms.get(k, 0.0) - reference.norms.get(k, 0.0)) for k in keys})
-
-    @property
-    def spread(self) -> float:
-        """Largest difference between passes over the same samples in another order."""
-        first = {part: loss for (number, part), loss in self.losses.items() if number == 0}
-        return max(relative_difference(loss, first[part]) for (_, part), loss in self.losses.items())
-
-    def difference(self, whole: Run) -> _Difference:
-        """The largest difference."""
-        found = [
-            _Difference(
-                relative_difference(self.losses[key], one), _loss_name(key[1]), one, self.losses[key], key[0] > 0
-            )
-            for key, one in whole.losses.items()
-        ]
-        first = [each for each in found if not each.later and each.size > ROUNDING_MAX]
-        largest = max(whole.norms.values(), default=0.0) or 1.0
-        for key, apart in self.apart.items():
-            what = f"the norm of the gradient of {key[1]}"
-            size = apart / largest if math.isfinite(apart) else math.inf
-            found.append(_Difference(size, what, whole.norms.get(key, 0.0), self.norms.get(key, 0.0), False))
-        return max(first or found, key=lambda each: each.size)
 
 
 class _Trial:
@@ -383,6 +156,8 @@ class _Trial:
         self._evaluates = evaluates if sides == MODEL else self.plan.pp == 1 and not job.losses
         self._model: Callable[[], nn.Module | None] = lambda: None  # of the run before, whose memory it need not keep
         self._gradients: dict[tuple[str, str], torch.Tensor] = {}
+        # Whole gradients of a model that is sharded for its size have no place in the host's memory.
+        self._by_norms = sides == MODEL and self.plan.tp * self.plan.pp == 1
         self._rounding = torch.finfo(torch.float32).eps
         self._counters: dict[str, tuple[float, float]] | None = None  # first value, and what each pass adds
         self.scale, self._hooks = 1.0, False
@@ -416,7 +191,8 @@ class _Trial:
         check_same_model(model, self._device)
         with _fixed_statistics([model, self._job.loss, *self._job.losses.values()]):
             stepper, parallel = self._stepper(model, plan, coordinates, side)
-            for number in range(PASSES + (side is Side.ALONE)):  # what the last one leaves behind is of no other pass
+            # What the last pass of one process leaves behind is of no other one.
+            for number in range(PASSES + (side is Side.ALONE and not self._by_norms)):
                 seed_everything(seed)
                 before = generator_states()
                 with drawing:
@@ -429,7 +205,7 @@ class _Trial:
                         if number == 0:
                             metrics |= update.own_metrics()
                         if number == PASSES - 1:
-                            self._measure(found, part, parallel, side, keeps=reference is None)
+                            self._measure(found, part, parallel, side, keeps=reference is None and not self._by_norms)
                 if (states := generator_states()) != before:
                     draws_by_sample = True
                     drawing.drawn.append(states)
@@ -457,12 +233,22 @@ class _Trial:
             dist.all_reduce(totals)
         found.losses.update(zip(losses, totals.tolist(), strict=True))
         output = 0.0 if self.sides == MODEL else found.losses.pop((0, EVALUATION), 0.0)
-        return replace(self._summed(found, metrics, drew), output=output)
+        made = replace(self._summed(found, metrics, drew), output=output)
+        return made.by_norms(reference) if self._by_norms and reference is not None else made
 
     def noise(self, whole: Run, side: Side, seeds: Sequence[int], ahead: int) -> float:
         """The largest difference of further runs of a side: a single one may come close to it by chance."""
         runs = (self.run(side, reference=whole, seed=seed, ahead=ahead) for seed in seeds)
         return max(run.difference(whole).size for run in runs)
+
+    def other_draws(self, whole: Run, ahead: int) -> tuple[float, bool]:
+        """The largest difference that other random numbers make, and True if with some of them both sides agree."""
+        spread, agree = 0.0, False
+        for seed in (1, 2, 3, 4):
+            other, parts = (self.run(side, reference=whole, seed=seed, ahead=ahead) for side in self.sides)
+            spread = max(spread, other.difference(whole).size)
+            agree = agree or parts.by_norms(other).difference(other).size <= whole.limit
+        return spread, agree
 
     def _noticing(self, register: Callable[..., Any]) -> Callable[..., Any]:
         def registered(*arguments: Any, **options: Any) -> Any:
@@ -679,26 +465,6 @@ def _counters(passes: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]
         if added and all(math.isclose(b - a, added, rel_tol=1e-6) for a, b in itertools.pairwise(values)):
             found[name] = values[0], added
     return found
-
-
-def _metric_difference(whole: Run, parts: Run, limit: float, cut: Cut, sides: Sides) -> str:
-    for name, value in whole.metrics.items():
-        if relative_difference(other := parts.metrics.get(name, math.nan), value) > limit:
-            if sides == MODEL:
-                return f"{name} is {value:.6g} in one process, {other:.6g} of the cut model"
-            numbers = f"{value:.6g} of {cut.samples} samples as a whole, {other:.6g} as the mean of their {cut.parts}"
-            return f"{name} is {numbers} parts: it depends on the plan, and is no mean over samples"
-    return ""
-
-
-EVALUATION = "(evaluation)"
-"""In place of the part of a loss: the output in evaluation mode."""
-
-
-def _loss_name(part: str) -> str:
-    if part == EVALUATION:
-        return "the norm of the output in evaluation mode"
-    return f"the loss of {part}" if part else "the loss"
 
 
 def _square(tensor: torch.Tensor) -> float:

@@ -48,6 +48,7 @@ class Attributes:
         roots: the modules, the optimizer and the loss, by name.
         data: what makes batches, by name.
         of_loop: names of what the script's own loop has changed.
+        loop_variables: checksums of the variables with which that loop began, where the job first started.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Attributes:
             for k, v in o.attributes.items()
         }
         self.of_loop: set[str] = set()
+        self.loop_variables: dict[str, int] = {}
         self._told: set[tuple[str, str]] = set()
         self._initial_states = self._states(self._stateful(owners))
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -121,8 +123,9 @@ class Attributes:
             self._tell(owned_by, attribute, f"{held.path(owned_by, attribute)}, which has changed and is large,")
         states = self._states(self._stateful(owners))
         differing_states = {name: state for name, state in states.items() if state != self._initial_states.get(name)}
-        of_loop = {"of_loop": sorted(self.of_loop)} if self.of_loop else {}
-        return {"attributes": plain, "attribute_tensors": tensors, "attribute_states": differing_states, **of_loop}
+        more = {"of_loop": sorted(self.of_loop), "loop_variables": self.loop_variables}
+        found = {"attributes": plain, "attribute_tensors": tensors, "attribute_states": differing_states}
+        return found | {name: value for name, value in more.items() if value}
 
     def restore(self, sources: Sequence[Mapping[str, Any]]) -> None:
         """Set what several ranks have changed, and reset the rest to its initial value.
@@ -148,6 +151,8 @@ class Attributes:
             for attribute, value in tensors.get(name, {}).items():
                 held.assign(owner.value, attribute, from_plain(value))
         self.of_loop.update(*(source.get("of_loop", ()) for source in sources))
+        for source in reversed(sources):
+            self.loop_variables |= source.get("loop_variables", {})
         self._tensors.restore(owners, tensors)
         stateful = self._stateful(owners)
         now = self._states(stateful)

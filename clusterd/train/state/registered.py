@@ -19,10 +19,14 @@ class _TooLarge(NotSerializable):
 
 
 class Registered:
-    """Objects with ``state_dict`` and ``load_state_dict``, by name, and received states that wait for their object."""
+    """Objects with ``state_dict`` and ``load_state_dict``, by name, and received states that wait for their object.
+
+    Attributes:
+        objects: by name.
+    """
 
     def __init__(self) -> None:
-        self._objects: dict[str, Any] = {}
+        self.objects: dict[str, Any] = {}
         self._waiting: dict[str, Any] = {}
         self._warned: set[str] = set()
 
@@ -34,22 +38,17 @@ class Registered:
         """
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise Refused(f"register({name!r}): a {type(value).__name__} has no state_dict and load_state_dict")
-        if name in self._objects:
-            raise Refused(f"register({name!r}): the name is taken by a {type(self._objects[name]).__name__}")
+        if name in self.objects:
+            raise Refused(f"register({name!r}): the name is taken by a {type(self.objects[name]).__name__}")
         try:
             self._state(name, value)
         except _TooLarge as error:
             raise Refused(f"register({name!r}): {error}") from None
         except NotSerializable:
             pass  # it may be another by the time that it has to travel, and a checkpoint of this plan holds what it can
-        self._objects[name] = value
+        self.objects[name] = value
         if name in self._waiting:
             value.load_state_dict(from_plain(self._waiting.pop(name)))
-
-    @property
-    def objects(self) -> Mapping[str, Any]:
-        """The objects by name."""
-        return self._objects
 
     def states(self) -> dict[str, Any]:
         """Plain values of all states.
@@ -57,7 +56,7 @@ class Registered:
         Raises:
             NotSerializable: naming the value.
         """
-        return dict(self._waiting) | {name: self._state(name, value) for name, value in self._objects.items()}
+        return dict(self._waiting) | {name: self._state(name, value) for name, value in self.objects.items()}
 
     def _state(self, name: str, value: Any) -> Any:
         state = plain_with_tensors(value.state_dict(), name)
@@ -73,12 +72,12 @@ class Registered:
     def raw_states(self) -> dict[str, Any]:
         """All states as the objects give them."""
         waiting = {name: from_plain(state) for name, state in self._waiting.items()}
-        return waiting | {name: value.state_dict() for name, value in self._objects.items()}
+        return waiting | {name: value.state_dict() for name, value in self.objects.items()}
 
     def restore(self, states: Mapping[str, Any] | None) -> None:
         """Load received states into the objects that are here, and keep the others for later ones."""
         for name, state in (states or {}).items():
-            if name in self._objects:
-                self._objects[name].load_state_dict(from_plain(state))
+            if name in self.objects:
+                self.objects[name].load_state_dict(from_plain(state))
             else:
                 self._waiting[name] = state

@@ -51,6 +51,11 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         ("mined_later", "dp=2", REFUSED, "after 4 steps, by what the script counts, "),
         ("centred_later", "dp=2,zero=3", REFUSED, "after 4 steps, by what the script counts, "),
         ("average_by_loop", "dp=2,zero=3", REFUSED, "the script copies the model (an average of its weights?)"),
+        ("grown_by_loop", "one", REFUSED, "gave the optimizer a parameter that model() did not make"),
+        ("head_saved_by_loop", "dp=2,zero=3", REFUSED, "saves weights or the state of its optimizer, of which a rank"),
+        ("head_saved_by_loop", "tp=2", REFUSED, "saves weights or the state of its optimizer, of which a rank of"),
+        ("optimizer_saved_by_loop", "dp=2,zero=1", REFUSED, "saves weights or the state of its optimizer, of which"),
+        ("optimizer_saved_by_loop", "dp=2", RIGHT, ""),
         ("groups_of_the_model", "one", REFUSED, "the optimizer has parameters that its factory was not given"),
     ],
 )
@@ -81,6 +86,11 @@ def test_what_a_script_changes_is_as_in_one_process_or_named(
         ("weights_in_a_map", "resume"),
         ("weight_in_a_shared_map", "restart"),
         ("masked_more_by_loop", "restart"),
+        ("set_before_the_loop", "move"),
+        ("set_before_the_loop", "restart"),
+        ("schedule_registered", "move"),
+        ("schedule_registered", "resume"),
+        ("harder_before_each_step", "move"),
     ],
 )
 def test_what_a_script_has_changed_goes_on(runner: Runner, script: str, how: str) -> None:
@@ -107,7 +117,19 @@ def test_what_is_too_large_to_be_carried_is_named(runner: Runner) -> None:
     assert "(data).weights, which has changed and is large, is neither migrated nor saved" in found.reason
 
 
-def test_variables_that_begin_anew_are_named(runner: Runner) -> None:
-    found = runner.verdicts(registry.SCRIPTS["rate_in_a_variable"], ["resume"])["resume"]
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    ("script", "how", "says"),
+    [
+        ("rate_in_a_variable", "resume", "variables of the script's loop change (rate), and begin anew"),
+        ("schedule_in_a_variable", "restart", "variables of the script's loop (schedule) have other values before its"),
+        ("schedule_in_a_variable", "move", "variables of the script's loop change (schedule), and begin anew"),
+        ("trainer_with_attributes", "restart", "variables of the script's loop change (self.waited), and begin anew"),
+        ("counted_in_a_global_of_the_loop", "restart", "variables of the script's loop change (SEEN), and begin anew"),
+        ("rewound_by_loop", "restart", "variables of the script's loop (initial) have other values before its first"),
+    ],
+)
+def test_variables_that_begin_anew_are_named(runner: Runner, script: str, how: str, says: str) -> None:
+    found = runner.verdicts(registry.SCRIPTS[script], [how])[how]
     assert found.verdict == TOLD, found
-    assert "variables of the script's loop change (rate), and begin anew" in found.reason
+    assert says in found.reason

@@ -1,4 +1,4 @@
-"""A script whose process ends in the middle of a comparison, as one of a library that calls `exit` may."""
+"""Scripts whose comparison ends without a result: a process exits, or has no memory for the whole model."""
 
 from __future__ import annotations
 
@@ -25,3 +25,20 @@ def ends_in_a_group() -> dict[str, Any]:
             return super().forward(x)
 
     return arguments(model=lambda: Net(8, 4))
+
+
+@script()
+def too_large_whole() -> dict[str, Any]:
+    """Has no memory for a weight that is not sharded, in any process but the first."""
+    first = os.getpid()
+
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if os.getpid() != first and not any(hasattr(p, "placements") for p in self.parameters()):
+                raise torch.OutOfMemoryError("out of memory")
+            return super().forward(x)
+
+    def model() -> nn.Module:
+        return nn.Sequential(Net(8, 16), nn.Linear(16, 4))
+
+    return arguments(model=model, layers=["0", "1"], tp_plan={"0": "colwise", "1": "rowwise"})

@@ -68,3 +68,10 @@ def test_nothing_is_drawn_where_nothing_is_random(compute: Callable[[torch.Tenso
     with FixedDraws() as fixed:
         compute(torch.ones(4, 4))
     assert not fixed.drawn
+
+
+def test_a_single_number_is_drawn() -> None:
+    with FixedDraws() as drawing:
+        one, other = torch.rand(()), torch.rand(())
+    assert one == other
+    assert len(drawing.drawn) == 2

@@ -12,7 +12,7 @@ from rank_pool import RankPool
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
 from clusterd.train.inspect.describe import describe
-from clusterd.train.proof.split import PARTS_MAX, SAMPLES, Cut
+from clusterd.train.proof.cuts import PARTS_MAX, SAMPLES, Cut
 from tests.foreign import registry
 
 
@@ -107,6 +107,7 @@ OTHERWISE = [
     ("deep_supervision", "pp=2,accumulation=2", "fails where one process does not: RuntimeError"),
     ("standardised_down", "tp=2", "torch cannot compute with shards what the script does with one"),
     ("penalty_of_all_weights", STAGES, "computes with a parameter or a buffer of another stage of the pipeline"),
+    ("step_within", "dp=2,zero=3", "the cut model; FSDP2 gathers weights for the forward pass of their module"),
     ("statistic_in_a_hook", "dp=2,tp=2,zero=1", "the result depends on how the batch is cut"),
 ]
 
@@ -170,6 +171,8 @@ def test_what_trains_alike_is_not_accused(foreign: RankPool, tmp_path: Path, scr
             "dp=2",
             "it is not shown that dp=2 trains as one process: random numbers that cannot be fixed",
         ),
+        ("seldom_dropped", "accumulation=4", "as one process: random numbers that cannot be fixed change a step by"),
+        ("too_large_whole", "tp=2", "trains as one process: the whole model does not fit one device"),
         ("ends_in_a_group", "dp=2", "trains as one process: a process of the comparison ended without a result"),
     ],
 )
