@@ -145,6 +145,8 @@ class HostOptions:
     exclude_devices: Annotated[tuple[int, ...], Key(_NUMBERS, "Numbers of devices that are never offered.",
                                                     "none")] = ()
     labels: Annotated[tuple[str, ...], Key(_LABELS, "For constraints of jobs.", "none")] = ()
+    outside_queue_after_s: Annotated[float | None, Key(k.DURATION, "As of [daemon], for this host; 0: never.",
+                                                       "as there", name="outside_queue_after")] = None
 
 
 @dataclass(frozen=True, slots=True)
