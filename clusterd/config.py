@@ -433,8 +433,10 @@ def _read(kind: type, table: Any, where: str, more: Iterable[str] = ()) -> dict[
         raise ConfigError(f"{where} is {table!r}; it must be a table")
     keys = {key.name: key for key in k.keys_of(kind)}
     check_keys(table, {*keys, *more}, where)
-    required = {name for name, key in keys.items() if key.initial is MISSING and not key.default}
-    given = [(key, table.get(name)) for name, key in keys.items() if name in table or name in required]
+    for name, key in keys.items():
+        if name not in table and key.initial is MISSING and not key.default:
+            raise ConfigError(f"{where}: {name} is missing; {key.value.expected}")
+    given = [(key, table[name]) for name, key in keys.items() if name in table]
     found = k.read_values(given, lambda key: f"{where}: {key.name}")
     return {keys[name].field: value for name, value in found.items()}
 
