@@ -145,6 +145,8 @@ class HostOptions:
     exclude_devices: Annotated[tuple[int, ...], Key(_NUMBERS, "Numbers of devices that are never offered.",
                                                     "none")] = ()
     labels: Annotated[tuple[str, ...], Key(_LABELS, "For constraints of jobs.", "none")] = ()
+    outside_queue_after_s: Annotated[float | None, Key(k.DURATION, "As of [daemon], for this host; 0: never.",
+                                                       "as there", name="outside_queue_after")] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,8 +433,10 @@ def _read(kind: type, table: Any, where: str, more: Iterable[str] = ()) -> dict[
         raise ConfigError(f"{where} is {table!r}; it must be a table")
     keys = {key.name: key for key in k.keys_of(kind)}
     check_keys(table, {*keys, *more}, where)
-    required = {name for name, key in keys.items() if key.initial is MISSING and not key.default}
-    given = [(key, table.get(name)) for name, key in keys.items() if name in table or name in required]
+    for name, key in keys.items():
+        if name not in table and key.initial is MISSING and not key.default:
+            raise ConfigError(f"{where}: {name} is missing; {key.value.expected}")
+    given = [(key, table[name]) for name, key in keys.items() if name in table]
     found = k.read_values(given, lambda key: f"{where}: {key.name}")
     return {keys[name].field: value for name, value in found.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -34,6 +35,9 @@ from clusterd.client import Client
 from clusterd.config import DEVICES_MAX
 from clusterd.errors import ClusterError, UsageError
 from clusterd.units import counted, size
+
+SLOW_S = 5.0
+"""Wait for a new host after which `host add` tells what it waits for."""
 
 
 @click.group()
@@ -85,9 +89,10 @@ def _agreed(cluster: Client, address: str, yes: bool) -> list[str]:
 
 
 def _wait_until_up(cluster: Client, name: str) -> None:
+    tells_s, row = time.monotonic() + SLOW_S, None
     for item in cluster.stream("watch"):
         rows = item["snapshot"]["hosts"] if "snapshot" in item else item.get("hosts", ())
-        row = next((r for r in rows if r["name"] == name), None)
+        row = next((r for r in rows if r["name"] == name), row)
         if row is None:
             continue
         if row["state"] == "up":
@@ -96,6 +101,9 @@ def _wait_until_up(cluster: Client, name: str) -> None:
         if row["why"] and row["why"] != "not connected yet":
             again = f"the daemon keeps trying; clusterd host show {name}"
             raise ClusterError(f"{name} is added but not up: {row['why']} ({again})")
+        if tells_s < math.inf and not cluster.ready(max(tells_s - time.monotonic(), 0.0)):
+            note(f"{name} is not up yet: {cluster.call('host', host=name)['link']['state']}")
+            tells_s = math.inf
 
 
 def _offers(row: dict[str, Any]) -> str:

@@ -223,7 +223,7 @@ def _given(file: Path | None, arguments: Sequence[str], wrap: str | None) -> Req
 
 def _tell_of_ignored(name: str, ignored: list[str]) -> None:
     if ignored:
-        note(f"{name}: {', '.join(dict.fromkeys(ignored))} of Slurm have no effect here")
+        note(f"{name}: without effect here: {', '.join(dict.fromkeys(ignored))}")
 
 
 def _read(file: Path, arguments: Sequence[str]) -> Request:

@@ -257,7 +257,9 @@ class Daemon:
                 tasks.start_soon(guarded, idle_jobs.run)
             if notifier is not None:
                 tasks.start_soon(notifier.run)
-                if (after_s := config.outside_queue_after_s) is not None:
+                after_s = {"": config.outside_queue_after_s}
+                after_s |= {name: each.outside_queue_after_s for name, each in config.hosts.items()}
+                if any(after_s.values()):
                     outside = hosts.outside_processes
                     tasks.start_soon(OutsideProcesses(outside, notifier.tell, after_s, config.outside_queue_exempt).run)
             local_dir = config.state_dir / "local"

@@ -6,6 +6,7 @@ Operators may ask for everything.
 
 from __future__ import annotations
 
+import pwd
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -69,6 +70,21 @@ class Rights:
                 f"guaranteed jobs of {peer.user} may ask for {counted(limits.guaranteed_devices, 'device')} together "
                 f"({self._rule(peer.user, 'guaranteed_devices')}){already}: leave out guaranteed, or ask an operator"
             )
+
+    def owner_of_booking(self, peer: Peer, user: str) -> str:
+        """Return for whom a caller books: operators for any account of this machine, others for themselves.
+
+        Raises:
+            ClusterError: for somebody else, and not an operator; UsageError: there is no such account.
+        """
+        if user in ("", peer.user):
+            return peer.user
+        if not peer.is_operator:
+            raise ClusterError(f"{peer.user} books for {peer.user} alone: ask {user}, or an operator")
+        try:
+            return pwd.getpwnam(user).pw_name
+        except (KeyError, ValueError):
+            raise UsageError(f"the head node knows no account {user!r}") from None
 
     def refuse_booking(self, peer: Peer, wanted: bookings.Wanted) -> None:
         """Refuse a booking beyond the quota of its user.

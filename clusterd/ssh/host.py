@@ -22,7 +22,7 @@ from clusterd.protocol.agent import SeenByAgent, Superseded, hello_reply
 from clusterd.protocol.messages import Request, from_map, to_map
 from clusterd.protocol.proof import proof
 from clusterd.protocol.requests import Challenge, ChallengeReply, Hello, Shutdown
-from clusterd.ssh.bootstrap import AgentStream, attach
+from clusterd.ssh.bootstrap import TIMEOUT_S, AgentStream, attach
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.joined import JoinedConnection, JoinedDialer
 from clusterd.ssh.resolve import Route
@@ -77,7 +77,14 @@ class LinkState:
     error: ClusterError | None = None  # behind `why`
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.why})" if self.why else self.name
+        why = self.why or _WAITS_FOR.get(self.name, "")
+        return f"{self.name} ({why})" if why else self.name
+
+
+_WAITS_FOR: dict[str, str] = {
+    "dialing": "waits for its sshd",
+    "bootstrapping": f"waits for its login shell to start Python, {TIMEOUT_S:.0f} s at most",
+}
 
 
 class History(Protocol):

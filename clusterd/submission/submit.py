@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.client import Client
+from clusterd.errors import UsageError
 from clusterd.submission.job_file import Request
 from clusterd.submission.workdir import IGNORE_FILE, Snapshot, commit_of, pack
 from clusterd.types import JobKind, JobSpec
@@ -94,5 +95,7 @@ def pack_workdir(cluster: Client, spec: JobSpec) -> Snapshot:
     # The state directory may lie in the workdir: each packed workdir would contain the earlier ones.
     state = Path(status["state_dir"])
     assert spec.workdir is not None
+    if Path(spec.workdir).resolve() == state.resolve():
+        raise UsageError(f"workdir {spec.workdir} is the daemon's state: submit from the folder of the job's code")
     imports_ours = spec.kind is not JobKind.COMMAND
     return pack(Path(spec.workdir), status["workdir_bytes_max"], leave_out=(state,), imports_ours=imports_ours)

@@ -30,7 +30,7 @@ def test_a_booking_from_its_making_to_its_cancellation(shared_cluster: RunningCl
     more = cluster.run("run", "--no-snapshot", "-d", "--devices", "3", "--booking", "1", "--", "true", check=False)
     assert "booking 1 has 2 devices, the job requests 3" in more.stderr
     full = cluster.run("book", "--devices", "3", "--from", "+2h", "--for", "1h", check=False)
-    assert (full.returncode, "2 of the 3 such devices can be booked" in full.stderr) == (1, True)
+    assert (full.returncode, "2 of 3 devices can be booked" in full.stderr) == (1, True)
     assert "local0:cpu0, local0:cpu1 are booked by " in full.stderr
     cluster.run("edit", job, "booking=none")
     cluster.wait_for(job, lambda row: row["state"] == "running" and row["booking"] == "")
@@ -38,6 +38,29 @@ def test_a_booking_from_its_making_to_its_cancellation(shared_cluster: RunningCl
     cluster.run("book", "cancel", "1")
     assert "there is no booking '1'" in cluster.run("book", "cancel", "1", check=False).stderr
     assert "booking 1 was removed" in cluster.run("history").stdout
+
+
+def test_a_booking_of_more_than_there_is_says_how_many_there_are(shared_cluster: RunningCluster) -> None:
+    shared_cluster.wait_until_up(2)
+    none = shared_cluster.run("book", "--gpus", "a100:2", "--for", "1h", check=False)
+    message = "0 of 2 GPUs of type a100 can be booked for all of that time; in service there are 0"
+    assert (none.returncode, message in none.stderr) == (1, True)
+
+
+def test_an_operator_books_for_somebody_else(shared_cluster: RunningCluster) -> None:
+    cluster = shared_cluster
+    cluster.wait_until_up(2)
+    made = cluster.run("book", "--devices", "1", "--from", "+1h", "--for", "1h", "--user", "nobody").stderr
+    booking = made.partition(":")[0].removeprefix("booking ")
+    assert f"jobs of nobody go there by: clusterd run --booking {booking}" in made
+    (row,) = cluster.call("claims")
+    assert (row["owner"], row["by"]) == ("nobody", cluster.call("hello")["user"])
+    assert " nobody" in cluster.run("book", "ls").stdout
+    mine = cluster.run("run", "--no-snapshot", "-d", "--booking", booking, "--devices", "1", "--", "true", check=False)
+    assert f"there is no booking '{booking}' of {row['by']}" in mine.stderr
+    cluster.run("book", "cancel", booking)
+    unknown = cluster.run("book", "--devices", "1", "--for", "1h", "--user", "no-such-account", check=False)
+    assert (unknown.returncode, "knows no account 'no-such-account'" in unknown.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("columns", [80, 160])

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from clusterd import protocol
-from clusterd.daemon.api.host_check import _limits, _network
+from clusterd.core.host import Host
+from clusterd.daemon.api.host_check import _facts, _limits, _network
 from clusterd.types import HostId
 from tests.conftest import RunningCluster
 
@@ -53,6 +54,13 @@ def test_limits_that_are_not_enforced_come_with_a_remedy(
     row = _limits(HostId("gpu01"), {"enforced": enforced, "lingers": lingers})
     assert row["state"] == state
     assert text in row["said"]
+
+
+@pytest.mark.parametrize(("memory_bytes", "is_told"), [(None, True), (1 << 30, False)])
+def test_a_driver_that_reports_no_memory_by_process_is_told_of(memory_bytes: int | None, is_told: bool) -> None:
+    process = {"pid": 7, "user": "ann", "memory_bytes": memory_bytes, "ours": True}
+    rows = [*_facts(Host(HostId("gpu01"), since_s=0.0), {"gpus": [{"index": 0, "processes": [process]}]})]
+    assert any("a job above its share of a device is not noticed" in row["said"] for row in rows) == is_told
 
 
 @pytest.mark.slow

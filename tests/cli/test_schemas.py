@@ -153,7 +153,7 @@ def test_keys_are_those_of_the_daemon() -> None:
         (TenantKeys, configuration.Tenant),
         (PlanTable, Plan),
     ):
-        assert set(keys.__struct_fields__) == {f.name for f in fields(known)}, keys
+        assert set(keys.__struct_fields__) == {configuration.SPELLED.get(f.name, f.name) for f in fields(known)}, keys
 
 
 def defaults(kind: str, tables: list[tuple[tuple[str, ...], type[Struct]]]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -25,7 +25,7 @@ def test_the_documented_example_is_complete(tmp_path: Path) -> None:
     shown = tomllib.loads(example)
     names = {config.SPELLED.get(f.name, f.name) for f in fields(config.Config)}
     assert names == set(shown["daemon"]) | set(shown) - {"daemon"}
-    assert set(shown["hosts"]["gpu01"]) == {f.name for f in fields(config.HostOptions)}
+    assert set(shown["hosts"]["gpu01"]) == {config.SPELLED.get(f.name, f.name) for f in fields(config.HostOptions)}
 
 
 def test_settings_that_nobody_may_look_for_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

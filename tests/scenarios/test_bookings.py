@@ -27,6 +27,8 @@ def test_two_people_book_within_their_quota(site: Site, people: tuple[Person, Pe
     taken = site.cluster.run("book", "--devices", "1", "--for", "30m", check=False)
     assert taken.returncode == 1
     assert f"node:cpu0, node:cpu1 are booked by {ann.name} (booking 1) until" in taken.stderr
+    others = bob.calls(site.socket, "booking_add", devices=1, for_s=60.0, user=ann.name)
+    assert others == f"{bob.name} books for {bob.name} alone: ask {ann.name}, or an operator"
     # Nobody else's jobs get the devices, whatever booking they name, and nobody else cancels it.
     one = {"resources": {"devices": 1}}
     assert "there is no booking '1'" in bob.calls(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from clusterd.daemon.hosts.links import REASONS_MAX
 from clusterd.outside_text import LINE_LETTERS_MAX
 from tests.agent.client import end_all
 from tests.conftest import GPT, RunningCluster, until
+from tests.hang import HANG_S
 from tests.ssh.openssh import OpenSshServer, make_key, needs_sshd
 
 pytestmark = [pytest.mark.slow, needs_sshd]
@@ -65,6 +68,28 @@ def test_two_hosts_are_added_through_each_other_and_train_together(cluster_over_
     steps = [json.loads(line)["step"] for line in cluster.call("steps", job=job)["data"].splitlines()]
     assert steps == list(range(1, 41))
     assert cluster.run("host", "remove", "inner", "bastion").returncode == 0
+
+
+def test_adding_a_host_whose_login_hangs_tells_what_it_waits_for(cluster: RunningCluster, tmp_path: Path) -> None:
+    server = OpenSshServer("node", tmp_path / "node", make_key(tmp_path / "id_ed25519"))
+    server.start(forced="exec cat > /dev/null")  # answers nothing, and ends with the connection
+    try:
+        config = tmp_path / "ssh_config"
+        config.write_text(server.config(tmp_path / "known_hosts"))
+        settings = cluster.directory / "clusterd.toml"
+        settings.write_text(f'[daemon]\nssh_config = "{config}"\n')
+        cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+        cluster.start()
+        command = [sys.executable, "-m", "clusterd", "host", "add", "--yes", "node"]
+        adding = subprocess.Popen(command, env=cluster.environment, stderr=subprocess.PIPE, text=True)
+        assert adding.stderr is not None
+        told = next(line for line in adding.stderr if "not up yet" in line)
+        assert told == "node is not up yet: bootstrapping (waits for its login shell to start Python, 90 s at most)\n"
+        adding.send_signal(signal.SIGINT)
+        assert (adding.wait(HANG_S), adding.stderr.close()) == (130, None)
+        assert "waits for its login shell" in cluster.run("host", "show", "node").stdout
+    finally:
+        server.stop()
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,11 @@ def book() -> None:
 @click.option("--for", "length", metavar="TIME", required=True, help="As in 4h.")
 @click.option("--on", multiple=True, metavar="HOST[:DEVICE,...]", help="Only these; may be repeated.")
 @click.option("--name", default="", help="Shown to all users.")
+@click.option("--user", default="", metavar="NAME", help="For whom an operator books, beyond that user's quota.")
 def book_add(
-    gpus: str | None, devices: int | None, kind: str, begin: str | None, length: str, on: tuple[str, ...], name: str
-) -> None:
+    gpus: str | None, devices: int | None, kind: str, begin: str | None, length: str, on: tuple[str, ...], name: str,
+    user: str,
+) -> None:  # fmt: skip
     """Book devices: unclaimed ones, on the fewest hosts, whose jobs are expected to end first."""
     if (gpus is None) == (devices is None):
         raise click.UsageError("give --gpus or --devices, one of them")
@@ -117,11 +119,10 @@ def book_add(
         wanted = {"devices": count, "device_name": kind or named, "kind": "cuda"}
     from_s = point_in_time_s("--from", begin) if begin is not None else None
     with Client() as cluster:
-        row = cluster.call(
-            "booking_add", **wanted, for_s=time_s("--for", length), from_s=from_s, on=list(on), name=name
-        )
+        wanted |= {"for_s": time_s("--for", length), "from_s": from_s, "on": list(on), "name": name, "user": user}
+        row = cluster.call("booking_add", **wanted)
     _note_made(row)
-    note(f"its jobs: clusterd run --booking {row['id']} ...")
+    note(f"jobs of {row['owner']} go there by: clusterd run --booking {row['id']} ...")
 
 
 @book.command("ls")
@@ -154,8 +155,9 @@ def _show(output: str, nothing: str, bookings: bool) -> None:
         rows = [row for row in cluster.call("claims") if bool(row.get("owner")) == bookings]
     if shown_as(output, rows):
         return
-    lines = [[row["id"], ", ".join(row["devices"]), _when(row), row["by"], row["reason"]] for row in rows]
-    show_table(["id", "devices", "when", "by", "name" if bookings else "reason"], lines, nothing)
+    whose, what = ("owner", "name") if bookings else ("by", "reason")
+    lines = [[row["id"], ", ".join(row["devices"]), _when(row), row[whose], row["reason"]] for row in rows]
+    show_table(["id", "devices", "when", whose, what], lines, nothing)
 
 
 def _when(row: dict[str, Any]) -> str:

@@ -118,7 +118,8 @@ def results(name: str, as_csv: bool, as_json: bool, output: str) -> None:
         return
     values = list(dict.fromkeys(key for one in found for key in one["values"]))
     metrics = list(dict.fromkeys(key for one in found for key in one["metrics"]))
-    headings = ["id", "index", *values, "state", "exit", "loss", *metrics]
+    trained = ["loss"] if any(one["loss"] is not None for one in found) else []
+    headings = ["id", "index", *values, "state", "exit", *trained, *metrics]
     rows = [
         [
             one["id"],
@@ -126,7 +127,7 @@ def results(name: str, as_csv: bool, as_json: bool, output: str) -> None:
             *(one["values"].get(key) for key in values),
             one["state"],
             one["exit_code"],
-            one["loss"],
+            *(one[key] for key in trained),
             *(one["metrics"].get(key) for key in metrics),
         ]
         for one in found

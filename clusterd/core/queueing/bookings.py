@@ -93,7 +93,7 @@ def choose(state: State, wanted: Wanted, now_s: float) -> tuple[tuple[DeviceId, 
     """
     free: dict[HostId, list[tuple[float, DeviceId]]] = {}
     in_the_way: dict[str, DeviceClaim] = {}
-    for host, device in _candidates(state, wanted):
+    for host, device in candidates(state, wanted):
         claims = [c for c in state.device_claims.values() if device.id in c.devices and _overlaps(c, wanted)]
         in_the_way |= {claim.id: claim for claim in claims}
         if not claims:
@@ -109,7 +109,8 @@ def choose(state: State, wanted: Wanted, now_s: float) -> tuple[tuple[DeviceId, 
     return tuple(chosen), list(in_the_way.values())
 
 
-def _candidates(state: State, wanted: Wanted) -> Iterator[tuple[Host, Device]]:
+def candidates(state: State, wanted: Wanted) -> Iterator[tuple[Host, Device]]:
+    """Devices in service that would do, claimed ones too."""
     for host in state.hosts.values():
         if host.state is HostState.LOST or host.drained is not None:
             continue

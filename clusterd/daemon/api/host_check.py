@@ -139,6 +139,10 @@ def _facts(host: Host, facts: Mapping[str, Any]) -> Iterator[Row]:
     for device_id, why in host.reported_faults.items():
         again = f"reset or replace it; clusterd host undrain {host.id} then offers it again"
         yield _row(host.id, "devices", "failed", f"{device_id} is not given to jobs: {why}; {again}")
+    users = [process for gpu in facts.get("gpus", ()) for process in gpu["processes"]]
+    if any(process.get("memory_bytes") is None for process in users):
+        what = "the driver does not report memory by process"
+        yield _row(host.id, "devices", "warning", f"{what}: a job above its share of a device is not noticed")
     for device in host.devices:
         if device.foreign and device.id not in host.reported_faults:
             yield _row(host.id, "devices", "warning", f"{device.id} is not given to jobs: {device.foreign}")

@@ -29,6 +29,7 @@ from clusterd.forecasting import Change
 from clusterd.keys import checked_name
 from clusterd.trusted_paths import account_name
 from clusterd.types import DeviceClaim, DeviceId, Resources
+from clusterd.units import counted
 
 
 class HostVerbs:
@@ -240,15 +241,18 @@ class ClaimVerbs:
         device_name: str = "",
         on: list[str] | None = None,
         name: str = "",
+        user: str = "",
     ) -> rows.Claim:
-        """Book devices for jobs of the caller.
+        """Book devices for jobs of the caller, or of `user`.
 
         Args:
             for_s: seconds until the end.
             from_s: start; None: now.
             kind, device_name: as of a job's resources.
             on: hosts and devices that are meant, as of `claim_add`; empty: any.
+            user: for whom an operator books, beyond that user's quota; empty: the caller.
         """
+        owner = self._rights.owner_of_booking(peer, user)
         if not isinstance(devices, int) or devices < 1:
             raise UsageError(f"{devices} devices cannot be booked: give 1 or more, as in --gpus 4")
         if kind not in (None, "cuda", "cpu"):
@@ -267,12 +271,15 @@ class ClaimVerbs:
             self._rights.refuse_booking(peer, wanted)
             found, in_the_way = bookings.choose(self._state, wanted, now_s)
             if len(found) < devices:
-                noun = f"devices of type {device_name}" if device_name else "such devices"
+                noun = counted(devices, {"cuda": "GPU", "cpu": "CPU device"}.get(kind or "", "device"))
+                of_type = f" of type {device_name}" if device_name else ""
                 others = "".join(f"; {projection.claimed_until(claim, now_s)}" for claim in in_the_way)
-                raise ClusterError(f"{len(found)} of the {devices} {noun} can be booked for all of that time{others}")
+                there = sum(1 for _ in bookings.candidates(self._state, wanted))
+                has = f"; in service there are {there}" if there < devices else ""
+                raise ClusterError(f"{len(found)} of {noun}{of_type} can be booked for all of that time{has}{others}")
             claim = DeviceClaim(
                 id=self._next_id(), devices=found, from_s=begins_s, until_s=ends_s,
-                reason=name, by=peer.user, owner=peer.user,
+                reason=name, by=peer.user, owner=owner,
             )  # fmt: skip
             await self._engine.post(e.DevicesClaimed(at_s=now_s, claim=claim))
         return self._with_holders(claim)

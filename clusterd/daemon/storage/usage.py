@@ -11,7 +11,7 @@ import logging
 import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -371,6 +371,7 @@ class OutsideProcesses:
     Args:
         found: processes of now.
         tell: queues a notification.
+        after_s: by host, "": by default; None: as by default, 0 or no default: never.
         exempt: users who are not told.
     """
 
@@ -378,7 +379,7 @@ class OutsideProcesses:
         self,
         found: Callable[[], Iterable[OutsideProcess]],
         tell: Callable[[Notification], None],
-        after_s: float,
+        after_s: Mapping[str, float | None],
         exempt: Container[str],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -398,7 +399,9 @@ class OutsideProcesses:
         for process in self._found():
             key = (process.host, process.pid, process.device)
             seen[key] = since_s = self._since_s.get(key, now_s)
-            if now_s - since_s >= self._after_s and process.user not in self._exempt:
+            own_s = self._after_s.get(process.host)
+            after_s = self._after_s[""] if own_s is None else own_s
+            if after_s and now_s - since_s >= after_s and process.user not in self._exempt:
                 seen[key] = float("inf")
                 self._tell(_notification(process, now_s - since_s))
         self._since_s = seen

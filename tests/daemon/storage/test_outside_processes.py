@@ -9,15 +9,28 @@ from clusterd.daemon.storage.usage import OutsideProcesses
 from clusterd.types import DeviceId, HostId
 
 
-def process(user: str, pid: int = 7) -> OutsideProcess:
-    return OutsideProcess(HostId("gpu01"), DeviceId("gpu01:gpu0"), pid, user, 12 << 30)
+def process(user: str, pid: int = 7, host: str = "gpu01") -> OutsideProcess:
+    return OutsideProcess(HostId(host), DeviceId(f"{host}:gpu0"), pid, user, 12 << 30)
+
+
+def test_hosts_have_grace_times_of_their_own() -> None:
+    there = [process("ann", host=host) for host in ("gpu01", "gpu02", "gpu03", "gpu04")]
+    told: list[dict[str, Any]] = []
+    now_s = 0.0
+    after_s = {"": 900.0, "gpu02": 60.0, "gpu03": 0.0, "gpu04": None}
+    watch = OutsideProcesses(lambda: there, told.append, after_s, (), lambda: now_s)
+    for at_s, hosts in ((0.0, []), (60.0, ["gpu02"]), (900.0, ["gpu01", "gpu04"]), (1e6, [])):
+        now_s = at_s
+        told.clear()
+        watch.observe()
+        assert [each["hosts"] for each in told] == [[host] for host in hosts]
 
 
 def test_one_that_stays_is_told_of_once_and_one_that_goes_in_time_is_not() -> None:
     there: list[OutsideProcess] = []
     told: list[dict[str, Any]] = []
     now_s = 0.0
-    watch = OutsideProcesses(lambda: there, told.append, 900.0, ("gdm",), lambda: now_s)
+    watch = OutsideProcesses(lambda: there, told.append, {"": 900.0}, ("gdm",), lambda: now_s)
 
     def minutes(count: int) -> list[str]:
         nonlocal now_s

@@ -211,7 +211,7 @@ def test_visitors_never_see_more_than_users(tmp_path: Path) -> None:
     file = tmp_path / "clusterd.toml"
     for text, why in (
         ('[daemon]\nvisibility = "own"\n[web]\nport = 80\nvisibility = "names"\n', "must not see more"),
-        ("[web]\n", "port is None"),
+        ("[web]\n", "port is missing; it must be a whole number"),
         ("[web]\nport = 70000\n", "from 1 to 65535"),
         ('[web]\nport = 80\nvisibility = "some"\n', "must be one of own, names, all"),
         ("[web]\nport = 80\naddress = '0.0.0.0'\n", "address"),
