@@ -75,9 +75,10 @@ def ls(
     with Client() as cluster:
         everything = everything or since is not None
         rows = cluster.all_jobs() if everything or state is not None else cluster.call("jobs")
-        user = cluster.call("hello")["user"] if user == "." else user
+        me = cluster.call("hello")["user"]
         status = cluster.call("status") if output == "table" else {}
         arrays = cluster.call("arrays", all=everything) if any(row.get("array") for row in rows) else []
+    user = me if user == "." else user
     if jobs:
         rows = [row for row in rows if is_found(row, jobs)]
     if state is not None:
@@ -96,7 +97,7 @@ def ls(
         headings[-1:-1] = ["expected start", "expected end"]
         for row, line in zip(rows, lines, strict=True):
             line[-1:-1] = [_expected(row, what) for what in ("start", "end")]
-    if len({row["user"] for row in rows}) > 1:
+    if {row["user"] for row in rows} - {me}:
         headings.insert(1, "user")
         for row, line in zip(rows, lines, strict=True):
             line.insert(1, row["user"])

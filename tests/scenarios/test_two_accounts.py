@@ -269,3 +269,26 @@ def test_a_working_directory_that_is_closed_to_the_owner_fails_the_job_at_once(
     ended = site.cluster.wait_for(job, lambda row: row["ended_s"] is not None)
     assert (ended["state"], ended["attempt"]) == ("failed", 1)
     assert "may not enter its working directory" in ended["reason"]
+
+
+def test_a_second_name_of_a_host_leaves_the_jobs_of_accounts_alone(site: Site, people: tuple[Person, Person]) -> None:
+    """Regression: their agents were dialed there, too, and left the first name: each time their jobs were stopped."""
+    ann, bob = people
+    start_and_let_in(site, ann)
+    job = ann.calls(site.socket, "submit", spec=command("mine", "sleep 600"))["id"]
+    site.cluster.wait_for(job, lambda row: row["state"] == "running")
+    with open(site.cluster.directory / "ssh_config", "a") as file:
+        file.write(site.server.config(site.cluster.directory / "known").replace("Host node", "Host alias"))
+    refused = site.cluster.run("host", "add", "--yes", "--cpu-devices", "1", "alias", check=False).stderr
+    assert "it is node under another name" in refused
+    assert ann.calls(site.socket, "login")["hosts"] == {"node": "", "alias": "not connected yet"}
+    bob.lets_in(bob.calls(site.socket, "login")["key"])
+    assert bob.calls(site.socket, "login")["hosts"] == {"node": "", "alias": "not connected yet"}
+    site.cluster.run("host", "remove", "alias")
+    quick = ann.calls(site.socket, "submit", spec=command("quick", "true"))["id"]
+    ended = site.cluster.wait_for(quick, lambda row: row["ended_s"] is not None)
+    # Whose it is tells everybody else, also where it is the only one.
+    assert f"{job}   {ann.name}  mine" in site.cluster.run("ls").stdout
+    row = site.cluster.job(job)
+    assert (ended["state"], row["state"], row["attempt"]) == ("finished", "running", 1)
+    site.cluster.run("cancel", "--now", job)

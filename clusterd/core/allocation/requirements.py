@@ -93,6 +93,8 @@ def never(job: Job, view: View, known: list[Device]) -> Refusal | None:
         elif wanted.device_name and (names := sorted({d.name for h in view.hosts.values() for d in h.devices})):
             hint = f"; there are {', '.join(names)}"
         owner = f"{_its_hosts(wanted)} have" if wanted.hosts or wanted.exclude else "the cluster has"
+        if job.failures.excluded_hosts:
+            owner = "the hosts that it may use have"
         if wanted.constraint:
             noun, owner = f"{noun} on {_labelled(wanted)}", "these have"
         return Refusal(job.id, f"asks for {least} {noun}, {owner} {has}{hint}")

@@ -115,37 +115,41 @@ def agent_identity(hello: agent.HelloReply) -> str:
 
 
 class AgentOwners:
-    """Host of each agent: under two names a machine would be offered twice, and each would end the other's jobs."""
+    """Host and account of each agent: with two links to it, each would end the jobs of the other."""
 
     def __init__(self, hosts: Iterable[Host]) -> None:
         """Start from the agents that hosts had before; an agent belongs to the host that had it first."""
-        self._owners: dict[str, HostId] = {}
+        self._owners: dict[str, tuple[HostId, str]] = {}
         for host in hosts:
-            self._owners.setdefault(host.agent, host.id)
+            self._owners.setdefault(host.agent, (host.id, ""))
 
-    def check(self, host: HostId, identity: str) -> None:
+    def check(self, host: HostId, identity: str, account: str = "") -> None:
         """Check that an agent may become this host's; one that is led already would leave its other link.
 
+        Args:
+            account: whose agent it is; "": the daemon's own.
         Raises:
             HostError: it is another host's.
         """
-        owner = self._owners.get(identity, host)
+        owner, _ = self._owners.get(identity, (host, ""))
+        if owner != host and account:
+            raise HostError(f"the agent of {account} has one directory with {owner}'s: give one of them an agent_home")
         if owner != host:
             raise HostError(f"it is {owner} under another name (its agent answers): clusterd host remove {host}")
 
-    def claim(self, host: HostId, identity: str) -> None:
+    def claim(self, host: HostId, identity: str, account: str = "") -> None:
         """Make an agent this host's.
 
         Raises:
             HostError: as `check`.
         """
-        self.check(host, identity)
-        self.release(host)
-        self._owners[identity] = host
+        self.check(host, identity, account)
+        self._owners = {agent: owner for agent, owner in self._owners.items() if owner != (host, account)}
+        self._owners[identity] = (host, account)
 
     def release(self, host: HostId) -> None:
-        """Forget the host's agent; another host may have it."""
-        self._owners = {agent: owner for agent, owner in self._owners.items() if owner != host}
+        """Forget the host's agents; another host may have them."""
+        self._owners = {agent: owner for agent, owner in self._owners.items() if owner[0] != host}
 
 
 DIAL_S = 20.0
@@ -171,6 +175,7 @@ class AccountLinks:
     """Links by host and account.
 
     Args:
+        agents: hosts of all agents.
         on_gpu_use: called with a host on which other ranks of an account use GPUs than before.
         adoptable: returns the records of jobs that are newer than the state, by host, account and reports.
     """
@@ -181,12 +186,14 @@ class AccountLinks:
         reports: Reports,
         tasks: anyio.abc.TaskGroup,
         make_link: MakeLink,
+        agents: AgentOwners,
         on_gpu_use: Callable[[HostId], Awaitable[None]],
         adoptable: Callable[[HostId, str, Iterable[AttemptReport]], Awaitable[list[LaunchRecord]]],
     ) -> None:
         self._engine, self._reports, self._tasks = engine, reports, tasks
         self._state = engine.state
-        self._make_link, self._on_gpu_use, self._adoptable = make_link, on_gpu_use, adoptable
+        self._make_link, self._agents = make_link, agents
+        self._on_gpu_use, self._adoptable = on_gpu_use, adoptable
         self._logins: dict[tuple[HostId, str], _Login] = {}
         self._dropped = DroppedMessages()
 
@@ -220,6 +227,7 @@ class AccountLinks:
             on_state=on_state,
             on_up=lambda message: self._on_up(host, account, message),
             on_event=lambda message: self._on_event(host, account, message),
+            on_identity=lambda identity: self._agents.check(host, identity, account),
         )
         login = self._logins[host, account] = _Login(self._make_link(host, address, account, callbacks))
         self._tasks.start_soon(keep_running, login.link, login.stop)
@@ -259,6 +267,7 @@ class AccountLinks:
             self._logins[host, account].gpu_pids = _gpu_pids(hello.facts)
         except ProtocolError as error:
             raise HostError(f"the reply of the agent of {account} is malformed: {error}") from None
+        self._agents.claim(host, agent_identity(hello), account)
         await self._reports.publish(host, HostUp(hello, account))
         reported = [facts.attempt_report(row) for row in hello.attempts if row.attempt != facts.DESCRIPTION]
         of = self._state.account_of

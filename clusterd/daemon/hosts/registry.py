@@ -105,7 +105,9 @@ class HostRegistry:
         self.checkpoints: PendingReplies[tuple[str, str], rank.Checkpointed | rank.CheckpointFailed] = PendingReplies()
         self.reports = Reports()
         self.records = LaunchRecords(engine, journal, SecretsKey(config.state_dir / SECRETS_KEY))
-        self.accounts = AccountLinks(engine, self.reports, tasks, make_link, self._on_gpu_use, self.adoptable)
+        self.accounts = AccountLinks(
+            engine, self.reports, tasks, make_link, self._agents, self._on_gpu_use, self.adoptable
+        )
         self.reports.subscribe(agent.RankExited, self._on_rank_exited)
         self.reports.subscribe(HostDown, self._fail_waiting)
         self.reports.subscribe(rank.FromRank, self._on_rank_message)
@@ -138,9 +140,11 @@ class HostRegistry:
                 self.accounts.retry_now(host, account)
 
     async def _log_in_at(self, host: HostId, account: str) -> None:
-        address = self._managed[host].address
+        address, known = self._managed[host].address, self._state.hosts.get(host)
+        if known is None or not known.agent:
+            return  # until it is up: it may be another host under a second name, with the same agents
         if why := next((why for prefix, why in ONE_ACCOUNT.items() if address.startswith(prefix)), ""):
-            if self._state.hosts[host].logins.get(account) != why:
+            if known.logins.get(account) != why:
                 await self.accounts.refuse(host, account, why)
         else:
             self.accounts.open(host, address, account)
@@ -151,8 +155,6 @@ class HostRegistry:
         statement = ("INSERT OR REPLACE INTO hosts VALUES (?, ?, ?)", row)
         await self._engine.post(e.HostAdded(at_s=time.time(), host=host), [statement])
         self._manage(host, address, options)
-        for account in sorted(self._logged_in):
-            await self._log_in_at(host, account)
 
     async def keep_options(self, host: HostId, options: HostOptions) -> None:
         """Store a host's options; they apply when it is dialed next."""
@@ -253,6 +255,8 @@ class HostRegistry:
             secret_rows(records),
         )
         managed.failures = LinkFailures()
+        for account in sorted(self._logged_in):
+            await self._log_in_at(host, account)
         await self.reports.publish_orphaned(host, hello, lambda job: state.account_of(job) == "")
         await self._on_gpu_use(host)  # an account's agent may have told of its ranks since `known` was made
 

@@ -12,7 +12,7 @@ import pytest
 from clusterd.core import events as e
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.hosts.launch_records import LaunchRecord
-from clusterd.daemon.hosts.links import AccountLinks
+from clusterd.daemon.hosts.links import AccountLinks, AgentOwners
 from clusterd.daemon.hosts.reports import Reports
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
@@ -59,7 +59,7 @@ def with_links(tmp_path: Path) -> Callable[..., None]:
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(engine.run)
-                links = AccountLinks(engine, reports, tasks, make, nothing, no_records)
+                links = AccountLinks(engine, reports, tasks, make, AgentOwners([]), nothing, no_records)
                 await engine.post(e.HostAdded(at_s=1.0, host=HOST))
                 await engine.post(e.HostConnected(at_s=1.0, host=HOST, facts=facts("a", gpus=2)))
                 for job, account in (("1", "ann"), ("2", "bob")):

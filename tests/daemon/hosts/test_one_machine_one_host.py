@@ -32,6 +32,19 @@ def test_an_agent_is_one_hosts_until_that_is_removed() -> None:
     agents.claim(B, agent_identity(hello()))
 
 
+def test_an_account_s_agent_is_one_hosts_too() -> None:
+    """Two machines may have separate directories of the daemon's account, and one home of everybody else's."""
+    agents = AgentOwners([])
+    agents.claim(A, agent_identity(hello()))
+    agents.claim(B, agent_identity(hello(agent="y")))
+    agents.claim(A, agent_identity(hello(agent="z")), "ann")
+    with pytest.raises(HostError, match="the agent of ann has one directory with a's: give one of them an agent_home"):
+        agents.claim(B, agent_identity(hello(agent="z")), "ann")
+    agents.release(A)
+    agents.claim(B, agent_identity(hello(agent="z")), "ann")
+    agents.claim(A, agent_identity(hello()))
+
+
 @pytest.mark.parametrize(
     "other",
     [
