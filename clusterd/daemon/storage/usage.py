@@ -24,7 +24,7 @@ from clusterd.core.state import Attempt, State
 from clusterd.daemon.hosts.facts import OutsideProcess
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.notifications import Notification
-from clusterd.protocol.agent import Usage
+from clusterd.protocol.agent import AttemptUse, Usage
 from clusterd.rows import Minute
 from clusterd.types import Device, DeviceId, HostId, HostState, JobId, Reclaim
 from clusterd.units import duration, size
@@ -109,6 +109,7 @@ class UsageStore:
         self._database = sqlite3.connect(file, check_same_thread=False)
         self._database.executescript(_SCHEMA)
         self._latest: dict[HostId, tuple[float, Usage]] = {}
+        self._of_attempts: defaultdict[HostId, list[tuple[float, AttemptUse]]] = defaultdict(list)
         self._pending = _Pending()
         self._counted_at_s: float | None = None
         self._minute = 0
@@ -119,18 +120,20 @@ class UsageStore:
         self._database.close()
 
     def on_usage(self, host: HostId, report: Usage) -> None:
-        """Store an agent's newest sample; that of a person's agent tells of attempts only."""
-        known = self._latest.get(host)
-        if report.cpu_cores == 0 and known is not None:
-            mine = {(use.job, use.attempt) for use in report.attempts}
-            others = tuple(use for use in known[1].attempts if (use.job, use.attempt) not in mine)
-            report = replace(known[1], attempts=(*others, *report.attempts))
-        self._latest[host] = (self._clock(), report)
+        """Store an agent's newest sample: of the host and its own attempts; that of a person's agent tells of these."""
+        now_s, mine = self._clock(), {(use.job, use.attempt) for use in report.attempts}
+        others = (each for each in self._of_attempts[host] if (each[1].job, each[1].attempt) not in mine)
+        kept = [(at_s, use) for at_s, use in others if now_s - at_s <= STALE_S]
+        self._of_attempts[host] = [*kept, *((now_s, use) for use in report.attempts)]
+        if report.cpu_cores:
+            self._latest[host] = (now_s, report)
 
     def latest(self, host: HostId) -> Usage | None:
-        """The host's newest sample; None: it sent none lately."""
-        at_s, usage = self._latest.get(host, (0.0, None))
-        return usage if self._clock() - at_s <= STALE_S else None
+        """The newest samples of all agents of a host; None: its own sent none lately."""
+        now_s, (at_s, usage) = self._clock(), self._latest.get(host, (0.0, None))
+        if usage is None or now_s - at_s > STALE_S:
+            return None
+        return replace(usage, attempts=tuple(use for at_s, use in self._of_attempts[host] if now_s - at_s <= STALE_S))
 
     def busy(self, device: Device, job: str) -> float | None:
         """Share of the time in which a device of a job works now; None: not known.

@@ -146,6 +146,11 @@ async def test_a_persons_agent_tells_of_attempts_only(tmp_path: Path, lab: Lab, 
     assert latest is not None
     assert (latest.cpu_cores, len(latest.devices)) == (64, 1)
     assert {use.job for use in latest.attempts} == {"1", "2"}
+    # Regression: the host's next sample left none of the others', so that what they do was seen by chance, if at all.
+    store.on_usage(gpu01, Usage(64, 1 << 40, 1 << 38, attempts=(AttemptUse("1", 1, 1.0, 5),)))
+    latest = store.latest(gpu01)
+    assert latest is not None
+    assert {use.job: use.cores for use in latest.attempts} == {"1": 1.0, "2": 3.0}
     clock.now_s += 120.0
     assert store.latest(gpu01) is None
     store.close()
