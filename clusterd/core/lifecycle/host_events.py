@@ -211,6 +211,7 @@ def on_host_removed(ctx: HandlerContext, event: e.HostRemoved) -> None:
     ctx.state.hosts.pop(event.host, None)
     ctx.state.recovering.discard(event.host)
     reassign_descriptions(ctx.state, event.host)
+    _admit_host_again(ctx.state, event.host)
     ctx.pass_due = True
 
 
@@ -275,10 +276,10 @@ def _clear_faults(ctx: HandlerContext, host: Host) -> None:
 
 
 def _admit_host_again(state: State, host: HostId) -> None:
-    """Let jobs that failed to start on a host try it again: something changed there."""
+    """Let jobs that failed to start on a host try it again: something changed there, or it was removed."""
     for job in map(state.jobs.__getitem__, (*state.queue, *state.active)):
         job.failures.excluded_hosts.pop(host, None)
-        if why := state.hosts[host].without_login(job.spec.account):
+        if host in state.hosts and (why := state.hosts[host].without_login(job.spec.account)):
             job.failures.excluded_hosts[host] = why
 
 

@@ -55,6 +55,9 @@ def test_a_login_survives_what_admits_a_host_again(lab_with_two_hosts: Lab) -> N
     lab.host("c", gpus=4)
     assert lab.state(job) == "queued"
     assert set(lab.scheduler.state.jobs[job].failures.excluded_hosts) == {"a", "b", "c"}
+    assert lab.why(job).endswith("the hosts that it may use have 0 GPUs and 0 CPU devices")  # the cluster has others
+    lab.tell(e.HostRemoved(**lab.at(), host=HostId("c")))
+    assert set(lab.scheduler.state.jobs[job].failures.excluded_hosts) == {"a", "b"}
 
 
 def test_reports_settle_the_attempts_of_their_account_alone(lab: Lab) -> None:
