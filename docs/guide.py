@@ -40,7 +40,7 @@ UNTIL: dict[str, tuple[str, Condition]] = {
     "clusterd why night": ("night", lambda row: (row["forecast"] or {}).get("end")),
     "clusterd run -d --name exam --guaranteed --devices 2 -- sleep 3600": ("night", lambda row: row["started_s"]),
     "clusterd ls": ("exam", lambda row: row["state"] == "running"),
-    "kill -9 $(grep -lsa state/clusterd/local/1/ /proc/[0-9]*/environ | cut -d/ -f3)": (
+    "kill -9 $(grep -lsa ~/.local/state/clusterd/local/1/ /proc/[0-9]*/environ | cut -d/ -f3)": (
         "sharded",
         lambda row: row["step"] > 60,
     ),
