@@ -49,6 +49,9 @@ def test_when_a_job_starts_is_told_while_it_can_be_and_not_known_afterwards(clus
     assert "after first ends or shrinks" in text
     assert "first" in (long := cluster.run("ls", "--long").stdout)
     assert "EXPECTED START" in long
+    cluster.run("hold", second)  # what was forecast before is not shown meanwhile
+    assert "expected start and end: not known" in cluster.run("why", "second").stdout
+    cluster.run("release", second)
 
     (cluster.directory / "job.toml").write_text('name = "third"\ncommand = ["true"]\n[resources]\ndevices = 1\n')
     rows = json.loads(cluster.run("when", "job.toml", "--guaranteed", "-o", "json").stdout)

@@ -91,7 +91,8 @@ class Forecaster:
     def of(self, job: Job) -> Forecast | None:
         """Newest forecast of a job; None: it is not known."""
         found = self._found.get(job.id)
-        if found is None or job.state.is_final or time.time() - found.at_s > OLDEST_S:
+        is_over = job.state.is_final or job.held_by is not None  # a newer forecast would not have it either
+        if found is None or is_over or time.time() - found.at_s > OLDEST_S:
             return None
         return found if job.state is JobState.QUEUED else msgspec.structs.replace(found, start=None, after="")
 
