@@ -92,10 +92,8 @@ def pack_workdir(cluster: Client, spec: JobSpec) -> Snapshot:
         ClusterError: it cannot be packed, or is too large.
     """
     status = cluster.call("status")
-    # The state directory may lie in the workdir: each packed workdir would contain the earlier ones.
-    state = Path(status["state_dir"])
     assert spec.workdir is not None
     if Path(spec.workdir).resolve() == state.resolve():
         raise UsageError(f"workdir {spec.workdir} is the daemon's state: submit from the folder of the job's code")
     imports_ours = spec.kind is not JobKind.COMMAND
-    return pack(Path(spec.workdir), status["workdir_bytes_max"], leave_out=(state,), imports_ours=imports_ours)
+    return pack(Path(spec.workdir), status["workdir_bytes_max"], imports_ours=imports_ours)

@@ -41,13 +41,12 @@ class Snapshot:
     archive: IO[bytes]
 
 
-def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imports_ours: bool = True) -> Snapshot:
+def pack(directory: Path, bytes_max: int, *, imports_ours: bool = True) -> Snapshot:
     """Pack the files that git does not ignore, or all files, except those that `.clusterdignore` excludes.
 
     What looks like a secret stays behind unless git tracks it or the ignore file asks for it.
 
     Args:
-        leave_out: paths that stay behind too.
         imports_ours: the job imports clusterd, which a module of the same name would hide.
     Raises:
         UsageError: not a directory, too large (names the largest files), or it would hide clusterd's modules.
@@ -60,7 +59,7 @@ def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imp
                     f"workdir {directory} has a module {name!r} ({found.name}), which would hide clusterd's own on the "
                     "ranks: rename it, or set workdir to a directory below"
                 )
-    rules = IgnoreRules(directory, leave_out)
+    rules = IgnoreRules(directory)
     listed = _from_git(directory, rules)
     if listed is not None and listed.names:
         chosen, sizes, whole = listed, {name: _size(directory / name) for name in listed.names}, True
@@ -296,20 +295,14 @@ TOKEN_FILE_BYTES_MAX = 4096
 class IgnoreRules:
     """Decides for each path below a directory whether it stays behind."""
 
-    def __init__(self, directory: Path, left_out: Iterable[Path] = ()) -> None:
+    def __init__(self, directory: Path) -> None:
         """Read the ignore file.
 
-        Args:
-            left_out: paths, below the directory or not, that stay behind too.
         Raises:
             UsageError: the ignore file cannot be read, or has a pattern that gitignore does not know.
         """
         self._directory = directory
         given = _lines(directory / IGNORE_FILE)
-        here = directory.resolve()
-        self._left_out = {
-            path.relative_to(here).as_posix() for path in (p.resolve() for p in left_out) if here in path.parents
-        }
         patterns = {"given": given, "every": (*_TOOLS, *given), "secrets": (*_SECRETS, *given)}
         self._specs = {rules: _spec(directory, lines) for rules, lines in patterns.items()}
         self._folders: dict[tuple[str, str], bool] = {}
@@ -333,7 +326,8 @@ class IgnoreRules:
             self._folders[rules, above] = self._matches(rules, f"{above}/")
         if above and self._folders[rules, above]:
             return True
-        return (rules != "secrets" and name.rstrip("/") in self._left_out) or self._specs[rules].match_file(name)
+        is_ours = rules != "secrets" and name.endswith("/") and _is_state(self._directory / name)
+        return is_ours or self._specs[rules].match_file(name)
 
     def holds_token(self, name: str) -> bool:
         """True for a small file with what looks like a key or token, unless the ignore file asks for it."""
@@ -348,6 +342,12 @@ class IgnoreRules:
             )
         except OSError:
             return False  # packing it reports the error
+
+
+def _is_state(folder: Path) -> bool:
+    """True for a daemon's or agent's folder, and those in it: they hold every working directory that was sent."""
+    own = (("daemon.lock", "journal.db"), ("agent.lock", "identity.json"))
+    return any(all(os.path.lexists(at / file) for file in files) for at in (folder, folder.parent) for files in own)
 
 
 def _spec(directory: Path, lines: Iterable[str]) -> pathspec.GitIgnoreSpec:

@@ -165,6 +165,14 @@ def test_all_mistakes_are_reported_with_their_lines(text: str, lines: list[int],
     assert [line.split(": ")[0] for line in reported] == [f"{file}:{number}" for number in lines]
 
 
+def test_limits_of_users_do_not_make_a_job_of_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: [limits] is a table of both files, and each key of the daemon's was reported as unknown."""
+    file = tmp_path / "file.toml"
+    file.write_text('[daemon]\naccounts = "shared"\n[limits]\ndevices = 4\n')
+    config.main(["check", str(file)], standalone_mode=False)
+    assert capsys.readouterr().err == f"{file}: valid\n"
+
+
 def test_a_missing_command_is_reported_without_a_line(tmp_path: Path) -> None:
     file = tmp_path / "file.toml"
     file.write_text('name = "night"\nresources = { gpus = "many" }\n')

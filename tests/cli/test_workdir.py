@@ -150,23 +150,22 @@ def test_where_there_is_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert names(tmp_path) == ["train.py"]
 
 
+@pytest.mark.parametrize("files", [("daemon.lock", "journal.db"), ("agent.lock", "identity.json")])
 @pytest.mark.parametrize("in_git", [False, True])
-def test_the_daemons_own_state_is_left_out(tmp_path: Path, in_git: bool) -> None:
-    """Below the workdir only: in it, or being it, it was asked for by name."""
+def test_the_state_of_daemons_and_agents_is_left_out(tmp_path: Path, in_git: bool, files: tuple[str, str]) -> None:
+    """Regression: a job submitted from a home that is a host's, too, sent the directories of all jobs before it."""
     if in_git:
         git(tmp_path, "init")
     state = tmp_path / "state [1]"
     for folder in (state, state / "snapshots", tmp_path / "src" / state.name):
         folder.mkdir(parents=True)
         (folder / "a").touch()
-
-    def packed(workdir: Path) -> list[str]:
-        with pack(workdir, LIMIT, leave_out=(state,)).archive as file, tarfile.open(fileobj=file) as archive:
-            return sorted(archive.getnames())
-
-    assert packed(tmp_path) == ["src/state [1]/a"]
-    assert packed(state) == ["a", "snapshots/a"]
-    assert packed(state / "snapshots") == ["a"]
+    for file in files:
+        (state / file).touch()
+    (tmp_path / "src" / files[0]).touch()
+    assert names(tmp_path) == sorted([f"src/{files[0]}", "src/state [1]/a"])
+    assert names(state) == sorted(["a", *files])  # asked for by name, but not for what it holds of others
+    assert names(state / "snapshots") == ["a"]
 
 
 def test_running_from_a_home_directory(cluster: RunningCluster) -> None:

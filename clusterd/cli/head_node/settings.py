@@ -41,8 +41,9 @@ def check(file: Path, is_job: bool) -> None:
 
 
 def _looks_like_a_job(values: dict[str, Any]) -> bool:
-    """True for keys of a job at the top of a file, where the daemon's configuration has tables only."""
-    return any(not isinstance(value, dict) for value in values.values()) or bool({"resources", "limits"} & set(values))
+    """True for keys of a job at the top of a file or for its tables; the daemon has others."""
+    of_daemon = {"daemon", *configuration.TABLES} - {"limits", "datasets"}
+    return any(not isinstance(value, dict) for value in values.values()) or not of_daemon & set(values)
 
 
 def _refuse_as_submit_does(file: Path, request: Request) -> None:
