@@ -236,7 +236,7 @@ class Config:
 # fmt: on
 
 
-SPELLED = {key.field: key.name for key in k.keys_of(Config) if key.field != key.name}
+SPELLED = {key.field: key.name for kind in (Config, HostOptions) for key in k.keys_of(kind) if key.field != key.name}
 """Keys in the file of settings whose value may have a unit; all others have the field's name."""
 
 

@@ -93,7 +93,7 @@ def pack_workdir(cluster: Client, spec: JobSpec) -> Snapshot:
     """
     status = cluster.call("status")
     assert spec.workdir is not None
-    if Path(spec.workdir).resolve() == state.resolve():
+    if Path(spec.workdir).resolve() == Path(status["state_dir"]).resolve():
         raise UsageError(f"workdir {spec.workdir} is the daemon's state: submit from the folder of the job's code")
     imports_ours = spec.kind is not JobKind.COMMAND
     return pack(Path(spec.workdir), status["workdir_bytes_max"], imports_ours=imports_ours)

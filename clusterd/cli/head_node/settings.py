@@ -67,12 +67,7 @@ def _refuse_as_submit_does(file: Path, request: Request) -> None:
 def show(file: Path | None) -> None:
     """Print the effective configuration of `clusterd start`, as a complete configuration file."""
     known = configuration.load(file)
-    daemon = {
-        configuration.SPELLED.get(f.name, f.name): getattr(known, f.name)
-        for f in fields(known)
-        if f.name not in configuration.TABLES
-    }
-    _show_table("daemon", daemon)
+    _show_table("daemon", {f.name: getattr(known, f.name) for f in fields(known) if f.name not in configuration.TABLES})
     for host, options in known.hosts.items():
         _show_table(f"hosts.{_key(host)}", asdict(options))
     for name, tenant in known.tenants.items():
@@ -105,7 +100,8 @@ def print_schema(kind: str) -> None:
 
 def _show_table(heading: str, values: Mapping[str, Any]) -> None:
     print(f"[{heading}]")
-    for key, value in values.items():
+    for field, value in values.items():
+        key = configuration.SPELLED.get(field, field)
         print(f"# {key} is not set" if value is None else f"{_key(key)} = {_toml(value)}")
     print()
 

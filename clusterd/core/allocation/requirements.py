@@ -113,7 +113,8 @@ def never(job: Job, view: View, known: list[Device]) -> Refusal | None:
 def _noun(wanted: Resources, count: int = 2) -> str:
     """Name of so many of the requested devices, as in "GPUs of type a100 with 40 GiB or more"."""
     named = f" of type {wanted.device_name}" if wanted.device_name else ""
-    least = [f"{size(wanted.device_memory_bytes)} or more"] if wanted.device_memory_bytes else []
+    each = f" for each of {wanted.share} jobs" if wanted.share > 1 else ""
+    least = [f"{size(wanted.device_memory_bytes)} or more{each}"] if wanted.device_memory_bytes else []
     least += [f"compute capability {wanted.compute_capability}"] if wanted.compute_capability else []
     kind = _KINDS[wanted.kind] if count != 1 else _KINDS[wanted.kind].removesuffix("s")
     return f"{kind}{named}{' with ' if least else ''}{' and '.join(least)}"

@@ -94,7 +94,9 @@ def test_a_request_for_memory_is_of_the_part(shared: Shared) -> None:
     job, _ = lab.submit(share=2, device_memory_bytes=40 * GIB)
     assert lab.why(job).startswith("waits for 1 free device with 40.0 GiB or more")
     never, _ = lab.submit(share=2, device_memory_bytes=41 * GIB)
-    assert lab.why(never).startswith("asks for 1 device with 41.0 GiB or more, the cluster has 0 GPUs")
+    assert lab.why(never).startswith(
+        "asks for 1 device with 41.0 GiB or more for each of 2 jobs, the cluster has 0 GPUs"
+    )
 
 
 @pytest.mark.parametrize("silent", ["daemon", "host"])
