@@ -221,7 +221,7 @@ class DrawnQueue:
             if reservation.at_s <= now_s:
                 starts = starts[1:]  # what was expected did not come
         for where in placements:
-            mine = Held(where, run_s)
+            mine = Held(where, run_s + SLACK_S)  # about the start of the first one either answer is right
             if all(run_s <= t - SLACK_S or self._fits(first, [*others, mine], t) for t, others in starts):
                 return where
         return None
