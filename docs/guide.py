@@ -54,6 +54,7 @@ NEUTRAL = (
     (re.compile(r"\d[\d.,:]*(?:e[+-]?\d+)?"), "#"),
     (re.compile(r"# ?(?:[um]?s|m|h|d|[KMGT]i?B|bytes)\b"), "#"),
     (re.compile(r"#(?:[-/~ +]*#)+|[-+~]#"), "#"),
+    (re.compile(r", between # and #"), ""),  # an interval of less than a minute is not printed
     (re.compile(r"^\* |\s+"), " "),
 )
 """Differences between two runs that are none of form."""

@@ -144,8 +144,10 @@ _saves_parts: ContextVar[bool] = ContextVar("saves_parts", default=False)
 def saving_parts() -> Iterator[None]:
     """Context in which clusterd itself saves what a rank has, for the same plan."""
     token = _saves_parts.set(True)
-    yield
-    _saves_parts.reset(token)
+    try:
+        yield
+    finally:
+        _saves_parts.reset(token)
 
 
 def refuse_parts() -> None:
