@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.client import Client
-from clusterd.errors import UsageError
 from clusterd.submission.job_file import Request
 from clusterd.submission.workdir import IGNORE_FILE, Snapshot, commit_of, pack
 from clusterd.types import JobKind, JobSpec
@@ -93,7 +92,5 @@ def pack_workdir(cluster: Client, spec: JobSpec) -> Snapshot:
     """
     status = cluster.call("status")
     assert spec.workdir is not None
-    if Path(spec.workdir).resolve() == Path(status["state_dir"]).resolve():
-        raise UsageError(f"workdir {spec.workdir} is the daemon's state: submit from the folder of the job's code")
     imports_ours = spec.kind is not JobKind.COMMAND
     return pack(Path(spec.workdir), status["workdir_bytes_max"], imports_ours=imports_ours)

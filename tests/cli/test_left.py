@@ -48,7 +48,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_a_running_job_says_how_long_it_will_take(trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     left = {**trained, "left_s": 754.0}
     waiting = {**trained, "id": "2", "name": "next", "state": "queued", "left_s": 3600.0}
-    monkeypatch.setattr(Answers, "answers", {"jobs": [left, waiting], "status": {}})
+    monkeypatch.setattr(Answers, "answers", {"jobs": [left, waiting], "status": {}, "hello": {"user": left["user"]}})
     heading, first, second = CliRunner().invoke(jobs.ls, [], catch_exceptions=False).output.splitlines()
     assert "LEFT" in heading and "12m34s" in first
     assert "1h00m" not in second, "nobody knows when it starts"

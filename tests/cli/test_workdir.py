@@ -176,9 +176,6 @@ def test_running_from_a_home_directory(cluster: RunningCluster) -> None:
     (cluster.directory / "home" / "train.py").touch()
     message = cluster.run("run", "--detach", "--", "true", cwd=cluster.directory / "home").stderr
     assert "sending 1 file" in message
-    state = Path(cluster.call("status")["state_dir"])
-    refused = cluster.run("run", "--detach", "--", "true", cwd=state, check=False)
-    assert (refused.returncode, "is the daemon's state: submit from" in refused.stderr) == (2, True)
 
 
 def test_an_ignore_file_that_is_none(tmp_path: Path) -> None:
