@@ -132,8 +132,9 @@ class FakeForward:
                 "use_reentrant=False to torch.utils.checkpoint.checkpoint"
             )
         if (differs := whole.first_difference(chain)) is not None:
-            by_autocast = ': autocast around them is precision="bf16" here' if own_autocast else ""
-            return f"the model does more than apply `layers` one after another ({differs}){by_autocast}"
+            casts = own_autocast and self._job.precision == "fp32"
+            hint = ': if it is autocast around them, precision="bf16" does the same under every plan' if casts else ""
+            return f"the model does more than apply `layers` one after another ({differs}){hint}"
         return ""
 
     def parameter_writes(self) -> ParameterMutationTracer:

@@ -39,7 +39,7 @@ def optimizer_traits(factory: OptimizerFactory, parameters: Sequence[ParameterSp
         kinds = _kinds(factory, parameters)
         found = [_traits(factory, kind, [other[0] for other in kinds if other is not kind]) for kind in kinds]
     except Exception as error:  # any error of the trial: assume that nothing may be cut
-        return False, False, f"the optimizer, which fail on a CPU ({first_line(error)}),"
+        return False, False, f"the optimizer ({first_line(error)})"
     elementwise, by_tensor, names = zip(*found, strict=True)
     return all(elementwise), all(by_tensor), names[0]
 

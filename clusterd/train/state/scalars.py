@@ -263,7 +263,7 @@ def _check_slots(optimizer: RankOptimizer, shape: ModelShape) -> None:
             if told[1] and (tuple(value.shape), value.element_size()) != told:
                 raise NotSerializable(
                     f"{name}: {slot} is {value.dtype} of shape {tuple(value.shape)}, and a trial of the optimizer made "
-                    f"{told[1]} bytes each of shape {told[0]}: state whose form depends on values cannot be stored"
+                    f"{told[1]} bytes each of shape {told[0]}: no rule cuts state whose form depends on values"
                 )
 
 
