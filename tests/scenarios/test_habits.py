@@ -136,8 +136,9 @@ def lab(_cluster: RunningCluster, tmp_path: Path) -> Iterator[Prompt]:
     if (settings := _cluster.directory / "clusterd.toml").read_text() != SETTINGS:
         settings.write_text(SETTINGS)
         _cluster.run("reload")
-    for row in (left := _cluster.call("jobs")):
-        _cluster.call("cancel", job=row["id"])
+    left = _cluster.call("jobs")
+    if left:  # in one request, which tells of those that ended meanwhile
+        _cluster.call("cancel", job=left[0]["id"], also=[row["id"] for row in left[1:]])
     for row in left:
         _cluster.wait_for(row["id"], lambda row: row["ended_s"] is not None and not row["holds_devices"])
     for host in _cluster.call("hosts"):
