@@ -1,4 +1,4 @@
-"""Attributes of processes that agents, ranks and the daemon set: file creation mask, priority of threads, seeds.
+"""Attributes of processes: file creation mask, priority of threads, how often garbage is collected, seeds.
 
 Files of daemon and agent are private, while processes of users keep the user's mask. Every process of a job starts its
 script under seeds that the job determines, so that draws before training are alike everywhere: a split or a shuffle
@@ -7,6 +7,7 @@ that a script draws when it loads its data must be the same on all ranks and in 
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -34,6 +35,11 @@ def lower_priority() -> None:
     """Lower the priority of the calling thread, below that of training, for the rest of its life."""
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, max(BACKGROUND_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+
+
+def collect_seldom() -> None:
+    """Look for cycles of garbage a hundred times less often: states and rows are large and have none."""
+    gc.set_threshold(50_000, 20, 10)
 
 
 SEED_VARIABLE = "CLUSTERD_SEED_OF"

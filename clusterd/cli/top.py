@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 import sys
@@ -14,6 +13,7 @@ import click
 
 from clusterd.cli.common.output import exit_when_closed
 from clusterd.errors import ClusterError, UsageError
+from clusterd.process_attributes import collect_seldom
 from clusterd.tui.source.preconnect import preconnect
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def top(readonly: bool, socket: Path | None, system: bool, plain: bool, replay: 
         raise UsageError("top needs a terminal for input and output: use clusterd ls or clusterd status in scripts")
     path = socket or _usual_socket(system)
     preconnected = None if replay else preconnect(path)
-    gc.set_threshold(50_000, 20, 50)  # rows are many and acyclic; default thresholds cost a tenth of the start
+    collect_seldom()
     exit_when_closed(0)  # Textual reads the end of its input again and again
     from clusterd.tui.app import Top  # slow to import; meanwhile the daemon prepares its baseline
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import inspect
 import logging
 import os
@@ -68,7 +69,7 @@ from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.storage.usage import IdleJobs, OutsideProcesses, SharedDeviceMemory, UsageStore
 from clusterd.daemon.web.pages import Pages
 from clusterd.errors import ClusterError, first_of
-from clusterd.process_attributes import make_files_private
+from clusterd.process_attributes import collect_seldom, make_files_private
 from clusterd.protocol.agent import Progress, StateSnapshotTaken, Usage
 from clusterd.protocol.rank import FromRank
 from clusterd.ssh.connection import Dialer
@@ -291,6 +292,7 @@ def _replay(engine: Engine) -> None:
     started_s = time.monotonic()
     if replayed := engine.restore():
         log.info("replayed %d events in %.2f s", replayed, time.monotonic() - started_s)
+    gc.freeze()  # collections leave out what was restored
 
 
 async def _signals(stop: anyio.Event, daemon: DaemonVerbs) -> None:
@@ -345,6 +347,7 @@ def main(argv: list[str]) -> int:
         _raise_open_files()
         make_files_private()
         sys.setswitchinterval(SWITCH_S)
+        collect_seldom()
         with only_instance(config.state_dir):
             set_up_log(config.state_dir / "daemon.log", config.log_level, options.foreground)
             try:

@@ -23,6 +23,7 @@ from clusterd.core.policies import POLICIES
 from clusterd.core.state import Inspection, InspectionState, Job, State
 from clusterd.core.view import Policy
 from clusterd.forecasting import Answer, Change, PastJob, Request, WhatIf, WhatIfAnswer, message, read_message
+from clusterd.process_attributes import collect_seldom
 from clusterd.rows import Delay, Effect
 from clusterd.simulate.arrivals import Arrivals
 from clusterd.simulate.remaining import Draw, courses_of
@@ -144,6 +145,7 @@ def _with(wanted: WhatIf, state: State, now_s: float) -> tuple[State, JobId]:
 def main() -> None:
     """Answer requests until the daemon closes the input."""
     os.nice(19)
+    collect_seldom()
     policies: dict[str, Policy] = {}
     while (body := read_message(sys.stdin.buffer)) is not None:
         request = _requests.decode(body)
