@@ -72,7 +72,8 @@ def mutants(path: Path) -> Iterator[Mutant]:
 
 
 def _hints(node: ast.AST) -> list[ast.expr]:
-    found = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+    """Parts that do nothing when the code runs, and options of decorators, which protect from faults."""
+    found = [getattr(node, "annotation", None), getattr(node, "returns", None), *getattr(node, "decorator_list", ())]
     return [hint for hint in found if hint is not None]
 
 

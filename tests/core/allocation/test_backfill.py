@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,6 +148,23 @@ def test_once_the_expected_start_has_passed_only_the_promised_one_keeps_devices(
     endless, _ = lab.submit("endless")
     assert [lab.state(job) for job in (wide, half, endless)] == ["queued", "starting", "queued"]
     assert reservation(lab).latest_s == promised_s
+
+
+def test_a_start_is_promised_anew_where_the_awaited_job_gets_another_limit(lab: Lab) -> None:
+    """The expected start, in a minute, is the same before and after."""
+    lab.host("a", gpus=2)
+    for _ in range(2):
+        brief = running(lab, "brief", user="ann")
+        lab.now_s += 60.0
+        lab.finish(brief)
+    long = running(lab, "long", user="ann", time_limit_s=10 * HOUR)
+    lab.submit("wide", devices=2)
+    before = reservation(lab)
+    spec = lab.scheduler.state.jobs[long].spec
+    lab.tell(e.JobEdited(**lab.at(), job=long, spec=replace(spec, time_limit_s=HOUR), what="time_limit", by="ann"))
+    after = reservation(lab)
+    assert before.latest_s is not None and after.latest_s == pytest.approx(before.latest_s - 9 * HOUR, abs=5.0)
+    assert after.at_s == pytest.approx(before.at_s, abs=5.0)
 
 
 def test_a_promise_stands_while_the_devices_are_freed(lab: Lab) -> None:

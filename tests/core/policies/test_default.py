@@ -189,3 +189,12 @@ def test_a_drained_host_is_left_by_what_is_known_of_the_job(host_of_eight: Lab, 
         assert start is not None
         assert (start.new_plan, {p.host for p in start.new_ranks}) == (Plan(dp=4), {"b"})
         assert start.reason == "dp=4: a is drained"
+
+
+def test_an_answer_about_a_job_that_is_forgotten_changes_nothing(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    job, _ = submit(lab, "net", 1000)
+    for name in (job, JobId("77")):
+        lab.tell(e.CompletionPredicted(**lab.at(), job=name, predictable=True, steps=500, why="its losses"))
+    progress = lab.scheduler.state.jobs[job].progress
+    assert (progress.predictable, progress.predicted_steps) == (True, 500)

@@ -28,6 +28,15 @@ def test_a_held_job_lets_others_pass_until_it_is_released(lab: Lab) -> None:
     assert lab.state(held) == "starting"
 
 
+def test_a_job_that_ran_before_says_who_holds_it_and_no_more(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    job, _ = lab.submit()
+    lab.run(job)
+    lab.tell(e.JobRequeued(**lab.at(), job=job, by="ann", hold=True))
+    lab.stopped(job)
+    assert lab.why(job) == f"held by ann: clusterd release {job} lets it start"
+
+
 def test_a_held_job_gives_up_its_reservation(lab: Lab) -> None:
     lab.host("a", gpus=2)
     long, _ = lab.submit("long")
