@@ -3,9 +3,9 @@
     step  = max'(forward + backward' + pipe + gather + update + constant, input), slower per doubling of hosts
     with s samples in the largest share, m micro-batches, p stages, t shards, d replicas, n = d t p ranks:
 
-    forward, backward   (m + p - 1) slots of one micro-batch on one stage each: operations, of which tensor parallelism
-                        shards all but a small part, or the time to launch a layer's kernels, independent of the
-                        micro-batch's size, which the device overlaps with; all-reduces of tensor parallelism
+    forward, backward   one micro-batch through all stages, and m - 1 more at the pace of the stage with most
+                        operations; of these, tensor parallelism shards all but a small part, and its all-reduces are
+                        added; the device overlaps with launches of kernels, which take as long for a small micro-batch
     backward'           gradient traffic overlaps with the last micro-batch's backward pass: (a^k + b^k)^(1/k)
     gradient traffic    2 (d-1)/d of the gradients in a ring inside a host, or through the network cards in use on the
                         busiest host; ZeRO does half of it as a reduce-scatter, and gathers after the update
@@ -44,6 +44,7 @@ class Features(NamedTuple, Generic[T]):
     dp: T
     tp: T
     pp: T
+    stage_share: T  # of the operations, on the stage with most of them
     zero: T
     offload: T  # 1: any
     offload_parameters: T  # 1: parameters too
@@ -136,6 +137,7 @@ def _features(row: Row) -> Features[float]:
         dp=plan.dp,
         tp=plan.tp,
         pp=plan.pp,
+        stage_share=load.stage_share(plan.pp),
         zero=plan.zero,
         offload=plan.offload != "none",
         offload_parameters=plan.offload == "parameters",
@@ -221,21 +223,23 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     unsharded = np.minimum(c("unsharded_share"), 1.0)
     cut = np.where(tp > 1, unsharded + (1.0 - unsharded) / tp, 1.0)
 
-    # One micro-batch on one stage.
+    # One micro-batch through all stages; the others follow at the pace of the stage with most operations.
+    through = (micro - 1.0) * row.stage_share + 1.0
     slots = micro + pp - 1.0
     samples = share / micro
-    computing = samples * np.maximum(row.flops, 1.0) / c("compute_rate") * cut
-    # The host launches kernels ahead of the device: small ones wait for the launch, large ones hide it.
-    compute = np.hypot(computing, c("launch_s") * layers / row.speed) / pp * path
+    computing = samples * np.maximum(row.flops, 1.0) / c("compute_rate") * cut * path
+    launching = c("launch_s") * layers / row.speed * path
     tp_rate = np.where(row.tp_crosses > 0, through_network(np.maximum(row.tp_flows, 1.0), row.tp_devices), local)
     tp_delay = np.where(row.tp_crosses > 0, c("network_latency_s") / 20.0, c("local_latency_s"))
     tp_delay = tp_delay * c("tp_messages")
     tp_volume = 2.0 * (tp - 1.0) / tp * samples * row.tp_bytes
     tp_s = tp_volume / tp_rate * c("tp_slowness") + 4.0 * layers * np.log2(tp) * tp_delay
-    summed = np.where(tp > 1, tp_s, 0.0) / pp
-    forward = slots * (compute + summed)
-    recomputed = np.where(row.checkpointing > 0, c("recompute_ratio") * compute + summed, 0.0)
-    backward = slots * (c("backward_ratio") * compute + summed + recomputed)
+    summed = np.where(tp > 1, tp_s, 0.0)
+    again = np.where(row.checkpointing > 0, c("recompute_ratio"), 0.0)
+    gradients = c("backward_ratio") + again
+    # The host launches kernels ahead of the device: small ones wait for the launch, large ones hide it.
+    forward = through * np.hypot(computing + summed, launching)
+    backward = through * np.hypot(gradients * computing + np.where(again > 0, 2.0, 1.0) * summed, gradients * launching)
 
     # Gradients, and ZeRO's parameters.
     held = row.gradient_bytes / (tp * pp)
@@ -254,7 +258,7 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     hidden = np.where(zero > 1, micro * scatter, 2.0 * one_way) + np.where(zero > 2, 2.0 * micro * gather, 0.0)
     gather = np.where(zero > 2, 0.0, gather)
     norm = 1.0 + c("overlap")
-    last = np.where(zero > 2, forward + backward, np.where(zero > 1, backward, backward / slots))
+    last = np.where(zero > 2, forward + backward, np.where(zero > 1, backward, backward / through * row.stage_share))
     sync = np.where(dp > 1, (hidden**norm + last**norm) ** (1.0 / norm) - last, 0.0)
 
     far = (

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clusterd.plans.enumerate import legal_plans
+from clusterd.plans.model_shape import LayerShape, ParameterShape
 from clusterd.plans.plan import Plan
 from clusterd.profiling.coefficients import ALL, INDEX, Prior
 from clusterd.profiling.model import Row, Rows, phases, predict
@@ -72,6 +73,31 @@ def test_more_micro_batches_shrink_the_pipeline_bubble():
     few_s, many_s = predict(truth(launch_s=1e-9), Rows.of([few, many]))
     bubble = (4 + 3) / 4 / ((16 + 3) / 16)
     assert few_s / many_s == pytest.approx(bubble, rel=0.05)
+
+
+def test_the_stage_with_most_operations_sets_the_pace_of_a_pipeline():
+    block, head = LayerShape("block", flops=100, block=True), LayerShape("head", flops=800)
+    shape = replace(
+        gpt(),
+        layers=(*[block] * 8, head),
+        parameters=tuple(ParameterShape(f"{n}", (10,), 4, layer=n) for n in range(9)),
+    )
+    uneven = Workload.from_shape(shape)
+    # Stages are cut by the bytes of their parameters: the last of three layers that weigh the same has the head.
+    assert [uneven.stage_share(pp) for pp in (1, 2, 3)] == pytest.approx([1.0, 1200 / 1600, 1000 / 1600])
+    even = replace(uneven, layer_flops=())
+    rows = [Row(load, Plan(pp=2, accumulation=8), Allocation.of((2,))) for load in (even, uneven)]
+    even_s, uneven_s = phases(truth(launch_s=1e-9), Rows.of(rows)).forward_s
+    assert uneven_s / even_s == pytest.approx((7 * 0.75 + 1) / (7 * 0.5 + 1), rel=0.01)
+
+
+def test_a_head_as_large_as_its_blocks_is_on_the_last_stage():
+    sizes = {"layers": 12, "hidden": 1000, "seq_len": 1, "global_batch": 8}
+    small = Workload.from_sizes("small", parameters=2 * 12 * 12_000_000, **sizes)
+    assert small.stage_share(4) == pytest.approx(1 / 8 + 1 / 2, rel=0.01)
+    large = Workload.from_sizes("large", parameters=12 * 12_000_000, **sizes)
+    assert large.stage_share(4) == pytest.approx(1 / 4)
+    assert large.stage_share(24) == pytest.approx(1 / 24), "more stages than layers: nothing is known of the cut"
 
 
 def test_pipelining_one_micro_batch_divides_no_compute():
