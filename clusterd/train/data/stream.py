@@ -161,8 +161,8 @@ class Stream:
         if expected is not None and not fingerprint.alike(expected, first.digest):
             text = (
                 f"the stream {type(self._data).__name__} does not go on at its position after step {first_step}: with "
-                f"state_dict there and load_state_dict in a new process, it yields other samples than without: {HOW_TO}, "
-                "and let nothing depend on the rank"
+                "state_dict there and load_state_dict in a new process, it yields other samples than without: "
+                f"{HOW_TO}, and let nothing depend on the rank"
             )
             if self._strict:
                 raise Refused(text)
