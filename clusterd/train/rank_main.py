@@ -237,7 +237,7 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
         started.end("context")
 
         def make() -> Training:
-            fingerprint.check_same_on_all_ranks(compared)
+            fingerprint.check_same_on_all_ranks(compared, job.data)
             build_as: dict[str, bool] = {"uninitialized": uninitialized, "on_meta": on_meta}
             made = Training(job, context, device, mesh, **build_as, shape=shape, fingerprint=known, stream=stream)
             if weights is not None and needs_values:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset, random_split
@@ -95,6 +97,45 @@ class Stream(IterableDataset[Any]):
 def stream() -> dict[str, Any]:
     """`IterableDataset` with `state_dict` and `load_state_dict`."""
     return arguments(data=Stream())
+
+
+def shard() -> tuple[int, int]:
+    """Rank and number of processes, as scripts for `torchrun` ask for them."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+class StreamByRank(Stream):
+    """Leaves out the samples of other ranks, once there are any."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, ranks = shard()
+        yield from itertools.islice(super().__iter__(), rank, None, ranks)
+
+
+@script(advice="leave sharding to clusterd")
+def stream_by_rank() -> dict[str, Any]:
+    """A stream that each epoch shards by the rank that it then has."""
+    return arguments(data=StreamByRank(), global_batch=16)
+
+
+class ByRank(Dataset[Any]):
+    """The samples of this rank."""
+
+    def __init__(self) -> None:
+        self.points = points()
+
+    def __len__(self) -> int:
+        return SAMPLES // shard()[1]
+
+    def __getitem__(self, index: int) -> Any:
+        rank, ranks = shard()
+        return self.points[index * ranks + rank]
+
+
+@script(advice="leave sharding to clusterd")
+def sharded_by_rank() -> dict[str, Any]:
+    """A data set that shards by the rank that it has when a sample is read."""
+    return arguments(data=ByRank())
 
 
 class Mapped(Dataset[Any]):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.data import Dataset, WeightedRandomSampler, default_collate
 
 from tests.foreign.batches import SAMPLES, Graded, arguments, perceptron, points
@@ -743,6 +744,20 @@ def grown_by_loop() -> dict[str, Any]:
             if step == 3:
                 made.model.append(nn.Linear(4, 4))
                 made.optimizer.add_param_group({"params": made.model[-1].parameters()})
+            run.step(batch)
+
+    return made.factories(loop=loop)
+
+
+@script(advice="prune in `model`")
+def pruned_by_loop() -> dict[str, Any]:
+    """A loop that prunes a layer at the third step, which adds a mask to the model."""
+    made = Made()
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            if step == 3:
+                prune.l1_unstructured(made.model[2], "weight", 0.5)
             run.step(batch)
 
     return made.factories(loop=loop)

@@ -21,7 +21,7 @@ from clusterd.train.data.stream import Position
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.plain_data import NotSerializable, plain_value
 from clusterd.train.state import lazy_optimizer_state, parameter_groups, scalars
-from clusterd.train.state.local_shards import local_shards
+from clusterd.train.state.local_shards import check_shards, local_shards
 from clusterd.train.state.training import Training
 
 
@@ -36,7 +36,7 @@ def stage(training: Training, shape: ModelShape, layout: Layout) -> Staged:
     rank = training.context.rank
     slots_of, tensor_slots = _slots(shape), scalars.tensor_slots(shape)
     rank_scalars = scalars.collect(training, shape, lazy_saved_separately=True)  # first: it refuses unsupported state
-    live = local_shards(training, shape)
+    live = check_shards(training, shape, layout, rank)
     mine = layout.deduplicated().boxes_of(rank)
     sizes = {(t.name, t.kind): t.shape for t in layout.tensors}
     tensors = [

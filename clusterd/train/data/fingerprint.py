@@ -49,21 +49,29 @@ def of_stream(job: str, samples: Sequence[Any]) -> Fingerprint:
     return {"job": job, "length": None, "draws": False, "samples": summaries, "random": []}
 
 
-def check_same_on_all_ranks(own: Fingerprint | None) -> None:
+def check_same_on_all_ranks(own: Fingerprint | None, data: Any) -> None:
     """Compare the fingerprints of all ranks; every rank must call it.
 
+    Args:
+        own: taken without a process group, and taken again with it where `data` are map-style.
     Raises:
         Refused: on all ranks, if some have other data.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if own is None or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     fingerprints: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(fingerprints, own)
-    for rank, other in enumerate(fingerprints):
-        if why := difference(fingerprints[0], other):
+    dist.all_gather_object(fingerprints, (own, fingerprint_of(data, own["job"]) or own))
+    for rank, (first, again) in enumerate(fingerprints):
+        if why := difference(fingerprints[0][0], first):
             raise Refused(f"the data of rank {rank} and rank 0 differ: {why}. {ADVICE}")
+        if why := difference(first, again):
+            raise Refused(f"rank {rank} of {len(fingerprints)} has other data than one process: {why}. {NO_SHARDS}")
 
 
+NO_SHARDS = (
+    "Data must not be sharded by rank or number of processes (dist.get_rank(), RANK, DistributedSampler): each process "
+    "gets its share of every batch"
+)
 ADVICE = (
     "Every process must build the same data set: sort what a folder lists, give random_split and shuffles a seeded "
     "generator of their own, and read no clock"

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from clusterd.plans.plan import Plan
@@ -160,7 +161,8 @@ class Stream:
         if expected is not None and not fingerprint.alike(expected, first.digest):
             text = (
                 f"the stream {type(self._data).__name__} does not go on at its position after step {first_step}: with "
-                f"state_dict there and load_state_dict in a new process, it yields other samples than without: {HOW_TO}"
+                "state_dict there and load_state_dict in a new process, it yields other samples than without: "
+                f"{HOW_TO}, and let nothing depend on the rank"
             )
             if self._strict:
                 raise Refused(text)
@@ -184,6 +186,7 @@ class Stream:
         assert fetched is not None
         for step in range(first_step, job.steps):
             item = self._ahead[1]
+            self._check_same(step + 1, item)
             if isinstance(item, Exception):
                 raise item
             assert item is not None
@@ -193,6 +196,23 @@ class Stream:
             except Exception as error:  # the end of a stream concerns the step that needs the samples
                 self._ahead = step + 2, error
             yield pair_on_device(item.batch, device) if collates else (None, None)
+
+    def _check_same(self, step: int, item: _Item | Exception | None) -> None:
+        """Compare what all ranks have read for a step.
+
+        Raises:
+            Refused: on all ranks, if some have read other samples.
+        """
+        if not dist.is_initialized():
+            return
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, item.digest if isinstance(item, _Item) else [])  # a shard may end earlier
+        for rank, other in enumerate(every):
+            if not fingerprint.alike(every[0], other):
+                raise Refused(
+                    f"the stream {type(self._data).__name__} yields other samples for step {step} on rank {rank} than "
+                    f"on rank 0. {fingerprint.NO_SHARDS}"
+                )
 
     def _read(self, job: Job, plan: Plan, replica: int, first_step: int, collates: bool) -> Iterator[_Item]:
         shares = plan.batch_shares(job.global_batch)

@@ -46,7 +46,6 @@ class Stepper:
         measured_parameters: names of parameters, in the order of `gradient_norms`; the next step measures them.
         gradient_norms: norm of each parameter's gradient, as measured.
         complete: True from the end of gradient reduction to the end of the update; the rest of the step needs no peer.
-        stage_forward: forward pass of a pipeline stage, for passes outside of the schedule.
         before_update: called before each update of the optimizer.
         updating: True from the first to the last change of a parameter; a step that fails in between leaves neither the
             old state nor the new one.
@@ -89,7 +88,7 @@ class Stepper:
         self._trainable: list[nn.Parameter] = [p for p in parallel.module.parameters() if p.requires_grad]
         self._pipeline_stage: Any = None
         self._schedule_options: dict[str, bool] = {}
-        self.stage_forward = parallel.module.forward  # without what torch's pipeline schedules need around it
+        self._forward = parallel.module.forward  # without what torch's pipeline schedules need around it
         self._schedule = self._build_schedule() if plan.pp > 1 else None
         # Shards of one replica have the same loss; one of them reports it.
         self._is_first = coordinates.stage == coordinates.replica == coordinates.shard == 0
@@ -174,6 +173,15 @@ class Stepper:
             self._scheduler.step()
         torch.clear_autocast_cache()  # a script's autocast context may last longer than its weights
         self.complete = self.updating = False
+
+    def stage_forward(self, *inputs: Any) -> Any:
+        """Outputs of a pipeline stage, outside of the schedule."""
+        module = self._parallel.module
+        scheduled, module.forward = module.forward, self._forward
+        try:
+            return module(*inputs)  # by whose hooks FSDP2 gathers parameters
+        finally:
+            module.forward = scheduled
 
     def clear(self, *, gradients: bool) -> None:
         """Free activations, and device memory that torch caches.

@@ -27,7 +27,7 @@ from clusterd.train.process.plain_data import NotSerializable
 from clusterd.train.state import scalars
 from clusterd.train.state.copy_plan import segment_part
 from clusterd.train.state.copying import SegmentPart, copies_to_segment
-from clusterd.train.state.local_shards import clone_changing, local_shards
+from clusterd.train.state.local_shards import check_shards, clone_changing
 from clusterd.train.state.segments import Segment
 from clusterd.train.state.training import Training
 
@@ -118,8 +118,8 @@ class StateSnapshots:
         """Live tensors of this rank's share of the state, and the metadata that accompanies them."""
         training = self._training
         rank_scalars = scalars.collect(training, training.shape)  # first: it refuses state that cannot be stored
-        live = local_shards(training, training.shape)
-        tensors = self._shared.tensors
+        live = check_shards(training, training.shape, self._layout, training.context.rank)
+        tensors = self._layout.tensors
         clone_changing(training, live, (tensors[part.tensor] for part in self._outbox.parts))
         parts = [segment_part(part, tensors[part.tensor], live, part.offset) for part in self._outbox.parts]
         meta = {
@@ -133,12 +133,12 @@ class StateSnapshots:
         return self._thread is not None and self._thread.is_alive()
 
     @cached_property
-    def _shared(self) -> Layout:
-        return layout(self._training.shape, self._training.context.plan).deduplicated()
+    def _layout(self) -> Layout:
+        return layout(self._training.shape, self._training.context.plan)
 
     @cached_property
     def _outbox(self) -> Outbox:
-        return state_snapshot_outbox(self._shared, self._training.context.rank)
+        return state_snapshot_outbox(self._layout.deduplicated(), self._training.context.rank)
 
     def _allocate_segments(self, size_bytes: int, count: int) -> None:
         size = max(size_bytes, 8)  # a rank with nothing to write publishes too, so that the step is complete

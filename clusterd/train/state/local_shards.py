@@ -1,7 +1,7 @@
 """Shards that this rank holds, read from its live objects: tensors under global names, and their boxes.
 
-`plans.layout` computes the same from the plan alone. Before a migration a rank compares the two here, so that a
-difference between the computed layout and torch's sharding is an error and never a wrong weight.
+`plans.layout` computes the same from the plan alone. Before the state is moved or stored a rank compares the two here,
+so that a difference between the computed layout and torch's sharding is an error and never a wrong weight.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from clusterd.plans.layout import Layout, Tensor
 from clusterd.plans.model_shape import ModelShape, OddSlot
 from clusterd.train.parallel import build
 from clusterd.train.parallel.gradient_sync import local_tensor
+from clusterd.train.process.plain_data import NotSerializable
 from clusterd.train.state.training import Training
 
 Box = tuple[tuple[int, int], ...]
 """One (low, high) per dimension, half-open, in the whole tensor."""
 
 
-class ShardMismatch(Exception):
+class ShardMismatch(NotSerializable):
     """Live objects are not sharded as their plan's layout says."""
 
 
@@ -113,6 +114,15 @@ def check_shards(training: Training, shape: ModelShape, layout: Layout, rank: in
     live = local_shards(training, shape)
     computed = layout.boxes_of(rank)
     where = f"rank {rank} of {training.parallel.plan}"
+    made = {(t.name, t.kind): t for t in layout.tensors}
+    for (name, kind), shard in live.items():
+        there, whole = made.get((name, kind)), tuple(high for _, high in shard.box)
+        if there is None or (kind == "buffer" and there.shape != whole):
+            was = f"of shape {there.shape}" if there is not None else "none"
+            raise ShardMismatch(
+                f"the {kind} {name} is of shape {whole}, but was {was} when the model was made, which is not "
+                "supported: let the model's factory make all that it will have, with its final shape (pruning too)"
+            )
     for key, box in computed.items():
         if key not in live:
             raise ShardMismatch(f"{where} should hold {_named(key, box)}, but has none of it")
@@ -121,21 +131,23 @@ def check_shards(training: Training, shape: ModelShape, layout: Layout, rank: in
     for key, shard in live.items():
         if key not in computed:
             raise ShardMismatch(f"{where} holds {_named(key, shard.box)}, which its plan assigns to other ranks")
-    sizes = {(t.name, t.kind): t.element_bytes for t in layout.tensors}
     for key, shard in live.items():
-        _check_tensors(where, key, shard, sizes[key], shape)
+        _check_tensors(where, key, shard, made[key].element_bytes)
     return live
 
 
-def _check_tensors(where: str, key: tuple[str, str], shard: LocalShard, element_bytes: int, shape: ModelShape) -> None:
+def _check_tensors(where: str, key: tuple[str, str], shard: LocalShard, element_bytes: int) -> None:
     extent = tuple(high - low for low, high in shard.box)
     there = [t for t in shard.tensors if t is not None]
-    for tensor in there:
-        if tuple(tensor.shape) != extent:
-            raise ShardMismatch(f"{where} holds {_named(key, shard.box)} as a tensor of shape {tuple(tensor.shape)}")
-    if len(there) == len(shard.tensors) and sum(t.element_size() for t in there) != element_bytes:
-        have = " + ".join(str(t.element_size()) for t in there)
-        raise ShardMismatch(f"{where} keeps {have} bytes per element of {key[0]} ({key[1]}), not {element_bytes}")
+    odd = next((t for t in there if tuple(t.shape) != extent), None)
+    if odd is None and len(there) == len(shard.tensors) and sum(t.element_size() for t in there) != element_bytes:
+        odd = there[0]
+    if odd is not None:
+        form = f"as {odd.dtype} of shape {tuple(odd.shape)}"
+        which = ": no rule cuts state whose form depends on values" if key[1].startswith("optimizer") else ""
+        raise ShardMismatch(
+            f"{where} holds {_named(key, shard.box)} {form}, not in {element_bytes} bytes per element{which}"
+        )
 
 
 def _named(key: tuple[str, str], box: Box) -> str:

@@ -13,13 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from clusterd.plans.model_shape import ModelShape
 from clusterd.protocol.launch import SCHEDULE_VARIABLE
 from clusterd.train.data import fingerprint
 from clusterd.train.data.fingerprint import Fingerprint
-from clusterd.train.parallel import build
 from clusterd.train.parallel.optimizers import RankOptimizer, attribute_with_tensors
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.plain_data import NotSerializable, plain_value, restore_like
@@ -50,9 +48,7 @@ def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: boo
         NotSerializable: naming the value.
     """
     optimizer = training.optimizer
-    _check_buffers(training.parallel.module, shape)
     _check_hidden_state(optimizer.holder)
-    _check_slots(optimizer, shape)
     tensors = tensor_slots(shape)
     equal_values: dict[str, tuple[dict[str, Any], list[str]]] = {}
     absent: list[str] = []
@@ -111,19 +107,6 @@ def restore_carried(training: Training, sources: Sequence[Scalars]) -> None:
     training.evaluations.restore(sources[0].get("evaluations"))
     training.attributes.restore(sources)  # replica 0 wins, as for buffers
     training.parallel.freeze({name for source in sources for name in source.get("frozen", ())})
-
-
-def _check_buffers(module: nn.Module, shape: ModelShape) -> None:
-    """Raise NotSerializable if a buffer was added or reshaped after the model was made."""
-    sizes = {buffer.name: buffer.shape for buffer in shape.buffers}
-    for path, buffer in module.named_buffers(remove_duplicate=False):
-        name = build.global_name(path)
-        if (made := sizes.get(name)) != tuple(buffer.shape):
-            was = f"of shape {made}" if made is not None else "none"
-            raise NotSerializable(
-                f"the buffer {name} is of shape {tuple(buffer.shape)}, but was {was} when the model was made, which is "
-                "not supported: register it with its final shape"
-            )
 
 
 def _check_hidden_state(optimizer: torch.optim.Optimizer) -> None:
@@ -244,27 +227,6 @@ def _restore_counters(optimizer: RankOptimizer, tensors: dict[str, set[str]], so
             raise ScalarMismatch(f"no {min(missing)} of {name} was received")
         for slot, value in counters.get(name, {}).items():
             optimizer.holder.state[plain][slot] = restore_like(slots.get(slot), value)
-
-
-def _check_slots(optimizer: RankOptimizer, shape: ModelShape) -> None:
-    """Check that tensors of the optimizer are as its trial has told: they are cut, and sent, as such.
-
-    Raises:
-        NotSerializable: naming one that is not.
-    """
-    index = {p.name: i for i, p in enumerate(shape.parameters)}
-    odd = {(o.parameter, o.name): (o.shape, o.dtype_bytes) for o in shape.odd_slots}
-    for name, _, plain in optimizer.local:
-        sizes = dict(shape.slots_of(index[name])) if name in index else {}
-        for slot, value in optimizer.holder.state.get(plain, {}).items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            told = odd.get((index.get(name, -1), slot), (tuple(plain.shape), sizes.get(slot, 0)))
-            if told[1] and (tuple(value.shape), value.element_size()) != told:
-                raise NotSerializable(
-                    f"{name}: {slot} is {value.dtype} of shape {tuple(value.shape)}, and a trial of the optimizer made "
-                    f"{told[1]} bytes each of shape {told[0]}: no rule cuts state whose form depends on values"
-                )
 
 
 def tensor_slots(shape: ModelShape) -> dict[str, set[str]]:

@@ -161,6 +161,23 @@ def test_processes_with_other_streams_are_refused(ranks: RankPool, tmp_path: Pat
     assert "the data of rank 1 and rank 0 differ: sample 0 is another one" in run.ranks[0].output
 
 
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("stream_by_rank", "StreamByRank yields other samples for step 5 on rank 1 than on rank 0"),
+        ("sharded_by_rank", "has other data than one process: 32 samples instead of 64 samples"),
+    ],
+)
+def test_data_that_are_sharded_once_ranks_are_known_are_refused(
+    script: str, reason: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The first samples are read before there is a process group: they were the same, and later ones were not."""
+    run = ranks.run(tmp_path, "dp=2", script=script, steps=8)
+    assert [rank.exit_code for rank in run.ranks] == [92, 92]
+    assert reason in run.ranks[0].output
+    assert "Data must not be sharded by rank" in run.ranks[0].output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "plans"),

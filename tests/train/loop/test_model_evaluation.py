@@ -38,6 +38,8 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable
         "dp=3,shares=4:2:2",
         "dp=2,zero=3",
         "tp=2,pp=2,accumulation=2",
+        "dp=2,pp=2,zero=2,accumulation=2",
+        slow("dp=2,pp=2,zero=3,accumulation=2"),
         slow("dp=2,zero=1"),
         slow("dp=2,zero=2,accumulation=2"),
         slow("tp=2"),

@@ -14,13 +14,15 @@ from clusterd.train.state.next_steps import NextSteps, difference
 from tests.foreign import registry
 from tests.foreign.runs import REFUSED, RIGHT, Runner
 
+GROUPS = "hidden_state", "own_loops", "settings"
+
 numbers = st.floats(1e-3, 1e3)
 
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     registry.load()
-    made = Runner(tmp_path_factory.mktemp("moves"), ["tests.foreign.hidden_state", "tests.foreign.settings"])
+    made = Runner(tmp_path_factory.mktemp("moves"), [f"tests.foreign.{group}" for group in GROUPS])
     yield made
     made.close()
 
@@ -32,6 +34,13 @@ def test_state_that_is_not_carried_keeps_the_job_where_it_is(runner: Runner) -> 
     assert "does not go on under dp=2,zero=3 as under dp=1: the " in verdict.reason
     variable = r"tests\.foreign\.hidden_state\.average \(6 tensors of norm "
     assert re.search(rf"Variables of the script that differ: .*{variable}", verdict.reason)
+
+
+def test_a_mask_that_the_loop_adds_is_named_where_a_move_lacks_it(runner: Runner) -> None:
+    """The reason was that the plan "assigns it to other ranks", of which there are none."""
+    verdict = runner.verdicts(registry.SCRIPTS["pruned_by_loop"], ["move"])["move"]
+    assert verdict.verdict == REFUSED, verdict
+    assert "the buffer 2.weight_mask is of shape (16, 16), but was none when the model was made" in verdict.reason
 
 
 @pytest.mark.slow
