@@ -111,7 +111,7 @@ class Resources:
                              option="--cpus")] = 0
     memory_bytes: Annotated[int, Key(k.SIZE, "Host memory in all, as in 64GB.", "no limit", name="memory",
                                      edit=QUEUED, option="--memory")] = 0
-    nodes: Annotated[int, Key(k.whole(1), "Hosts, with the command started on each; devices are spread evenly.",
+    nodes: Annotated[int, Key(k.whole(1), "Hosts, with the command started on each, and the request spread evenly.",
                               edit=QUEUED, option="--nodes", sbatch="--nodes")] = 1
     tasks: Annotated[int, Key(k.whole(1), "Processes of a command in all, each with a RANK; as many on each node.",
                               edit=QUEUED, option="--ntasks")] = 1

@@ -104,10 +104,13 @@ def test_a_copy_that_a_host_leaves_in_the_middle_is_not_made(local_cluster: Runn
             list(chunks)
 
 
-def test_both_nodes_of_a_command_have_their_files(shared_cluster: RunningCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", ["0", "1"])
+def test_both_nodes_of_a_command_have_their_files(
+    shared_cluster: RunningCluster, tmp_path: Path, devices: str
+) -> None:
     work = tmp_path / "work"
     work.mkdir()
-    options = ("--nodes", "2", "--devices-per-node", "1", "--name", "pair")
+    options = ("--nodes", "2", "--devices-per-node", devices, "--name", "pair")
     script = "echo $NODE_RANK > rank.txt; echo $NODE_RANK > of-$NODE_RANK.txt"
     job = shared_cluster.run("run", "-d", *options, "--", "sh", "-c", script, cwd=work).stdout.strip()
     shared_cluster.run("wait", job)
