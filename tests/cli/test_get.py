@@ -105,9 +105,7 @@ def test_a_copy_that_a_host_leaves_in_the_middle_is_not_made(local_cluster: Runn
 
 
 @pytest.mark.parametrize("devices", ["0", "1"])
-def test_both_nodes_of_a_command_have_their_files(
-    shared_cluster: RunningCluster, tmp_path: Path, devices: str
-) -> None:
+def test_both_nodes_of_a_command_have_their_files(shared_cluster: RunningCluster, tmp_path: Path, devices: str) -> None:
     work = tmp_path / "work"
     work.mkdir()
     options = ("--nodes", "2", "--devices-per-node", devices, "--name", "pair")

@@ -83,8 +83,8 @@ def rm(claims: tuple[str, ...]) -> None:
 def book() -> None:
     """Book devices ahead for your jobs, within your quota.
 
-    While a booking lasts, its devices go to your jobs with --booking ID alone, which end with it. What none of them
-    uses for 15 minutes goes to others.
+    While a booking lasts, its devices, and with each its part of the cores and memory of its host, go to your jobs
+    with --booking ID alone, which end with it. Devices that none of them uses for 15 minutes go to others.
 
     \b
     clusterd book --gpus a100:4 --from "mon 9:00" --for 4h
