@@ -120,7 +120,9 @@ def book_add(
     from_s = point_in_time_s("--from", begin) if begin is not None else None
     with Client() as cluster:
         wanted |= {"for_s": time_s("--for", length), "from_s": from_s, "on": list(on), "name": name, "user": user}
-        row = cluster.call("booking_add", **wanted)
+        row = cluster.call(
+            "booking_add", **{key: value for key, value in wanted.items() if value not in (None, "", [])}
+        )
     _note_made(row)
     note(f"jobs of {row['owner']} go there by: clusterd run --booking {row['id']} ...")
 
