@@ -327,7 +327,8 @@ def unusable(job: Job, state: State, now_s: float) -> list[str]:
         devices = tuple(d for d in claim.devices if d.startswith(places) and (own is None or d in own.devices))
         if devices and claim is not own:
             only = "" if claim.is_active(now_s) else "; until then only jobs that end before it start there"
-            reasons.append(f"{claimed_until(replace(claim, devices=devices), now_s)}{only}")
+            part = ", with its part of the host's cores and memory" if claim.owner else ""
+            reasons.append(f"{claimed_until(replace(claim, devices=devices), now_s)}{part}{only}")
     return reasons
 
 

@@ -111,7 +111,7 @@ class Resources:
                              option="--cpus")] = 0
     memory_bytes: Annotated[int, Key(k.SIZE, "Host memory in all, as in 64GB.", "no limit", name="memory",
                                      edit=QUEUED, option="--memory")] = 0
-    nodes: Annotated[int, Key(k.whole(1), "Hosts, with the command started on each; devices are spread evenly.",
+    nodes: Annotated[int, Key(k.whole(1), "Hosts, with the command started on each, and the request spread evenly.",
                               edit=QUEUED, option="--nodes", sbatch="--nodes")] = 1
     tasks: Annotated[int, Key(k.whole(1), "Processes of a command in all, each with a RANK; as many on each node.",
                               edit=QUEUED, option="--ntasks")] = 1
@@ -218,7 +218,8 @@ class JobSpec:
         "sweep and, for checkpointable jobs, the dimensions of a plan, {dp}, are filled in.")]
     workdir: Annotated[str | None, Key(  # in which the job runs, or its packed copy
         k.TEXT, "Directory that is sent, relative to this file, as it is when the job is submitted: what git does "
-        "not ignore, else all but secrets; never what .clusterdignore names.", "the file's directory")] = None
+        "not ignore, else all but secrets; not what clusterd get wrote, nor what .clusterdignore names.",
+        "the file's directory")] = None
     snapshot: str | None = None  # sha256 of the workdir's content; None: run in `workdir` itself
     commit: str = ""  # of git, of the workdir as submitted; "-dirty" at its end where files differ from it
     python: Annotated[str | None, Key(k.TEXT, "Interpreter or virtual environment on the hosts.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -94,7 +95,7 @@ def _follow(answer: dict[str, Any], tasks: int, nodes: int) -> dict[str, Any]:
         rank = 0 if tasks == nodes == 1 else None
         show_logs(answer, rank, follow=True, apart=True, labelled=tasks > 1)
     except OSError as error:  # as by `run ... | head`: the job still runs, and its exit code is needed
-        if not is_unread(sys.stdout, error):
+        if not is_unread(sys.stdout, error) and error.errno != errno.EBADF:
             raise
         drop_output(sys.stdout)
         note(f"standard output was closed; {answer['name']} ({answer['id']}) keeps running, Ctrl-C cancels it")

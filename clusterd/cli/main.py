@@ -8,7 +8,6 @@ import io
 import os
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -197,9 +196,9 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point: prints errors meant for users as one line and sets the exit code."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    for name, mode, flags in (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY)):
         if getattr(sys, name) is None:  # closed by the caller, as with >&-; this order restores the descriptors
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - open until the process exits
+            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode))  # what is written to the output fails
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an 8-bit terminal cannot encode bars
     stdout = sys.stdout
@@ -234,9 +233,10 @@ def main() -> None:
         if isinstance(error, OSError) and is_unread(sys.stdout, error):
             drop_output(sys.stdout)
             sys.exit(HUNG_UP)
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EBADF):
             drop_output(sys.stdout)
-            print(f"clusterd: the output cannot be written: {error.strerror}: free space there", file=sys.stderr)
+            hint = ": free space there" if error.errno == errno.ENOSPC else ", it is closed"
+            print(f"clusterd: the output cannot be written: {error.strerror}{hint}", file=sys.stderr)
             sys.exit(1)
         if os.environ.get("CLUSTERD_TRACEBACK"):
             raise

@@ -354,9 +354,6 @@ def run(argv: tuple[str, ...], output: str, **options: Any) -> int:
         is_attached=attached,
         reads_input=attached and has_input(),
     )
-    nodes, devices = request.spec.resources.nodes, request.spec.resources.devices
-    if nodes > 1 and (devices == 0 or devices % nodes):
-        raise UsageError(f"--nodes {nodes}: give --gpus-per-node N, or a multiple of {nodes} devices in all")
     if request.spec.is_built:
         check_environment(request.spec, "--uv" if request.spec.uv else "--requirements")
     with Client() as cluster:

@@ -41,6 +41,7 @@ class Ledger:
 
     Attributes:
         shared: devices with a place left for another job; they do not count as free.
+        withheld: cores and memory that are taken for now.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Ledger:
         self.cores: dict[HostId, int] = {}
         self.memory_bytes: dict[HostId, int] = {}
         self.count: dict[str, int] = {}
+        self.withheld: Sequence[Booked] = ()
         for host in hosts:
             if host.unusable is None and host.facts is not None:
                 self.hosts[host.id], self.devices[host.id] = host, {}
@@ -68,7 +70,7 @@ class Ledger:
         found.hosts = self.hosts
         found.devices = {h: {n: dict(some) for n, some in types.items()} for h, types in self.devices.items()}
         found.cores, found.memory_bytes, found.count = dict(self.cores), dict(self.memory_bytes), dict(self.count)
-        found.shared = dict(self.shared)
+        found.shared, found.withheld = dict(self.shared), self.withheld
         return found
 
     def only(self, hosts: Container[HostId]) -> Ledger:
@@ -79,7 +81,7 @@ class Ledger:
         found.cores = {name: self.cores[name] for name in found.hosts}
         found.memory_bytes = {name: self.memory_bytes[name] for name in found.hosts}
         found.count = Counter(n for types in found.devices.values() for n, some in types.items() for _ in some)
-        found.shared = dict(self.shared)
+        found.shared, found.withheld = dict(self.shared), self.withheld
         return found
 
     def without(self, attempt: Attempt) -> Ledger:
@@ -132,6 +134,14 @@ class Ledger:
         for name, count in booked.memory_bytes.items():
             if name in self.memory_bytes:
                 self.memory_bytes[name] -= count
+
+    def withhold(self, kept: Sequence[Booked]) -> None:
+        """Take cores and memory, and put back those that were withheld before."""
+        for booked in self.withheld:
+            self.put((), booked)
+        for booked in kept:
+            self.take((), booked)
+        self.withheld = kept
 
     def take_places(self, places: Iterable[RankPlace], booked: Booked, share: int = 1) -> None:
         """Remove the granted devices of these ranks, cores and memory.

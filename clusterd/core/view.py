@@ -123,6 +123,7 @@ class View:
         self.running: list[Job] = [state.jobs[job] for job in state.active]
         self.calendar = ClaimCalendar(state, now_s)
         self.free = Ledger(state.hosts.values(), state.holders, _shared(state))
+        self.free.withhold(self.calendar.kept(0.0, 0.0))
         self.quotas = Quotas(state, self.running, now_s)
         self.of_request: dict[object, Any] = of_request if of_request is not None else {}
 

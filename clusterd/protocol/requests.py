@@ -131,6 +131,7 @@ class FileRow:
     bytes: int
     at_s: float
     is_program: bool = False  # its owner may execute it
+    inode: int = 0
 
 
 @dataclass(frozen=True)

@@ -252,8 +252,6 @@ def _translate(options: dict[str, tuple[str, str]], alike: dict[str, Key], value
             resources[name] *= nodes
     if (memory := resources.pop("memory_each", None)) is not None:
         resources["memory"] = memory
-    if nodes > 1 and "gpus_per_node" not in resources and "gpus" not in resources:
-        raise ConfigError(f"--nodes={nodes} without GPUs: give --gpus-per-node as well")
     if resources:
         values["resources"] = resources
 

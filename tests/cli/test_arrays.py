@@ -17,7 +17,7 @@ TRAIN = """
 import json, os, sys
 index = int(os.environ["CLUSTERD_ARRAY_TASK_ID"])
 assert sys.argv[1] == str(index)
-json.dump({"accuracy": index / 4, "test": {"loss": 1.0}}, open("metrics.json", "w"))
+json.dump({"accuracy": index / 4, "test": {"loss": 1.0}, "state": "good"}, open("metrics.json", "w"))
 sys.exit(3 if index == 2 else 0)
 """
 
@@ -36,10 +36,11 @@ def test_results_join_index_and_metrics(shared_cluster: RunningCluster, tmp_path
         (jobs[1], 2, "failed", 3),
         (jobs[2], 3, "finished", 0),
     ]
-    assert [row["metrics"] for row in rows] == [{"accuracy": index / 4, "test.loss": 1.0} for index in (1, 2, 3)]
+    metrics = [{"accuracy": index / 4, "test.loss": 1.0, "state": "good"} for index in (1, 2, 3)]
+    assert [row["metrics"] for row in rows] == metrics
     table = csv.DictReader(io.StringIO(shared_cluster.run("results", jobs[0], "--csv").stdout))
-    assert [(row["index"], row["exit"], row["accuracy"]) for row in table] == [
-        ("1", "0", "0.25"), ("2", "3", "0.5"), ("3", "0", "0.75"),
+    assert [(row["index"], row["state"], row["accuracy"], row["metrics.state"]) for row in table] == [
+        ("1", "finished", "0.25", "good"), ("2", "failed", "0.5", "good"), ("3", "finished", "0.75", "good"),
     ]  # fmt: skip
     assert "loss" not in (table.fieldnames or ())  # none of them trained
     assert "ACCURACY" in shared_cluster.run("results", "net").stdout

@@ -236,6 +236,23 @@ def test_a_standard_input_that_is_closed(shared_cluster: RunningCluster) -> None
     assert "bug" not in message.stderr
 
 
+def test_what_cannot_be_shown_on_a_closed_standard_output_is_a_failure(shared_cluster: RunningCluster) -> None:
+    """A job that runs meanwhile goes on, and gives its exit code."""
+    for command, code, why in (
+        ("ls --all", 1, "the output cannot be written"),
+        ("ls --all -o json", 1, "the output cannot be written"),
+        ("run --no-snapshot -- sh -c 'echo x; exit 3'", 3, "keeps running"),
+    ):
+        done = subprocess.run(
+            ["sh", "-c", f"{sys.executable} -m clusterd {command} >&-"],
+            env=shared_cluster.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, why in done.stderr) == (code, True), done.stderr
+
+
 def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_bytes(b'\xef\xbb\xbfcommand = ["true"]\r\n')
     assert read_job_file(tmp_path / "job.toml").spec.command == ("true",)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import pytest
 
 from clusterd.cli.common.arguments import point_in_time_s
+from clusterd.cli.common.output import clock
+from clusterd.cli.jobs import forecast_lines
+from clusterd.cli.queue import claims
 from clusterd.errors import UsageError
 from tests.conftest import RunningCluster
 
@@ -127,3 +131,28 @@ def test_days_of_a_start() -> None:
     assert time.localtime(now_s + 86400.0).tm_yday == tomorrow.tm_yday
     with pytest.raises(UsageError, match="mon 9:00"):
         point_in_time_s("--from", "someday 9:00")
+
+
+def test_an_older_daemon_gets_what_was_given_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it refused `user`, which it did not know, of a booking for oneself."""
+    sent: dict[str, Any] = {}
+
+    class Daemon:
+        def __enter__(self) -> Daemon:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def call(self, verb: str, **args: Any) -> dict[str, Any]:
+            sent.update(args)
+            return {"id": "1", "owner": "ann", "devices": ["a:gpu0"], "from_s": 0.0, "until_s": 9.0, "held_by": []}
+
+    monkeypatch.setattr(claims, "Client", Daemon)
+    claims.book_add.main(["--devices", "1", "--for", "1h"], standalone_mode=False)
+    assert sent == {"devices": 1, "for_s": 3600.0}
+
+
+def test_why_tells_when_a_job_may_begin_before_its_start_is_foreseen() -> None:
+    begin_s = time.time() + 3600.0
+    (line,) = forecast_lines({"state": "queued", "forecast": None, "begin_s": begin_s})
+    assert line == f"expected start: not before {clock(begin_s)}"

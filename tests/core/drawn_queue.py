@@ -83,7 +83,7 @@ class DrawnQueue:
         self.check(is_undisturbed=verb in ("submit", "wait", "finish"))
 
     def _submit(self) -> None:
-        devices, nodes = self.choose([(1, 1), (1, 1), (1, 1), (2, 1), (2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (0, 1)])
+        devices, nodes = self.choose([*[(1, 1)] * 3, (2, 1), (2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (0, 1), (0, 2)])
         self.lab.submit(
             f"job-{self.lab.jobs}",
             devices=devices,
@@ -270,11 +270,9 @@ class DrawnQueue:
             memory_bytes = host.facts.memory_bytes - sum(x.where.memory_bytes.get(host.id, 0) for x in running)
             free = [d.id for d in host.devices if d.id not in busy and self._is_unclaimed(d.id, at_s, run_s)]
             each = wanted.per_node
-            part = 1 if wanted.devices == 0 else each
-            needs_cores = (
-                max(wanted.cpus, 1) if not wanted.devices else each * max(-(-wanted.cpus // wanted.devices), 1)
-            )
-            needs_bytes = part * -(-wanted.memory_bytes // max(wanted.devices, 1))
+            parts = each or 1
+            needs_cores = parts * max(-(-wanted.cpus // (parts * wanted.nodes)), 1)
+            needs_bytes = parts * -(-wanted.memory_bytes // (parts * wanted.nodes))
             if needs_cores <= cores and needs_bytes <= memory_bytes:
                 some = combinations(free, each)
                 ways.append([Where(frozenset(x), {host.id: needs_cores}, {host.id: needs_bytes}) for x in some])

@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -124,8 +125,10 @@ def test_a_task_of_an_array_that_ran_again_counts_once(past: Archiving) -> None:
         past.ended(job, array=ArrayTask(id=JobId("9"), name="grid", index=index))
     past.run(past.archived.archive)
     assert past.in_state == []
-    ((newest, count),) = past.call(past.archived.arrays)
+    ((newest, count),) = past.call(partial(past.archived.arrays, ()))
     assert (newest.spec.name, count) == ("train", 2)
+    ((_, others),) = past.call(partial(past.archived.arrays, [("9", 1)]))
+    assert others == 1, "one task runs again"
 
 
 def test_what_others_wait_for_stays(past: Archiving) -> None:

@@ -34,6 +34,20 @@ def test_each_node_has_the_variables_of_its_launcher(local_cluster: RunningClust
     assert nodes[0]["MASTER_PORT"]
 
 
+def test_a_batch_script_without_gpus_gets_cores_of_each_of_its_nodes(local_cluster: RunningCluster) -> None:
+    """Its nodes have the variables by which they find each other, and end together at the time limit."""
+    script = local_cluster.directory / "pair.sh"
+    shown = "$SLURM_NODEID/$SLURM_NNODES $NODE_RANK/$NNODES $NPROC_PER_NODE $WORLD_SIZE $MASTER_PORT"
+    script.write_text(f"#!/bin/sh\n#SBATCH -N 2 -t 0:02\necho {shown}\nsleep infinity\n")
+    job = local_cluster.run("submit", str(script)).stdout.strip()
+    assert local_cluster.run("wait", job, check=False).returncode == 124
+    assert sorted(local_cluster.job(job)["hosts"]) == ["local0", "local1"]
+    first, second = (local_cluster.run("logs", job, "--rank", rank).stdout.splitlines()[0] for rank in "01")
+    port = first.split()[-1]
+    assert (first, second) == (f"0/2 0/2 1 2 {port}", f"1/2 1/2 1 2 {port}")
+    assert port.isdigit()
+
+
 def test_a_run_shows_the_output_of_every_node(local_cluster: RunningCluster) -> None:
     """Each line has the first rank of its node before it; stderr stays apart."""
     command = ("run", "--nodes", "2", "--devices-per-node", "2", "--", "sh", "-c", "echo on $NODE_RANK; echo bad >&2")

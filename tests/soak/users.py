@@ -66,7 +66,7 @@ class Users:
     async def _submit(self) -> None:
         draw = self._random
         nodes = draw.choice((1, 1, 1, 2))
-        devices = nodes * draw.choice((0, 1, 1, 2)) if nodes == 1 else nodes
+        devices = nodes * draw.choice((0, 1, 1, 2)) if nodes == 1 else nodes * draw.choice((0, 1))
         kind = draw.choice(("command", "command", "checkpointable")) if nodes == 1 and devices else "command"
         if devices and draw.random() < 0.4:
             kind, nodes = "elastic", 1

@@ -97,7 +97,6 @@ def test_dependencies_keep_their_conditions() -> None:
         ("#SBATCH --time=soon", "line 2: --time=soon: write it as in 30"),
         ("#SBATCH --mem=lots", "line 2: --mem=lots: write it as in 64G"),
         ("#SBATCH --nodes=2-4", "line 2: --nodes=2-4: it must be a whole number"),
-        ("#SBATCH --nodes=2", "--nodes=2 without GPUs"),
         ("#SBATCH -y gpu3", "line 2: -y of Slurm is not understood here"),
         ("#SBATCH --job-name='a", "line 2: No closing quotation"),
         ("#CLUSTERD priorty = 1", "did you mean 'priority'?"),

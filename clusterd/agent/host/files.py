@@ -98,7 +98,7 @@ def _written(work: Path, submitted: Path | None, since_s: float, is_copy: bool) 
                 continue
             below = path.relative_to(work)
             if submitted is None or not _is_same(path, submitted / below, since_s):
-                yield FileRow(str(below), known.st_size, at_s, bool(known.st_mode & stat.S_IXUSR))
+                yield FileRow(str(below), known.st_size, at_s, bool(known.st_mode & stat.S_IXUSR), known.st_ino)
 
 
 def _is_same(path: Path, submitted: Path, since_s: float) -> bool:

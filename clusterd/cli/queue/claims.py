@@ -83,8 +83,8 @@ def rm(claims: tuple[str, ...]) -> None:
 def book() -> None:
     """Book devices ahead for your jobs, within your quota.
 
-    While a booking lasts, its devices go to your jobs with --booking ID alone, which end with it. What none of them
-    uses for 15 minutes goes to others.
+    While a booking lasts, its devices, and with each its part of the cores and memory of its host, go to your jobs
+    with --booking ID alone, which end with it. Devices that none of them uses for 15 minutes go to others.
 
     \b
     clusterd book --gpus a100:4 --from "mon 9:00" --for 4h
@@ -120,7 +120,9 @@ def book_add(
     from_s = point_in_time_s("--from", begin) if begin is not None else None
     with Client() as cluster:
         wanted |= {"for_s": time_s("--for", length), "from_s": from_s, "on": list(on), "name": name, "user": user}
-        row = cluster.call("booking_add", **wanted)
+        row = cluster.call(
+            "booking_add", **{key: value for key, value in wanted.items() if value not in (None, "", [])}
+        )
     _note_made(row)
     note(f"jobs of {row['owner']} go there by: clusterd run --booking {row['id']} ...")
 

@@ -119,7 +119,8 @@ def results(name: str, as_csv: bool, as_json: bool, output: str) -> None:
     values = list(dict.fromkeys(key for one in found for key in one["values"]))
     metrics = list(dict.fromkeys(key for one in found for key in one["metrics"]))
     trained = ["loss"] if any(one["loss"] is not None for one in found) else []
-    headings = ["id", "index", *values, "state", "exit", *trained, *metrics]
+    headings = ["id", "index", *values, "state", "exit", *trained]
+    headings += [f"metrics.{key}" if key in headings else key for key in metrics]
     rows = [
         [
             one["id"],

@@ -176,18 +176,19 @@ def beyond_every_host(job: Job, view: View) -> str | None:
     wanted = job.spec.resources
     least = least_devices(job)
     empty = empty_hosts(job, view)
+    cores, memory_bytes = per_device(job)
     if least == 0:
-        fits = any(h.cores >= wanted.cpus and h.memory_bytes >= wanted.memory_bytes for h in empty)
+        fits = sum(h.cores >= cores and h.memory_bytes >= memory_bytes for h in empty) >= wanted.nodes
     else:
         usable = ([len(fitting(job, h, kind)) for h in empty] for kind in kinds_for(job))
         fits = any(holds(job, counts) if least == wanted.devices else sum(counts) >= least for counts in usable)
     if fits or not empty:
         return None
-    cores, memory_bytes = per_device(job)
     needs = f"needs {counted(max(cores, 1), 'CPU core')}"
     needs += f" and {size(memory_bytes)} of memory" if memory_bytes else ""
     needs += f" beside each of {least} {_KINDS[wanted.kind]}" if least else ""
     has = _none(wanted) if least == 0 or job.spec.kind is JobKind.COMMAND else "the hosts have not"
+    has = f"fewer than {wanted.nodes} hosts have" if wanted.nodes > 1 else has
     largest = f"{max(h.cores for h in empty)} CPU cores and {size(max(h.memory_bytes for h in empty))} of memory"
     return f"{needs}; {has} that much: at most {largest}"
 
@@ -231,11 +232,12 @@ def _short_of(job: Job) -> str:
     """Message naming the resources that the job waits for; stable while it waits, so that it is recorded once."""
     wanted = job.spec.resources
     count = least_devices(job)
+    where = f"on each of {wanted.nodes} hosts" if wanted.nodes > 1 else "on one host"
     if count == 0:
-        memory = f" and {size(wanted.memory_bytes)} of memory" if wanted.memory_bytes else ""
-        return f"waits for {counted(max(wanted.cpus, 1), 'free CPU core')}{memory} on one host"
-    where = "on one host " if job.spec.kind is JobKind.COMMAND else ""
-    where = f"on each of {wanted.nodes} hosts " if wanted.nodes > 1 else where
+        cores, memory_bytes = per_device(job)
+        memory = f" and {size(memory_bytes)} of memory" if memory_bytes else ""
+        return f"waits for {counted(max(cores, 1), 'free CPU core')}{memory} {where}"
+    where = f"{where} " if job.spec.kind is JobKind.COMMAND else ""
     count = wanted.per_node if wanted.nodes > 1 else count
     noun = _noun(wanted, count)
     return f"waits for {count} free {noun} {where}(with {'their' if count > 1 else 'its'} cores and memory)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf
 
 from clusterd.core.allocation.migration_cost import MigrationCosts
@@ -103,8 +103,8 @@ def held_by(forecast: JobForecast, view: View) -> Hold:
     """Resources that a running job holds."""
     job, now_s = forecast.job, view.now_s
     ends = forecast.ends(view)
-    if (left_s := ends_s(view.claims, job) - now_s) < inf:
-        ends = Ends(*(min(each_s, max(left_s, 0.0)) for each_s in astuple(ends)))
+    if (left_s := max(ends_s(view.claims, job) - now_s, 0.0)) < inf:  # what it leaves is its booking's until then
+        ends = Ends(left_s, left_s, left_s)
     promise = view.reservation
     if promise is not None and promise.latest_s is not None and owes(job, view):
         ends = replace(ends, latest_s=min(ends.latest_s, max(promise.latest_s - now_s, 0.0)))

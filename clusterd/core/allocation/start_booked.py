@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from clusterd.core.allocation.request_grant import allocate
-from clusterd.core.queueing.bookings import claim_against
+from clusterd.core.queueing.bookings import claim_against, ends_s
 from clusterd.core.view import Proposal, Refusal, Start, View
 from clusterd.types import DeviceId
 
 
 def start_booked(view: View, proposal: Proposal) -> None:
-    """Start jobs of bookings by priority, then arrival, or record what they wait for; the view's ledger is charged.
-
-    CPU cores and host memory are not booked: they are those that others leave.
-    """
+    """Start jobs of bookings by priority, then arrival, or record what they wait for; the view's ledger is charged."""
     taken: set[DeviceId | None] = set()
     for job in sorted(view.of_bookings, key=lambda job: (-job.priority, job.submitted_s, len(job.id), job.id)):
         booking = view.claims.get(job.spec.booking)
         if booking is None or not booking.is_active(view.now_s):
             continue  # as in a view that is made for a question about other jobs
-        free = view.free.copy()
+        view.free.withhold(view.calendar.kept(0.0, ends_s(view.claims, job) - view.now_s, but=booking.id))
+        here = [host.id for host in view.free.hosts.values() if any(d.id in booking.devices for d in host.devices)]
+        free = view.free.only(here)
         free.take([*free.all_devices()])
         free.shared.clear()
         for host in free.hosts.values():
@@ -33,6 +32,8 @@ def start_booked(view: View, proposal: Proposal) -> None:
         where = answer.placement
         taken |= {place.device for place in where.ranks}
         view.free.take((), where.booked)
+        view.calendar.use(booking.id, where.booked)
         view.quotas.take(job.spec, sum(place.device is not None for place in where.ranks))
         reason = f"{answer.reason}, by booking {booking.id}"
         proposal.starts.append(Start(job.id, answer.plan, where.ranks, where.booked, reason))
+    view.free.withhold(view.calendar.kept(0.0, 0.0))

@@ -171,13 +171,10 @@ class AvailabilityForecast:
         for cached in ("_devices_back", "_cores_back"):
             self.__dict__.pop(cached, None)
 
-    def _free_at(self, device_type: str, at_s: float) -> Counts:
-        if self._calendar:
-            there = self.ledger_at(at_s).devices
-            return np.array([len(there[host].get(device_type, ())) for host in self._names], dtype=np.int64)
-        back = self._devices_back.get(device_type)
-        free = self._free_now(device_type)
-        return free + back.by(at_s, len(self._names)) if back is not None else free.copy()
+    def _beside(self, ledger: Ledger) -> tuple[Counts, Counts]:
+        """CPU cores and bytes of memory."""
+        cores = np.array([ledger.cores[host] for host in self._names], dtype=np.int64)
+        return cores, np.array([ledger.memory_bytes[host] for host in self._names], dtype=np.int64)
 
     def ledger_at(self, at_s: float) -> Ledger:
         """Free resources once the jobs that end by then have ended."""
@@ -206,6 +203,7 @@ class AvailabilityForecast:
             ledger.take([device])
             if device.id not in held and self._calendar.is_free(device.id, at_s, self.run_s):
                 ledger.put([device])
+        ledger.withhold(self._calendar.kept(at_s, self.run_s))
 
     def first(
         self, look: Callable[[Ledger], Seen | None], hosts: Container[HostId] | None = None
@@ -273,20 +271,25 @@ class AvailabilityForecast:
         """First end of a running job after which the offer fits, by binary search: free devices only increase."""
         ledger = self._ledger
         admits = np.array([job.admits(ledger.hosts[host]) for host in self._names], dtype=bool)
-        cores = np.array([ledger.cores[host] for host in self._names], dtype=np.int64)
-        memory_bytes = np.array([ledger.memory_bytes[host] for host in self._names], dtype=np.int64)
         each_cores, each_bytes = needs(job, offer)
+        now, back, hosts = self._beside(ledger), self._devices_back.get(offer.device_type), len(self._names)
 
         def look(at_s: float) -> EarliestStart | None:
-            there, hosts = self._free_at(offer.device_type, at_s), len(self._names)
-            there = np.minimum(there, (cores + self._cores_back.by(at_s, hosts)) // max(each_cores, 1))
-            there = np.minimum(there, (memory_bytes + self._cores_back.by(at_s, hosts, 1)) // max(each_bytes, 1))
+            if self._calendar:
+                then = self.ledger_at(at_s)
+                counts = [len(then.devices[host].get(offer.device_type, ())) for host in self._names]
+                there, (cores, memory_bytes) = np.array(counts, dtype=np.int64), self._beside(then)
+            else:
+                cores, memory_bytes = (now[kind] + self._cores_back.by(at_s, hosts, kind) for kind in (0, 1))
+                there = self._free_now(offer.device_type)
+                there = there + back.by(at_s, hosts) if back is not None else there
+            there = np.minimum(there, cores // max(each_cores, 1))
+            there = np.minimum(there, memory_bytes // max(each_bytes, 1))
             fitting = _fit(offer.shape, np.where(admits, there, 0))
             return EarliestStart(offer, at_s, {self._names[i]: n for i, n in fitting}) if fitting else None
 
         if (found := look(0.0)) is not None:
             return found
-        back = self._devices_back.get(offer.device_type)
         times: list[float] = []
         if back is not None:
             times = np.unique(back.at_s[: int(np.searchsorted(back.at_s, within_s, side="left"))]).tolist()

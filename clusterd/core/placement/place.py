@@ -52,7 +52,7 @@ def place(job: Job, free: Ledger, count: int, group: int, nodes: int | None) -> 
         nodes: hosts over which they are spread evenly; None: as few as possible.
     """
     if count == 0:
-        return _cores_only(job, free)
+        return _cores_only(job, free, nodes or 1)
     if free.total < count:
         return None
     here = candidates(job, free, group if nodes is None else count // nodes)
@@ -125,21 +125,20 @@ def _pack(by_host: list[tuple[HostFree, list[Device]]], count: int, group: int) 
     return chosen if left == 0 else []
 
 
-def _cores_only(job: Job, free: Ledger) -> Placement | None:
-    resources = job.spec.resources
-    cores = max(resources.cpus, 1)
-    fits = [h for h in candidates(job, free) if h.cores >= cores and h.memory_bytes >= resources.memory_bytes]
-    if not fits:
+def _cores_only(job: Job, free: Ledger, nodes: int) -> Placement | None:
+    cores, memory_bytes = per_device(job)
+    fits = [h for h in candidates(job, free) if h.cores >= max(cores, 1) and h.memory_bytes >= memory_bytes]
+    if len(fits) < nodes:
         return None
-    host = min(fits, key=lambda h: (len(h.host.devices), h.cores, h.host.id)).host.id
-    booked = Booked({host: cores}, {host: resources.memory_bytes})
-    return Placement((RankPlace(rank=0, host=host, device=None),), booked)
+    hosts = [h.host.id for h in sorted(fits, key=lambda h: (len(h.host.devices), h.cores, h.host.id))[:nodes]]
+    ranks = tuple(RankPlace(rank=number, host=host, device=None) for number, host in enumerate(hosts))
+    return Placement(ranks, Booked(dict.fromkeys(hosts, max(cores, 1)), dict.fromkeys(hosts, memory_bytes)))
 
 
 def per_device(job: Job) -> tuple[int, int]:
-    """Cores and bytes of host memory that a job requests per device; of a job without devices: in all."""
+    """Cores and bytes of host memory that a job requests per device; of a job without devices: per node."""
     resources = job.spec.resources
-    count = max(resources.devices, 1)
+    count = resources.devices or resources.nodes
     return -(-resources.cpus // count), -(-resources.memory_bytes // count)
 
 

@@ -57,6 +57,7 @@ def _start_before_claims(
         run_s = min(max(forecast.left_s(offer) for offer in forecast.curve.offers), limit_left_s(job, ctx.view.now_s))
     withheld = ctx.view.calendar.to_withhold([*ctx.ledger.all_devices()], run_s)
     ctx.ledger.take(withheld)
+    ctx.ledger.withhold(ctx.view.calendar.kept(0.0, run_s))
     ctx.availability.run_s = run_s
     start_waiting(ctx, job, forecasts, handovers)
     ctx.ledger.put(withheld)
@@ -89,7 +90,6 @@ class Default:
         CPU cores come last: they follow the devices, and no job waits for cores that another only borrows.
         """
         proposal = Proposal()
-        start_booked(view, proposal)
         there = take_inventory(view)
         known: dict[JobId, JobForecast] = {}
         for job in [*view.queued, *view.running]:
@@ -101,6 +101,7 @@ class Default:
         running = [known[j.id] for j in view.running if j.id in known and is_settled(j)]
         waiting = [known[j.id] for j in view.queued if j.id in known]
         cores = Cores(view, running)
+        start_booked(view, proposal)
         proposal.moves = evacuations(view, skip=known)
         ledger = view.free
         total = ledger.total + sum(len(forecast.devices) for forecast in running)
@@ -129,6 +130,7 @@ class Default:
             proposal.ends_reservation = True
         if view.calendar:  # nobody else's end is known: what is to be claimed goes to nobody
             ledger.take(view.calendar.to_withhold([*ledger.all_devices()], inf))
+            ledger.withhold(view.calendar.kept(0.0, inf))
             ctx.availability.run_s = inf
         else:
             exchange_devices(ctx)
@@ -137,6 +139,7 @@ class Default:
             scale_up(ctx)
             rebalance(ctx)
         proposal.moves += restore_requested_sizes(view, short, skip={*known, *(move.job for move in proposal.moves)})
+        ledger.withhold(view.calendar.kept(0.0, 0.0))  # cores are given back when a booking begins
         cores.share_out(proposal)
         if any(refusal.is_shortage for refusal in proposal.refusals):
             again_s = min(QUEUE_ROUND_S, next_settled_s(ctx))

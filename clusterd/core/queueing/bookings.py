@@ -1,7 +1,9 @@
 """Bookings: devices that a user reserved ahead, for a time; each is a claim that admits the jobs of its owner.
 
+With a device goes its part of the cores and memory of its host: a half of them with two of four devices.
+
 A job of a booking starts on what it requests of the booking's devices, stays there, and ends with the booking at the
-latest. Nobody moves it, nor does it use devices outside.
+latest. Nobody moves it, nor does it use devices or hosts outside.
 """
 
 from __future__ import annotations
@@ -140,9 +142,11 @@ def ends_s(claims: Claims, job: Job) -> float:
 
 
 def note_used(state: State, job: Job, attempt: Attempt) -> None:
-    """Record that a job of a booking has begun on its devices: they are not released as unused."""
+    """Record that a job of a booking has begun: its devices, of a job without any those of its hosts, are in use."""
     if (booking := state.device_claims.get(job.spec.booking)) is not None:
-        unused = {device: since_s for device, since_s in booking.unused.items() if device not in attempt.devices}
+        used = {*attempt.devices}
+        used |= {device.id for host in (() if used else attempt.hosts) for device in state.hosts[host].devices}
+        unused = {device: since_s for device, since_s in booking.unused.items() if device not in used}
         state.device_claims[booking.id] = replace(booking, unused=unused)
 
 

@@ -61,7 +61,8 @@ class FileVerbs:
                     row = {**to_map(file), "host": host, "attempt": attempt.number}
                     before = newest.setdefault(file.path, [row])
                     if known.spec.kind is JobKind.COMMAND and before[0]["attempt"] == attempt.number:
-                        if row["at_s"] not in [other["at_s"] for other in before]:  # else they share the directory
+                        same = [other for other in before if (other["at_s"], other["inode"]) == (file.at_s, file.inode)]
+                        if not same:  # else they share the directory
                             before.append(row)
                     elif before[-1]["at_s"] <= file.at_s:
                         newest[file.path] = [row]

@@ -230,7 +230,7 @@ class QueueVerbs:
             return []
         found: dict[str, rows.Array] = {}
         here = {(a.id, a.index): (job, 1) for job in state.jobs.values() if (a := job.spec.array) is not None}
-        for job, count in [*await self._archived.arrays(), *here.values()]:  # of a task that ran again, the newest
+        for job, count in [*await self._archived.arrays(here), *here.values()]:  # of a task that ran again, the newest
             array = job.spec.array
             if array is None or not (all or array.id in current):
                 continue

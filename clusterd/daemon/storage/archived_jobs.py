@@ -6,6 +6,7 @@ are events, so that a replay leads to the same state.
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -190,14 +191,20 @@ class ArchivedJobs:
             return []
         return [job async for job in self._selected("array_id = ? OR array_name = ?", text, text)]
 
-    async def arrays(self) -> list[tuple[Job, int]]:
-        """One archived task of each array and each state, with their number; a task counts once, by its newest run."""
+    async def arrays(self, again: Iterable[tuple[str, int]]) -> list[tuple[Job, int]]:
+        """One archived task of each array and each state, with their number; a task counts once, by its newest run.
+
+        Args:
+            again: array and index of tasks that are not counted, as a run of them is not archived.
+        """
         if not self.counts:
             return []
         newest = (
-            "SELECT *, max(CAST(job AS INTEGER)) FROM archived_jobs WHERE array_id IS NOT NULL GROUP BY array_id, task"
+            "SELECT *, max(CAST(job AS INTEGER)) FROM archived_jobs WHERE array_id IS NOT NULL "
+            "AND array_id || '/' || task NOT IN (SELECT value FROM json_each(?)) GROUP BY array_id, task"
         )
-        rows = await self._query(f"SELECT {job_table.COLUMNS}, count(*) FROM ({newest}) GROUP BY array_id, state")
+        counts = f"SELECT {job_table.COLUMNS}, count(*) FROM ({newest}) GROUP BY array_id, state"
+        rows = await self._query(counts, json.dumps([f"{array}/{index}" for array, index in again]))
         return [(self._decoded(row), row[-1]) for row in rows]
 
     async def _selected(self, condition: str, *values: object) -> AsyncIterator[Job]:

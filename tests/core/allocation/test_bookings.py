@@ -421,3 +421,40 @@ def test_a_month_in_a_lab_with_bookings() -> None:
     assert len([x for x in lab.decisions if isinstance(x, d.ReleaseBooked)]) == unused > 0
     assert all(job.state.value == "finished" for job in jobs.values() if job.spec.user == "bob")
     assert lab.scheduler.state.device_claims == {}
+
+
+def test_the_cores_of_a_booking_are_there_when_it_begins(lab: Lab) -> None:
+    """Others get what is left of the host: until then those that end before, and then nobody its part."""
+    lab.host("a", gpus=4, cores=16)
+    number = book(lab, "a:gpu0", "a:gpu1", begin_s=2 * HOUR)
+    short, _ = lab.submit("short", devices=0, cpus=12, time_limit_s=HOUR, grace_s=0.0)
+    lab.run(short)
+    lab.finish(short)
+    beside, _ = lab.submit("beside", devices=2, cpus=8, user="bob")
+    long, _ = lab.submit("long", devices=0, cpus=8, user="bob")
+    mine, _ = lab.submit("mine", devices=2, cpus=8, user="ann", booking=number)
+    assert [lab.state(job) for job in (long, beside, mine)] == ["queued", "starting", "queued"]
+    lab.run(beside)
+    fire(lab, number)
+    assert lab.state(mine) == "starting"
+    lab.run(mine)
+    lab.finish(mine)
+    state = lab.scheduler.state
+    assert lab.state(long) == "queued"  # the booking still has them
+    assert "with its part of the host's cores and memory" in str(unusable(state.jobs[long], state, lab.now_s))
+    end(lab, number)
+    assert lab.state(long) == "starting"
+
+
+def test_a_job_of_a_booking_without_devices_runs_on_its_hosts_and_uses_it(lab: Lab) -> None:
+    lab.host("a", gpus=0, cpus=0, cores=32)  # where it would go without the booking
+    lab.host("b", gpus=2, cores=8)
+    number = book(lab, "b:gpu0")
+    others, _ = lab.submit("others", devices=0, cpus=6, hosts=(HostId("b"),))
+    mine, _ = lab.submit("mine", devices=0, cpus=4, user="ann", booking=number)
+    lab.run(mine)
+    assert lab.attempt(mine).hosts == ("b",)
+    assert lab.state(others) == "queued"
+    lab.now_s += 2 * UNUSED_S
+    fire(lab, number)
+    assert (lab.state(mine), lab.state(others)) == ("running", "queued")

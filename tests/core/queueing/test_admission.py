@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from clusterd.core import events as e
+from clusterd.core.booked import Booked
 from clusterd.plans.plan import Plan
 from clusterd.types import HostId, JobKind
 from tests.core.conftest import GIB, Lab
@@ -72,6 +73,7 @@ def test_a_job_for_any_devices_takes_the_cpu_devices_of_a_host_with_gpus(lab: La
         ({"devices": 0, "cpus": 400}, "needs 400 CPU cores; no host has that much: at most 32 CPU cores"),
         ({"devices": 0, "memory_bytes": 900 * GIB}, "needs 1 CPU core and 900 GiB of memory; no host has that much"),
         ({"devices": 2, "cpus": 50}, "needs 25 CPU cores beside each of 2 devices; no host has that much"),
+        ({"devices": 0, "cpus": 40, "nodes": 2}, "needs 20 CPU cores; fewer than 2 hosts have that much: at most 32"),
     ],
 )
 def test_what_no_host_can_ever_serve_is_said(lab: Lab, what: dict[str, int], why: str) -> None:
@@ -79,6 +81,21 @@ def test_what_no_host_can_ever_serve_is_said(lab: Lab, what: dict[str, int], why
     job, _ = lab.submit(**what)
     assert lab.state(job) == "queued"
     assert why in lab.why(job)
+
+
+def test_a_command_without_devices_takes_cores_and_memory_of_each_of_its_nodes(lab: Lab) -> None:
+    for host in ("a", "b", "c"):
+        lab.host(host, gpus=0, cpus=0, cores=8)
+    other, _ = lab.submit(devices=0, cpus=6, hosts=(HostId("a"),))
+    pair, _ = lab.submit(devices=0, nodes=2, cpus=12, memory_bytes=8 * GIB)
+    lab.run(other)
+    lab.run(pair)
+    assert lab.attempt(pair).booked == Booked({"b": 6, "c": 6}, {"b": 4 * GIB, "c": 4 * GIB})
+    waits, _ = lab.submit(devices=0, nodes=3, cpus=9)
+    assert lab.why(waits) == "waits for 3 free CPU cores on each of 3 hosts"
+    lab.finish(other)
+    lab.finish(pair)
+    assert sorted(lab.attempt(waits).hosts) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
