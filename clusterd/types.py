@@ -218,8 +218,7 @@ class JobSpec:
         "sweep and, for checkpointable jobs, the dimensions of a plan, {dp}, are filled in.")]
     workdir: Annotated[str | None, Key(  # in which the job runs, or its packed copy
         k.TEXT, "Directory that is sent, relative to this file, as it is when the job is submitted: what git does "
-        "not ignore, else all but secrets; not what clusterd get wrote, nor what .clusterdignore names.",
-        "the file's directory")] = None
+        "not ignore, else all but secrets; never what .clusterdignore names.", "the file's directory")] = None
     snapshot: str | None = None  # sha256 of the workdir's content; None: run in `workdir` itself
     commit: str = ""  # of git, of the workdir as submitted; "-dirty" at its end where files differ from it
     python: Annotated[str | None, Key(k.TEXT, "Interpreter or virtual environment on the hosts.",

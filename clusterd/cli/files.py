@@ -17,7 +17,6 @@ from clusterd.cli.common.arguments import complete_job, own_jobs, time_s
 from clusterd.cli.common.output import ago, note, output_option, print_line, raise_all, show_table, shown_as
 from clusterd.client import Client
 from clusterd.errors import ClusterError, TryLater, UsageError
-from clusterd.submission.workdir import mark_fetched
 from clusterd.units import counted, size
 
 
@@ -32,7 +31,6 @@ def get(job: str, files: tuple[str, ...], folder: Path | None, force: bool, outp
 
     A FILE is a path below the working directory, a folder, or a pattern in quotes, as in '*.pt'. While the job runs, a
     file is copied up to its current end. A path that several hosts of a job wrote is copied below a folder for each.
-    Copies that are not changed stay behind when the folder is submitted again.
     """
     with Client() as cluster:
         listing = cluster.call("files", job=job)
@@ -127,7 +125,6 @@ def _copy(cluster: Client, job: str, file: dict[str, Any], target: Path) -> None
             if file.get("is_program"):
                 known = os.fstat(out.fileno())
                 os.fchmod(out.fileno(), known.st_mode | (known.st_mode & 0o444) >> 2)  # for those who may read it
-        mark_fetched(part)
         part.replace(target)
     except OSError as error:
         raise ClusterError(f"cannot write {target}: {error.strerror or error}") from None

@@ -66,10 +66,9 @@ def with_workdir(
     if spec.workdir is None:
         return spec
     packed = pack_workdir(cluster, spec)
-    for why, files in (("look like secrets", packed.secrets), ("were fetched from jobs", packed.fetched)):
-        if files:
-            named = ", ".join(files[:3]) + (f" and {len(files) - 3} more" * (len(files) > 3))
-            say(f"not sent, as they {why}: {named} (!NAME in {IGNORE_FILE} sends one)")
+    if packed.secrets:
+        named = ", ".join(packed.secrets[:3]) + (f" and {len(packed.secrets) - 3} more" * (len(packed.secrets) > 3))
+        say(f"not sent, as they look like secrets: {named} (!NAME in {IGNORE_FILE} sends one)")
     with packed.archive:
         if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
             cluster.call("dry_run", spec=plain(first or spec), only_check=True)  # what is refused needs no files
@@ -94,4 +93,4 @@ def pack_workdir(cluster: Client, spec: JobSpec) -> Snapshot:
     status = cluster.call("status")
     assert spec.workdir is not None
     imports_ours = spec.kind is not JobKind.COMMAND
-    return pack(Path(spec.workdir), status["workdir_bytes_max"], spec.command, imports_ours=imports_ours)
+    return pack(Path(spec.workdir), status["workdir_bytes_max"], imports_ours=imports_ours)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
@@ -27,9 +26,6 @@ GIT_TIMEOUT_S = 60.0
 TELLING_FILES = 20_000
 """Files after which a directory without git that is too large is not read on: a home has millions."""
 
-_SEPARATORS = re.compile(r"[\s=,:;'\"]+")
-"""Between words of a command, as in ``--from=model.pt``."""
-
 OUR_PACKAGES = ("clusterd",)
 """Packages that ranks import; a module of the same name in the workdir would hide them."""
 
@@ -42,15 +38,13 @@ class Snapshot:
     size_bytes: int
     files: int
     secrets: tuple[str, ...]  # files that look like secrets, and stayed behind
-    fetched: tuple[str, ...]  # unchanged copies of what jobs wrote, which stayed behind
     archive: IO[bytes]
 
 
-def pack(directory: Path, bytes_max: int, command: Iterable[str] = (), *, imports_ours: bool = True) -> Snapshot:
+def pack(directory: Path, bytes_max: int, *, imports_ours: bool = True) -> Snapshot:
     """Pack the files that git does not ignore, or all files, except those that `.clusterdignore` excludes.
 
-    What looks like a secret, or was fetched from a job, stays behind unless git tracks it or the ignore file asks for
-    it; the latter also unless it is a word of the command.
+    What looks like a secret stays behind unless git tracks it or the ignore file asks for it.
 
     Args:
         imports_ours: the job imports clusterd, which a module of the same name would hide.
@@ -72,13 +66,10 @@ def pack(directory: Path, bytes_max: int, command: Iterable[str] = (), *, import
     else:
         sizes = _walked(directory, rules, bytes_max)
         chosen, whole = _Listed([*sizes]), len(sizes) < TELLING_FILES
+    _refuse_large(directory, sizes, bytes_max, whole=whole)
     untracked = [name for name in chosen.names if name not in chosen.tracked]
     secrets = [name for name in untracked if rules.is_secret(name) or rules.holds_token(name)]
-    words = {os.path.normpath(word) for argument in command for word in _SEPARATORS.split(argument)}
-    fetched = sorted({name for name in untracked if rules.is_fetched(name)}.difference(secrets, words))
-    folders = {f"{os.path.dirname(name)}/" for name in fetched if "/" in name and chosen is not listed}  # as if empty
-    files = sorted(folders.union(chosen.names).difference(secrets, fetched))
-    _refuse_large(directory, {name: sizes.get(name, 0) for name in files}, bytes_max, whole=whole)
+    files = sorted(set(chosen.names).difference(secrets))
     spool = tempfile.SpooledTemporaryFile(max_size=32 << 20)  # noqa: SIM115 - handed to the caller
     with tarfile.open(fileobj=spool, mode="w", format=tarfile.PAX_FORMAT) as archive:
         count = sum(_add(archive, directory, file) for file in files)
@@ -88,7 +79,7 @@ def pack(directory: Path, bytes_max: int, command: Iterable[str] = (), *, import
     for chunk in iter(lambda: spool.read(1 << 20), b""):
         digest.update(chunk)
     spool.seek(0)
-    return Snapshot(digest.hexdigest(), size_bytes, count, tuple(sorted(secrets)), tuple(fetched), spool)
+    return Snapshot(digest.hexdigest(), size_bytes, count, tuple(sorted(secrets)), spool)
 
 
 def commit_of(directory: Path) -> str:
@@ -345,34 +336,12 @@ class IgnoreRules:
             known = path.lstat()
             if not stat.S_ISREG(known.st_mode) or known.st_size > TOKEN_FILE_BYTES_MAX:
                 return False
-            return _TOKEN.search(path.read_bytes()) is not None and not self._asks_for(name)
+            return (
+                _TOKEN.search(path.read_bytes()) is not None
+                and self._specs["given"].check_file(name).include is not False
+            )
         except OSError:
             return False  # packing it reports the error
-
-    def is_fetched(self, name: str) -> bool:
-        """True for a copy of what a job wrote, unless it was changed since or the ignore file asks for it."""
-        path = self._directory / name
-        try:
-            return os.getxattr(path, _FETCHED, follow_symlinks=False) == _state(path) and not self._asks_for(name)
-        except (AttributeError, OSError):  # as on macOS, or without the mark
-            return False
-
-    def _asks_for(self, name: str) -> bool:
-        return self._specs["given"].check_file(name).include is False
-
-
-_FETCHED = "user.clusterd.fetched"
-
-
-def mark_fetched(file: Path) -> None:
-    """Mark a file as a copy of what a job wrote, where the file system keeps such marks, until it is changed."""
-    with contextlib.suppress(AttributeError, OSError):
-        os.setxattr(file, _FETCHED, _state(file))
-
-
-def _state(file: Path) -> bytes:
-    known = file.lstat()
-    return f"{known.st_size} {known.st_mtime_ns}".encode()
 
 
 def _is_state(folder: Path) -> bool:

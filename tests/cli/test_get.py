@@ -109,7 +109,7 @@ def test_both_nodes_of_a_command_have_their_files(shared_cluster: RunningCluster
     work = tmp_path / "work"
     work.mkdir()
     options = ("--nodes", "2", "--devices-per-node", devices, "--name", "pair")
-    script = "echo $NODE_RANK > rank.txt; touch -d 2001-01-01 rank.txt; echo $NODE_RANK > of-$NODE_RANK.txt"
+    script = "echo $NODE_RANK > rank.txt; echo $NODE_RANK > of-$NODE_RANK.txt"
     job = shared_cluster.run("run", "-d", *options, "--", "sh", "-c", script, cwd=work).stdout.strip()
     shared_cluster.run("wait", job)
     listed = json.loads(shared_cluster.run("get", job, "-o", "json").stdout)
@@ -119,25 +119,6 @@ def test_both_nodes_of_a_command_have_their_files(shared_cluster: RunningCluster
     copied = sorted(str(p.relative_to(tmp_path / "here")) for p in (tmp_path / "here").rglob("*.txt"))
     assert copied == [f"{hosts[0]}/rank.txt", f"{hosts[1]}/rank.txt", "of-0.txt", "of-1.txt"]
     assert sorted((tmp_path / "here" / host / "rank.txt").read_text() for host in hosts) == ["0\n", "1\n"]
-
-
-def test_what_was_fetched_is_not_sent_with_the_next_job(shared_cluster: RunningCluster, tmp_path: Path) -> None:
-    """Unless it was changed since, the command names it, or the ignore file asks for it; its folder is there."""
-    work = tmp_path / "work"
-    (work / "out").mkdir(parents=True)
-    script = "find . -type f | sort; ls -d out; echo 1 | tee out/asked out/changed out/kept out/named > out/plain"
-    (work / "job.sh").write_text(script)
-    first = shared_cluster.run("run", "--name", "first", "--", "sh", "job.sh", cwd=work)
-    assert first.stdout.splitlines() == ["./job.sh", "out"]
-    shared_cluster.run("get", "first", "out", cwd=work)
-    second = shared_cluster.run("run", "--", "sh", "job.sh", "--from=out/named", cwd=work)
-    assert second.stdout.splitlines() == ["./job.sh", "./out/named", "out"]
-    named = "out/asked, out/changed, out/kept and 1 more (!NAME in .clusterdignore sends one)"
-    assert f"not sent, as they were fetched from jobs: {named}" in second.stderr
-    (work / "out" / "changed").write_text("2\n")
-    (work / ".clusterdignore").write_text("!out/asked\n")
-    third = shared_cluster.run("run", "--", "sh", "job.sh", cwd=work)
-    assert third.stdout.splitlines() == ["./.clusterdignore", "./job.sh", "./out/asked", "./out/changed", "out"]
 
 
 def test_an_input_that_was_replaced_is_written(shared_cluster: RunningCluster, tmp_path: Path) -> None:
