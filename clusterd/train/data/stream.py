@@ -203,7 +203,7 @@ class Stream:
         Raises:
             Refused: on all ranks, if some have read other samples.
         """
-        if not dist.is_initialized():
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, item.digest if isinstance(item, _Item) else [])  # a shard may end earlier

@@ -86,7 +86,7 @@ class MixedLab(Lab):
         """Submit a job of the model."""
         self.jobs += 1
         job = JobId(str(self.jobs))
-        wanted = {name: what.pop(name) for name in ("plan", "hosts", "cpus") if name in what}
+        wanted = {name: what.pop(name) for name in ("plan", "hosts", "cpus", "max_devices") if name in what}
         resources = Resources(devices=devices, **wanted)
         spec = JobSpec(name=name, kind=JobKind.ELASTIC, command=("x",), resources=resources, **what)
         shape = {"parameters": [], "layers": [], "samples": BATCH, "global_batch": BATCH, "steps": steps}
@@ -141,6 +141,12 @@ def test_a_long_job_alone_uses_both_types_with_shares_by_their_speed() -> None:
     assert start.plan == Plan(dp=8, shares=(8, 8, 8, 8, 4, 4, 4, 4))
     assert lab.kinds(start.ranks) == ["new"] * 4 + ["old"] * 4
     assert "new and old by their speed" in start.reason
+
+
+def test_devices_of_two_types_are_no_more_than_the_job_may_have() -> None:
+    lab = MixedLab({"new": [4], "old": [4]})
+    job, decided = lab.net("long", 100_000, max_devices=6)
+    assert sorted(lab.kinds(launch(decided, job).ranks)) == ["new"] * 4 + ["old"] * 2
 
 
 def test_a_type_that_brings_nothing_is_left_alone() -> None:
