@@ -281,6 +281,8 @@ def _set_tasks(each: int, nodes: int, values: dict[str, Any], resources: dict[st
     if "cpus" in resources:
         env["SLURM_CPUS_PER_TASK"] = str(resources["cpus"])
         resources["cpus"] *= each
+    elif each > 1:
+        resources["cpus"] = each  # as Slurm's default gives each a core
     if (gpus := resources.pop("gpus_per_task", None)) is not None:
         env["SLURM_GPUS_PER_TASK"] = gpus.rpartition(":")[2]
         _gpus_per_node(gpus, values, resources)

@@ -186,6 +186,10 @@ def test_tasks_are_counted_for_srun_and_for_what_they_need() -> None:
     }
     text = "#!/bin/bash\n#SBATCH -N 2 --ntasks-per-node=4 --gpus-per-node=4\ntrue\n"
     assert read_batch_script(script(text))[0].spec.env["SLURM_NTASKS"] == "8"
+    text = "#!/bin/bash\n#SBATCH -N 2 -n 16 --mem-per-cpu=1G\nsrun work\n"
+    spec = read_batch_script(script(text))[0].spec
+    assert (spec.resources.cpus, spec.resources.memory_bytes) == (16, 16 << 30), "each task has a core"
+    assert "SLURM_CPUS_PER_TASK" not in spec.env
 
 
 def test_a_job_file_is_no_script(tmp_path: Path) -> None:
