@@ -16,7 +16,7 @@ from typing import Any
 from migration_driver import Mover
 from rank_pool import Rank, RankPool
 
-from clusterd.train.loop.resumption import FILE
+from clusterd.train.checkpoint.dcp_files import NEXT_STEP
 from tests.foreign.registry import PLANS, Script
 from tests.hang import HANG_S
 
@@ -135,7 +135,7 @@ class Runner:
             mover.train(3)
             if kills:
                 step = mover.checkpoint(saved)["step"]
-                mover.wait((saved / FILE).exists, "the loss beside the checkpoint")
+                mover.wait((saved / NEXT_STEP).exists, "the loss beside the checkpoint")
                 os.kill(mover.agents["a"].pid(1, 0), signal.SIGKILL)
                 mover.now.run.result(HANG_S)
             else:

@@ -41,6 +41,9 @@ from clusterd.train.process.exits import Refused
 from clusterd.train.state.copying import narrow_to_box
 from clusterd.train.state.local_shards import Box
 
+NEXT_STEP = "next_step.json"
+"""In the directory of a checkpoint: the loss of the next step, and under which plan."""
+
 Key = tuple[str, ...]
 """Components of a key, joined by dots in the file."""
 
@@ -143,9 +146,8 @@ def _foreign_content(*directories: str) -> OSError | None:
         except OSError as error:
             return error
         # NFS keeps deleted files that are still open under names of its own.
-        foreign = [
-            name for name in present if not name.startswith((".metadata", ".nfs")) and not name.endswith(".distcp")
-        ]
+        ours = (".metadata", ".nfs", NEXT_STEP)
+        foreign = [name for name in present if not name.startswith(ours) and not name.endswith(".distcp")]
         if foreign:
             return FileExistsError(f"{directory} holds {foreign[0]}, which is not a checkpoint: name another directory")
     return None

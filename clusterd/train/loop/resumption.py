@@ -10,13 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from clusterd.train.checkpoint.dcp_files import NEXT_STEP
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.seeding import all_generator_states
 from clusterd.train.state.next_steps import TOLERANCES, relative_difference
 from clusterd.train.state.training import Training
-
-FILE = "next_step.json"
-"""In the directory of a checkpoint: the loss of the next step, and under which plan."""
 
 KEPT = 100
 """Losses of past steps that are kept for checkpoints which are complete later."""
@@ -38,7 +36,7 @@ class Resumption:
         self._drew = True
         if directory and training.context.rank == 0:
             with suppress(OSError, ValueError, TypeError, KeyError):
-                found = json.loads((Path(directory) / FILE).read_text(encoding="utf-8"))
+                found = json.loads((Path(directory) / NEXT_STEP).read_text(encoding="utf-8"))
                 self._expected = {"loss": float(found["loss"]), **{k: found[k] for k in ("step", "plan", "drew")}}
 
     def checkpointed(self) -> None:
@@ -83,7 +81,7 @@ class Resumption:
             drew = drew or plan.pp > 1  # in other stages
             text = json.dumps({"step": step + 1, "loss": loss, "plan": plan.to_dict(), "drew": drew})
             with suppress(OSError):  # the checkpoint is complete without it
-                (Path(self._waiting.pop(step)) / FILE).write_text(text, encoding="utf-8")
+                (Path(self._waiting.pop(step)) / NEXT_STEP).write_text(text, encoding="utf-8")
 
     def _compare(self, loss: float) -> None:
         training, expected = self._training, self._expected

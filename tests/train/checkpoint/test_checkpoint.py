@@ -94,7 +94,6 @@ def test_a_checkpoint_of_another_job_is_refused(pools: tuple[RankPool, RankPool]
     assert "no checkpoint in" in run.ranks[0].output
 
 
-@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_keeps_no_rank_waiting(
     moving: Callable[..., Mover], ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -13,7 +13,8 @@ from migration_driver import Mover
 from rank_pool import RankPool
 
 from clusterd.plans.plan import Plan
-from clusterd.train.loop.resumption import FILE, Resumption
+from clusterd.train.checkpoint.dcp_files import NEXT_STEP
+from clusterd.train.loop.resumption import Resumption
 from clusterd.train.process.exits import Refused
 
 
@@ -36,7 +37,7 @@ def test_a_restart_tells_of_state_that_its_checkpoint_lacks(
         mover.start("dp=1")
         mover.train(4)
         step = mover.checkpoint(tmp_path / "checkpoint")["step"]
-        mover.wait(lambda: (tmp_path / "checkpoint" / FILE).exists(), "the loss beside the checkpoint")
+        mover.wait(lambda: (tmp_path / "checkpoint" / NEXT_STEP).exists(), "the loss beside the checkpoint")
         mover.stop()
     finally:
         mover.close()
@@ -65,9 +66,9 @@ def written(folder: Path, *, drew: bool = False) -> str:
     before = Resumption(training(), "")
     before.written(7, str(folder))
     before.record(7, 3.0, drew=False)
-    assert not (folder / FILE).exists()
+    assert not (folder / NEXT_STEP).exists()
     before.record(8, 2.0, drew=drew)
-    assert json.loads((folder / FILE).read_text())["loss"] == 2.0
+    assert json.loads((folder / NEXT_STEP).read_text())["loss"] == 2.0
     return str(folder)
 
 
