@@ -42,7 +42,7 @@ class Workload:
 
     def stage_share(self, pp: int) -> float:
         """Part of the operations that is on the pipeline stage with most of them."""
-        return _stage_share(self.layer_flops, self.layer_weights, pp)
+        return _stage_share(self.layer_flops, self.layer_weights, pp) if pp > 1 else 1.0
 
     @classmethod
     def from_sizes(
@@ -96,6 +96,6 @@ class Workload:
 
 @lru_cache(maxsize=1024)  # many rows ask for few distinct ones
 def _stage_share(flops: tuple[float, ...], weights: tuple[int, ...], pp: int) -> float:
-    if pp == 1 or sum(flops) == 0 or sum(weight > 0 for weight in weights) < pp:
+    if sum(flops) == 0 or sum(weight > 0 for weight in weights) < pp:
         return 1.0 / pp
     return max(sum(flops[i] for i in stage) for stage in split_layers(weights, pp)) / sum(flops)

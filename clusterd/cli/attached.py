@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import stat
@@ -11,7 +10,7 @@ import threading
 from typing import Any
 
 from clusterd.cli.common.following import exit_code, over_restarts, show_logs, until_over
-from clusterd.cli.common.output import drop_output, is_unread, note, state_and_reason
+from clusterd.cli.common.output import drop_output, is_unread, note, state_and_reason, was_closed
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.types import JobSpec
@@ -95,7 +94,7 @@ def _follow(answer: dict[str, Any], tasks: int, nodes: int) -> dict[str, Any]:
         rank = 0 if tasks == nodes == 1 else None
         show_logs(answer, rank, follow=True, apart=True, labelled=tasks > 1)
     except OSError as error:  # as by `run ... | head`: the job still runs, and its exit code is needed
-        if not is_unread(sys.stdout, error) and error.errno != errno.EBADF:
+        if not is_unread(sys.stdout, error) and not was_closed(sys.stdout, error):
             raise
         drop_output(sys.stdout)
         note(f"standard output was closed; {answer['name']} ({answer['id']}) keeps running, Ctrl-C cancels it")

@@ -580,10 +580,12 @@ def forecast_lines(job: dict[str, Any]) -> list[str]:
     forecast = job.get("forecast")
     if "forecast" not in job or job["state"] not in ("queued", "running"):  # absent from an older daemon's reply
         return []
-    if forecast is None and (job.get("begin_s") or 0.0) > time.time():
-        return [f"expected start: not before {clock(job['begin_s'])}"] if job["state"] == "queued" else []
+    if forecast is None and job["state"] == "running":
+        return []
     if forecast is None:
-        return ["expected start and end: not known"] if job["state"] == "queued" else []
+        begin_s = job.get("begin_s") or 0.0
+        is_later = begin_s > time.time()
+        return [f"expected start: not before {clock(begin_s)}" if is_later else "expected start and end: not known"]
     found = []
     for what in ("start", "end"):
         if (times := forecast[what]) is not None:

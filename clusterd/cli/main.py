@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from clusterd import __version__
-from clusterd.cli.common.output import HUNG_UP, drop_output, escaped, is_unread
+from clusterd.cli.common.output import HUNG_UP, drop_output, escaped, is_unread, was_closed
 from clusterd.cli.help import add_examples
 from clusterd.errors import ClusterError
 from clusterd.trusted_paths import UnsafePath
@@ -233,7 +233,7 @@ def main() -> None:
         if isinstance(error, OSError) and is_unread(sys.stdout, error):
             drop_output(sys.stdout)
             sys.exit(HUNG_UP)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EBADF):
+        if isinstance(error, OSError) and (error.errno == errno.ENOSPC or was_closed(sys.stdout, error)):
             drop_output(sys.stdout)
             hint = ": free space there" if error.errno == errno.ENOSPC else ", it is closed"
             print(f"clusterd: the output cannot be written: {error.strerror}{hint}", file=sys.stderr)

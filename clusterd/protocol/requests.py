@@ -131,7 +131,7 @@ class FileRow:
     bytes: int
     at_s: float
     is_program: bool = False  # its owner may execute it
-    inode: int = 0
+    inode: int = 0  # by which a file that several nodes share is one
 
 
 @dataclass(frozen=True)

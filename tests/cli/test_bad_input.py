@@ -219,18 +219,16 @@ def test_an_action_for_several_hosts_skips_unknown_ones(shared_cluster: RunningC
         shared_cluster.call("host_add", address="gpu01", accept=[], options={"cpu_devices": -1})
 
 
+def in_shell(cluster: RunningCluster, line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["sh", "-c", line], env=cluster.environment, capture_output=True, text=True, check=False)
+
+
 def test_a_standard_input_that_is_closed(shared_cluster: RunningCluster) -> None:
     """Some service managers start programs with standard input closed."""
     job = shared_cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "1000").stdout.strip()
     shared_cluster.wait_for(job, lambda row: row["state"] == "running")
     clusterd = f"{sys.executable} -m clusterd"
-    message = subprocess.run(
-        ["sh", "-c", f"{clusterd} shell {job} -- echo there <&-; {clusterd} top <&-"],
-        env=shared_cluster.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    message = in_shell(shared_cluster, f"{clusterd} shell {job} -- echo there <&-; {clusterd} top <&-")
     assert message.stdout == "there\n"
     assert "top needs a terminal" in message.stderr
     assert "bug" not in message.stderr
@@ -243,13 +241,7 @@ def test_what_cannot_be_shown_on_a_closed_standard_output_is_a_failure(shared_cl
         ("ls --all -o json", 1, "the output cannot be written"),
         ("run --no-snapshot -- sh -c 'echo x; exit 3'", 3, "keeps running"),
     ):
-        done = subprocess.run(
-            ["sh", "-c", f"{sys.executable} -m clusterd {command} >&-"],
-            env=shared_cluster.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = in_shell(shared_cluster, f"{sys.executable} -m clusterd {command} >&-")
         assert (done.returncode, why in done.stderr) == (code, True), done.stderr
 
 

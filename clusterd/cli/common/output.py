@@ -190,6 +190,13 @@ def is_unread(stream: TextIO, error: OSError) -> bool:
     return isinstance(error, BrokenPipeError) or (error.errno == errno.EIO and _is_terminal(stream.fileno()))
 
 
+def was_closed(stream: TextIO, error: OSError) -> bool:
+    """True if a write failed since the caller closed the stream, as with ``>&-``: see `clusterd.cli.main.main`."""
+    import fcntl
+
+    return error.errno == errno.EBADF and fcntl.fcntl(stream.fileno(), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+
+
 def exit_when_closed(descriptor: int) -> None:
     """End the process as soon as the other end of a pipe or terminal is gone; for commands that only show something.
 

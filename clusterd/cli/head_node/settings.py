@@ -42,10 +42,10 @@ def check(file: Path, is_job: bool) -> None:
 
 def _looks_like_a_job(values: dict[str, Any]) -> bool:
     """True for keys of a job at the top of a file or for its tables; the daemon has others, and two alike."""
-    alike = {"limits", "datasets"}
-    of_daemon = {"daemon", *configuration.TABLES} - alike
-    has_keys = any(not isinstance(value, dict) for value in values.values())
-    return has_keys or not values or (bool(values.keys() - alike) and not of_daemon & values.keys())
+    if not values or any(not isinstance(value, dict) for value in values.values()):
+        return True
+    telling = values.keys() - {"limits", "datasets"}
+    return bool(telling) and not telling & {"daemon", *configuration.TABLES}
 
 
 def _refuse_as_submit_does(file: Path, request: Request) -> None:

@@ -61,8 +61,8 @@ class FileVerbs:
                     row = {**to_map(file), "host": host, "attempt": attempt.number}
                     before = newest.setdefault(file.path, [row])
                     if known.spec.kind is JobKind.COMMAND and before[0]["attempt"] == attempt.number:
-                        same = [other for other in before if (other["at_s"], other["inode"]) == (file.at_s, file.inode)]
-                        if not same:  # else they share the directory
+                        mark = file.at_s, file.inode
+                        if mark not in [(other["at_s"], other["inode"]) for other in before]:  # else it is one file
                             before.append(row)
                     elif before[-1]["at_s"] <= file.at_s:
                         newest[file.path] = [row]

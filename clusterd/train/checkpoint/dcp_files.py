@@ -146,8 +146,8 @@ def _foreign_content(*directories: str) -> OSError | None:
         except OSError as error:
             return error
         # NFS keeps deleted files that are still open under names of its own.
-        ours = (".metadata", ".nfs", NEXT_STEP)
-        foreign = [name for name in present if not name.startswith(ours) and not name.endswith(".distcp")]
+        ours = [name for name in present if name.startswith((".metadata", ".nfs")) or name.endswith(".distcp")]
+        foreign = [name for name in present if name not in (*ours, NEXT_STEP)]
         if foreign:
             return FileExistsError(f"{directory} holds {foreign[0]}, which is not a checkpoint: name another directory")
     return None

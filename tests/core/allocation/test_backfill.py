@@ -62,6 +62,14 @@ def running(lab: Lab, name: str, **what: Any) -> JobId:
     return job
 
 
+def run_briefly(lab: Lab) -> None:
+    """Let two jobs of ann run for a minute each: so long is expected of her next one."""
+    for _ in range(2):
+        brief = running(lab, "brief", user="ann")
+        lab.now_s += 60.0
+        lab.finish(brief)
+
+
 def test_a_host_is_used_until_its_claim_begins(lab: Lab) -> None:
     """The wide job can start there only after the claim: short ones need not wait for it."""
     lab.host("local0", gpus=2)
@@ -135,10 +143,7 @@ def test_devices_that_are_claimed_soon_are_not_taken_from_others(lab: Lab) -> No
 def test_once_the_expected_start_has_passed_only_the_promised_one_keeps_devices(lab: Lab) -> None:
     """Runs of a minute are expected of this user, and this one lasts for hours."""
     lab.host("a", gpus=2)
-    for _ in range(2):
-        brief = running(lab, "brief", user="ann")
-        lab.now_s += 60.0
-        lab.finish(brief)
+    run_briefly(lab)
     running(lab, "long", user="ann", time_limit_s=10 * HOUR)
     wide, _ = lab.submit("wide", devices=2)
     half, _ = lab.submit("half", time_limit_s=HOUR / 2)
@@ -153,10 +158,7 @@ def test_once_the_expected_start_has_passed_only_the_promised_one_keeps_devices(
 def test_a_start_is_promised_anew_where_the_awaited_job_gets_another_limit(lab: Lab) -> None:
     """The expected start, in a minute, is the same before and after."""
     lab.host("a", gpus=2)
-    for _ in range(2):
-        brief = running(lab, "brief", user="ann")
-        lab.now_s += 60.0
-        lab.finish(brief)
+    run_briefly(lab)
     long = running(lab, "long", user="ann", time_limit_s=10 * HOUR)
     lab.submit("wide", devices=2)
     before = reservation(lab)
