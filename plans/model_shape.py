@@ -48,6 +48,7 @@ class LayerShape:
     cast_bytes: int = (
         0  # copies of parameters in another precision, saved for the backward pass; independent of the batch
     )
+    weight: int = 0  # by which `plans.stages` cuts pipelines; 0 in all layers: parameter bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +149,12 @@ class ModelShape:
         for name in _SIGNED_SINCE:
             if values[name] == _DEFAULTS[name]:
                 del values[name]
+        by_bytes = not self.pipeline or self.layer_weights() == self._layer_bytes()
         for layer in values["layers"]:
             if not layer["cast_bytes"]:
                 del layer["cast_bytes"]
+            if by_bytes:
+                del layer["weight"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
     def slots_of(self, parameter: int) -> Slots:
@@ -163,12 +167,17 @@ class ModelShape:
         return (("state", size),) if size else ()
 
     def layer_weights(self) -> tuple[int, ...]:
-        """Parameter bytes of each layer; `plans.stages` cuts pipelines by them."""
-        weights = [0] * len(self.layers)
+        """Weight of each layer; `plans.stages` cuts pipelines by them."""
+        weights = tuple(layer.weight for layer in self.layers)
+        return weights if any(weights) else self._layer_bytes()
+
+    def _layer_bytes(self) -> tuple[int, ...]:
+        """Parameter bytes of each layer."""
+        sizes = [0] * len(self.layers)
         for parameter in self.parameters:
             if parameter.layer >= 0:
-                weights[parameter.layer] += parameter.size_bytes
-        return tuple(weights)
+                sizes[parameter.layer] += parameter.size_bytes
+        return tuple(sizes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and the wire."""

@@ -12,7 +12,7 @@ def split_layers(weights: Sequence[int], stages: int) -> list[range]:
     Every stage gets a layer with weight; among equal cuts the one with the earliest boundaries wins.
 
     Args:
-        weights: parameter bytes of each layer.
+        weights: of the layers, in proportion to their operations.
     Raises:
         ValueError: fewer layers with parameters than stages.
     """

@@ -136,6 +136,9 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
     if trace and (whole := forward.trace(paths, {}, 1)) is not None:
         halves = forward.trace(paths, styles, works[0]) if works else None
         layers, loss_bytes = layer_shapes(paths, blocks, whole, halves, works[0] if works else 1)
+    if job.layers:
+        weights = dict(zip(paths, build.layer_weights(model, paths), strict=True))
+        layers = [replace(layer, weight=weights.get(layer.name, 0)) for layer in layers]
     return ModelShape(
         parameters=parameters,
         layers=tuple(layers),

@@ -95,7 +95,8 @@ class Training:
         if context.rank == 0:
             _warn_of_batch_norm(model, plan)
         if plan.pp > 1:
-            model = build.stage_of(model, job.layers, plan, context.coordinates.stage)
+            weights = shape.layer_weights() if shape is not None else ()
+            model = build.stage_of(model, job.layers, plan, context.coordinates.stage, weights)
         model.forward = precision.with_precision(job.precision, device.type, model.forward)
         modules = dict(model.named_modules())  # before some plans wrap them under other names
         self.parallel = ParallelModel(

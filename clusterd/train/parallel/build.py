@@ -72,13 +72,20 @@ _READS = ("__reduce_ex__", "rand_like", "randn_like", "randint_like")
 """Functions of a tensor that need its values, or whose random numbers other stages would not draw."""
 
 
-def stage_of(model: nn.Module, layers: Sequence[str], plan: Plan, stage: int) -> Stage:
+def stage_of(model: nn.Module, layers: Sequence[str], plan: Plan, stage: int, weights: Sequence[int] = ()) -> Stage:
     """Stage of a pipeline; the rest of the model loses its values, as they would not be trained on this rank.
 
+    Args:
+        weights: of the layers, as whoever plans knows them; none: as the model has them.
     Raises:
         PlanRefused: there are fewer layers with parameters than stages.
     """
-    made = Stage(model, stage_paths(model, layers, plan.pp)[stage])
+    paths = layer_paths(model, layers)
+    try:
+        cut = split_layers(weights[: len(paths)] or layer_weights(model, paths), plan.pp)[stage]
+    except ValueError as error:
+        raise PlanRefused(str(error)) from None
+    made = Stage(model, [paths[i] for i in cut])
     own = {id(tensor) for tensor in (*made.parameters(), *made.buffers())}
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         if id(tensor) not in own:
@@ -135,22 +142,19 @@ def layer_paths(model: nn.Module, layers: Sequence[str]) -> list[str]:
     return paths
 
 
-def stage_paths(model: nn.Module, layers: Sequence[str], stages: int) -> list[list[str]]:
-    """Paths of the layers of each stage, cut by parameter bytes as in `plans.stages`.
+def layer_weights(model: nn.Module, paths: Sequence[str]) -> list[int]:
+    """Weight of each layer, by which `plans.stages` cuts pipelines: bytes of the parameters that it computes with.
 
-    Raises:
-        PlanRefused: there are fewer layers with parameters than stages.
+    They tell of its operations. The table of an embedding is looked up, so it weighs a byte. A parameter that several
+    layers share counts for the first of them.
     """
-    paths = layer_paths(model, layers)
-    # A parameter that several layers share counts once, as in the model's description, so that both give the same cut.
     weights = [0] * len(paths)
+    tables = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    looked_up = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
     for name, parameter in named_parameters(model):
         if (layer := layer_of(name, paths)) >= 0:
-            weights[layer] += parameter.nbytes
-    try:
-        return [[paths[i] for i in stage] for stage in split_layers(weights, stages)]
-    except ValueError as error:
-        raise PlanRefused(str(error)) from None
+            weights[layer] += min(parameter.nbytes, 1) if id(parameter) in looked_up else parameter.nbytes
+    return weights
 
 
 def layer_of(name: str, paths: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,9 @@ def test_parameters_and_layers_bear_global_names() -> None:
     assert by_name["blocks.2.attn.qkv.weight"].layer == 3
     assert by_name["blocks.2.attn.qkv.weight"].shape == (96, 32)
     whole = sum(p.nbytes for p in job(Recorded(1)).model().parameters())
-    assert shape.parameter_bytes == sum(shape.layer_weights()) == whole
+    assert shape.parameter_bytes == whole
+    looked_up = [p.size_bytes for p in shape.parameters if p.name.startswith("embed.")]
+    assert sum(shape.layer_weights()) == whole - sum(looked_up) + len(looked_up)
 
 
 @pytest.mark.slow
@@ -450,9 +453,23 @@ def test_layers_that_share_parameters_are_cut_alike_by_ranks_and_by_whoever_plan
     paths = build.layer_paths(model := Again(), names)
     weights = [0] * len(paths)
     weights[0] = weights[1] = weights[-1] = sum(p.nbytes for p in model.first.parameters())
-    expected = [[paths[i] for i in stage] for stage in split_layers(weights, 2)]
-    assert build.stage_paths(model, names, 2) == expected
-    assert any(set(paths[1:5]) <= set(stage) for stage in expected)
+    assert build.layer_weights(model, paths) == weights
+    assert any(set(range(1, 5)) <= set(stage) for stage in split_layers(weights, 2))
+
+
+def test_an_embedding_takes_no_blocks_from_its_stage() -> None:
+    """Its table is looked up: a stage with a large one has as many blocks as one without."""
+    blocks = {f"block{n}": nn.Linear(8, 8) for n in range(4)}
+    layers = {"embed": nn.Embedding(1000, 8), **blocks, "out": nn.Linear(8, 1)}
+    job = replace(small(lambda: nn.Sequential(OrderedDict(layers)), None), layers=tuple(layers))
+    shape = describe(job)
+    assert split_layers(shape.layer_weights(), 2) == [range(3), range(3, 6)]
+    stages = [build.stage_of(job.model(), job.layers, Plan(pp=2), n, shape.layer_weights()) for n in range(2)]
+    assert [sum(isinstance(m, nn.Linear) for m in stage.modules()) for stage in stages] == [2, 3]
+    assert check(Plan.parse("pp=6,accumulation=6"), replace(shape, global_batch=6)) == [], "alone it is a stage, too"
+    told = replace(shape, layers=tuple(replace(layer, weight=0) for layer in shape.layers))
+    assert split_layers(told.layer_weights(), 2) == [range(1), range(1, 6)], "as described before layers had weights"
+    assert shape.signature != told.signature
 
 
 @pytest.mark.slow
