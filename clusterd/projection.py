@@ -77,6 +77,7 @@ def job_row(job: Job, state: State, forecast: rows.Forecast | None = None, **oth
         array=job.spec.array,
         user=job.spec.user,
         asked_kind=job.spec.resources.kind,
+        cores=job.spec.resources.cores,
         plan=str(last.plan) if last and last.plan else None,
         attempt=last.number if last else 0,
         building=dict(job.building),

@@ -153,6 +153,7 @@ class Job(Struct, frozen=True, kw_only=True):
     comment: Annotated[str, about("Text of the user about it; empty: none.")] = ""
     target_loss: Annotated[float | None, about("Loss at which it ends.")] = None
     asked: Annotated[int, about("Devices asked for.")] = 0
+    cores: Annotated[int, about("CPU cores of a command without devices; 0: it has devices.")] = 0
     kind: Annotated[str, about("`command`, `checkpointable` or `elastic`.")] = ""
     state: Annotated[str, about("See above.")]
     reason: Annotated[str, about("Why it is in this state.")] = ""

@@ -145,6 +145,11 @@ class Resources:
         return not self.device_name or self.device_name.lower() in name.lower()
 
     @property
+    def cores(self) -> int:
+        """Cores of a command without devices; 0: it has devices."""
+        return 0 if self.devices else max(self.cpus, self.nodes)
+
+    @property
     def per_node(self) -> int:
         """Devices of a command on each of its hosts."""
         return self.devices // max(self.nodes, 1)

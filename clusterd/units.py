@@ -208,6 +208,11 @@ def compact_devices(devices: Iterable[str | None]) -> str:
     return " ".join(parts)
 
 
+def held_text(devices: Sequence[str | None], hosts: Sequence[str], cores: int) -> str:
+    """Devices of a running job, or its hosts and cores where it has no devices: ``gpu01 (2 cores)``."""
+    return compact_devices(devices) or f"{' '.join(hosts)} ({counted(cores, 'core')})"
+
+
 def duration(seconds: float) -> str:
     """Format a duration by its two largest units: ``1h30m``."""
     if seconds < 1:

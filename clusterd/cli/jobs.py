@@ -34,7 +34,7 @@ from clusterd.cli.help import with_key
 from clusterd.client import Client, refusal
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.calls import Failure
-from clusterd.units import compact_devices, counted, duration, expected_text, start_text
+from clusterd.units import compact_devices, counted, duration, expected_text, held_text, start_text
 
 SILENT_S, SILENT_STEPS = 60.0, 20
 """A job counts as silent after this long and this many step times without a step."""
@@ -157,9 +157,10 @@ def _check_state(state: str) -> str:
 
 def _line(row: dict[str, Any]) -> list[Any]:
     loan = f" ({row['on_loan']} on loan)" if row.get("on_loan") else ""
-    devices = (
-        compact_devices(row["devices"]) + loan if row["holds_devices"] else f"({row['asked']})" if row["asked"] else ""
-    )
+    cores = row.get("cores", 1)  # absent from the reply of an older daemon
+    devices = f"({row['asked'] or counted(cores, 'core')})"
+    if row["holds_devices"]:
+        devices = held_text(row["devices"], row["hosts"], cores) + loan
     step = f"{row['step']}/{row['steps']}" if row["steps"] else (row["step"] or "")
     loss = f"{row['loss']:.4f}" if row["loss"] is not None else ""
     age = ago(row["submitted_s"])
@@ -220,7 +221,7 @@ def show(job: str, output: str) -> None:
         "commit": spec.get("commit"),
         "user": f"{row['user']} (tenant {row['tenant']})",
         "priority": ", ".join([str(row["priority"]), *(key for key in _RIGHTS if row["spec"].get(key))]),
-        "asked": counted(row["asked"], "device") if row["asked"] else "CPU cores",
+        "asked": counted(row["asked"], "device") if row["asked"] else counted(row.get("cores", 1), "CPU core"),
         "env": " ".join(f"{name}={value}" for name, value in spec["env"].items()),
         "after": ", ".join(spec["after"]),
         "ports": ", ".join(map(str, spec.get("ports", ()))),

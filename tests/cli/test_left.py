@@ -90,3 +90,16 @@ def test_a_time_limit_says_how_long_yet(shared_cluster: RunningCluster) -> None:
     cluster.run("host", "undrain", host)
     row = cluster.job(job)
     assert row["reason"] in [one["reason"] for one in row["decisions"] if one["kind"] == "LaunchAttempt"]
+
+
+def test_a_command_without_devices_says_how_many_cores_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab()
+    lab.host("a", gpus=0, cores=4)
+    ids = [lab.submit(name, devices=0, cpus=cpus)[0] for name, cpus in (("first", 2), ("wide", 4), ("last", 1))]
+    state = lab.scheduler.state
+    rows = [plain(job_row(state.jobs[job], state)) for job in ids]
+    monkeypatch.setattr(jobs, "Client", Answers)
+    monkeypatch.setattr(Answers, "answers", {"jobs": rows, "status": {}, "hello": {"user": rows[0]["user"]}})
+    _, first, wide, last = CliRunner().invoke(jobs.ls, [], catch_exceptions=False).output.splitlines()
+    assert "a (2 cores)" in first and "(4 cores)" in wide and "(1 core)" in last
+    assert "the free CPU cores are reserved for wide, which comes first" in last

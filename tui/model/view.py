@@ -12,7 +12,7 @@ from clusterd.tui.model.fleet import fleet_totals
 from clusterd.tui.model.lines import Line, clock, fit, line, printable, width
 from clusterd.tui.model.model import Model
 from clusterd.tui.model.state_styles import Look, job_colour
-from clusterd.units import compact_devices, counted, duration, size
+from clusterd.units import counted, duration, held_text, size
 
 SCREENS = ("fleet", "queue", "job", "decisions", "events")
 
@@ -141,12 +141,8 @@ def job_summary(job: rows.Job, model: Model, look: Look, now_s: float) -> list[L
     if job.plan:
         made.append(_fact("plan", (job.plan, "bold"), "  pinned by hand" if job.pinned else ""))
     if job.holds_devices:
-        made.append(
-            _fact(
-                "devices",
-                f"{len(job.devices)}: {compact_devices(job.devices)}{_loan(job)}" if job.devices else "CPU cores",
-            )
-        )
+        count = f"{len(job.devices)}: " if job.devices else ""
+        made.append(_fact("devices", f"{count}{held_text(job.devices, job.hosts, job.cores)}{_loan(job)}"))
     if job.step or job.steps:
         share = job.step / job.steps if job.steps else 0.0
         done = f"{job.step}/{job.steps} " if job.steps else f"{job.step}"
@@ -208,7 +204,7 @@ def _loan(job: rows.Job) -> str:
 
 def _requested(job: rows.Job) -> str:
     kind = f"{job.asked_kind} " if job.asked_kind else ""
-    devices = counted(job.asked, f"{kind}device") if job.asked else "CPU cores"
+    devices = counted(job.asked, f"{kind}device") if job.asked else counted(job.cores, "CPU core")
     extra = [f"priority {job.priority}", job.kind, "guaranteed" if job.guaranteed else "", job.user]
     return ", ".join(filter(None, (devices, *extra)))
 

@@ -200,7 +200,8 @@ def _may_not_pass(ctx: PassContext, job: Job, devices: int) -> Refusal:
     """Refusal of a job that would fit but would delay the first one."""
     assert ctx.reserved.job is not None
     first = ctx.view.jobs[ctx.reserved.job].spec.name
-    reason = f"the free devices are reserved for {first}, which comes first"
+    what = "devices" if devices else "CPU cores"
+    reason = f"the free {what} are reserved for {first}, which comes first"
     return Refusal(job.id, reason, devices=devices, is_shortage=True)
 
 

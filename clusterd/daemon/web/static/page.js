@@ -114,7 +114,8 @@ function folded(jobs) {
     if (runs[0] !== job) return [];
     const counts = STATES.map(state => [state, tasks.filter(task => task.state === state).length]).filter(([, count]) => count);
     return [{...job, array_id: job.array.id, id: `${job.array.id}_*`, name: job.array.name, state: counts[0][0], loss: null, left_s: null, ends_by_s: null,
-      devices: tasks.flatMap(task => task.holds_devices ? task.devices : []), asked: tasks.reduce((sum, task) => sum + task.asked, 0),
+      devices: tasks.flatMap(task => task.holds_devices ? task.devices : []), hosts: [],
+      asked: tasks.reduce((sum, task) => sum + task.asked, 0), cores: tasks.reduce((sum, task) => sum + task.cores, 0),
       step: tasks.filter(task => task.ended_s !== null).length, steps: tasks.length,
       reason: `${tasks.length} tasks: ${counts.map(([state, count]) => `${count} ${state}`).join(", ")}`}];
   });
@@ -135,6 +136,8 @@ function placement(devices) {
   return [...hosts].map(([host, ids]) => `${host}: ${ids.map(id => id.slice(id.lastIndexOf(":") + 1)).join(" ")}`).join(", ");
 }
 
+const wanted = job => job.asked ? String(job.asked) : `${job.cores} core${job.cores === 1 ? "" : "s"}`;
+
 async function queue() {
   const asked = new URLSearchParams(location.search), all = asked.has("all"), array = asked.get("array");
   const listed = await ask(all ? "jobs?all=true" : "jobs");
@@ -145,8 +148,8 @@ async function queue() {
     ["user", job => job.user, "narrow-not"],
     ["state", job => element("span", {class: job.state}, job.state)],
     ["place", job => job.place ? String(job.place) : "", "number narrow-not"],
-    ["devices", job => job.devices.length ? `${job.devices.length} of ${job.asked}` : String(job.asked), "number"],
-    ["on", job => placement(job.devices), "wide"],
+    ["devices", job => job.devices.length ? `${job.devices.length} of ${job.asked}` : wanted(job), "number"],
+    ["on", job => placement(job.devices) || job.hosts.join(", "), "wide"],
     ["step", progress],
     ["loss", job => number(job.loss), "number wide"],
     ["age", job => duration(now() - job.submitted_s), "number narrow-not"],
@@ -282,7 +285,7 @@ async function page(name) {
   rows.sort((a, b) => a.at_s - b.at_s || ("cause" in a) - ("cause" in b));
   const facts = [["state", element("span", {class: job.state}, job.state)], ["why", job.reason], ["user", job.user], ["kind", job.kind],
     ["command", job.command ? element("code", {}, job.command) : ""],
-    ["devices", placement(job.devices) || `asks for ${job.asked}`], ["plan", job.plan], ["step", progress(job)], ["loss", number(job.loss)],
+    ["devices", placement(job.devices) || `asks for ${wanted(job)}`], ["hosts", job.devices.length ? "" : job.hosts.join(", ")], ["plan", job.plan], ["step", progress(job)], ["loss", number(job.loss)],
     ["step time", job.step_time_s ? `${number(job.step_time_s)} s` : ""], ["time left", left(job)], ["submitted", `${clock(job.submitted_s)}, ${duration(now() - job.submitted_s)} ago`], ["elapsed", elapsed(job)],
     ["expected start", job.state === "queued" ? expected(job, "start") : ""], ["expected end", job.ended_s ? "" : expected(job, "end")],
     ["started", job.started_s ? clock(job.started_s) : ""], ["ended", job.ended_s ? clock(job.ended_s) : ""], ["exit code", job.exit_code === null ? "" : String(job.exit_code)]];
