@@ -75,6 +75,19 @@ def test_devices_that_come_free_anyway_are_waited_for(lab: Lab) -> None:
     assert lab.state(claimant) == "starting"
 
 
+@pytest.mark.parametrize("cancelled", [1, 2])
+def test_a_shared_device_comes_free_when_the_last_of_its_jobs_leaves(lab: Lab, cancelled: int) -> None:
+    lab.host("a", gpus=3)
+    victim = running(lab, devices=2)
+    sharers = [lab.submit(f"small{n}", share=2)[0] for n in range(2)]
+    for job in sharers:
+        lab.run(job)
+    for job in sharers[:cancelled]:
+        lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann"))
+    lab.submit("urgent", devices=1, guaranteed=True)
+    assert (lab.attempt(victim).migration is None) == (cancelled == 2)
+
+
 @pytest.mark.parametrize("kind", [JobKind.COMMAND, JobKind.ELASTIC])
 def test_the_lowest_priority_yields_wherever_it_sits(lab: Lab, kind: JobKind) -> None:
     lab.host("a", gpus=2)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from clusterd.core import events as e
 from clusterd.core.queueing import admission
 from clusterd.core.queueing.arrays import tasks_of
+from clusterd.errors import UsageError
 from clusterd.types import ArrayTask, JobId
 from tests.core.conftest import CRASH, Lab
 
@@ -58,3 +61,19 @@ def test_tasks_are_found_by_index_and_by_name(lab: Lab) -> None:
     assert [job.id for job in tasks_of(state.jobs.values(), "net", "")] == newer
     assert [job.id for job in tasks_of(state.jobs.values(), f"{older[0]}_*", "")] == older
     assert tasks_of(state.jobs.values(), "none", "") == []
+
+
+def test_nobody_adds_a_task_to_an_array_that_is_not_theirs(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    first, _ = submit_array(lab, "net", 2, most=0)
+    alone, _ = lab.submit("net")
+    state, user = lab.scheduler.state, lab.scheduler.state.jobs[first].spec.user
+    admission.refuse_other_array(state, ArrayTask(id=first, name="net", index=2, most=0), user)
+    for array, name, by in (
+        (first, "net", "mallory"),
+        (first, "other", user),
+        (alone, "net", user),
+        ("99", "net", user),
+    ):
+        with pytest.raises(UsageError, match=f"there is no array {array} .* of yours"):
+            admission.refuse_other_array(state, ArrayTask(id=JobId(array), name=name, index=2, most=0), by)
