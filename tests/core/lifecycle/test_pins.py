@@ -74,6 +74,14 @@ def test_a_pinned_job_that_could_not_leave_a_drained_host_is_pinned_as_before(la
     assert lab.scheduler.state.jobs[job].pinned == PINNED
 
 
+def test_a_move_without_a_pin_that_fails_speaks_of_none(lab: Lab) -> None:
+    lab.host("a", gpus=4)
+    job = running(lab)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=PINNED, by="ann"))
+    fail_move(lab, job)
+    assert lab.why(job) == "the migration to tp=4 failed (prepare: no room); dp=4 goes on"
+
+
 def test_a_move_that_is_refused_pins_nothing(lab: Lab) -> None:
     job = pinned(lab)
     lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=8), pin=True, by="ann"))
