@@ -57,6 +57,8 @@ def test_when_a_job_starts_is_told_while_it_can_be_and_not_known_afterwards(clus
     rows = json.loads(cluster.run("when", "job.toml", "--guaranteed", "-o", "json").stdout)
     assert [row["guaranteed"] for row in rows] == [False, True]
     assert all(row["forecast"]["start"]["p50_s"] > found["at_s"] for row in rows)
+    sizes = cluster.run("when", "job.toml", "--devices", "1,64").stdout.splitlines()
+    assert sizes[1].startswith("1 ") and "third can never start: it asks for 64 devices" in sizes[2]
     assert [row["name"] for row in cluster.call("jobs")] == ["first", "second"], "nothing was submitted"
 
     cluster.run("cancel", "--wait", first)

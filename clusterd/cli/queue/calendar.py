@@ -114,23 +114,24 @@ def _folded(line: str) -> str:
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--gpus", metavar="N,N,...", help="A line for each of these numbers of GPUs.")
+@click.option("--devices", metavar="N,N,...", help="The same for devices of any kind, as CPU devices.")
 @click.option("--guaranteed", is_flag=True, help="Further lines with a guarantee.")
 @output_option
-def when(file: Path, gpus: str | None, guaranteed: bool, output: str) -> None:
+def when(file: Path, gpus: str | None, devices: str | None, guaranteed: bool, output: str) -> None:
     """Compare when the job of FILE, and variants of it, would start and end if submitted now; nothing is submitted.
 
     The scheduler is played forward from its state of now, with run times drawn from what is known of each job. Times
     are the median and the 90% interval.
     """
     spec = read_job_file(file).spec
-    specs = [spec]
-    if gpus is not None:
+    sizes = []
+    for option, text, kind in (("--gpus", gpus, "cuda"), ("--devices", devices, None)):
         try:
-            counts = [int(part) for part in gpus.split(",")]
+            sizes += [(int(part), kind) for part in (text.split(",") if text is not None else ())]
         except ValueError:
-            raise UsageError(f"--gpus {gpus}: write numbers with commas between them, as in 1,2,4") from None
-        resources = spec.resources
-        specs = [replace(spec, resources=replace(resources, devices=n, kind="cuda", plan=None)) for n in counts]
+            raise UsageError(f"{option} {text}: write numbers with commas between them, as in 1,2,4") from None
+    sized = [replace(spec.resources, devices=count, kind=kind, plan=None) for count, kind in sizes]
+    specs = [replace(spec, resources=each) for each in sized] or [spec]
     if guaranteed:
         specs += [replace(each, guaranteed=True) for each in specs if not each.guaranteed]
     with Client() as cluster:

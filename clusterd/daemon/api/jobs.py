@@ -43,6 +43,7 @@ from clusterd.daemon.rights import Rights
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.errors import ClusterError, UsageError, first_of
+from clusterd.forecasting import WhatIf
 from clusterd.submission.batch_script import command_line
 from clusterd.types import HostId, JobId, JobSpec, JobState
 
@@ -133,9 +134,15 @@ class JobVerbs:
     ) -> list[rows.Expectation]:
         """Forecast start and end of a job, and of others in its place, each as if it alone were submitted now."""
         known = [self.admit(peer, each, need_workdir=False) for each in (spec, *(also or ()))][:WHAT_IFS_MAX]
+        asked: list[WhatIf | str] = []
         for each in known:
-            refuse_unsatisfiable(each, self._state, "nothing would start it")
-        asked = [what_if(each, self._state.jobs.values()) for each in known]
+            try:
+                refuse_unsatisfiable(each, self._state, "nothing would start it")
+                asked.append(what_if(each, self._state.jobs.values()))
+            except UsageError as error:
+                if len(known) == 1:
+                    raise
+                asked.append(str(error))  # of the others it can be told
         answers = iter(await self._forecaster.what_if([one for one in asked if not isinstance(one, str)]))
         found = []
         for each, one in zip(known, asked, strict=True):
