@@ -220,7 +220,7 @@ def show(name: str, output: str) -> None:
 
 @host.command()
 @click.argument("names", nargs=-1, required=True, shell_complete=complete_host)
-@click.option("--why", default="", help="Reason, shown to other users.")
+@click.option("--why", "--reason", "why", default="", help="Reason, shown to other users.")
 @click.option("--when-idle", is_flag=True, help="Move no job away: all of them run to completion.")
 @click.option("--dry-run", is_flag=True, help="Print when the hosts would be free, and whom that would delay.")
 def drain(names: tuple[str, ...], why: str, when_idle: bool, dry_run: bool) -> None:

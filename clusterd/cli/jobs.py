@@ -352,7 +352,7 @@ def logs(
 @click.argument("jobs", nargs=-1, shell_complete=complete_job)
 @click.option("--wait", "and_wait", is_flag=True, help="Wait until their devices are free.")
 @click.option("--now", is_flag=True, help="Kill at once, without saving; also jobs being cancelled.")
-@click.option("--why", help="Reason, which the job's owner and others see.")
+@click.option("--why", "--reason", "why", help="Reason, which the job's owner and others see.")
 @click.option("--state", help="Only those of JOBS in this state, as in queued; without JOBS: of all your own.")
 @click.option("--signal", "signal_name", metavar="NAME", help="Send a signal to their processes instead, as in USR1.")
 def cancel(

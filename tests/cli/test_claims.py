@@ -16,8 +16,8 @@ from tests.conftest import RunningCluster
 def test_a_claimed_device_goes_to_no_job(shared_cluster: RunningCluster) -> None:
     cluster = shared_cluster
     cluster.wait_until_up(2)
-    made = cluster.run("claim", "local0:1", "local1", "--for", "2h", "--reason", "new fan").stderr
-    assert made.startswith("claim 1: local0:cpu1, local1:cpu0, local1:cpu1 since ")
+    made = cluster.run("claim", "local0:1", "local1", "--for", "2h", "--why", "new fan").stderr
+    assert made.startswith("claim 1: local0:cpu1 local1:cpu0-1 since ")
     one = cluster.run("run", "-d", "--no-snapshot", "--devices", "1", "--name", "one", "--", "sleep", "1000")
     row = cluster.wait_for(one.stdout.strip(), lambda row: row["devices"] != [])
     assert row["devices"] == ["local0:cpu0"]

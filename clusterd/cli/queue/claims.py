@@ -11,7 +11,7 @@ from clusterd.cli.common.arguments import point_in_time_s, time_s
 from clusterd.cli.common.output import PLAYING, note, output_option, print_effect, print_line, show_table, shown_as
 from clusterd.client import Client
 from clusterd.errors import UsageError
-from clusterd.units import parse_gpus
+from clusterd.units import compact_devices, parse_gpus
 
 
 class _Claims(click.Group):
@@ -44,7 +44,7 @@ def claim() -> None:
 @click.argument("devices", nargs=-1, required=True, metavar="HOST[:DEVICE,...]...")
 @_FROM
 @click.option("--for", "length", metavar="TIME", help="As in 2h; default: until it is removed.")
-@click.option("--reason", required=True, help="Shown to all users.")
+@click.option("--reason", "--why", "reason", required=True, help="Shown to all users.")
 @click.option("--drain", is_flag=True, help="Stop jobs that cannot move, and queue them again.")
 @click.option("--dry-run", is_flag=True, help="Print when the devices would be free, and whom that would delay.")
 def add(
@@ -76,7 +76,7 @@ def rm(claims: tuple[str, ...]) -> None:
     with Client() as cluster:
         for one in claims:
             row = cluster.call("claim_remove", claim=one)
-            note(f"claim {row['id']} is removed: {', '.join(row['devices'])}")
+            note(f"claim {row['id']} is removed: {compact_devices(row['devices'])}")
 
 
 @click.group(cls=_Claims, subcommand_metavar="--gpus N --for TIME | ls | cancel ID")
@@ -141,12 +141,12 @@ def cancel(bookings: tuple[str, ...]) -> None:
     with Client() as cluster:
         for one in bookings:
             row = cluster.call("booking_cancel", booking=one)
-            note(f"booking {row['id']} is cancelled: {', '.join(row['devices'])}")
+            note(f"booking {row['id']} is cancelled: {compact_devices(row['devices'])}")
 
 
 def _note_made(row: dict[str, Any]) -> None:
     noun = "booking" if row.get("owner") else "claim"
-    note(f"{noun} {row['id']}: {', '.join(row['devices'])} {_when(row)}")
+    note(f"{noun} {row['id']}: {compact_devices(row['devices'])} {_when(row)}")
     if row["held_by"]:
         note(f"still there: {', '.join(row['held_by'])}")
 
@@ -158,7 +158,7 @@ def _show(output: str, nothing: str, bookings: bool) -> None:
     if shown_as(output, rows):
         return
     whose, what = ("owner", "name") if bookings else ("by", "reason")
-    lines = [[row["id"], ", ".join(row["devices"]), _when(row), row[whose], row["reason"]] for row in rows]
+    lines = [[row["id"], compact_devices(row["devices"]), _when(row), row[whose], row["reason"]] for row in rows]
     show_table(["id", "devices", "when", whose, what], lines, nothing)
 
 
