@@ -69,7 +69,7 @@ def ls(
 ) -> None:
     """List active jobs, with --all also finished ones; JOBS limits the list to names, ids or patterns.
 
-    An array or sweep is one line; its name in the place of JOBS lists its tasks.
+    An array or sweep is one line; its name in the place of JOBS lists its tasks. A narrow terminal leaves out columns.
     """
     begin_s = time.time() - time_s("--since", since) if since is not None else 0.0
     with Client() as cluster:
@@ -104,7 +104,7 @@ def ls(
     empty = "no such jobs" if jobs else "no jobs"
     if not (everything or state):
         empty += " are queued or running (clusterd ls --all shows finished ones)"
-    show_table(headings, lines, empty)
+    show_table(headings, lines, empty, spare=("age", "loss", "elapsed", "plan", "step", "left"))
 
 
 def _folded(rows: list[dict[str, Any]], arrays: list[dict[str, Any]]) -> list[dict[str, Any]]:

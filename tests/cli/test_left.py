@@ -103,3 +103,15 @@ def test_a_command_without_devices_says_how_many_cores_and_where(monkeypatch: py
     _, first, wide, last = CliRunner().invoke(jobs.ls, [], catch_exceptions=False).output.splitlines()
     assert "a (2 cores)" in first and "(4 cores)" in wide and "(1 core)" in last
     assert "the free CPU cores are reserved for wide, which comes first" in last
+
+
+@pytest.mark.parametrize(("width", "left_out"), [(200, ()), (96, ("AGE",)), (80, ("LOSS", "AGE", "ELAPSED"))])
+def test_a_narrow_terminal_leaves_out_columns(
+    trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch, width: int, left_out: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(Answers, "answers", {"jobs": [trained], "status": {}, "hello": {"user": trained["user"]}})
+    monkeypatch.setattr("clusterd.cli.common.output._terminal_width", lambda: width)
+    heading, line = CliRunner().invoke(jobs.ls, [], catch_exceptions=False).output.splitlines()
+    every = ("ID", "NAME", "STATE", "PLAN", "DEVICES", "STEP", "LEFT", "LOSS", "ELAPSED", "AGE", "REASON")
+    assert heading.split() == [column for column in every if column not in left_out]
+    assert len(line) <= width and trained["reason"][:10] in line

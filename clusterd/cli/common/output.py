@@ -76,20 +76,32 @@ def _plain(value: Any) -> Any:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def show_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], empty: str) -> None:
+LAST_WIDTH = 25
+"""Width that the last column, which has sentences, is to have at least."""
+
+
+def show_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], empty: str, spare: Sequence[str] = ()) -> None:
     """Print aligned columns, the last truncated to the terminal's width.
 
     Not rich: importing it takes longer than most commands.
+
+    Args:
+        spare: headings of columns that a narrow terminal leaves out, one after another; empty ones go first.
     """
     if not rows:
         print(empty, file=sys.stderr)
         return
     headings, *texts = [["" if cell is None else escaped(str(cell)) for cell in row] for row in (headings, *rows)]
     widths = [max(len(heading), *(len(row[i]) for row in texts)) for i, heading in enumerate(headings)]
+    kept = list(range(len(headings)))
     last_width = _terminal_width() - sum(widths[:-1]) - 2 * (len(widths) - 1)
+    for column in sorted(map(headings.index, spare), key=lambda i: any(row[i] for row in texts)):
+        if last_width < LAST_WIDTH:
+            kept.remove(column)
+            last_width += widths[column] + 2
     colour = use_colour()
     for number, row in enumerate([[h.upper() for h in headings], *texts]):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        cells = [row[i].ljust(widths[i]) for i in kept]
         last = row[-1]
         cells[-1] = last if len(last) <= last_width or last_width < 10 else last[: last_width - 1] + "…"
         if colour:
