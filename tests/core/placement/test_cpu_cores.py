@@ -12,6 +12,7 @@ from clusterd.core import events as e
 from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.plans.plan import Plan
 from clusterd.types import AttemptReport, AttemptState, HostId, JobId, JobKind, JobSpec, RankReport, Resources
+from tests.core.allocation.test_device_claims import claim, fire
 from tests.core.conftest import Lab
 
 CORES = 32
@@ -131,6 +132,24 @@ def test_a_command_that_waits_for_cores_gets_those_beyond_others_least() -> None
     waits = command(lab, cpus=4)
     assert lab.scheduler.state.jobs[waits].attempt is None
     assert "CPU cores" in lab.why(waits)
+
+
+def test_cores_on_loan_are_there_when_a_booking_begins() -> None:
+    """Of ten cores a booking of one of two devices has five; until it begins, eight are worth it to who trains."""
+    lab = Lab()
+    lab.host("a", gpus=2, cores=10)
+    table = PerformanceTable(offloaded().estimates[:1], 16, measured=7)
+    lab.tell(e.SpeedLearned(**lab.at(), model="large", table=table, why="trials"))
+    first, _ = submit(lab, "first")
+    lab.run(first)
+    lab.tell(e.AttemptProgressed(**lab.at(), job=first, attempt=1, step=1, loss=None, step_time_s=1.7))
+    (used,) = lab.attempt(first).devices
+    number = claim(lab, "a:gpu1" if used == "a:gpu0" else "a:gpu0", begin_s=3600.0, for_s=7200.0, owner="ann")
+    booked, _ = lab.submit("booked", devices=1, cpus=5, user="ann", booking=number)
+    assert each(lab, first) == 8
+    fire(lab, number)
+    assert (lab.state(booked), lab.attempt(booked).booked.cores) == ("starting", {"a": 5})
+    assert each(lab, first) == 4, "more is worth nothing to it until eight"
 
 
 def test_nobody_goes_below_what_it_asked_for_or_was_promised() -> None:
