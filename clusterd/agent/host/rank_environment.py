@@ -233,6 +233,7 @@ def write_rank_file(attempt: Attempt, rank: RankSpec, control_socket: Path) -> N
         snapshot_every=launch.snapshot_every,
         probe=launch.probe,
         proven=launch.proven,
+        group_token=launch.group_token,
         note=launch.note,
     )
     write_json(attempt.rank_file(rank.rank), to_map(place))
