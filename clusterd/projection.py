@@ -6,7 +6,7 @@ The daemon sends them as changes occur; a recording stores them, one JSON object
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -77,7 +77,7 @@ def job_row(job: Job, state: State, forecast: rows.Forecast | None = None, **oth
         array=job.spec.array,
         user=job.spec.user,
         asked_kind=job.spec.resources.kind,
-        cores=job.spec.resources.cores,
+        cores=job.spec.resources.cores_alone,
         plan=str(last.plan) if last and last.plan else None,
         attempt=last.number if last else 0,
         building=dict(job.building),
@@ -181,22 +181,8 @@ def reason(job: Job, state: State) -> str:
         return f"building its environment on {builds}"
     if attempt is not None and attempt.paused_by is not None and not away:
         return f"paused by {attempt.paused_by}, its devices are kept: clusterd unpause {job.id}; {job.reason}"
-    if attempt is not None and attempt.over_share and not away:
-        ends_s = state.timers.get(Timer(TimerKind.SHARE, job.id))
-        then = f": it ends at {_clock(ends_s)} if that lasts" if ends_s is not None else ""
-        return f"{attempt.over_share}{then}; {job.reason}"
-    if attempt is not None and attempt.idle_since_s is not None and not away:
-        ends_s = state.timers.get(Timer(TimerKind.IDLE, job.id))
-        step = idleness.described(job.spec, len(attempt.devices), attempt.reclaim)
-        then = f", and {step} at {_clock(ends_s)} if that lasts" if ends_s is not None else ""
-        return f"idle: its devices have done nothing since {_clock(attempt.idle_since_s)}{then}; {job.reason}"
-    if attempt is not None and job.checkpoint.failure and not away and attempt.state is not AttemptState.STOPPING:
-        good = f"of step {job.checkpoint.step:,}" if job.checkpoint.path is not None else "none"
-        return f"not saved: {job.checkpoint.failure} (the newest checkpoint: {good}); {job.reason}"
-    if attempt is not None and (waits := job.progress.input_share or 0.0) >= STARVED_SHARE and not away:
-        return f"its devices wait for its data loader {waits:.0%} of the time; {job.reason}"
     if attempt is None or not away:
-        return job.reason
+        return "; ".join([*(_troubles(job, attempt, state) if attempt is not None else ()), job.reason])
     account = attempt.account
     silence = " and ".join(_silence(host, account) for host in away)
     watched: list[tuple[TimerKind, str]] = [(TimerKind.HOST_LOST, host.id) for host in away]
@@ -211,6 +197,27 @@ def reason(job: Job, state: State) -> str:
         return f"{silence}: the job goes on without it; {job.reason}"
     then = f"; {until_at}the job goes on without them" if until else ""
     return f"{silence}: its ranks there are presumed to go on{then}"
+
+
+def _troubles(job: Job, attempt: Attempt, state: State) -> Iterator[str]:
+    """Troubles of a running job whose hosts answer, those first that may end it."""
+    if attempt.over_share:
+        ends_s = state.timers.get(Timer(TimerKind.SHARE, job.id))
+        yield attempt.over_share + (f": it ends at {_clock(ends_s)} if that lasts" if ends_s is not None else "")
+    if attempt.idle_since_s is not None:
+        ends_s = state.timers.get(Timer(TimerKind.IDLE, job.id))
+        step = idleness.described(job.spec, len(attempt.devices), attempt.reclaim)
+        then = f", and {step} at {_clock(ends_s)} if that lasts" if ends_s is not None else ""
+        yield f"idle: its devices have done nothing since {_clock(attempt.idle_since_s)}{then}"
+    if job.checkpoint.failure and attempt.state is not AttemptState.STOPPING:
+        yield f"not saved: {job.checkpoint.failure} ({newest_checkpoint(job)})"
+    if (waits := job.progress.input_share or 0.0) >= STARVED_SHARE:
+        yield f"its devices wait for its data loader {waits:.0%} of the time"
+
+
+def newest_checkpoint(job: Job) -> str:
+    """Step of the newest checkpoint that is complete, for messages."""
+    return f"the newest checkpoint: {f'of step {job.checkpoint.step:,}' if job.checkpoint.path is not None else 'none'}"
 
 
 def _silence(host: Host, account: str) -> str:

@@ -107,7 +107,8 @@ class Resources:
                                             "40GB.", "any", name="gpu_memory", edit=QUEUED, option="--gpu-memory")] = 0
     compute_capability: Annotated[str, Key(k.CAPABILITY, 'Of each GPU, as in ">=8.0" or ">=8.0,<9".', "any",
                                            edit=QUEUED, option="--compute-capability")] = ""
-    cpus: Annotated[int, Key(k.COUNT, "Cores in all, beside those of CPU devices.", "one per device", edit=QUEUED,
+    cpus: Annotated[int, Key(k.COUNT, "Cores in all, beside those of CPU devices.", "one per device or task",
+                             edit=QUEUED,
                              option="--cpus")] = 0
     memory_bytes: Annotated[int, Key(k.SIZE, "Host memory in all, as in 64GB.", "no limit", name="memory",
                                      edit=QUEUED, option="--memory")] = 0
@@ -146,8 +147,14 @@ class Resources:
 
     @property
     def cores(self) -> int:
+        """Cores in all, beside those of CPU devices: each task has one where none are asked for; 0: one per device."""
+        of_tasks = self.tasks if self.tasks > 1 and (not self.devices or self.kind == "cuda") else 0
+        return self.cpus or of_tasks
+
+    @property
+    def cores_alone(self) -> int:
         """Cores of a command without devices; 0: it has devices."""
-        return 0 if self.devices else max(self.cpus, self.nodes)
+        return 0 if self.devices else max(self.cores, self.nodes)
 
     @property
     def per_node(self) -> int:

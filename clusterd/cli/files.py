@@ -42,9 +42,9 @@ def get(job: str, files: tuple[str, ...], folder: Path | None, force: bool, outp
         files, folder = files or (".",), folder or Path()
         _complete(cluster, listing)
         chosen = [_matching(listing, wanted) for wanted in files]
-        files_of = Counter(file["path"] for file in listing["files"])
+        files_of = Counter(_path(file) for file in listing["files"])
         unique = {
-            file["path"] if files_of[file["path"]] == 1 else os.path.join(file["host"], file["path"]): file
+            _path(file) if files_of[_path(file)] == 1 else os.path.join(file["host"], _path(file)): file
             for some in chosen
             for file in some
         }
@@ -58,10 +58,10 @@ def get(job: str, files: tuple[str, ...], folder: Path | None, force: bool, outp
         for path, file in unique.items():
             _copy(cluster, listing["job"], file, folder / path)
             note(f"{folder / path} ({size(file['bytes'])}) from {file['host']}")
-        if listing["more"] and not {os.path.normpath(wanted) for wanted in files} <= set(files_of):
-            raise ClusterError(
-                f"{counted(listing['more'], 'file')} of {listing['name']} cannot be copied, by names that are no UTF-8"
-            )
+
+
+def _path(file: dict[str, Any]) -> str:
+    return os.fsdecode(file["name"]) or str(file["path"])
 
 
 def _complete(cluster: Client, listing: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ def _copy(cluster: Client, job: str, file: dict[str, Any], target: Path) -> None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "wb") as out:
-            arguments = {key: file[key] for key in ("path", "host", "attempt")}
+            arguments = {key: file[key] for key in ("path", "host", "attempt", "name")}
             for chunk in cluster.stream("file", job=job, **arguments):
                 out.write(chunk["data"])
             if file.get("is_program"):

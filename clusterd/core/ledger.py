@@ -216,7 +216,7 @@ def needs(job: Job, estimate: Estimate | None) -> tuple[int, int]:
 def least_cores(job: Job, estimate: Estimate | None) -> int:
     """Least cores per device: as requested, and for guaranteed jobs as many as the estimate assumes."""
     wanted = job.spec.resources
-    asked = max(-(-wanted.cpus // max(wanted.devices, 1)), 1)
+    asked = max(-(-wanted.cores // max(wanted.devices, 1)), 1)
     if estimate is None or (estimate.core_times and not job.spec.guaranteed):
         return asked
     return max(asked, estimate.cores_per_device)

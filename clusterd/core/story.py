@@ -256,7 +256,7 @@ def requested(spec: JobSpec) -> str:
 
 def _devices(wanted: Resources) -> str:
     if not wanted.devices:
-        return counted(wanted.cores, "CPU core")
+        return counted(wanted.cores_alone, "CPU core")
     noun = {"cuda": "GPU", "cpu": "CPU device", None: "device"}[wanted.kind]
     named = f" of type {wanted.device_name}" if wanted.device_name else ""
     return f"{counted(wanted.devices, noun)}{named}"

@@ -24,6 +24,7 @@ from clusterd.core.events import CheckpointFailed, CheckpointTaken, DeviceMemory
 from clusterd.core.fair_share import budgets
 from clusterd.core.state import Job, Outcome, State
 from clusterd.process_attributes import inherited_umask
+from clusterd.projection import newest_checkpoint
 from clusterd.types import HostId, HostState, JobId
 from clusterd.units import counted
 
@@ -67,8 +68,8 @@ class Notifier:
                 self._not_saved.discard(event.job)
             elif isinstance(event, CheckpointFailed) and event.job not in self._not_saved:
                 self._not_saved.add(event.job)
-                line = story.of_event(event, self._state)
-                self.tell(_of_job(self._state.jobs[event.job], "not saved", f": {line.text}"))
+                job, line = self._state.jobs[event.job], story.of_event(event, self._state)
+                self.tell(_of_job(job, "not saved", f": {line.text} ({newest_checkpoint(job)})"))
         for decision in decisions:
             if isinstance(decision, EndJob):
                 self._not_saved.discard(decision.job)

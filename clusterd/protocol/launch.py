@@ -108,6 +108,7 @@ class LaunchRequest(Request[Launched], verb="launch"):
     snapshot_every: int = 0  # steps between state snapshots; 0: none
     probe: bool = False  # measure devices and links first
     proven: tuple[str, ...] = ()  # families of plans that are known to train as one process
+    group_token: str = field(default="", repr=False)  # signs objects that ranks send each other
     note: str = ""  # first line of the log of rank 0
     output: str = ""  # file that the log of its first process is; "": the attempt's own
     memory_bytes: int = 0  # of the host, that all ranks on it may use together; 0: not limited
@@ -136,6 +137,7 @@ class RankFile(RankSpec):
     snapshot_every: int = 0
     probe: bool = False
     proven: tuple[str, ...] = ()
+    group_token: str = field(default="", repr=False)
     note: str = ""
 
 

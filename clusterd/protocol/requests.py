@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +133,7 @@ class FileRow:
     at_s: float
     is_program: bool = False  # its owner may execute it
     inode: int = 0  # by which a file that several nodes share is one
+    name: builtins.bytes = b""  # the path itself, where it has letters that are shown escaped
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ class ReadFile(OfAttempt, Request[FileChunk], verb="file"):
     offset: int
     limit: int
     written: bool = False  # only if the job wrote it: not as it was submitted
+    name: bytes = b""  # of its row, in the place of the path
 
 
 @dataclass(frozen=True)

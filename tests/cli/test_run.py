@@ -181,9 +181,13 @@ def test_signals_reach_the_command(shared_cluster: RunningCluster) -> None:
 
 def test_tasks_have_their_places_and_their_lines_a_prefix(shared_cluster: RunningCluster) -> None:
     show = "echo $RANK.$LOCAL_RANK of $WORLD_SIZE; echo at $MASTER_ADDR >&2"
-    done = shared_cluster.run("run", "--no-snapshot", "-n", "3", "--", "sh", "-c", show, stdin=subprocess.DEVNULL)
+    done = shared_cluster.run(
+        "run", "--no-snapshot", "-n", "3", "--cpus", "1", "--", "sh", "-c", show, stdin=subprocess.DEVNULL
+    )
     assert sorted(done.stdout.splitlines()) == [f"{rank}: {rank}.{rank} of 3" for rank in range(3)]
     assert {f"{rank}: at 127.0.0.1" for rank in range(3)} <= set(done.stderr.splitlines())
     one_fails = "test $RANK = 1 && exit 5; sleep 600"
-    failed = shared_cluster.run("run", "--no-snapshot", "-n", "3", "--", "sh", "-c", one_fails, check=False)
+    failed = shared_cluster.run(
+        "run", "--no-snapshot", "-n", "3", "--cpus", "1", "--", "sh", "-c", one_fails, check=False
+    )
     assert failed.returncode == 5

@@ -112,6 +112,7 @@ class Lab:
                 "hosts",
                 "exclude",
                 "nodes",
+                "tasks",
                 "cpus",
                 "memory_bytes",
                 "plans",

@@ -141,7 +141,10 @@ def test_an_owner_is_told_once_that_checkpoints_fail(tmp_path: Path) -> None:
         notifier.handled([event], lab.tell(event))
     anyio.run(notifier.deliver)
     told = [json.loads(line)["text"] for line in inbox.read_text().splitlines()]
-    assert told == [f"gpt ({job}): step {step} was not saved: no space left" for step in (10, 40)]
+    assert told == [
+        f"gpt ({job}): step 10 was not saved: no space left (the newest checkpoint: none)",
+        f"gpt ({job}): step 40 was not saved: no space left (the newest checkpoint: of step 30)",
+    ]
 
 
 def test_an_owner_is_told_once_that_a_disk_is_full(tmp_path: Path) -> None:

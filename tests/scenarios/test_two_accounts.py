@@ -131,6 +131,22 @@ def test_a_python_to_be_checked_is_run_by_who_asked(site: Site, people: tuple[Pe
     assert set(marker.read_text().split()) == {ann.name}
 
 
+def test_compiled_code_is_read_from_where_its_owner_alone_writes(site: Site, people: tuple[Person, Person]) -> None:
+    """Regression: torch ran what another account had put into /tmp/torchinductor_NAME before."""
+    ann, bob = people
+    start_and_let_in(site, ann)
+    script = 'mkdir -p "$TORCHINDUCTOR_CACHE_DIR" && echo "$TORCHINDUCTOR_CACHE_DIR"'
+    job = ann.calls(site.socket, "submit", spec=command("mine", script))["id"]
+    site.cluster.wait_for(job, lambda row: row["state"] == "finished")
+    cache = Path(site.cluster.run("logs", job).stdout.strip())
+    assert cache.owner() == ann.name
+    assert "Permission denied" in bob.does(lambda: os.listdir(cache))
+    assert "Permission denied" in bob.does(lambda: os.mkdir(cache / "aa"))
+    own = ann.calls(site.socket, "submit", spec=command("own", script, env={"TORCHINDUCTOR_CACHE_DIR": "$HOME/mine"}))
+    site.cluster.wait_for(own["id"], lambda row: row["state"] == "finished")
+    assert site.cluster.run("logs", own["id"]).stdout.strip() == f"{ann.home}/mine"
+
+
 def test_clients_do_not_speak_to_a_daemon_of_somebody_else_s(site: Site, people: tuple[Person, Person]) -> None:
     """Bob may write to the directory of the socket, and serves one there; ann's job and secrets are not sent."""
     ann, bob = people

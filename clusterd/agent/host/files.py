@@ -15,6 +15,7 @@ from pathlib import Path
 from clusterd.agent.host import rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.log import log_line
+from clusterd.outside_text import escaped
 from clusterd.protocol.requests import Chunk, FileChunk, FileRow, Files
 
 FILES_MAX = 10_000
@@ -33,16 +34,16 @@ def written(generations: list[Attempt], submitted: Path | None, after: str = "")
         generations: those of one attempt on this host, oldest first.
         submitted: the unpacked workdir of which the job got a copy; None: it submitted none.
     Returns:
-        At most `FILES_MAX` files, sorted by path; those whose name is not valid text are among the ones left out.
+        At most `FILES_MAX` files, sorted by path.
     """
-    newest: dict[str, FileRow] = {}
+    newest: dict[tuple[str, bytes], FileRow] = {}
     for work, since_s in _works(generations).items():
         for file in _written(work, submitted, since_s, _is_copy(work, generations)):
-            before = newest.get(file.path)
+            before = newest.get((file.path, file.name))
             if file.path > after and (before is None or before.at_s <= file.at_s):
-                newest[file.path] = file
-    named = tuple(newest[path] for path in sorted(filter(_is_text, newest))[:FILES_MAX])
-    return Files(named, more=len(newest) - len(named))
+                newest[file.path, file.name] = file
+    first = tuple(newest[key] for key in sorted(newest)[:FILES_MAX])
+    return Files(first, more=len(newest) - len(first))
 
 
 def _is_copy(work: Path, generations: list[Attempt]) -> bool:
@@ -56,7 +57,8 @@ def refuse_submitted(generations: list[Attempt], submitted: Path | None, path: s
         Refused: ``path``: it is as it was submitted, or does not exist.
     """
     for work, since_s in _works(generations).items():
-        if any(file.path == path for file in _written(work, submitted, since_s, _is_copy(work, generations))):
+        files = _written(work, submitted, since_s, _is_copy(work, generations))
+        if any((os.fsdecode(file.name) or file.path) == path for file in files):
             return
     raise Refused("path", f"{generations[-1].name} has written no {path}")
 
@@ -71,14 +73,6 @@ def _works(generations: list[Attempt]) -> dict[Path, float]:
             continue
         works.setdefault(rank_environment.work_of(attempt), since_s)
     return works
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _written(work: Path, submitted: Path | None, since_s: float, is_copy: bool) -> Iterator[FileRow]:
@@ -98,7 +92,9 @@ def _written(work: Path, submitted: Path | None, since_s: float, is_copy: bool) 
                 continue
             below = path.relative_to(work)
             if submitted is None or not _is_same(path, submitted / below, since_s):
-                yield FileRow(str(below), known.st_size, at_s, bool(known.st_mode & stat.S_IXUSR), known.st_ino)
+                shown = escaped(os.fsencode(below).decode(errors="backslashreplace"))
+                odd = b"" if shown == str(below) else os.fsencode(below)
+                yield FileRow(shown, known.st_size, at_s, bool(known.st_mode & stat.S_IXUSR), known.st_ino, odd)
 
 
 def _is_same(path: Path, submitted: Path, since_s: float) -> bool:

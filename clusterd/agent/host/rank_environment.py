@@ -49,6 +49,8 @@ def variables(attempt: Attempt, rank: RankSpec, tag: str, secrets: Mapping[str, 
     launch = attempt.launch
     env = dict(attempt.login)
     env["PWD"] = str(work_of(attempt))
+    # torch compiles to /tmp/torchinductor_NAME, which another account may have made, and runs what it finds there.
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(attempt.directory.parents[1] / "torchinductor"))
     env["OMP_NUM_THREADS"] = str((rank.device.threads or 1) * rank.hosts // max(launch.all_tasks, rank.hosts) or 1)
     if rank.interface:
         env["GLOO_SOCKET_IFNAME"] = rank.interface
@@ -233,6 +235,7 @@ def write_rank_file(attempt: Attempt, rank: RankSpec, control_socket: Path) -> N
         snapshot_every=launch.snapshot_every,
         probe=launch.probe,
         proven=launch.proven,
+        group_token=launch.group_token,
         note=launch.note,
     )
     write_json(attempt.rank_file(rank.rank), to_map(place))

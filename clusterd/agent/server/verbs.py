@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -140,9 +141,10 @@ class Verbs:
 
     async def _file(self, request: r.ReadFile) -> r.FileChunk:
         found = self._attempts.any_of(request.job, request.attempt)
+        path = os.fsdecode(request.name) or request.path
         if request.written:
-            await in_thread(lambda: files.refuse_submitted(found, self._submitted(found), request.path), "files")
-        return await in_thread(lambda: files.read(found, request.path, request.offset, request.limit), "files")
+            await in_thread(lambda: files.refuse_submitted(found, self._submitted(found), path), "files")
+        return await in_thread(lambda: files.read(found, path, request.offset, request.limit), "files")
 
     async def _model(self, request: r.ReadModel) -> r.Model:
         attempt = self._attempts.get(request.job, request.attempt, request.generation)

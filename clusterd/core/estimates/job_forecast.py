@@ -246,7 +246,7 @@ class Curves:
             wanted.hosts
             or wanted.exclude
             or wanted.constraint
-            or wanted.cpus
+            or wanted.cores
             or wanted.memory_bytes
             or job.failures.excluded_hosts
             or of_devices

@@ -98,7 +98,7 @@ def _offers(job: Job, there: Inventory) -> Iterator[Estimate]:
             for plan in requested_plans(job):
                 yield from (_estimate(plan, name, shape) for shape in _shapes(plan.ranks, plan.tp, hosts))
         elif job.spec.kind is not JobKind.ELASTIC:
-            each = wanted.per_node or _devices_beside(-(-wanted.cpus // wanted.nodes), name, there)
+            each = wanted.per_node or _devices_beside(-(-wanted.cores // wanted.nodes), name, there)
             if sum(here >= each for here in hosts) >= wanted.nodes:
                 yield _estimate(Plan(dp=each * wanted.nodes), name, (each,) * wanted.nodes)
         elif job.inspection.state is InspectionState.DONE and job.inspection.shape is not None:

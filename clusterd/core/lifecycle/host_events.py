@@ -170,7 +170,7 @@ def on_clock_set(ctx: HandlerContext, event: e.ClockSet) -> None:
         device_claims.update_claims(ctx)
     for job in [state.jobs[job] for job in state.active]:
         if job.spec.booking and job.attempt is not None and job.attempt.state is not AttemptState.STOPPING:
-            jobs.set_time_limit(ctx, job, job.attempt)  # bookings are by the wall clock, too
+            jobs.set_time_limit(ctx, job, job.attempt, asked_before=True)  # bookings are by the wall clock, too
 
 
 def _shift_job(job: Job, by_s: float) -> None:

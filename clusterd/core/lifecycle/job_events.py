@@ -65,7 +65,7 @@ def on_job_edited(ctx: HandlerContext, event: e.JobEdited) -> None:
     if job.state is JobState.QUEUED and job.spec.resources != resources:
         _withdraw_promises(ctx, job)  # they were made for what it asked for before
     if (job.spec.time_limit_s, job.spec.limit_signal) != limit and job.attempt is not None:
-        jobs.set_time_limit(ctx, job, job.attempt)
+        jobs.set_time_limit(ctx, job, job.attempt, asked_before=job.spec.limit_signal == limit[1])
     ctx.pass_due = True
 
 

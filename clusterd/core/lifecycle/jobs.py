@@ -9,7 +9,7 @@ from math import inf
 from clusterd.core import decisions as d
 from clusterd.core.estimates.attained_service import executed_s, time_left_s
 from clusterd.core.estimates.expected_time import run_key
-from clusterd.core.events import TimerKind
+from clusterd.core.events import Timer, TimerKind
 from clusterd.core.lifecycle import attempts
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.performance_table import evenly
@@ -62,10 +62,15 @@ def start(ctx: HandlerContext, wanted: Start) -> str | None:
     return None
 
 
-def set_time_limit(ctx: HandlerContext, job: Job, attempt: Attempt) -> None:
-    """Set the timer that ends the attempt by the job's time limit, or with its booking."""
+def set_time_limit(ctx: HandlerContext, job: Job, attempt: Attempt, *, asked_before: bool = False) -> None:
+    """Set the timer that ends the attempt by the job's time limit, or with its booking.
+
+    Args:
+        asked_before: the timer of its signal was set, and one that was sent is sent again before a later end alone.
+    """
     limit_s, ends_s = time_left_s(job), bookings.ends_s(ctx.state.device_claims, job)
     left_s = min(limit_s if limit_s is not None else inf, ends_s - attempt.started_s)
+    was_signalled = asked_before and Timer(TimerKind.SIGNAL, job.id) not in ctx.state.timers
     ctx.cancel_timer(TimerKind.SIGNAL, job.id)
     if left_s == inf:
         ctx.cancel_timer(TimerKind.LIMIT, job.id)
@@ -73,8 +78,10 @@ def set_time_limit(ctx: HandlerContext, job: Job, attempt: Attempt) -> None:
     reason = f"{job.spec.name} may run for {left_s:.0f} s"
     ctx.set_timer(TimerKind.LIMIT, job.id, max(attempt.started_s + left_s, ctx.now_s), reason)
     if job.spec.limit_signal:
-        at_s = max(attempt.started_s + left_s - parse_limit_signal(job.spec.limit_signal).before_s, ctx.now_s)
-        ctx.set_timer(TimerKind.SIGNAL, job.id, at_s, f"{job.spec.name} is to be signalled before its time limit")
+        at_s = attempt.started_s + left_s - parse_limit_signal(job.spec.limit_signal).before_s
+        if at_s > ctx.now_s or not was_signalled:
+            reason = f"{job.spec.name} is to be signalled before its time limit"
+            ctx.set_timer(TimerKind.SIGNAL, job.id, max(at_s, ctx.now_s), reason)
 
 
 def release_pin(job: Job, plan: Plan | None) -> str:

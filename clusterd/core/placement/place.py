@@ -139,7 +139,7 @@ def per_device(job: Job) -> tuple[int, int]:
     """Cores and bytes of host memory that a job requests per device; of a job without devices: per node."""
     resources = job.spec.resources
     count = resources.devices or resources.nodes
-    return -(-resources.cpus // count), -(-resources.memory_bytes // count)
+    return -(-resources.cores // count), -(-resources.memory_bytes // count)
 
 
 def _cores(device: Device, asked: int) -> int:

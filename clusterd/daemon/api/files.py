@@ -36,11 +36,11 @@ class FileVerbs:
         """Newest file of each path over all attempts, and the hosts that could not be asked, with the reason.
 
         What several hosts of a command wrote under one path are several files. `more` are left out: they follow
-        `after` the last path, but for those whose names are no text.
+        `after` the last path. `name` is the path itself where it has letters that are shown escaped.
         """
         known = self._own(peer, job)
         state = self._engine.state
-        newest: dict[str, list[dict[str, Any]]] = {}
+        newest: dict[tuple[str, bytes], list[dict[str, Any]]] = {}
         left: dict[str, str] = {}
         more, ends = 0, []
         for attempt in known.attempts:
@@ -59,14 +59,14 @@ class FileVerbs:
                 ends += [answer.files[-1].path] if answer.more and answer.files else []
                 for file in answer.files:
                     row = {**to_map(file), "host": host, "attempt": attempt.number}
-                    before = newest.setdefault(file.path, [row])
+                    before = newest.setdefault((file.path, file.name), [row])
                     if known.spec.kind is JobKind.COMMAND and before[0]["attempt"] == attempt.number:
                         mark = file.at_s, file.inode
                         if mark not in [(other["at_s"], other["inode"]) for other in before]:  # else it is one file
                             before.append(row)
                     elif before[-1]["at_s"] <= file.at_s:
-                        newest[file.path] = [row]
-        rows = [row for path in sorted(newest) for row in newest[path] if path > after]
+                        newest[file.path, file.name] = [row]
+        rows = [row for key in sorted(newest) for row in newest[key] if row["path"] > after]
         end = min(ends, default="")  # behind it the list of that host has gaps
         files = [row for row in rows if not end or row["path"] <= end]
         return {
@@ -78,16 +78,19 @@ class FileVerbs:
         }
 
     async def file(
-        self, peer: Peer, job: str, path: str, host: str, attempt: int, written: bool = False
+        self, peer: Peer, job: str, path: str, host: str, attempt: int, written: bool = False, name: bytes = b""
     ) -> AsyncIterator[dict[str, Any]]:
-        """Stream one file in chunks: ``{data, size}``; `written`: only one that is not as it was submitted."""
+        """Stream one file in chunks: ``{data, size}``; `written`: only one that is not as it was submitted.
+
+        `name`: of its row, in the place of the path.
+        """
         known = self._own(peer, job)
         if not any(attempt == one.number and host in hosts_of(known, one) for one in known.attempts):
             raise ClusterError(f"attempt {attempt} of job {known.id} ({known.spec.name}) was never on {host}")
         offset = 0
         while True:
             try:
-                wanted = ReadFile(known.id, attempt, path, offset, CHUNK_BYTES, written)
+                wanted = ReadFile(known.id, attempt, path, offset, CHUNK_BYTES, written, name)
                 piece = await self._hosts.request(HostId(host), wanted)
             except AgentLost as lost:
                 raise TryLater(f"{path} is not copied, {host} went away in the middle of it: {lost}") from None

@@ -45,7 +45,7 @@ class DataSets:
         """
         found: dict[HostId, Where] = {host: {} for host in hosts}
         for name, text in data_of(spec).items():
-            token = self._token(job, name)
+            token = self.token(f"{job}/{name}")
             places = places_of(text)
             paths = {host: next((path for at, path in places if at in (None, host)), None) for host in found}
             serving: tuple[Address, ...] = ()
@@ -96,5 +96,6 @@ class DataSets:
         except AgentLost:
             return None
 
-    def _token(self, job: str, name: str) -> str:
-        return hmac.new(self._key, f"{job}/{name}".encode(), hashlib.sha256).hexdigest()[:32]
+    def token(self, name: str) -> str:
+        """Token for what a name stands for, the same after a restart."""
+        return hmac.new(self._key, name.encode(), hashlib.sha256).hexdigest()[:32]

@@ -110,7 +110,8 @@ class LaunchRequests:
         datasets = await self._datasets.where(decision.job, spec, decision.hosts)
         booked = self._booked(decision)
         base = self.request_base(decision.job, decision.attempt, decision.generation, spec, secrets)
-        base = replace(base, record=await self._hosts.records.make(decision.job))
+        token = self._datasets.token(f"{decision.job}/{decision.attempt}/{decision.generation}/group")
+        base = replace(base, record=await self._hosts.records.make(decision.job), group_token=token)
         for node, host in enumerate(decision.hosts):
             here = [place for place in decision.ranks if place.host == host]
             host_facts = state.hosts[host].facts

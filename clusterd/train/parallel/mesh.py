@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import hmac
 import os
+import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +18,9 @@ from torch import nn
 from clusterd.train.parallel import build
 from clusterd.train.process import accelerator, exits
 from clusterd.train.process.context import Context
-from clusterd.train.process.exits import NoTorch, PlanRefused
+from clusterd.train.process.exits import ForeignObject, NoTorch, PlanRefused
 
+_SIGNATURE_BYTES = 32
 RENDEZVOUS_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
 
@@ -76,6 +80,44 @@ def rendezvous(context: Context, *, within: str = "") -> Any:
         raise refusal from error
 
 
+def dumps(context: Context, value: Any) -> bytes:
+    """Object as the other ranks take it: pickled, and signed.
+
+    Every account on the host can connect to the ranks' ports, and a pickle is code.
+    """
+    pickled = pickle.dumps(value)
+    return hmac.digest(context.group_token.encode(), pickled, "sha256") + pickled
+
+
+def loads(context: Context, signed: bytes) -> Any:
+    """Object that another rank signed with `dumps`.
+
+    Raises:
+        ForeignObject: it comes from another process.
+    """
+    signature, pickled = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+    if not hmac.compare_digest(signature, hmac.digest(context.group_token.encode(), pickled, "sha256")):
+        raise ForeignObject(f"{context} got an object that no rank of its job has sent: other processes use its ports")
+    return pickle.loads(pickled)
+
+
+class _Pickler:
+    """Takes the place of `pickle.Pickler` in torch's collectives of objects."""
+
+    def __init__(self, context: Context, file: IO[bytes]) -> None:
+        self._context, self._file = context, file
+
+    def dump(self, value: Any) -> None:
+        self._file.write(dumps(self._context, value))
+
+
+class _Unpickler(_Pickler):
+    """Takes the place of `pickle.Unpickler`."""
+
+    def load(self) -> Any:
+        return loads(self._context, self._file.read())
+
+
 @contextmanager
 def process_groups(context: Context, device: torch.device, store: Any = None) -> Iterator[Any]:
     """Mesh of those of (pp, dp, tp) along which the context's plan has several ranks; None without any.
@@ -98,6 +140,8 @@ def process_groups(context: Context, device: torch.device, store: Any = None) ->
     # No device_id: with two backends torch would try to split the mesh's groups from the first one, and fail
     # (pytorch issue 159200).
     options["store"] = store or rendezvous(context) or dist.HashStore()
+    c10d = dist.distributed_c10d
+    c10d._pickler, c10d._unpickler = partial(_Pickler, context), partial(_Unpickler, context)
     dist.init_process_group(backend, **options)
     from torch.distributed.device_mesh import init_device_mesh
 

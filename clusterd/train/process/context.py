@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Context:
     snapshot_every: int = 0  # steps between state snapshots; 0: none
     probe: bool = False  # measure device and links first
     proven: tuple[str, ...] = ()  # families of plans that are known to train as one process
+    group_token: str = field(default="", repr=False)  # signs objects that ranks send each other
     note: str = ""  # first line of the log of rank 0
     hosts: int = 1  # number of hosts of the ranks
     restore: str = ""  # directory of the checkpoint to restore
@@ -109,6 +110,7 @@ def _of_rank_file(file: RankFile) -> Context:
         snapshot_every=file.snapshot_every,
         probe=file.probe,
         proven=file.proven,
+        group_token=file.group_token,
         note=file.note,
         hosts=file.hosts,
         restore=file.restore or "",

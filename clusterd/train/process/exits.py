@@ -90,6 +90,10 @@ class PortTaken(TrainError):
     reason = Reason.PORT
 
 
+class ForeignObject(TrainError):
+    """Another process sent an object in the place of a rank."""
+
+
 class DeviceOutOfMemory(TrainError):
     """The plan does not fit the device's memory."""
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from clusterd.train.loop.peers import is_peer_loss
 from clusterd.train.parallel import precision
-from clusterd.train.parallel.mesh import device_of, process_groups, rendezvous
+from clusterd.train.parallel.mesh import device_of, dumps, loads, process_groups, rendezvous
 from clusterd.train.process import accelerator, exits
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
@@ -146,9 +146,9 @@ class _Children:
 
     def _agreed(self, own: Result, within: str) -> Result:
         store, ranks = self._store, range(self._context.world_size)
-        store.set(f"{within}.{self._context.rank}", pickle.dumps(own))
+        store.set(f"{within}.{self._context.rank}", dumps(self._context, own))
         _wait(store, [f"{within}.{rank}" for rank in ranks], self._control)
-        found: list[Result] = [pickle.loads(store.get(f"{within}.{rank}")) for rank in ranks]
+        found: list[Result] = [loads(self._context, store.get(f"{within}.{rank}")) for rank in ranks]
         store.set(f"{within}.{self._context.rank}.read", b"1")
         if self._context.rank == 0:  # the store ends with this rank, which a refusal ends
             _wait(store, [f"{within}.{rank}.read" for rank in ranks], self._control)

@@ -76,6 +76,31 @@ def test_a_signal_that_is_edited_counts_while_the_job_runs(lab: Lab) -> None:
     assert lab.scheduler.state.timers[Timer(TimerKind.SIGNAL, job)] == lab.attempt(job).started_s + 3000.0
 
 
+def test_a_signal_that_was_sent_is_not_sent_again_before_the_same_end(lab: Lab) -> None:
+    """Regression: an edit after it sent it once more, at once."""
+    lab.host("a", gpus=1)
+    job, _ = lab.submit(time_limit_s=3600.0, limit_signal="USR1@10m")
+    lab.run(job)
+    timer = Timer(TimerKind.SIGNAL, job)
+    lab.fire(timer)
+    for limit_s, again in ((3500.0, False), (9000.0, True)):
+        known = lab.scheduler.state.jobs[job]
+        lab.tell(e.JobEdited(**lab.at(), job=job, what="", spec=replace(known.spec, time_limit_s=limit_s)))
+        assert (timer in lab.scheduler.state.timers) == again
+    assert lab.scheduler.state.timers[timer] == lab.attempt(job).started_s + 8400.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "cores"), [({"tasks": 8}, 8), ({"tasks": 8, "cpus": 2}, 2), ({"tasks": 4, "nodes": 2}, 2)]
+)
+def test_each_task_has_a_core_unless_the_job_says_how_many(lab: Lab, asked: dict[str, int], cores: int) -> None:
+    """Regression: eight processes of a command had one core, and eight of a batch script had eight."""
+    for host in ("a", "b"):
+        lab.host(host, gpus=1, cores=16)
+    job, _ = lab.submit(devices=0, **asked)
+    assert lab.attempt(job).booked.cores == dict.fromkeys(lab.attempt(job).hosts, cores)
+
+
 def test_the_reason_follows_the_state_of_a_host_without_facts(lab: Lab) -> None:
     """Regression: answers about hosts are kept from pass to pass, and this one is about more than their facts."""
     lab.tell(e.HostAdded(**lab.at(), host=HostId("a")))

@@ -193,4 +193,12 @@ def test_a_job_that_waits_for_its_loader_says_so(lab: Lab) -> None:
 
     assert steps(1, [0.05, None, 1.0, 0.05]) == "started on a"  # a single step, as where an epoch begins
     assert steps(5, [0.6] * 12) == "its devices wait for its data loader 57% of the time; started on a"
+    # Regression: of several troubles the first hid the others.
+    lab.tell(e.CheckpointFailed(**lab.at(), job=job, attempt=1, step=16, why="no space left"))
+    idle(lab, job, 3600.0)
+    reason = projection.reason(lab.scheduler.state.jobs[job], lab.scheduler.state)
+    assert reason.startswith("idle: its devices have done nothing since ")
+    assert "; not saved: no space left (the newest checkpoint: none); its devices wait for its data loader" in reason
+    lab.tell(e.CheckpointTaken(**lab.at(), job=job, attempt=1, step=17, path="/shared/0"))
+    lab.tell(e.IdlenessObserved(**lab.at(), job=job, attempt=1, since_s=None))
     assert steps(17, [0.0] * 9) == "started on a"

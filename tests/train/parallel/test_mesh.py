@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,3 +158,37 @@ def test_a_model_under_a_plan_makes_no_further_groups(text: str, groups_of: Call
         model = GPT(width=32, depth=4, heads=4, context=16, vocabulary=64)
         ParallelModel(model, plan, torch.device("cpu"), mesh=made, tp_plan=GPT.TP_PLAN)
         assert members() == before
+
+
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from clusterd.plans.plan import Plan
+from clusterd.train.parallel import mesh
+from clusterd.train.process.context import Context
+
+class Code:
+    def __reduce__(self):
+        return eval, (f"__import__('os').mkdir(f'{sys.argv[4]}{{__import__(\\"os\\").getpid()}}')",)
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+place = {"rank": rank, "world_size": 2, "plan": Plan(dp=2), "master_addr": "127.0.0.1", "master_port": port}
+context = Context(**place, group_token=sys.argv[3])
+with mesh.process_groups(context, torch.device("cpu")):
+    dist.all_gather_object([None, None], Code() if rank else "mine")
+"""
+
+
+@pytest.mark.parametrize("token", ["known", "guessed"])
+def test_objects_of_who_is_no_rank_of_the_job_are_not_unpickled(tmp_path: Path, token: str) -> None:
+    """Regression: whoever reached the ports of a job's ranks ran code as its owner."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-c", RANK]
+    rank = subprocess.Popen([*command, "0", port, "known", ""], stderr=subprocess.PIPE, text=True)
+    stranger = subprocess.Popen([*command, "1", port, token, f"{tmp_path}/"], stderr=subprocess.DEVNULL)
+    error = rank.communicate()[1]
+    stranger.wait()
+    assert (tmp_path / str(rank.pid)).exists() == (token == "known"), error
+    assert ("no rank of its job has sent" in error) == (token == "guessed"), error
