@@ -119,7 +119,8 @@ def run(
         data: map-style data set of (input, target), either of them nested; or of mappings, for ``model(**batch)`` and
             ``loss(output, batch)``. Or a stream of such samples: an iterable whose ``state_dict`` and
             ``load_state_dict`` save and set its position.
-        optimizer: parameters to `torch.optim.Optimizer`; called more than once. Under some plans the parameters are
+        optimizer: parameters to `torch.optim.Optimizer`, or to a list of some (Muon for matrices, AdamW for the rest),
+            each for parameters of its own; called more than once. Under some plans the parameters are
             this rank's shards of the model's parameters, with the same number of dimensions. A factory whose argument
             is named ``named_parameters`` gets pairs of global name and parameter.
         global_batch: samples per step over all replicas; the plan does not change it.
@@ -248,7 +249,7 @@ def _engine() -> tuple[Any, Callable[[dict[str, Any]], Any]]:
             given["optimizer_parts"] = tuple(factories)
             given["optimizer"] = alternating.alternating_factory(factories)
         elif factories is not None:
-            given["optimizer"] = job.adapt_optimizer_factory(factories)
+            given["optimizer"] = alternating.joined_factory(job.adapt_optimizer_factory(factories))
         given["layers"] = tuple(given.get("layers", ()))
         return job.Job(**given)
 

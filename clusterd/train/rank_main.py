@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from clusterd.protocol.rank import Probed, Proved
 from clusterd.train.checkpoint import dcp, dcp_files, export, pretrained
 from clusterd.train.checkpoint.weight_files import open_weights
 from clusterd.train.data import fingerprint
+from clusterd.train.data.loader import order_of
 from clusterd.train.data.stream import Stream, is_stream, keep_first_samples
 from clusterd.train.inspect import describe
 from clusterd.train.loop.rank_training import Training
@@ -48,7 +51,7 @@ from clusterd.train.process.start_phases import StartPhases
 from clusterd.train.process.steps_log import StepsLog
 from clusterd.train.proof.cuts import comparisons
 from clusterd.train.proof.ranks import prove_split
-from clusterd.train.proof.results import Verdict
+from clusterd.train.proof.results import OF_UPDATES, Verdict
 
 OnEnd = Callable[[Training], None]
 """Called on every rank after its last step, while the process groups still exist."""
@@ -200,7 +203,7 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
     if stream is not None:
         known = fingerprint.of_stream(context.job, [])
     elif context.launcher != "alone":
-        known = fingerprint.fingerprint_of(job.data, context.job)
+        known = fingerprint.fingerprint_of(job.data, context.job, partial(_first_order, job))
     compared = known if stream is None else fingerprint.of_stream(context.job, stream.samples())
     if context.rank == 0 and known is not None and context.plan.dp > 1:
         if known["draws"]:
@@ -237,7 +240,7 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
         started.end("context")
 
         def make() -> Training:
-            fingerprint.check_same_on_all_ranks(compared, job.data)
+            fingerprint.check_same_on_all_ranks(compared, job.data, partial(_first_order, job))
             build_as: dict[str, bool] = {"uninitialized": uninitialized, "on_meta": on_meta}
             made = Training(job, context, device, mesh, **build_as, shape=shape, fingerprint=known, stream=stream)
             if weights is not None and needs_values:
@@ -286,15 +289,19 @@ def _act_on(verdict: Verdict, job: Job, context: Context) -> None:
             f"{', and '.join(text for degree, text in cuts if degree > 1)}: dp and zero=1 leave the model whole"
         )
     if verdict.difference and job.sees_batch != "replica":
-        raise PlanRefused(f"the result depends on how the batch is cut: {verdict.difference}; {WAYS_OUT}")
+        ways = "one process has that of the whole batch" if OF_UPDATES in verdict.difference else WAYS_OUT
+        raise PlanRefused(f"the result depends on how the batch is cut: {verdict.difference}; {ways}")
     if verdict.difference:
         texts.append(f"the result depends on how {plan} cuts the batch, as accepted: {verdict.difference}")
     if verdict.unclear:
         texts.append(f"it is not shown that {plan} trains as one process: {verdict.unclear}")
     if verdict.metrics:
         texts.append(verdict.metrics)
-    if verdict.evaluated:
-        texts.append(f"what forward passes keep depends on {plan}, and with it evaluations: {verdict.evaluated}")
+    if verdict.left:
+        texts.append(
+            f"what forward passes keep depends on {plan}, and with it what reads that (evaluations, metrics, the "
+            f"script's loop): {verdict.left}; what they keep of samples of train.gather does not"
+        )
     if verdict.too_large:
         texts.append(f"it is not shown that {plan} trains as one process: the whole model does not fit one device")
     if verdict.draws and not verdict.unclear:
@@ -305,6 +312,17 @@ def _act_on(verdict: Verdict, job: Job, context: Context) -> None:
     if context.rank == 0:
         for text in texts:
             _log(text)
+
+
+def _first_order(job: Job) -> int:
+    """Checksum of what the script's sampler yields for the first epoch; zero: it has none."""
+    found = [0]
+
+    def note(_: int, numbers: Any) -> None:
+        found.append(zlib.crc32(numbers.tobytes()))
+
+    order_of(job.data, job.global_batch, job.seed, job.sampler, note)
+    return found[-1]
 
 
 def _opened_stream(job: Job, context: Context) -> Stream:

@@ -172,17 +172,6 @@ def gan() -> dict[str, Any]:
     )
 
 
-@script(advice="as `gan`")
-def gan_in_a_list() -> dict[str, Any]:
-    """GAN: a list of two optimizers."""
-    return arguments(
-        Adversaries,
-        data=noise_and_real(),
-        loss=lambda output, real: F.mse_loss(output, real),
-        optimizer=lambda parameters: [torch.optim.Adam(parameters[:2]), torch.optim.Adam(parameters[2:])],
-    )
-
-
 class ArcFace(nn.Module):
     """Angular-margin loss, which has the centres of the classes as parameters."""
 

@@ -22,6 +22,7 @@ GROUPS = {
     "hidden_state": (),
     "carried": (),
     "own_loops": (),
+    "trainers": (),
     "cut_models": (),
 }
 """Modules of scripts, and the packages that each needs beside torch."""

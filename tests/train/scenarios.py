@@ -565,8 +565,7 @@ def rank(
         task = job(data, **options)
         task = replace(task, **callbacks(task, left["called"], pause_s))
         if (loop := registry.LOOPS.get(options.get("script", ""))) is not None:
-            with rank_main.session(task, on_end) as run:
-                loop(run)
+            run_loop(task, on_end, loop)
         elif own_loop is None:
             rank_main.run(task, on_end)
         else:
@@ -583,6 +582,12 @@ def rank(
                 "waits": gpu.places.waits,
             }
         result.write_text(json.dumps({**left, "asked": getattr(data, "asked", [])}))
+
+
+def run_loop(task: Job, on_end: Any, loop: Any) -> None:
+    """Train in the loop of a script; variables here change no more than a script's would."""
+    with rank_main.session(task, on_end) as run:
+        loop(run)
 
 
 class Counter:

@@ -103,8 +103,8 @@ def test_a_schedule_reaches_all_of_a_sharded_optimizer(
     ("options", "says"),
     [
         (
-            {"script": "gan_in_a_list"},
-            "optimizer() returned a list; it must return one optimizer. For several (a GAN), give",
+            {"script": "optimizer_in_a_wrapper"},
+            "which is no torch.optim.Optimizer, or has not called its __init__: no move and no checkpoint would have",
         ),
         ({"stream": "without"}, "data is a stream (WithoutPosition) without a position"),
         (

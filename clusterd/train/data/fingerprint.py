@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,10 @@ TOLERANCE = 1e-3
 
 Fingerprint = dict[str, Any]
 """job, length (None of a stream), draws (True if samples draw from the global generators), samples: [index, summary of
-each part], and random: numbers of the parts that are random."""
+each part], random: numbers of the parts that are random, and order: checksum of what the sampler yields first."""
 
 
-def fingerprint_of(data: Any, job: str) -> Fingerprint | None:
+def fingerprint_of(data: Any, job: str, order: Callable[[], int] = lambda: 0) -> Fingerprint | None:
     """Fingerprint of a map-style data set; None for others.
 
     Samples are read in this process, as training does: a fork would share the position in open files, and connections.
@@ -40,7 +40,7 @@ def fingerprint_of(data: Any, job: str) -> Fingerprint | None:
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         return None
     with preserved_generators(), held.preserved(data):
-        return _read(data, job)
+        return {**_read(data, job), "order": order()}
 
 
 def of_stream(job: str, samples: Sequence[Any]) -> Fingerprint:
@@ -49,7 +49,7 @@ def of_stream(job: str, samples: Sequence[Any]) -> Fingerprint:
     return {"job": job, "length": None, "draws": False, "samples": summaries, "random": []}
 
 
-def check_same_on_all_ranks(own: Fingerprint | None, data: Any) -> None:
+def check_same_on_all_ranks(own: Fingerprint | None, data: Any, order: Callable[[], int] = lambda: 0) -> None:
     """Compare the fingerprints of all ranks; every rank must call it.
 
     Args:
@@ -60,7 +60,7 @@ def check_same_on_all_ranks(own: Fingerprint | None, data: Any) -> None:
     if own is None or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     fingerprints: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(fingerprints, (own, fingerprint_of(data, own["job"]) or own))
+    dist.all_gather_object(fingerprints, (own, fingerprint_of(data, own["job"], order) or own))
     for rank, (first, again) in enumerate(fingerprints):
         if why := difference(fingerprints[0][0], first):
             raise Refused(f"the data of rank {rank} and rank 0 differ: {why}. {ADVICE}")
@@ -85,6 +85,8 @@ def difference(one: Fingerprint | None, other: Fingerprint | None) -> str:
     if one["length"] != other["length"]:
         lengths = [f["length"] for f in (other, one)]
         return " instead of ".join("a stream" if length is None else f"{length} samples" for length in lengths)
+    if one.get("order", 0) != other.get("order", one.get("order", 0)):
+        return "the sampler yields another order in the first epoch"
     if "random" not in one or "random" not in other:  # of an earlier version, whose samples were summarized otherwise
         return ""
     random = {*one["random"], *other["random"]}
@@ -103,13 +105,10 @@ def _read(data: Any, job: str) -> Fingerprint:
     random: set[int] = set()
     draws, began_s = False, time.monotonic()
     for index in indices:
-        readings: list[list[Any]] = []
-        for _ in range(2):
-            seed_everything(index)
-            before = all_generator_states()
-            readings.append(summary(data[index]))
-            draws = draws or all_generator_states() != before
-        first, again = readings
+        (first, left), (again, left_again) = (_reading(data, index, index) for _ in range(2))
+        if not draws and any([*left, *left_again]):  # unless it seeds them itself, by the number of the sample
+            other, left_then = _reading(data, index, index + 1)
+            draws = left_then != left or not alike(first, other)
         random |= {i for i in range(len(first)) if len(first) != len(again) or not alike([first[i]], [again[i]])}
         samples.append([index, first])
         if (took_s := time.monotonic() - began_s) > LIMIT_S and index != indices[-1]:
@@ -120,6 +119,14 @@ def _read(data: Any, job: str) -> Fingerprint:
             )
             break
     return {"job": job, "length": length, "draws": draws, "samples": samples, "random": sorted(random)}
+
+
+def _reading(data: Any, index: int, seed: int) -> tuple[list[Any], list[Any]]:
+    """Summary of a sample, and the states of the generators that reading it has changed, None for others."""
+    seed_everything(seed)
+    before = all_generator_states()
+    read = summary(data[index])
+    return read, [None if now == then else now for now, then in zip(all_generator_states(), before, strict=True)]
 
 
 def summary(sample: Any, elements: int = 1 << 20) -> list[Any]:

@@ -208,7 +208,7 @@ def check_sliceable(batch: Any, samples: int) -> None:
             kind = f"a tensor of {tuple(part.shape)}" if isinstance(part, torch.Tensor) else f"a {type(part).__name__}"
             raise PlanRefused(
                 f"a batch of {samples} samples has {kind}, which cannot be cut into micro-batches: the first dimension "
-                "of each tensor that collate_fn makes must be that of the samples"
+                "of each tensor that collate_fn makes, or the script's loop, must be that of the samples"
             )
 
     map_batch(batch, check)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,14 +33,50 @@ from clusterd.train.state.attributes import COLLATE, DATA, OPTIMIZER, SAMPLER
 from clusterd.train.state.training import Training
 
 
+class ModelCalls:
+    """Calls of the model, or of a part of it, by the script's code between steps, where ranks have shards of it.
+
+    They are collective: where one rank alone makes them, the others never come.
+
+    Attributes:
+        on_call: called before each of them; None: the engine makes them.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.on_call: Callable[[], None] | None = None
+        self._depth = 0
+        plan, model = training.context.plan, training.parallel.module
+        if isinstance(model, FSDPModule):
+            model._get_fsdp_state()._lazy_init()  # else by the first call, which may be that of a part
+        for module in model.modules() if plan.tp > 1 or plan.zero > 1 else ():
+            if module is model or isinstance(module, FSDPModule):
+                module.register_forward_pre_hook(self._begins, prepend=True)  # before that of FSDP2, which gathers
+                module.register_forward_hook(self._ends, always_call=True)
+
+    def _begins(self, *_: Any) -> None:
+        if self.on_call is not None and not self._depth:
+            self.on_call()
+        self._depth += 1
+
+    def _ends(self, *_: Any) -> None:
+        self._depth -= 1
+
+    @contextmanager
+    def each(self, on_call: Callable[[], None] | None) -> Iterator[None]:
+        """Context in which this is called before each of them."""
+        before, self.on_call = self.on_call, on_call
+        yield
+        self.on_call = before
+
+
 class Callbacks:
     """Calls callbacks, and watches some calls for changes of what the next steps compute with.
 
     A change is told, and where there are other ranks, all refuse the plan between two steps.
     """
 
-    def __init__(self, training: Training, control: Control) -> None:
-        self._training, self._control = training, control
+    def __init__(self, training: Training, control: Control, model_calls: ModelCalls) -> None:
+        self._training, self._control, self._model_calls = training, control, model_calls
         self._calls: dict[str, int] = {}
         self._told = False
 
@@ -47,6 +86,10 @@ class Callbacks:
         if callback is None:
             return
         self._calls[name] = self._calls.get(name, 0) + 1
+        with self._model_calls.each(partial(self._refuse_call, name)):
+            self._call(name, callback, step, values)
+
+    def _call(self, name: str, callback: Any, step: int, values: Any) -> None:
         if self._told or not is_sampled(self._calls[name]):
             callback(step, values)
             return
@@ -56,6 +99,13 @@ class Callbacks:
         changed = next((key for key, value in before.items() if now.get(key, value) != value), None)
         if changed is not None:
             self._refuse(f"{name} has changed {changed} from {before[changed]} to {now[changed]}")
+
+    def _refuse_call(self, name: str) -> None:
+        plan = self._training.context.plan
+        raise PlanRefused(
+            f"{name} calls the model on rank 0 alone, and ranks of {plan} have shards of it: let `evaluate` do it, or "
+            "every rank in a loop of the script's own (clusterd.train.session); dp and zero=1 leave the model whole"
+        )
 
     def _refuse(self, change: str) -> None:
         self._told = True
@@ -81,8 +131,9 @@ class OwnLoop:
         variables: of its function, which no move carries.
     """
 
-    def __init__(self, training: Training) -> None:
-        self._training = training
+    def __init__(self, training: Training, model_calls: ModelCalls, all_call: Callable[[str], None]) -> None:
+        self._training, self._model_calls = training, model_calls
+        self._agree = partial(all_call, "called the model")
         self.changes_batches = self.changes_data = False
         self.changed = training.attributes.of_loop
         self._places: dict[str, tuple[Any, Any]] = {}  # of numbers: what holds it, and its key there
@@ -91,6 +142,8 @@ class OwnLoop:
         self._told: set[str] = set()  # beginnings of lines in the log
         self._writes: TorchDispatchMode | None = None  # of the loop's code, where weights are sharded or carried
         self.variables = LoopVariables(training)
+        if training.job.own_loop:
+            model_calls.on_call = self._agree
         self._prelude: Prelude | None = None
         if training.step and training.job.own_loop:
             self._prelude = Prelude(training)
@@ -109,12 +162,14 @@ class OwnLoop:
         training = self._training
         if not training.job.own_loop:
             return
+        self._model_calls.on_call = self._agree
         seed_step(training.job.seed, training.step, 0, LOOP_STAGES[batch is not None])
         if batch is not None:
             self._batch = batch, _versions(batch)
         if not self._places or is_sampled(training.step + 1):
             self._places = _places(training)
-            self.variables.look(self.changed)
+            if batch is not None:
+                self.variables.look(self.changed)
         self._before = self._values()
         plan = training.context.plan
         if (plan.tp > 1 or plan.zero > 1) and is_sampled(training.step + 1):
@@ -123,6 +178,7 @@ class OwnLoop:
 
     def closes(self) -> set[str]:
         """End what `opens` began: the engine goes on. Returns the names of the numbers that the loop has changed."""
+        self._model_calls.on_call = None
         if self._writes is not None:
             self._writes.__exit__(None, None, None)
             self._writes = None
@@ -140,7 +196,8 @@ class OwnLoop:
         writes, self._writes = self._writes, None
         if writes is not None:
             writes.__exit__(None, None, None)
-        yield
+        with self._model_calls.each(None):
+            yield
         if writes is not None:
             self._writes = writes
             writes.__enter__()
@@ -223,6 +280,9 @@ def _places(training: Training) -> dict[str, tuple[Any, Any]]:
     for name, owner in held.owners(training.attributes.data).items():
         kept = (k for k, v in owner.attributes.items() if isinstance(v, (torch.Tensor, np.ndarray)) or _is_table(v))
         found |= {held.path(name, k): (_Kept(owner.value), k) for k in kept}
+    if not training.normalises_parts:  # running statistics are each replica's own
+        modules = {n: m for n, m in training.attributes.roots.items() if isinstance(m, nn.Module)}
+        found |= {held.path(n.rstrip("."), k): (m._buffers, k) for n, m in modules.items() for k in m._buffers}
     groups = enumerate(training.optimizer.holder.param_groups)
     return found | {f"{RATE}group {number}": (group, "lr") for number, group in groups if "lr" in group}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import pickle
+import sys
 import types
 import zlib
 from collections.abc import Iterator
@@ -31,19 +34,21 @@ UNKNOWN = "(unknown)"
 
 
 class LoopVariables:
-    """Variables of the function that iterates over the batches, and what they hold beside what the training carries.
+    """Variables of the functions that train, and what they hold beside what the training carries.
 
+    These are the function that takes the next batch, and those that called it, up to the one that opened the session.
     No move and no restart carries them: rank 0's log names those that change, or that are others where the job goes on.
 
     Attributes:
-        frame: of the function.
+        opened_in: frame in which the session was opened.
     """
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        self.frame: types.FrameType | None = None
+        self.opened_in: types.FrameType | None = None
         self._first: dict[str, Any] | None = None  # before the first step
-        self._told = training.context.rank > 0 or training.context.launcher != "clusterd"
+        self._looks = training.context.rank == 0 and training.context.launcher == "clusterd"
+        self._told: set[str] = set()  # variables
 
     def look(self, changed: set[str]) -> None:
         """Compare the variables with those before the first step of this process.
@@ -51,7 +56,7 @@ class LoopVariables:
         Args:
             changed: names of the numbers in the training that the loop has changed, which are carried.
         """
-        if self._told or self.frame is None:
+        if not self._looks:
             return
         now = self._marks()
         if self._first is None:
@@ -60,8 +65,9 @@ class LoopVariables:
             return
         known = {name.rpartition(".")[2] for name in changed}
         names = (n for n, v in self._first.items() if n.rpartition(".")[2] not in known and now.get(n, v) != v)
-        if one_each := {_variable(name): name for name in sorted(names, reverse=True)}:
-            self._told = True
+        one_each = {_variable(name): name for name in sorted(names, reverse=True) if _variable(name) not in self._told}
+        if one_each:
+            self._told |= one_each.keys()
             self._tell(f"variables of the script's loop change ({_named(one_each.values())}), and begin anew")
 
     def _compare_start(self) -> None:
@@ -90,13 +96,21 @@ class LoopVariables:
 
     def _marks(self) -> dict[str, Any]:
         """Marks of contents by name: another content almost surely has another."""
-        assert self.frame is not None
-        training, frame = self._training, self.frame
+        training = self._training
         carried = {**training.attributes.roots, **training.attributes.data, **training.registered.objects}
-        known = {id(owner.value) for owner in held.owners(carried).values()}
-        read = held.Globals(frame.f_globals)
-        read.names = set(frame.f_code.co_names) & frame.f_globals.keys()
-        variables = {**held.attributes(read), **frame.f_locals}
+        owners = held.owners(carried).values()
+        parts = (part for owner in owners for part in (owner.value, *owner.attributes.values()))
+        known = {id(part) for part in parts if not isinstance(part, held.SIMPLE)}
+        variables: dict[str, Any] = {}
+        for frame in script_frames():
+            read = held.Globals(frame.f_globals)
+            read.names = set(frame.f_code.co_names) & frame.f_globals.keys()
+            named = {name: value for name, value in frame.f_locals.items() if name != "_"}
+            for name, value in {**held.attributes(read), **named}.items():
+                is_other = variables.setdefault(name, value) is not value
+                variables |= {f"{name} of {frame.f_code.co_name}": value} if is_other else {}
+            if frame is self.opened_in:
+                break
         found = {name: mark for name, value in variables.items() if (mark := self._mark(value, known)) != UNKNOWN}
         roots = {name: value for name, value in variables.items() if held.is_looked_into(value)}
         for name, owner in held.owners(roots).items():
@@ -108,6 +122,8 @@ class LoopVariables:
     def _mark(self, value: Any, known: set[int]) -> Any:
         if isinstance(value, held.SIMPLE):
             return repr(value)
+        if id(value) in known:
+            return UNKNOWN
         if isinstance(value, torch.Tensor):
             return _mark_of_tensor(value)
         if isinstance(value, np.ndarray):
@@ -117,17 +133,35 @@ class LoopVariables:
         if isinstance(value, nn.Module):  # the model itself is carried, and may be wrapped
             is_carried = any(id(module) in known for module in value.modules())
             return UNKNOWN if is_carried else tuple(map(_mark_of_tensor, value.state_dict().values()))
-        if isinstance(value, torch.optim.lr_scheduler.LRScheduler) and id(value) not in known:
+        if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
             return zlib.crc32(repr({k: v for k, v in vars(value).items() if held.is_plain(v)}).encode())
-        if held.is_container(value) and id(value) not in known:
+        if held.is_container(value):
             if held.is_plain(value):
                 return zlib.crc32(pickle.dumps(value))
             parts = value.values() if isinstance(value, dict) else value
             marks = [self._mark(part, known) for part in islice(parts, COUNTED)]
             return len(value), *(mark for mark in marks if mark != UNKNOWN)
-        if isinstance(value, Iterator) and held.is_looked_into(value):  # it is further with each step
+        if _is_apart(value):  # it is further with each step
             return self._training.step
         return UNKNOWN
+
+
+def script_frames() -> Iterator[types.FrameType]:
+    """Frames of the script's functions that run, the innermost first."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if held.is_of_script(name, sys.modules.get(name)):
+            yield frame
+        frame = frame.f_back
+
+
+def _is_apart(value: Any, depth: int = 4) -> bool:
+    """True for an iterator of other things than the run's batches, whose generators run while they are looked at."""
+    if not isinstance(value, (Iterator, tuple)) or isinstance(value, io.IOBase) or getattr(value, "gi_running", False):
+        return False
+    inner = [part for part in gc.get_referents(value) if isinstance(part, (Iterator, tuple))] if depth else []
+    return any(_is_apart(part, depth - 1) for part in inner) if inner else isinstance(value, Iterator)
 
 
 def _mark_of_tensor(value: Any) -> Any:

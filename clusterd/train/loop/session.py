@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from clusterd.train.data.loader import as_batch, as_pair
 from clusterd.train.loop.consensus import StepConsensus
+from clusterd.train.loop.loop_state import script_frames
 from clusterd.train.loop.training_loop import TrainingLoop
 from clusterd.train.process.job import Outcome
 
@@ -47,6 +47,7 @@ class Session:
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
         self.outcome: Outcome | None = None
+        loop.own_loop.variables.opened_in = next(script_frames(), None)
 
     @property
     def is_main(self) -> bool:
@@ -67,7 +68,6 @@ class Session:
             Stopped: under clusterd, after a stop.
         """
         training = self._loop.training
-        self._loop.own_loop.variables.frame = sys._getframe(1)
         for inputs, targets in self._loop.batches():
             yield training.step + 1, as_batch(inputs, targets)
         if self._loop.stopped and training.context.launcher == "clusterd":

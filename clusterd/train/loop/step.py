@@ -83,7 +83,6 @@ class Stepper:
         self._gathering = Gathering()
         if not each_whole:
             self._gathering = Gathering(shares, coordinates.replica, parallel.dp_group, plan.accumulation)
-        self._batch_unchecked = plan.accumulation > 1  # the first batch tells if batches can be cut
         self._gradient_factor = len(shares) if parallel.averages or each_whole else 1
         self._trainable: list[nn.Parameter] = [p for p in parallel.module.parameters() if p.requires_grad]
         self._pipeline_stage: Any = None
@@ -140,10 +139,9 @@ class Stepper:
         Raises:
             PlanRefused: micro-batches cannot be cut from such batches.
         """
-        if self._batch_unchecked and self.wants_inputs:
+        if len(self._sizes) > 1 and self.wants_inputs:
             for part in (inputs, targets):
                 check_sliceable(part, sum(self._sizes))
-            self._batch_unchecked = False
         self._parts = []
         self._optimizer.zero_grad()
         self._parallel.refresh_replication()

@@ -15,7 +15,7 @@ from clusterd.protocol.control import UseCores
 from clusterd.protocol.rank import Trains
 from clusterd.train.checkpoint import export
 from clusterd.train.checkpoint.asynchronous import AsyncCheckpointer
-from clusterd.train.loop.callbacks import Callbacks, OwnLoop
+from clusterd.train.loop.callbacks import Callbacks, ModelCalls, OwnLoop
 from clusterd.train.loop.consensus import StepConsensus
 from clusterd.train.loop.evaluation import Evaluator, Interrupted
 from clusterd.train.loop.rank_training import Training
@@ -81,8 +81,9 @@ class TrainingLoop:
         self._snapshots = StateSnapshots(training, control, context.snapshot_every)
         self._replicas = ReplicaComparison(training)
         self._resumption = Resumption(training, restored)
-        self._callbacks = Callbacks(training, control)
-        self.own_loop = OwnLoop(training)
+        model_calls = ModelCalls(training)
+        self._callbacks = Callbacks(training, control, model_calls)
+        self.own_loop = OwnLoop(training, model_calls, self.all_call)
         self._proves = False  # the next step's state is to be copied for a proof
         self._calls = 0  # of `all_call`
         self._survivor = Survivor(training, control, self._migration, self._copied, replicated=self._replicated)
@@ -285,6 +286,8 @@ class TrainingLoop:
         """Make the step after a checkpoint for its sake alone: who goes on from it compares."""
         training = self.training
         by_loop = self.own_loop.changed or self.own_loop.changes_batches
+        if self.own_loop.changes_batches and training.context.rank == 0:
+            print("clusterd: no resumed job compares its first step: the script's loop changes its batches", flush=True)
         if training.stream is not None or training.step >= training.job.steps or by_loop:
             return  # it is read once; there is none; or the script's loop would have made it another one
         try:

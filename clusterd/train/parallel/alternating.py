@@ -17,7 +17,7 @@ class AlternatingOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
     """Optimizers of parts of a model, seen as one that has the parameter groups and the state of all.
 
     Attributes:
-        parts: optimizer by the name of the submodule that it updates.
+        parts: optimizer by the name of the submodule that it updates, or by its number, of those for one loss.
     """
 
     def __init__(self, parts: Mapping[str, torch.optim.Optimizer]) -> None:
@@ -52,6 +52,22 @@ def alternating_factory(factories: Mapping[str, Callable[[Any], torch.optim.Opti
         if empty := next((name for name, some in of_part.items() if not some), ""):
             raise Refused(f"the model has nothing to train in {empty!r}, a part of the optimizer: {PARTS_HOW_TO}")
         return AlternatingOptimizer({name: adapted[name](some) for name, some in of_part.items()})
+
+    return make
+
+
+def joined_factory(factory: OptimizerFactory) -> OptimizerFactory:
+    """Factory whose list of optimizers, each for some of the parameters, is one that has all."""
+
+    def make(parameters: list[nn.Parameter]) -> Any:
+        made = factory(parameters)
+        if not (isinstance(made, (list, tuple)) and all(isinstance(one, torch.optim.Optimizer) for one in made)):
+            return made
+        every = [id(p) for one in made for group in one.param_groups for p in group["params"]]
+        if len(every) > len(set(every)) or not made:
+            raise Refused("optimizer() returned a list in which several optimizers have the same parameter, or none")
+        name = " and ".join(type(one).__name__ for one in made)  # for messages
+        return type(name, (AlternatingOptimizer,), {})({str(number): one for number, one in enumerate(made)})
 
     return make
 

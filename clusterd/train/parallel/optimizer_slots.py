@@ -22,6 +22,10 @@ from clusterd.plans.model_shape import OddSlot, Slots
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.job import OptimizerFactory, SchedulerFactory
 
+NEEDS_CLOSURE = (
+    "{} computes the loss several times per step (its step() needs a closure), which is not supported: take one "
+    "without, or submit the script as a `checkpointable` job"
+)
 PARTS_HOW_TO = (
     "give `optimizer` and `loss` as dicts with the same keys, the submodules of the model in the order of their "
     "updates: optimizer={'discriminator': ..., 'generator': ...}, loss={'discriminator': lambda model, batch: ..., ...}"
@@ -154,18 +158,16 @@ def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) ->
         Refused: it is no optimizer, needs a closure, or has other parameters, whose gradients no plan would reduce.
     """
     optimizer = factory(list(parameters))
-    if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # of Optimizer.__init__
         raise Refused(
-            f"optimizer() returned a {type(optimizer).__name__}; it must return one optimizer. For several (a GAN), "
-            f"{PARTS_HOW_TO}"
+            f"optimizer() returned a {type(optimizer).__name__}, which is no torch.optim.Optimizer, or has not called "
+            "its __init__: no move and no checkpoint would have its state. Return one, or a list of several for one "
+            f"loss. For several losses (a GAN), {PARTS_HOW_TO}"
         )
     try:
         inspect.signature(optimizer.step).bind()
     except TypeError:
-        raise Refused(
-            f"{type(optimizer).__name__} computes the loss several times per step (its step() needs a closure), which "
-            "is not supported: take one without, or submit the script as a `checkpointable` job"
-        ) from None
+        raise Refused(NEEDS_CLOSURE.format(type(optimizer).__name__)) from None
     known = {id(p) for p in parameters}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         raise Refused(

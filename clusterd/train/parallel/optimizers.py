@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.gradient_sync import local_gradient, local_tensor, refuse_parts
-from clusterd.train.parallel.optimizer_slots import make_optimizer
+from clusterd.train.parallel.optimizer_slots import NEEDS_CLOSURE, make_optimizer
 from clusterd.train.process import accelerator
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.job import OptimizerFactory
@@ -91,7 +91,12 @@ class RankOptimizer:
         if self.in_host_memory and (gpu := accelerator.of(self._parallel.device)) is not None:
             gpu.current_stream().synchronize()
         with kept_in_place(plain for _, _, plain in self.local):
-            self.optimizer.step(**({"part": part} if part else {}))
+            try:
+                self.optimizer.step(**({"part": part} if part else {}))
+            except Exception as error:
+                if "closure" in str(error):  # which its signature does not say
+                    raise Refused(NEEDS_CLOSURE.format(type(self.holder).__name__)) from error
+                raise
         self._options = self._inner_options()
         if self.in_host_memory:
             with torch.no_grad():
@@ -207,6 +212,11 @@ class RankOptimizer:
             return parameter
         vars(plain).update(self._parallel.parameter_attributes[name])  # the factory may form groups by them
         return plain
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Hooks of the script around updates."""
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
 
 
 @contextmanager

@@ -64,8 +64,9 @@ class Owner(NamedTuple):
         for name, value in self.attributes.items():
             yield name, _behind(value)
         if isinstance(self.value, nn.Module):
-            hooks = [hook for kind in _HOOKS for hook in vars(self.value)[kind].values()]
-            yield from ((f"(hook {i})", _behind(hook)) for i, hook in enumerate(hooks))
+            hooks = [_behind(hook) for kind in _HOOKS for hook in vars(self.value)[kind].values()]
+            own = [hook for hook in hooks if not _is_of_others(hook)]  # plans add some
+            yield from ((f"(hook {i})", hook) for i, hook in enumerate(own))
 
 
 def owners(roots: Mapping[str, object]) -> dict[str, Owner]:
@@ -371,6 +372,12 @@ def _behind(value: Any) -> Any:
             value = value.__self__
         else:
             return value
+
+
+def _is_of_others(hook: Any) -> bool:
+    """True for a hook of a library that is not looked into."""
+    kind = hook if isinstance(hook, types.FunctionType) else type(hook)
+    return kind.__module__.partition(".")[0] in _CODE_OF_OTHERS
 
 
 def _is_state(value: Any) -> bool:

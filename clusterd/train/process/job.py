@@ -79,8 +79,9 @@ def adapt_optimizer_factory(factory: Callable[[Any], torch.optim.Optimizer]) -> 
 
     def named(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = factory([(getattr(p, NAME, f"parameter.{i}"), p) for i, p in enumerate(parameters)])
-        for group in optimizer.param_groups:
-            group.pop("param_names", None)  # names of this plan's shards; other plans have others
+        for one in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+            for group in one.param_groups:
+                group.pop("param_names", None)  # names of this plan's shards; other plans have others
         return optimizer
 
     return named

@@ -31,7 +31,6 @@ from clusterd.train.process.control import Control
 from clusterd.train.process.exits import DeviceOutOfMemory, Refused
 from clusterd.train.process.job import Job
 from clusterd.train.process.run_in_fork import start_fork
-from clusterd.train.process.seeding import preserved_generators
 from clusterd.train.proof import split
 from clusterd.train.proof.cuts import MODEL, Cut, Sides, comparisons
 from clusterd.train.proof.results import Verdict, differs, judge
@@ -86,8 +85,7 @@ def _compare(
             return Verdict(unclear=f"{len(given)} samples of the stream are known before the first step")
         samples = list((given or ())[: cut.samples])
         if given is None and context.rank == 0:
-            with preserved_generators():
-                samples = split.read_samples(job, cut)
+            samples = split.read_samples(job, cut)
         run = partial(children.run, samples=samples, cut=cut, autocast=autocast)
         kind, value = run(partial(split.prove, sides=sides))
         if kind == "result" and value.repeats:

@@ -33,7 +33,7 @@ class Verdict:
         unclear: why no difference could be shown or ruled out.
         too_large: the whole model is, for one device.
         metrics: which further value of the loss depends on the plan, with numbers.
-        evaluated: the same of the output in evaluation mode, by what forward passes on parts of the batch leave.
+        left: what passes leave that depends on the plan, with numbers.
         repeats: it is unclear because two runs in one process differ.
         draws: random numbers are drawn in a step, and others than in one process.
         counts: passes count something up.
@@ -45,7 +45,7 @@ class Verdict:
     unclear: str = ""
     too_large: bool = False
     metrics: str = ""
-    evaluated: str = ""
+    left: str = ""
     repeats: bool = False
     draws: bool = False
     counts: bool = False
@@ -83,9 +83,12 @@ class Difference:
         after = "after an earlier forward pass, " if self.later else ""
         if sides == MODEL:
             numbers = f"{self.whole:.6g} in one process, {self.parts:.6g} of the cut model"
-            return Verdict(of_model=f"{after}{self.what} is {numbers}", draws=draws)
+            also = f": {OF_UPDATES}" * ("update" in self.what)
+            return Verdict(of_model=f"{after}{self.what} is {numbers}{also}", draws=draws)
         numbers = f"{self.whole:.6g} of {cut.samples} samples, {self.parts:.6g} of their {cut.parts} parts"
         text = f"{after}{self.what} is {numbers}"
+        if "update" in self.what:
+            text += f", by the same gradients: {OF_UPDATES}"
         if relative_difference(self.parts * cut.parts, self.whole) < ROUNDING_MAX and self.what == "the loss":
             text += ": it is their sum, not their mean"
         return Verdict(text, draws=draws)
@@ -105,7 +108,7 @@ class Run:
             library, or by one whose numbers cannot be fixed.
         counts: passes count something up.
         hooks: there are hooks on gradients.
-        output: norm of the output in evaluation mode, where the batch is cut.
+        left: what passes have left that differs most from the reference: by how much, its name, and its norm in both.
     """
 
     losses: dict[tuple[int, str], float]
@@ -117,7 +120,7 @@ class Run:
     draws_by_sample: bool = False
     counts: bool = False
     hooks: bool = False
-    output: float = 0.0
+    left: tuple[float, str, float, float] | None = None
 
     @property
     def limit(self) -> float:
@@ -128,14 +131,17 @@ class Run:
     def verdict(self, parts: Run, cut: Cut, sides: Sides) -> Verdict:
         """Verdict where the other side agrees with this one."""
         metrics = _metric_difference(self, parts, self.limit, cut, sides)
-        evaluated = ""
-        if relative_difference(parts.output, self.output) > self.limit:
-            evaluated = (
-                f"the norm of the output in evaluation mode is {self.output:.6g} after {PASSES} passes over "
-                f"{cut.samples} samples, {parts.output:.6g} after those over the parts of replica 0"
-            )
+        left = ""
+        if parts.left is not None and parts.leaves_other(self):
+            _, name, whole, own = parts.left
+            numbers = f"{whole:.6g} after {PASSES} passes over {cut.samples} samples, {own:.6g} after their parts"
+            left = f"{name} is {numbers}"
         draws = self.draws and (parts.draws or sides == BATCH)
-        return Verdict(metrics=metrics, evaluated=evaluated, draws=draws, counts=self.counts, hooks=self.hooks)
+        return Verdict(metrics=metrics, left=left, draws=draws, counts=self.counts, hooks=self.hooks)
+
+    def leaves_other(self, whole: Run) -> bool:
+        """True if passes have left something else than those of the whole."""
+        return self.left is not None and not self.draws_by_sample and self.left[0] > whole.limit
 
     def by_norms(self, reference: Run) -> Run:
         """The same with the differences of norms in place of the norms of differences."""
@@ -157,10 +163,10 @@ class Run:
             for key, one in whole.losses.items()
         ]
         first = [each for each in found if not each.later and each.size > ROUNDING_MAX]
-        largest = max(whole.norms.values(), default=0.0) or 1.0
         for key, apart in self.apart.items():
-            what = f"the norm of the gradient of {key[1]}"
-            size = apart / largest if math.isfinite(apart) else math.inf
+            what = f"the norm of the {'update' if key[0] == UPDATE else 'gradient'} of {key[1]}"
+            alike = (norm for other, norm in whole.norms.items() if (other[0] == UPDATE) == (key[0] == UPDATE))
+            size = apart / (max(alike, default=0.0) or 1.0) if math.isfinite(apart) else math.inf
             found.append(Difference(size, what, whole.norms.get(key, 0.0), self.norms.get(key, 0.0), False))
         return max(first or found, key=lambda each: each.size)
 
@@ -175,8 +181,10 @@ def _metric_difference(whole: Run, parts: Run, limit: float, cut: Cut, sides: Si
     return ""
 
 
-EVALUATION = "(evaluation)"
-"""In place of the part of a loss: the output in evaluation mode."""
+OF_UPDATES = "the optimizer also reads what passes leave beside gradients, in attributes or buffers"
+
+EVALUATION, UPDATE = "(evaluation)", "(update)"
+"""In place of the part of a loss: the output in evaluation mode, and the optimizer's updates."""
 
 
 def _loss_name(part: str) -> str:

@@ -21,7 +21,7 @@ import itertools
 import math
 import random
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -41,15 +41,16 @@ from clusterd.train.parallel import build
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.gradient_sync import local_gradient, local_tensor
 from clusterd.train.parallel.mesh import check_same_model
+from clusterd.train.parallel.optimizers import RankOptimizer, step_hooks
 from clusterd.train.parallel.precision import own_autocast
 from clusterd.train.process import held
 from clusterd.train.process.context import Context
 from clusterd.train.process.exits import PlanRefused, TrainError, UnevenParameterUse, classify_error, first_line
 from clusterd.train.process.job import Job
-from clusterd.train.process.seeding import generator_states, seed_everything
+from clusterd.train.process.seeding import generator_states, preserved_generators, seed_everything
 from clusterd.train.proof.cuts import BATCH, MODEL, PASSES, Cut, Side, Sides
 from clusterd.train.proof.fixed_draws import FixedDraws
-from clusterd.train.proof.results import DRAWS_TIMES, EVALUATION, NOISE_TIMES, Run, Verdict, differs
+from clusterd.train.proof.results import DRAWS_TIMES, EVALUATION, NOISE_TIMES, UPDATE, Run, Verdict, differs
 from clusterd.train.state.attributes import parts_of_loss
 from clusterd.train.state.local_shards import box_of
 
@@ -60,7 +61,8 @@ LARGE = 1e4
 def read_samples(job: Job, cut: Cut) -> list[Any]:
     """Samples of a proof: the first of the job's first batch."""
     order = order_of(job.data, job.global_batch, job.seed, job.sampler)
-    return [job.data[int(i)] for i in order.batch(0)[: cut.samples]]
+    with preserved_generators(), held.preserved(job.data):
+        return [job.data[int(i)] for i in order.batch(0)[: cut.samples]]
 
 
 def prove(
@@ -97,6 +99,8 @@ def _proved(trial: _Trial, ahead: int = 0, scale: float = 1.0) -> Verdict:
         raise PlanRefused(f"{trial.plan} fails where {_LESS[sides]} does not: {what}") from error
     difference = parts.difference(whole)
     if difference.size <= whole.limit:
+        if parts.leaves_other(whole) and trial.run(sides[0], reference=whole, ahead=ahead).leaves_other(whole):
+            parts = replace(parts, left=None)  # it is another one in each run: a time, an identity
         return whole.verdict(parts, trial.cut, sides)
     again = trial.noise(whole, sides[0], (0, 0), ahead)
     if difference.size <= NOISE_TIMES * again:
@@ -152,8 +156,8 @@ class _Trial:
         self._job, self._context, self._device, self._mesh = job, context, device, mesh
         self._samples, self.cut, self.sides, self.plan = samples, cut, sides, context.plan
         self._draws: list[Any] = []  # of the reference
-        evaluates = job.evaluate is not None or job.own_loop
-        self._evaluates = evaluates if sides == MODEL else self.plan.pp == 1 and not job.losses
+        self._evaluates = sides == MODEL and (job.evaluate is not None or job.own_loop)
+        self._left: dict[str, torch.Tensor] = {}  # by the passes of the reference
         self._model: Callable[[], nn.Module | None] = lambda: None  # of the run before, whose memory it need not keep
         self._gradients: dict[tuple[str, str], torch.Tensor] = {}
         # Whole gradients of a model that is sharded for its size have no place in the host's memory.
@@ -187,7 +191,7 @@ class _Trial:
         self._model = weakref.ref(model)
         places = self._places(model)
         self._set_counters(places, ahead)
-        counted = [_read(places)]
+        counted, kept = [_read(places)], {name: _version(value) for name, value in self._kept(model).items()}
         check_same_model(model, self._device)
         with _fixed_statistics([model, self._job.loss, *self._job.losses.values()]):
             stepper, parallel = self._stepper(model, plan, coordinates, side)
@@ -205,19 +209,21 @@ class _Trial:
                         if number == 0:
                             metrics |= update.own_metrics()
                         if number == PASSES - 1:
-                            self._measure(found, part, parallel, side, keeps=reference is None and not self._by_norms)
+                            self._measure(found, part, self._gradients_of(parallel, side), parallel, side, reference)
                 if (states := generator_states()) != before:
                     draws_by_sample = True
                     drawing.drawn.append(states)
                 counted.append(_read(places))
                 if number < PASSES:
                     drawn = list(drawing.drawn)
+            left = self._compare_left(model, kept, reference) if self.sides == BATCH else None
             parallel.drop_buckets()
             seed_everything(seed)
             with drawing:
-                size = self._evaluated(stepper, parallel, side) if self._evaluates else None
-            if size is not None:
-                losses[0, EVALUATION] = size
+                if self._evaluates:
+                    losses[0, EVALUATION] = self._evaluated(stepper, parallel, side)
+            if not self._job.losses:
+                self._measure(found, UPDATE, self._updates(parallel), parallel, side, reference)
         if self._counters is None:
             self._counters = _counters(counted)
         draws_by_sample = draws_by_sample or drawing.is_free
@@ -232,8 +238,7 @@ class _Trial:
         if dist.is_initialized():
             dist.all_reduce(totals)
         found.losses.update(zip(losses, totals.tolist(), strict=True))
-        output = 0.0 if self.sides == MODEL else found.losses.pop((0, EVALUATION), 0.0)
-        made = replace(self._summed(found, metrics, drew), output=output)
+        made = self._summed(replace(found, left=left), metrics, drew)
         return made.by_norms(reference) if self._by_norms and reference is not None else made
 
     def noise(self, whole: Run, side: Side, seeds: Sequence[int], ahead: int) -> float:
@@ -257,15 +262,42 @@ class _Trial:
 
         return registered
 
-    def _places(self, model: nn.Module) -> dict[str, tuple[Any, Any]]:
-        """Places of numbers that passes may count up: of modules, the loss, what they hold and read; buffers of one."""
-        job = self._job
-        losses = parts_of_loss(job.losses or job.loss)
+    def _roots(self, model: nn.Module) -> dict[str, object]:
+        losses = parts_of_loss(self._job.losses or self._job.loss)
         roots: dict[str, object] = {f"(loss).{name}": part for name, part in losses.items()}
         roots |= dict(model.named_modules())
-        found = held.places(roots | held.script_globals([*roots.values(), job.loss]))
+        return roots | held.script_globals([*roots.values(), self._job.loss])
+
+    def _places(self, model: nn.Module) -> dict[str, tuple[Any, Any]]:
+        """Places of numbers that passes may count up: of modules, the loss, what they hold and read; buffers of one."""
+        found = held.places(self._roots(model))
         buffers = {f"(buffer) {n}": (b, ...) for n, b in model.named_buffers() if b.numel() == 1 and not b.is_complex()}
         return found | buffers
+
+    def _kept(self, model: nn.Module) -> dict[str, Any]:
+        """Tensors and plain values that passes may leave: buffers, and attributes of modules, the loss and helpers."""
+        found: dict[str, Any] = dict(model.named_buffers())
+        for name, owner in held.owners(self._roots(model)).items():
+            parts = {held.path(name.rstrip("."), attribute): value for attribute, value in owner.attributes.items()}
+            found |= {at: v for at, v in parts.items() if isinstance(v, torch.Tensor) or held.is_plain(v)}
+        return found
+
+    def _compare_left(
+        self, model: nn.Module, before: dict[str, Any], reference: Run | None
+    ) -> tuple[float, str, float, float] | None:
+        """Largest difference from what the passes of the reference have left: its size, its name, and both norms."""
+        now = {name: value for name, value in self._kept(model).items() if _version(value) != before.get(name)}
+        left = {name: numbers for name, value in now.items() if (numbers := _numbers(value)) is not None}
+        if reference is None:
+            self._left = left
+        sizes = {name: float(torch.linalg.vector_norm(numbers)) for name, numbers in left.items()}
+        found = []
+        for name, there in self._left.items():
+            here, whole = left.get(name), float(torch.linalg.vector_norm(there))
+            if here is not None and here.shape == there.shape:
+                apart = float(torch.linalg.vector_norm(here - there)) / max(whole, sizes[name], 1e-12)
+                found.append((apart, name, whole, sizes[name]))
+        return max(found, default=None)
 
     def _set_counters(self, places: dict[str, tuple[Any, Any]], ahead: int) -> None:
         for name, (first, each) in (self._counters or {}).items():
@@ -327,8 +359,8 @@ class _Trial:
             samples = [sample for n in self.cut.of_replica(self.plan, replica) for sample in parts[n]]
         return pair_on_device(self._job.collate_fn(samples), self._device)
 
-    def _evaluated(self, stepper: Stepper, parallel: ParallelModel, side: Side) -> torch.Tensor | None:
-        """This rank's part of the norm of the output in evaluation mode; None: the model has none for these inputs."""
+    def _evaluated(self, stepper: Stepper, parallel: ParallelModel, side: Side) -> torch.Tensor:
+        """This rank's part of the norm of the output in evaluation mode; zero: the model has none for these inputs."""
         inputs, _ = self._batch(0, Side.WHOLE, 0)
         parallel.module.eval()
         coordinates, ranks = self._context.coordinates, self._context.world_size
@@ -337,10 +369,10 @@ class _Trial:
             with torch.no_grad():
                 outputs = outputs_of(parallel, stepper.stage_forward, stage, inputs)
         except Exception:
-            if side is Side.WHOLE and self.sides == MODEL:
+            if side is Side.WHOLE:
                 raise
             self._evaluates = False
-            return None
+            return torch.zeros((), device=self._device)
         leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         size = math.sqrt(sum(_square(leaf) for leaf in leaves))
         if side is Side.ALONE:
@@ -349,18 +381,53 @@ class _Trial:
         reports = coordinates.shard == coordinates.replica == 0 and coordinates.stage == self.plan.pp - 1
         return torch.tensor(size * reports, device=self._device)
 
-    def _measure(self, found: Run, part: str, parallel: ParallelModel, side: Side, *, keeps: bool) -> None:
-        """Squares of this rank's part of each gradient, and of its distance from the reference."""
-        for name, parameter in parallel.parameters:
-            there = self._gradients.get((part, name))
+    def _gradients_of(self, parallel: ParallelModel, side: Side) -> Iterator[torch.Tensor | None]:
+        """This rank's part of the gradient of each parameter."""
+        for _, parameter in parallel.parameters:
             gradient = None if parameter.grad is None else local_gradient(parameter).detach()
             if gradient is not None and side is Side.WHOLE and not parallel.averages:
                 gradient = gradient / parallel.plan.dp  # each replica has added the gradient of the whole
-            if keeps and gradient is not None:
+            yield gradient
+
+    def _updates(self, parallel: ParallelModel) -> Iterator[torch.Tensor | None]:
+        """This rank's part of the update of each parameter by the gradients of the reference, where it keeps them.
+
+        Torch's own optimizers read nothing else; others may read what passes leave.
+        """
+        optimizer = RankOptimizer(parallel, self._job.optimizer)
+        holder = optimizer.holder
+        if type(holder).__module__.startswith("torch.") and not step_hooks(holder):
+            return
+        before = [local_tensor(parameter.detach()).clone() for _, parameter in parallel.parameters]
+        for name, parameter in parallel.parameters:
+            if parameter.grad is not None and (there := self._reference("", name, parameter)) is not None:
+                local_gradient(parameter).copy_(there)
+        seed_everything(0)
+        optimizer.step()
+        for old, (_, parameter) in zip(before, parallel.parameters, strict=True):
+            yield local_tensor(parameter.detach()) - old
+
+    def _reference(self, part: str, name: str, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part of what the reference has for a parameter."""
+        there = self._gradients.get((part, name))
+        if there is not None and there.shape != local_tensor(parameter.detach()).shape:  # of the whole model
+            there = there[tuple(slice(low, high) for low, high in box_of(parameter))]
+        return None if there is None else there.to(parameter.device)
+
+    def _measure(
+        self,
+        found: Run,
+        part: str,
+        values: Iterable[torch.Tensor | None],
+        parallel: ParallelModel,
+        side: Side,
+        reference: Run | None,
+    ) -> None:
+        """Squares of this rank's part of each gradient, or update, and of its distance from the reference."""
+        for (name, parameter), gradient in zip(parallel.parameters, values, strict=False):
+            there = self._reference(part, name, parameter)
+            if reference is None and not self._by_norms and gradient is not None:
                 self._gradients[part, name] = gradient.to("cpu" if side is Side.ALONE else gradient.device, copy=True)
-            if there is not None and there.shape != local_tensor(parameter.detach()).shape:  # of the whole model
-                there = there[tuple(slice(low, high) for low, high in box_of(parameter))]
-            there = None if there is None else there.to(parameter.device)
             apart = gradient if there is None else there if gradient is None else gradient - there
             if apart is not None:
                 copies = self._context.world_size if side is Side.ALONE else holders(parameter, parallel.plan)
@@ -369,27 +436,32 @@ class _Trial:
 
     def _summed(self, own: Run, own_metrics: dict[str, tuple[float, float]], drew: tuple[bool, ...]) -> Run:
         """The run of all ranks: norms over what each of them holds."""
-        every: list[Any] = [(own_metrics, own.norms, own.apart, drew)]
+        every: list[Any] = [(own_metrics, own.norms, own.apart, own.left, drew)]
         if dist.is_initialized():
             every = [None] * dist.get_world_size()
-            dist.all_gather_object(every, (own_metrics, own.norms, own.apart, drew))
+            dist.all_gather_object(every, (own_metrics, own.norms, own.apart, own.left, drew))
         metrics: dict[str, list[float]] = {}
         norms: dict[tuple[str, str], float] = {}
         apart: dict[tuple[str, str], float] = {}
-        for values, squares, distances, _ in every:
+        for values, squares, distances, *_ in every:
             for name, (total, weight) in values.items():
                 entry = metrics.setdefault(name, [0.0, 0.0])
                 entry[0], entry[1] = entry[0] + total, entry[1] + weight
             for key, square in squares.items():
                 norms[key] = norms.get(key, 0.0) + square
                 apart[key] = apart.get(key, 0.0) + distances[key]
+        draws, by_sample, counts, hooks = (any(each[-1][which] for each in every) for which in range(4))
         return Run(
             own.losses,
             {name: total / weight for name, (total, weight) in metrics.items() if weight},
             {key: math.sqrt(square) for key, square in norms.items()},
             {key: math.sqrt(square) for key, square in apart.items()},
             max([self._rounding, *(torch.finfo(each).eps for each in own_autocast)]),
-            *(any(each[-1][which] for each in every) for which in range(len(drew))),
+            draws,
+            by_sample,
+            counts,
+            hooks,
+            max((each[-2] for each in every if each[-2] is not None), default=None),
         )
 
 
@@ -465,6 +537,20 @@ def _counters(passes: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]
         if added and all(math.isclose(b - a, added, rel_tol=1e-6) for a, b in itertools.pairwise(values)):
             found[name] = values[0], added
     return found
+
+
+def _version(value: Any) -> Any:
+    """Mark that differs for another tensor, or content of one, or another plain value."""
+    return (id(value), value._version) if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _numbers(value: Any) -> torch.Tensor | None:
+    """The numbers of a tensor or a plain value; None: it has others."""
+    if isinstance(value, torch.Tensor):
+        is_plain = not (value.is_meta or value.is_complex() or hasattr(value, "placements"))
+        return value.detach().double().cpu() if is_plain and value.layout == torch.strided else None
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, (int, float))]
+    return torch.tensor(leaves, dtype=torch.float64) if leaves else None
 
 
 def _square(tensor: torch.Tensor) -> float:

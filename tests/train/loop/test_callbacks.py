@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 from rank_pool import RankPool
+from torch import nn
 
 from clusterd.plans.plan import Plan
-from clusterd.train.loop.callbacks import Callbacks
+from clusterd.train.loop.callbacks import Callbacks, ModelCalls
 
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[RankPool]:
-    pool = RankPool(modules=["tests.foreign.hidden_state"])
+    pool = RankPool(modules=["tests.foreign.hidden_state", "tests.foreign.trainers"])
     yield pool
     pool.close()
 
@@ -49,6 +50,16 @@ def test_a_plan_of_several_ranks_is_refused_on_all_of_them(
         assert reason in rank.output
 
 
+@pytest.mark.slow_after(1)
+def test_a_callback_that_calls_a_model_in_shards_is_refused(scripts: RankPool, tmp_path: Path) -> None:
+    """Its shards come from ranks that do not call it."""
+    first = scripts.run(tmp_path / "shards", "dp=2,zero=3", script="sampled_by_callback", steps=6).ranks[0]
+    assert (first.exit_code, "Traceback" in first.output) == (96, False), first.output
+    assert "on_evaluate calls the model on rank 0 alone, and ranks of dp=2,zero=3 have shards of it" in first.output
+    whole = scripts.run(tmp_path / "whole", "dp=2", script="sampled_by_callback", steps=6).checked()
+    assert "clusterd: " not in whole.ranks[0].output
+
+
 def test_one_process_is_told_why_it_gets_no_further_ranks(scripts: RankPool, tmp_path: Path) -> None:
     output = scripts.run(tmp_path, "dp=1", script="temperature_by_callback", steps=6).checked().ranks[0].output
     assert output.count("on_step has changed (loss).temperature from 1.2 to 1.4") == 1
@@ -69,9 +80,10 @@ def test_a_callback_that_changes_nothing_is_left_alone() -> None:
         attributes=SimpleNamespace(roots={"(loss)": loss}),
         rates=dict,
         context=SimpleNamespace(plan=Plan(dp=2)),
+        parallel=SimpleNamespace(module=nn.Linear(1, 1)),
     )
     control: Any = SimpleNamespace(request=lambda *given: asked.append(given))
-    callbacks = Callbacks(training, control)
+    callbacks = Callbacks(training, control, ModelCalls(training))
     for step in range(1, 5):
         callbacks.call("on_step", step, {})
         callbacks.call("on_evaluate", step, {})

@@ -14,7 +14,7 @@ from tests.foreign.runs import REFUSED, RIGHT, TOLD, Runner
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     registry.load()
-    groups = ["own_loops", "settings", "batches", "carried", "whole_batch", "cut_models"]
+    groups = ["own_loops", "settings", "batches", "carried", "whole_batch", "cut_models", "trainers"]
     made = Runner(tmp_path_factory.mktemp("loops"), [f"tests.foreign.{group}" for group in groups])
     yield made
     made.close()
@@ -57,6 +57,17 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         ("optimizer_saved_by_loop", "dp=2,zero=1", REFUSED, "saves weights or the state of its optimizer, of which"),
         ("optimizer_saved_by_loop", "dp=2", RIGHT, ""),
         ("groups_of_the_model", "one", REFUSED, "the optimizer has parameters that its factory was not given"),
+        ("balanced_by_bias", "dp=2", REFUSED, "before step 2 the script's loop has made bias a Tensor with checksum"),
+        ("evaluated_on_main", "dp=2,zero=3", REFUSED, "rank 0 called the model after step 3, and rank 1 did not"),
+        ("evaluated_on_main", "tp=2", REFUSED, "rank 0 called the model after step 3, and rank 1 did not"),
+        ("evaluated_on_main", "dp=2", RIGHT, ""),
+        ("memory_that_grows", "dp=2,zero=3", RIGHT, ""),
+        ("optimizers_in_a_list", "dp=2,zero=1", RIGHT, ""),
+        ("optimizers_in_a_list", "tp=2", RIGHT, ""),
+        ("optimizers_in_a_list", "pp=2,accumulation=2", RIGHT, ""),
+        ("order_by_world", "dp=2", REFUSED, "the sampler yields another order in the first epoch"),
+        ("optimizer_in_a_wrapper", "one", REFUSED, "returned a Wrapped, which is no torch.optim.Optimizer, or has not"),
+        ("sharpness_aware", "one", REFUSED, "Sharpness computes the loss several times per step (its step() needs a"),
     ],
 )
 def test_what_a_script_changes_is_as_in_one_process_or_named(
@@ -91,6 +102,9 @@ def test_what_a_script_changes_is_as_in_one_process_or_named(
         ("schedule_registered", "move"),
         ("schedule_registered", "resume"),
         ("harder_before_each_step", "move"),
+        ("counted_by_a_hook", "move"),
+        ("optimizers_in_a_list", "move"),
+        ("memory_that_grows", "restart"),
     ],
 )
 def test_what_a_script_has_changed_goes_on(runner: Runner, script: str, how: str) -> None:
@@ -127,6 +141,9 @@ def test_what_is_too_large_to_be_carried_is_named(runner: Runner) -> None:
         ("trainer_with_attributes", "restart", "variables of the script's loop change (self.waited), and begin anew"),
         ("counted_in_a_global_of_the_loop", "restart", "variables of the script's loop change (SEEN), and begin anew"),
         ("rewound_by_loop", "restart", "variables of the script's loop (initial) have other values before its first"),
+        ("rate_behind_progress_bar", "restart", "variables of the script's loop change (best, rate), and begin anew"),
+        ("rate_by_epoch", "resume", "variables of the script's loop change (rate), and begin anew"),
+        ("second_loader_by_loop", "resume", "variables of the script's loop (more) have other values before its first"),
     ],
 )
 def test_variables_that_begin_anew_are_named(runner: Runner, script: str, how: str, says: str) -> None:

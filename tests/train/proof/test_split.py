@@ -56,6 +56,7 @@ def foreign() -> RankPool:
             "tests.foreign.diverging",
             "tests.foreign.settings",
             "tests.foreign.cut_models",
+            "tests.foreign.trainers",
             "tests.train.proof.ending",
         ]
     )
@@ -77,6 +78,8 @@ REFUSED = [
     ("clipped_backward", "dp=2", "gradient"),
     ("warmed_up_by_calls", "accumulation=2", "the loss is"),
     ("signs_in_backward", "dp=2,shares=3:5", "gradient"),
+    ("private", "accumulation=2", "by the same gradients: the optimizer also reads what passes leave beside gradients"),
+    ("private", "dp=2,zero=1", "the norm of the update of"),
 ]
 
 
@@ -109,6 +112,7 @@ OTHERWISE = [
     ("penalty_of_all_weights", STAGES, "computes with a parameter or a buffer of another stage of the pipeline"),
     ("step_within", "dp=2,zero=3", "the cut model; FSDP2 gathers weights for the forward pass of their module"),
     ("statistic_in_a_hook", "dp=2,tp=2,zero=1", "the result depends on how the batch is cut"),
+    ("private", "dp=2,zero=3", "the norm of the update of"),
 ]
 
 
@@ -143,6 +147,9 @@ EQUAL = [
     ("weighted_words", "dp=2,pp=2,zero=2,accumulation=2", ""),
     ("tied_in_other_order", STAGES, ""),
     ("clipped_one_cycle", "dp=2,shares=3:5", ""),
+    ("seeds_itself", "dp=2", ""),
+    ("drawn_by_data", "accumulation=2", ""),
+    ("optimizers_in_a_list", "dp=2,zero=3", ""),
 ]
 
 
@@ -165,7 +172,8 @@ def test_what_trains_alike_is_not_accused(foreign: RankPool, tmp_path: Path, scr
         ("dropout_inside", "tp=2", "draws random numbers"),
         ("layer_dropped", STAGES, "draws random numbers"),
         ("normalised", "dp=2", "is batch normalisation"),
-        ("range_for_evaluation", "dp=2", "what forward passes keep depends on dp=2, and with it evaluations"),
+        ("range_for_evaluation", "dp=2", "what forward passes keep depends on dp=2, and with it what reads that"),
+        ("rounded_later", "accumulation=2", "what forward passes keep depends on accumulation=2, and with it what"),
         (
             "random_slopes",
             "dp=2",
