@@ -19,10 +19,12 @@ _SINGLE = (
     "datasets.py",
     "errors.py",
     "exit_reasons.py",
+    "outside_text.py",
     "page_tables.py",
     "process_attributes.py",
     "socket_files.py",
     "trusted_paths.py",
+    "units.py",
 )
 _MSGPACK = ("__init__.py", "exceptions.py", "ext.py", "fallback.py")
 _EPOCH = (1980, 1, 1, 0, 0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import shutil
@@ -16,6 +17,7 @@ from clusterd.agent.host.bundle import bundle
 from tests.agent.client import end_all
 from tests.hang import HANG_S
 
+REPOSITORY = Path(__file__).parents[3]
 MAKE = "from clusterd.agent.host.bundle import bundle; print(bundle().sha256)"
 
 
@@ -33,6 +35,27 @@ def test_the_bundle_holds_modules_of_hosts_and_none_of_the_daemon() -> None:
     assert "clusterd/plans/plan.py" in names
     assert {"vendor/msgpack/fallback.py", "clusterd/train/process/preload.py"} <= set(names)
     assert not [n for n in names if n.startswith(("clusterd/core", "clusterd/daemon", "clusterd/ssh", "clusterd/cli"))]
+
+
+def test_the_bundle_has_all_that_its_modules_import() -> None:
+    """Regression: clusterd.units was missing, and only where clusterd is installed, as in tests, could a job train."""
+    with zipfile.ZipFile(io.BytesIO(bundle().data)) as archive:
+        code = {name: archive.read(name) for name in archive.namelist() if name.startswith("clusterd/")}
+    modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in code}
+    missing = set[tuple[str, str]]()
+    for name, text in code.items():
+        for node in ast.walk(ast.parse(text)):
+            found = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                found += [node.module or "", *(f"{node.module}.{each.name}" for each in node.names)]
+            ours = {one for one in found if one.split(".")[0] == "clusterd" and _is_module(one)}
+            missing |= {(name, one) for one in ours - modules}
+    assert not missing
+
+
+def _is_module(name: str) -> bool:
+    place = REPOSITORY.joinpath(*name.split("."))
+    return place.is_dir() or place.with_suffix(".py").exists()
 
 
 def test_the_bundle_is_made_from_an_installed_package_too(tmp_path: Path) -> None:
