@@ -6,11 +6,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from datetime import time as clock_time
 from functools import lru_cache
 from operator import eq, ge, gt, le, lt
 from typing import Any
+
+_UTC = timezone.utc  # noqa: UP017 - some hosts have Python 3.10
 
 _SIZES = {
     "": 1,
@@ -102,7 +104,7 @@ def parse_time_s(text: str) -> float:
     Raises:
         ValueError: not a point in time.
     """
-    now = datetime.now(UTC).astimezone()
+    now = datetime.now(_UTC).astimezone()
     given = text.strip().lower()
     if given.startswith(("+", "now+")):
         ahead_s = parse_duration_s(given.partition("+")[2])
@@ -131,7 +133,7 @@ def parse_time_s(text: str) -> float:
 
 def local_time(at_s: float) -> str:
     """Point in time as people here write it: ``2026-12-24 08:00``."""
-    return datetime.fromtimestamp(at_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M" + (":%S" if at_s % 60 else ""))
+    return datetime.fromtimestamp(at_s, _UTC).astimezone().strftime("%Y-%m-%d %H:%M" + (":%S" if at_s % 60 else ""))
 
 
 def size(count: float) -> str:
@@ -303,7 +305,7 @@ def iso_name(name: str) -> str:
 def iso_time(at_s: float) -> str:
     """Point in time by ISO 8601 in UTC, to the millisecond, as in ``2026-03-02T09:15:00.250Z``."""
     try:
-        found = datetime.fromtimestamp(at_s, UTC)
+        found = datetime.fromtimestamp(at_s, _UTC)
     except (OverflowError, ValueError, OSError):  # as of a claim without end
         return ""
     return found.isoformat(timespec="milliseconds").replace("+00:00", "Z")

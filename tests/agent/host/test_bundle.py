@@ -18,6 +18,20 @@ from tests.agent.client import end_all
 from tests.hang import HANG_S
 
 REPOSITORY = Path(__file__).parents[3]
+IMPORTS = """
+import importlib, pkgutil, sys
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/vendor"]
+import clusterd
+for module in pkgutil.walk_packages(clusterd.__path__, "clusterd."):
+    if module.name != "clusterd.agent.host.bundle":  # which the head node makes
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "numpy", "fsspec"):
+                print(module.name, error)
+        except Exception as error:
+            print(module.name, error)
+"""
 MAKE = "from clusterd.agent.host.bundle import bundle; print(bundle().sha256)"
 
 
@@ -74,16 +88,20 @@ def test_the_bundle_is_made_from_an_installed_package_too(tmp_path: Path) -> Non
 @pytest.mark.parametrize("version", ["python3", "python3.10", "python3.12", "python3.13"])
 def test_the_bundle_runs_on_a_bare_python(tmp_path: Path, version: str) -> None:
     """Only the standard library there: the carried msgpack is used."""
-    found = shutil.which(version)
-    ask = [found or "", "-c", "import sys; print(sys.executable)"]
-    asked = subprocess.run(ask, capture_output=True, text=True, check=False) if found else None
-    if asked is None or asked.returncode != 0:
+    found = [shutil.which(version) or "", *map(str, Path.home().glob(f".pyenv/versions/*/bin/{version}"))]
+    ask = "import sys; print(sys.executable)"
+    asked = [subprocess.run([one, "-c", ask], capture_output=True, text=True, check=False) for one in found if one]
+    python = next((each.stdout.strip() for each in asked if each.returncode == 0), "")
+    if not python:
         pytest.skip(f"no {version} on this machine")
-    python = asked.stdout.strip()
     code = tmp_path / f"agent-{bundle().version}"
     zipfile.ZipFile(io.BytesIO(bundle().data)).extractall(code)
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CLUSTERD_AGENT_HOME": str(tmp_path / "agent")}
     program = [python, "-I", "-S", str(code)]
+    imported = subprocess.run(
+        [python, "-I", "-S", "-c", IMPORTS, str(code)], env=env, capture_output=True, text=True, check=False
+    )
+    assert imported.stdout == "", "only what is in the environment of a job, as torch, is missing"
     hello = (
         f"import subprocess, sys; sys.path[:0] = [{str(code)!r}, {str(code / 'vendor')!r}]\n"
         "from clusterd import protocol; import msgpack; assert 'vendor' in msgpack.__file__\n"
