@@ -19,18 +19,26 @@ from tests.hang import HANG_S
 
 REPOSITORY = Path(__file__).parents[3]
 IMPORTS = """
-import importlib, pkgutil, sys
+import ast, importlib, pathlib, sys
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/vendor"]
-import clusterd
-for module in pkgutil.walk_packages(clusterd.__path__, "clusterd."):
-    if module.name != "clusterd.agent.host.bundle":  # which the head node makes
-        try:
-            importlib.import_module(module.name)
-        except ModuleNotFoundError as error:
-            if error.name not in ("torch", "numpy", "fsspec"):
-                print(module.name, error)
-        except Exception as error:
-            print(module.name, error)
+for file in pathlib.Path(sys.argv[1], "clusterd").rglob("*.py"):
+    if file.name == "bundle.py":  # which the head node makes
+        continue
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in sys.stdlib_module_names:
+            found = importlib.import_module(node.module)
+            for each in node.names:
+                if not hasattr(found, each.name):
+                    print(file, node.module, each.name)
+    name = ".".join(file.relative_to(sys.argv[1]).with_suffix("").parts)
+    try:
+        if file.name != "__main__.py":
+            importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy", "fsspec"):
+            print(name, error)
+    except Exception as error:
+        print(name, error)
 """
 MAKE = "from clusterd.agent.host.bundle import bundle; print(bundle().sha256)"
 
