@@ -19,6 +19,7 @@ _SINGLE = (
     "datasets.py",
     "errors.py",
     "exit_reasons.py",
+    "outside_text.py",
     "page_tables.py",
     "process_attributes.py",
     "socket_files.py",
