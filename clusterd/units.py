@@ -74,7 +74,7 @@ def parse_gpus_or_part(text: str | float) -> tuple[str, int, int]:
 
 
 def parse_duration_s(text: str | float) -> float:
-    """Parse a duration into seconds: ``90``, ``12h``, ``1h30m``, ``2d``.
+    """Parse a duration into seconds: ``90``, ``12h``, ``1h30m``, ``2d``, and as Slurm has it, ``2:30:00``, ``1-12``.
 
     Raises:
         ValueError: not a duration.
@@ -83,6 +83,9 @@ def parse_duration_s(text: str | float) -> float:
         return float(text)
     if not isinstance(text, str):  # TOML has times of day, which are not durations
         raise ValueError(f"{text} is no duration; write it as in 90s, 12h or 1h30m")
+    if clock := re.fullmatch(r"(?:(\d+)-(?=\d+)|(?=\d+:\d+:\d+$))(\d+)(?::(\d+))?(?::(\d+))?", text):
+        days, hours, minutes, seconds = (float(part or 0) for part in clock.groups())
+        return ((days * 24.0 + hours) * 60.0 + minutes) * 60.0 + seconds
     parts = re.findall(r"([0-9.]+)\s*([smhd])", text)
     try:
         if not parts or re.sub(r"[0-9.]+\s*[smhd]|\s", "", text):

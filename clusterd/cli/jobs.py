@@ -49,7 +49,7 @@ LINES_MAX = 20
 @click.command()
 @click.argument("jobs", nargs=-1, shell_complete=complete_job)
 @click.option("-a", "--all", "everything", is_flag=True, help="Finished jobs too.")
-@click.option("--state", help="Only jobs in this state.")
+@click.option("--state", help="Only jobs in this state, or in one of several: queued,running.")
 @click.option("--user", help="Only jobs of this user; . for your own.")
 @click.option("--since", metavar="TIME", help="Only jobs submitted within this time, finished ones too, as in 12h.")
 @click.option("-n", "--limit", type=click.IntRange(1), help="At most so many jobs, the newest.")
@@ -82,8 +82,8 @@ def ls(
     if jobs:
         rows = [row for row in rows if is_found(row, jobs)]
     if state is not None:
-        state = _check_state(state)
-        rows = [row for row in rows if row["state"] == state]
+        states = _states(state)
+        rows = [row for row in rows if row["state"] in states]
     rows = [row for row in rows if user in (None, row["user"]) and row["submitted_s"] >= begin_s]
     rows = rows if limit is None else sorted(rows, key=lambda row: float(row["submitted_s"]))[-limit:]
     if shown_as(output, rows):
@@ -145,14 +145,14 @@ _OF_SLURM = {
 }  # fmt: skip
 
 
-def _check_state(state: str) -> str:
-    """State of this name; Slurm's words and letters are understood."""
+def _states(names: str) -> set[str]:
+    """States of these names, separated by commas; Slurm's words and letters are understood."""
     from clusterd.types import JobState
 
-    state = _OF_SLURM.get(state.lower(), state.lower())
-    if state not in list(JobState):
-        raise UsageError(f"--state {state}: unknown state; known ones are {', '.join(JobState)}")
-    return state
+    states = {_OF_SLURM.get(name, name) for name in names.lower().replace(" ", "").split(",")}
+    if unknown := sorted(states.difference(JobState)):
+        raise UsageError(f"--state {unknown[0]}: unknown state; known ones are {', '.join(JobState)}")
+    return states
 
 
 def _line(row: dict[str, Any]) -> list[Any]:
@@ -365,13 +365,13 @@ def cancel(
     failures: list[ClusterError] = []
     if not jobs and state is None:
         raise click.UsageError("give JOBS, or --state for all your own jobs in that state")
-    state = _check_state(state) if state is not None else None
+    wanted = _states(state) if state is not None else None
     with Client() as cluster:
         chosen = own_jobs(cluster, jobs or ["*"], over=False)
-        if state is not None:
+        if wanted is not None:
             states = {row["id"]: row["state"] for row in cluster.call("jobs")}
             # One that is over, or that is not there, is looked up, and refused, by itself.
-            chosen = [job for job in chosen if (states.get(job) or cluster.call("job", job=job)["state"]) == state]
+            chosen = [job for job in chosen if (states.get(job) or cluster.call("job", job=job)["state"]) in wanted]
         if not chosen:
             raise UsageError(f"none of them is {state}: clusterd ls --state {state}")
         first, *others = chosen

@@ -103,6 +103,7 @@ _ELSEWHERE = {
     "sbatch": "submit", "srun": "run", "salloc": "shell", "squeue": "ls", "sinfo": "host ls", "sacct": "ls --since 1d",
     "scancel": "cancel", "scontrol": "hold, release, requeue, edit", "sprio": "why", "attach": "logs -f",
     "ps": "ls", "list": "ls", "jobs": "ls", "queue": "ls", "hosts": "host ls", "nodes": "host ls", "kill": "cancel",
+    "node": "host", "cp": "get JOB FILE", "scp": "get JOB FILE", "version": "--version", "watch": "top",
     "exec": "shell", "rm": "forget", "tail": "logs -f", "sattach": "logs -f", "sstat": "show", "sreport": "report",
     "smap": "top", "launch": "submit", "down": "cancel", "up": "start", "delete": "cancel, or forget", "info": "show",
     "describe": "show", "ssh": "shell JOB", "add": "host add", "drain": "host drain", "host rm": "host remove",
@@ -120,7 +121,8 @@ _OPTIONS_ELSEWHERE = {
     "ls": {
         "-u": "--user NAME", "--me": "--user .", "-t": "--state STATE", "--states": "--state STATE", "-S": "--since 1d",
         "--starttime": "--since 1d", "-j": "clusterd ls JOB", "--jobs": "clusterd ls JOB", "-w": "clusterd top",
-        "--watch": "clusterd top", "--format": "-o csv or -o json", "--start": "clusterd why JOB",
+        "--watch": "clusterd top", "--host": "clusterd host show HOST", "--format": "-o csv or -o json",
+        "--start": "clusterd why JOB",
         "-p": "there are no partitions, leave it out", "--partition": "there are no partitions, leave it out",
     },
     "logs": {"--tail": "--lines N", "-F": "--follow"},

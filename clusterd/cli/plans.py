@@ -172,6 +172,8 @@ def _show_plans(rows: list[dict[str, Any]], everything: bool) -> None:
         ],
         "no plan can run on this many devices",
     )  # fmt: skip
+    if any(r["measured_s"] and not r["lower_s"] <= r["measured_s"] <= r["upper_s"] for r in shown):
+        note("measured is the newest step time alone; outside of its interval: the speed has changed, or varies")
     if len(can) > len(shown):
         note(f"{len(can) - len(shown)} slower plans not shown: --all")
     for row in rows:

@@ -19,7 +19,7 @@ from clusterd.job_signals import parse_limit_signal
 from clusterd.keys import Key
 from clusterd.submission.job_file import Request, job_keys, parse_job
 from clusterd.toml import parse_toml
-from clusterd.units import parse_gpus, parse_time_s
+from clusterd.units import parse_duration_s, parse_gpus, parse_time_s
 
 PRELUDE = """
 while IFS= read -r -d '' pair; do
@@ -333,21 +333,11 @@ def _memory(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
 
 
 def _time(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", value)
-    if match is None:
+    if re.fullmatch(r"[\d:-]+", value) is None:
         raise ValueError("write it as in 30 (minutes), 2:30:00 or 1-12:00:00")
-    days, *parts = (int(part) if part is not None else None for part in match.groups())
-    given = [part for part in parts if part is not None]
-    if days is not None:
-        hours, minutes, seconds = (*given, 0, 0)[:3]
-    elif len(given) == 3:
-        hours, minutes, seconds = given
-    else:
-        hours, minutes, seconds = 0, *(*given, 0)[:2]
-    if not any(part for part in (days, *given)):
-        return  # no limit, as in Slurm
-    total_s = ((days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
-    values.setdefault("limits", {})["time"] = f"{total_s}s"
+    of_minutes = re.fullmatch(r"(\d+)(:\d+)?", value)
+    if total_s := parse_duration_s(f"0:{value}{'' if of_minutes[2] else ':0'}" if of_minutes else value):  # 0: no limit
+        values.setdefault("limits", {})["time"] = f"{total_s:.0f}s"
 
 
 def _number(value: str) -> int:

@@ -107,3 +107,17 @@ def test_the_beginning_of_a_name_is_shown_and_not_ended(shared_cluster: RunningC
         assert refused.returncode == 2
     assert shared_cluster.job(job)["state"] == "running"
     shared_cluster.run("cancel", "--wait", "train2")
+
+
+def test_states_and_times_are_understood_as_slurm_writes_them(shared_cluster: RunningCluster) -> None:
+    """Regression: `squeue -t PD,R` and `srun --time 1:30:00` were refused in their places here."""
+    job = shared_cluster.run("run", "-d", "--name", "timed", "--time", "1-2:30:00", "--", "sleep", "600").stdout.strip()
+    assert shared_cluster.job(job)["time_limit_s"] == 26.5 * 3600
+    assert "timed" in shared_cluster.run("ls", "--state", "PD,R,starting").stdout
+    assert "timed" not in shared_cluster.run("ls", "--all", "--state", "failed,cancelled").stdout
+    assert "--state lost: unknown state" in shared_cluster.run("ls", "--state", "running,lost", check=False).stderr
+    shared_cluster.run("edit", job, "time=2:00:00")
+    assert shared_cluster.job(job)["time_limit_s"] == 7200.0
+    refused = shared_cluster.run("edit", job, "time=30:00", check=False).stderr  # minutes in Slurm, or hours
+    assert "'30:00' is no duration" in refused
+    shared_cluster.run("cancel", "--state", "queued,running,starting", "timed")

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from clusterd.cli import jobs
 from clusterd.cli.help import entries, with_key
 from clusterd.cli.main import cli
+from clusterd.cli.plans import _show_plans
 from tests.conftest import REPOSITORY, RunningCluster
 
 COMPOSED = {r"asks for \d+ GPUs?, the cluster has 0"}
@@ -93,3 +94,15 @@ def test_why_and_refusals_name_the_entry(cluster: RunningCluster, monkeypatch: p
     answer = cluster.call("why", job="second") | {"unusable": [fault]}
     monkeypatch.setattr(jobs, "Client", lambda: nullcontext(SimpleNamespace(call=lambda *_, **__: answer)))
     assert f"{fault} (clusterd help no-gpu)" in CliRunner().invoke(cli, ["why", "second"]).output
+
+
+def test_a_measured_time_outside_its_interval_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: after the speed of a machine had changed the row contradicted itself."""
+    row = {
+        "fits": True, "current": True, "plan": "dp=1", "shape": "1", "step_time_s": 0.1, "lower_s": 0.09,
+        "upper_s": 0.11, "measured_s": 0.1, "device_bytes": 1,
+    }  # fmt: skip
+    _show_plans([row], everything=False)
+    assert "the speed has changed" not in capsys.readouterr().err
+    _show_plans([{**row, "measured_s": 0.3}], everything=False)
+    assert "measured is the newest step time alone" in capsys.readouterr().err

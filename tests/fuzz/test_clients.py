@@ -120,3 +120,15 @@ def test_an_error_inside_a_simulation_is_raised() -> None:
 
     with pytest.raises(ValueError, match="inside"):
         in_simulation(1, fail)
+
+
+def test_arguments_inside_each_other_are_refused_as_the_client_s_mistake() -> None:
+    """Regression: they were a bug of the daemon, with a page in its log for each."""
+
+    async def verb(peer: object, spec: dict[str, Any]) -> None: ...
+
+    deep: dict[str, Any] = {}
+    for _ in range(1000):
+        deep = {"a": deep}
+    with pytest.raises(ClusterError, match="too many maps or lists inside each other"):
+        checked_arguments(verb, OPERATOR, {"spec": deep}, "submit")

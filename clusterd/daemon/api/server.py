@@ -328,7 +328,7 @@ def checked_arguments(
     Args:
         strict: numbers and truth values do not come as text.
     Raises:
-        UsageError: an argument is missing, unknown, of another type, not finite, too large or too long.
+        UsageError: an argument is missing, unknown, of another type, not finite, too large, too long or too deep.
     """
     try:
         inspect.signature(verb).bind(peer, **given)
@@ -339,13 +339,15 @@ def checked_arguments(
     for key, value in given.items():
         try:
             converted[key] = msgspec.convert(value, wanted[key], strict=strict)
+            if wanted[key] is not FileText:
+                if isinstance(converted[key], float):
+                    _refuse_unusable_number(f"{name}: {key}", converted[key])
+                letters = TEXT_LETTERS_MAX if isinstance(value, str) else ARGUMENT_LETTERS_MAX
+                _refuse_beyond(f"{name}: {key}", value if isinstance(value, dict | list) else converted[key], letters)
         except msgspec.ValidationError as error:
             raise UsageError(f"{name}: {key}: {error}") from None
-        if wanted[key] is not FileText:
-            if isinstance(converted[key], float):
-                _refuse_unusable_number(f"{name}: {key}", converted[key])
-            letters = TEXT_LETTERS_MAX if isinstance(value, str) else ARGUMENT_LETTERS_MAX
-            _refuse_beyond(f"{name}: {key}", value if isinstance(value, dict | list) else converted[key], letters)
+        except RecursionError:
+            raise UsageError(f"{name}: {key} has too many maps or lists inside each other") from None
     return converted
 
 
