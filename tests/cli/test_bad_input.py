@@ -237,9 +237,9 @@ def test_a_standard_input_that_is_closed(shared_cluster: RunningCluster) -> None
 def test_what_cannot_be_shown_on_a_closed_standard_output_is_a_failure(shared_cluster: RunningCluster) -> None:
     """A job that runs meanwhile goes on, and gives its exit code."""
     for command, code, why in (
+        ("run --no-snapshot -- sh -c 'echo x; exit 3'", 3, "keeps running"),
         ("ls --all", 1, "the output cannot be written"),
         ("ls --all -o json", 1, "the output cannot be written"),
-        ("run --no-snapshot -- sh -c 'echo x; exit 3'", 3, "keeps running"),
     ):
         done = in_shell(shared_cluster, f"{sys.executable} -m clusterd {command} >&-")
         assert (done.returncode, why in done.stderr) == (code, True), done.stderr
