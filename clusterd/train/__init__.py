@@ -36,7 +36,7 @@ Guarantees under every plan, and across changes of plan:
   migration switches, the target ranks make the two steps after a state of the source ranks, and compare. After a
   restart from a checkpoint, the first step must have the loss that it had where that was written. The set of trainable
   parameters is fixed when the model is made: none can become trainable later.
-- **Replicas are compared**: after steps 1, 2, 4, ... and every hundredth, their parameters and optimizer state must be
+- **Replicas are compared**: 1, 2, 4, ... and every hundred steps after a start, parameters and optimizer state must be
   the same; a difference ends the job. What an optimizer draws is the same on all replicas.
 - **Evaluation** (`Evaluation`) counts each sample once under every plan, in evaluation mode, with the buffers of
   replica 0, and changes no state of training. A stop or a migration ends it between two batches, and it is repeated.

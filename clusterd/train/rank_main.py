@@ -51,7 +51,7 @@ from clusterd.train.process.start_phases import StartPhases
 from clusterd.train.process.steps_log import StepsLog
 from clusterd.train.proof.cuts import comparisons
 from clusterd.train.proof.ranks import prove_split
-from clusterd.train.proof.results import OF_UPDATES, Verdict
+from clusterd.train.proof.results import OF_UPDATES, OF_WRITES, Verdict
 
 OnEnd = Callable[[Training], None]
 """Called on every rank after its last step, while the process groups still exist."""
@@ -289,8 +289,9 @@ def _act_on(verdict: Verdict, job: Job, context: Context) -> None:
             f"{', and '.join(text for degree, text in cuts if degree > 1)}: dp and zero=1 leave the model whole"
         )
     if verdict.difference and job.sees_batch != "replica":
-        ways = "one process has that of the whole batch" if OF_UPDATES in verdict.difference else WAYS_OUT
-        raise PlanRefused(f"the result depends on how the batch is cut: {verdict.difference}; {ways}")
+        ways = "; one process has that of the whole batch" if OF_UPDATES in verdict.difference else f"; {WAYS_OUT}"
+        ways = "" if OF_WRITES in verdict.difference else ways
+        raise PlanRefused(f"the result depends on how the batch is cut: {verdict.difference}{ways}")
     if verdict.difference:
         texts.append(f"the result depends on how {plan} cuts the batch, as accepted: {verdict.difference}")
     if verdict.unclear:

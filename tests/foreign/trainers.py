@@ -218,6 +218,30 @@ def private() -> dict[str, Any]:
     )
 
 
+class AtOnce(torch.optim.SGD):
+    """Updates each parameter as soon as it has a gradient, and nothing at the end (LOMO, GaLore by layers)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.register_post_accumulate_grad_hook(self._update)
+
+    @torch.no_grad()
+    def _update(self, p: Any) -> None:
+        if p.grad is not None:
+            p.sub_(p.grad, alpha=0.1)
+            p.grad = None
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+@script("accumulation=2", "dp=2,zero=1", advice="a `step` after all gradients")
+def stepped_in_hooks() -> dict[str, Any]:
+    """An optimizer whose hooks of gradients update each parameter during the backward pass."""
+    return arguments(optimizer=AtOnce)
+
+
 @script("dp=2,zero=1", "tp=2", "pp=2,accumulation=2")
 def optimizers_in_a_list() -> dict[str, Any]:
     """Two optimizers for one loss, in a list: one for matrices, one for the rest."""

@@ -86,16 +86,11 @@ class Callbacks:
         if callback is None:
             return
         self._calls[name] = self._calls.get(name, 0) + 1
+        is_watched = not self._told and is_sampled(self._calls[name])
+        before = numbers(self._training) if is_watched else {}
         with self._model_calls.each(partial(self._refuse_call, name)):
-            self._call(name, callback, step, values)
-
-    def _call(self, name: str, callback: Any, step: int, values: Any) -> None:
-        if self._told or not is_sampled(self._calls[name]):
             callback(step, values)
-            return
-        before = numbers(self._training)
-        callback(step, values)
-        now = numbers(self._training)
+        now = numbers(self._training) if is_watched else {}
         changed = next((key for key, value in before.items() if now.get(key, value) != value), None)
         if changed is not None:
             self._refuse(f"{name} has changed {changed} from {before[changed]} to {now[changed]}")
@@ -134,6 +129,7 @@ class OwnLoop:
     def __init__(self, training: Training, model_calls: ModelCalls, all_call: Callable[[str], None]) -> None:
         self._training, self._model_calls = training, model_calls
         self._agree = partial(all_call, "called the model")
+        self._first = training.step  # of this process, from which on it looks now and then
         self.changes_batches = self.changes_data = False
         self.changed = training.attributes.of_loop
         self._places: dict[str, tuple[Any, Any]] = {}  # of numbers: what holds it, and its key there
@@ -166,13 +162,13 @@ class OwnLoop:
         seed_step(training.job.seed, training.step, 0, LOOP_STAGES[batch is not None])
         if batch is not None:
             self._batch = batch, _versions(batch)
-        if not self._places or is_sampled(training.step + 1):
+        if not self._places or is_sampled(training.step + 1 - self._first):
             self._places = _places(training)
             if batch is not None:
                 self.variables.look(self.changed)
         self._before = self._values()
         plan = training.context.plan
-        if (plan.tp > 1 or plan.zero > 1) and is_sampled(training.step + 1):
+        if (plan.tp > 1 or plan.zero > 1) and is_sampled(training.step + 1 - self._first):
             self._writes = ShardWrites(lambda: self._tell(DRAWS_OF_SHARDS.format(plan=plan)))
             self._writes.__enter__()
 
@@ -218,8 +214,8 @@ class OwnLoop:
             if plan.dp > 1:
                 self._tell(
                     f"the script's loop changes its batches, of which it has one of {plan.dp} parts under {plan}: what "
-                    "it does to each sample is as in one process, what it computes over the samples (a mean, a "
-                    "mixture) is not",
+                    "it does to each sample is as in one process, what it draws or computes over the samples (noise, a "
+                    "mean, a mixture) is not",
                 )
         self._batch = None, []
         if plan.pp > 1 and any(name.startswith(RATE) for name in self.changed):
@@ -240,7 +236,7 @@ class OwnLoop:
                 f"the script's loop changes {min(of_loss)}: that {plan} trains as one process was shown for its first "
                 "value only",
             )
-        if plan.ranks > 1 and is_sampled(training.step + 1):
+        if plan.ranks > 1 and is_sampled(training.step + 1 - self._first):
             self._compare(plan)
 
     def _tell(self, text: str) -> None:
@@ -270,7 +266,7 @@ class OwnLoop:
                     )
 
     def _values(self) -> list[Any]:
-        of_large = is_sampled(self._training.step + 1)
+        of_large = is_sampled(self._training.step + 1 - self._first)
         return [_content(holder.get(key), of_large=of_large) for holder, key in self._places.values()]
 
 
@@ -328,14 +324,11 @@ def _content(value: Any, *, of_large: bool) -> Any:
     if isinstance(value, np.ndarray):
         is_read = value.nbytes <= BYTES_MAX or (of_large and value.nbytes <= READ_BYTES_MAX)
         return checksum(value) if is_read and not value.dtype.hasobject else UNKNOWN
-    return zlib.crc32(pickle.dumps(value)) if held.is_container(value) else _mark(value)
-
-
-def _mark(value: Any) -> Any:
-    """Mark that almost surely differs for another value of a variable."""
     if isinstance(value, torch.Tensor):
         return id(value), value._version
-    return value if isinstance(value, held.SIMPLE) else len(value) if held.is_container(value) else UNKNOWN
+    if held.is_container(value):
+        return zlib.crc32(pickle.dumps(value))
+    return value if isinstance(value, held.SIMPLE) else UNKNOWN
 
 
 _NOT_COMPUTED = OPTIMIZER, DATA, SAMPLER, COLLATE, RATE

@@ -1,8 +1,8 @@
 """Comparison of replicas: what they hold alike must stay alike, or they train models of their own.
 
-After some of the first steps and every so many later ones, each replica adds up norms of its parameters and of its
-optimizer's state, on the device, and the sums are compared within the next step. Nothing waits for that. Buffers are
-not compared here: running statistics are each replica's own.
+After some of the first steps of a process and every so many later ones, each replica adds up norms of its parameters
+and of its optimizer's state, on the device, and the sums are compared within the next step. Nothing waits for that.
+Buffers are not compared here: running statistics are each replica's own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ReplicaComparison:
     """Comparisons of one rank with those that hold the same under its plan."""
 
     def __init__(self, training: Training) -> None:
-        self._training = training
+        self._training, self._first = training, training.step
         plan = training.context.plan
         self._group = training.parallel.dp_group if plan.zero <= 1 else None
         self._sums: torch.Tensor | None = None  # highest and negated lowest of all replicas, in flight
@@ -49,7 +49,7 @@ class ReplicaComparison:
     def begin(self) -> None:
         """Begin a comparison after a step, if one is due."""
         step = self._training.step
-        if self._group is None or not is_sampled(step):
+        if self._group is None or not is_sampled(step - self._first):
             return
         norms = [norm for _, norm in self._norms()]
         weights = torch.cos(torch.arange(len(norms), dtype=torch.float64, device=self._training.device)) + 2

@@ -183,6 +183,11 @@ def _metric_difference(whole: Run, parts: Run, limit: float, cut: Cut, sides: Si
 
 OF_UPDATES = "the optimizer also reads what passes leave beside gradients, in attributes or buffers"
 
+OF_WRITES = (
+    "passes change trainable parameters, as an optimizer does that steps in hooks of gradients, before those of all "
+    "parts are summed: leave the step to the optimizer that `optimizer` returns"
+)
+
 EVALUATION, UPDATE = "(evaluation)", "(update)"
 """In place of the part of a loss: the output in evaluation mode, and the optimizer's updates."""
 

@@ -50,7 +50,7 @@ from clusterd.train.process.job import Job
 from clusterd.train.process.seeding import generator_states, preserved_generators, seed_everything
 from clusterd.train.proof.cuts import BATCH, MODEL, PASSES, Cut, Side, Sides
 from clusterd.train.proof.fixed_draws import FixedDraws
-from clusterd.train.proof.results import DRAWS_TIMES, EVALUATION, NOISE_TIMES, UPDATE, Run, Verdict, differs
+from clusterd.train.proof.results import DRAWS_TIMES, EVALUATION, NOISE_TIMES, OF_WRITES, UPDATE, Run, Verdict, differs
 from clusterd.train.state.attributes import parts_of_loss
 from clusterd.train.state.local_shards import box_of
 
@@ -110,7 +110,8 @@ def _proved(trial: _Trial, ahead: int = 0, scale: float = 1.0) -> Verdict:
         if agree or difference.size < DRAWS_TIMES * spread:
             size = max(spread, agree * difference.size)
             return Verdict(unclear=f"random numbers that cannot be fixed change a step by {size:.0e}", draws=True)
-    return difference.verdict(trial.cut, sides, draws=whole.draws)
+    found = difference.verdict(trial.cut, sides, draws=whole.draws)
+    return replace(found, difference=f"{found.difference}; {OF_WRITES}") if trial.writes and found.difference else found
 
 
 _LESS = {MODEL: "one process", BATCH: "the whole batch"}
@@ -141,6 +142,7 @@ class _Trial:
 
     Attributes:
         scale: of the gradients.
+        writes: passes change trainable parameters.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class _Trial:
         self._by_norms = sides == MODEL and self.plan.tp * self.plan.pp == 1
         self._rounding = torch.finfo(torch.float32).eps
         self._counters: dict[str, tuple[float, float]] | None = None  # first value, and what each pass adds
-        self.scale, self._hooks = 1.0, False
+        self.scale, self._hooks, self.writes = 1.0, False, False
         for kind in ("register_hook", "register_post_accumulate_grad_hook"):
             setattr(torch.Tensor, kind, self._noticing(getattr(torch.Tensor, kind)))
 
@@ -194,7 +196,8 @@ class _Trial:
         counted, kept = [_read(places)], {name: _version(value) for name, value in self._kept(model).items()}
         check_same_model(model, self._device)
         with _fixed_statistics([model, self._job.loss, *self._job.losses.values()]):
-            stepper, parallel = self._stepper(model, plan, coordinates, side)
+            stepper, parallel, optimizer = self._stepper(model, plan, coordinates, side)
+            trainable = [(p, p._version) for _, p in parallel.parameters if p.requires_grad]
             # What the last pass of one process leaves behind is of no other one.
             for number in range(PASSES + (side is Side.ALONE and not self._by_norms)):
                 seed_everything(seed)
@@ -217,13 +220,14 @@ class _Trial:
                 if number < PASSES:
                     drawn = list(drawing.drawn)
             left = self._compare_left(model, kept, reference) if self.sides == BATCH else None
+            self.writes = self.writes or any(p._version != version for p, version in trainable)
             parallel.drop_buckets()
             seed_everything(seed)
             with drawing:
                 if self._evaluates:
                     losses[0, EVALUATION] = self._evaluated(stepper, parallel, side)
             if not self._job.losses:
-                self._measure(found, UPDATE, self._updates(parallel), parallel, side, reference)
+                self._measure(found, UPDATE, self._updates(parallel, optimizer), parallel, side, reference)
         if self._counters is None:
             self._counters = _counters(counted)
         draws_by_sample = draws_by_sample or drawing.is_free
@@ -309,7 +313,7 @@ class _Trial:
 
     def _stepper(
         self, model: nn.Module, plan: Plan, coordinates: Coordinates, side: Side
-    ) -> tuple[Stepper, ParallelModel]:
+    ) -> tuple[Stepper, ParallelModel, RankOptimizer]:
         job = self._job
         types = {p.dtype for p in model.parameters() if p.is_floating_point()}
         self._rounding = max([self._rounding, *(torch.finfo(t).eps for t in types)])
@@ -334,11 +338,11 @@ class _Trial:
             "clip_norm": None,
             "each_whole": side is not Side.PARTS,
         }
-        optimizer: Any = _NoOptimizer(parallel)
+        optimizer = RankOptimizer(parallel, job.optimizer)  # which may update by hooks of gradients
         if job.losses:
             losses = {part: self._scaled(loss) for part, loss in job.losses.items()}
-            return AlternatingStepper(parallel, optimizer, None, losses, **options), parallel
-        return Stepper(parallel, optimizer, None, self._scaled(job.loss), **options), parallel
+            return AlternatingStepper(parallel, optimizer, None, losses, **options), parallel, optimizer
+        return Stepper(parallel, optimizer, None, self._scaled(job.loss), **options), parallel, optimizer
 
     def _scaled(self, loss: Any) -> Any:
         def scaled(*arguments: Any) -> Any:
@@ -389,12 +393,11 @@ class _Trial:
                 gradient = gradient / parallel.plan.dp  # each replica has added the gradient of the whole
             yield gradient
 
-    def _updates(self, parallel: ParallelModel) -> Iterator[torch.Tensor | None]:
+    def _updates(self, parallel: ParallelModel, optimizer: RankOptimizer) -> Iterator[torch.Tensor | None]:
         """This rank's part of the update of each parameter by the gradients of the reference, where it keeps them.
 
         Torch's own optimizers read nothing else; others may read what passes leave.
         """
-        optimizer = RankOptimizer(parallel, self._job.optimizer)
         holder = optimizer.holder
         if type(holder).__module__.startswith("torch.") and not step_hooks(holder):
             return
@@ -463,17 +466,6 @@ class _Trial:
             hooks,
             max((each[-2] for each in every if each[-2] is not None), default=None),
         )
-
-
-class _NoOptimizer:
-    """In place of an optimizer: a proof changes no parameter."""
-
-    def __init__(self, parallel: ParallelModel) -> None:
-        self._parallel = parallel
-
-    def zero_grad(self) -> None:
-        for _, parameter in self._parallel.parameters:
-            parameter.grad = None
 
 
 @contextmanager

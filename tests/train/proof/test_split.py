@@ -80,6 +80,12 @@ REFUSED = [
     ("signs_in_backward", "dp=2,shares=3:5", "gradient"),
     ("private", "accumulation=2", "by the same gradients: the optimizer also reads what passes leave beside gradients"),
     ("private", "dp=2,zero=1", "the norm of the update of"),
+    (
+        "stepped_in_hooks",
+        "accumulation=2",
+        "passes change trainable parameters, as an optimizer does that steps in hooks",
+    ),
+    ("stepped_in_hooks", "dp=2,zero=1", "leave the step to the optimizer that `optimizer` returns"),
 ]
 
 
