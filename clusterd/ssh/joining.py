@@ -318,8 +318,14 @@ class _Children:
 
     def _kill(self, number: int) -> None:
         if (child := self._processes.pop(number, None)) is not None:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
+            _end(child)
+
+
+def _end(child: asyncio.subprocess.Process) -> None:
+    """Kill a child. Its own `kill` may collect its exit code, and asyncio, which waits for that, says so on stderr."""
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
 
 
 _OPTIONS = (*KEEPALIVE, "EscapeChar=none", "RequestTTY=no")
@@ -380,8 +386,7 @@ class Head:
                 reading.cancel()
         finally:
             errors.cancel()
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            _end(process)
             with anyio.CancelScope(shield=True):
                 await process.wait()
 

@@ -24,7 +24,7 @@ from clusterd.train.loop.step import Stepper
 from clusterd.train.parallel import build, precision
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.mesh import check_same_model
-from clusterd.train.parallel.optimizers import RankOptimizer, step_hooks
+from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.parallel.schedule import Schedule
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import SIGNALS
@@ -299,7 +299,7 @@ def _warn_of_batch_norm(model: torch.nn.Module, plan: Plan) -> None:
 
 def _warn_of_hooks(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Log hooks of the optimizer's steps that see a part of the model."""
-    hooks = step_hooks(optimizer)
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     if hooks and (plan.zero or plan.tp > 1 or plan.pp > 1):
         names = ", ".join(getattr(hook, "__name__", type(hook).__name__) for hook in hooks)
         print(

@@ -214,11 +214,6 @@ class RankOptimizer:
         return plain
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Hooks of the script around updates."""
-    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
-
-
 @contextmanager
 def kept_in_place(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Context of an update whose new values end in the parameters' own memory, of which shards and buckets are views.

@@ -41,7 +41,7 @@ from clusterd.train.parallel import build
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.gradient_sync import local_gradient, local_tensor
 from clusterd.train.parallel.mesh import check_same_model
-from clusterd.train.parallel.optimizers import RankOptimizer, step_hooks
+from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.parallel.precision import own_autocast
 from clusterd.train.process import held
 from clusterd.train.process.context import Context
@@ -399,7 +399,8 @@ class _Trial:
         Torch's own optimizers read nothing else; others may read what passes leave.
         """
         holder = optimizer.holder
-        if type(holder).__module__.startswith("torch.") and not step_hooks(holder):
+        holder._optimizer_step_post_hooks.clear()  # what they keep, as averages, is of the whole, then of parts
+        if type(holder).__module__.startswith("torch.") and not holder._optimizer_step_pre_hooks:
             return
         before = [local_tensor(parameter.detach()).clone() for _, parameter in parallel.parameters]
         for name, parameter in parallel.parameters:
