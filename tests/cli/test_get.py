@@ -136,6 +136,7 @@ def test_an_input_that_was_replaced_is_written(shared_cluster: RunningCluster, t
     assert "other.txt" not in [f["path"] for f in listed]
 
 
+@pytest.mark.slow
 def test_all_of_many_files_are_found(shared_cluster: RunningCluster, tmp_path: Path) -> None:
     """Regression: of more than 10,000 `get .` copied the first, and those behind them were "not written"."""
     body = "import os; os.mkdir('d'); [open(f'd/{n:05}', 'w').close() for n in range(10003)]; open('z', 'w').close()"

@@ -9,6 +9,8 @@ import json
 import re
 import subprocess
 
+import pytest
+
 from clusterd.daemon.hosts.links import REASONS_MAX
 from clusterd.outside_text import LINE_LETTERS_MAX
 from tests.conftest import until
@@ -24,6 +26,7 @@ def agents_of(person: Person) -> list[str]:
     return found.stdout.split()
 
 
+@pytest.mark.slow
 def test_a_member_s_login_that_prints_without_end_is_one_row(site: Site, people: tuple[Person, Person]) -> None:
     """Regression: it grew the journal by megabytes a minute, and everybody's history with it."""
     ann, bob = people
@@ -63,6 +66,7 @@ def test_a_host_that_is_removed_keeps_no_agent_of_a_person(site: Site, people: t
     until(lambda: not agents_of(ann))
 
 
+@pytest.mark.slow
 def test_agents_that_cannot_be_ended_with_their_host_are_named(site: Site, people: tuple[Person, Person]) -> None:
     ann, _ = people
     start_and_let_in(site, ann)

@@ -194,6 +194,7 @@ def test_the_daemon_is_killed_and_started_again_under_an_open_interface(cluster:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_daemon_that_has_heard_from_its_hosts_is_up_again(cluster: RunningCluster) -> None:
     """Killed while a job runs: the new one recovers until the job's host is heard, and then says so."""
     cluster.start(hosts=1)

@@ -44,7 +44,7 @@ ROLLOUTS = 200
 CPU_S = 30.0
 """Processor time of one forecast of all jobs; roll-outs of a large cluster are fewer."""
 
-WHAT_IF_CPU_S = 10.0
+WHAT_IF_CPU_S = 5.0
 """The same, of a question that somebody waits for."""
 
 LATE = 10.0
