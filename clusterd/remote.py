@@ -26,6 +26,9 @@ KEEPALIVE = ("ServerAliveInterval=15", "ServerAliveCountMax=4")
 CONNECT_S = 60.0
 """Limit of a login, with time to type a passphrase."""
 
+RUNTIME_BYTES_MAX = 64
+"""Length of XDG_RUNTIME_DIR up to which the path of a socket in it is one: these have 107 bytes at most."""
+
 FIND_SOCKET = r"""
 for path in "$CLUSTERD_SOCKET" "$CLUSTERD_STATE_DIR/clusterd.sock" "$XDG_RUNTIME_DIR/clusterd/clusterd.sock" \
     "/run/user/$(id -u)/clusterd/clusterd.sock" "$HOME/.local/state/clusterd/clusterd.sock" /run/clusterd/clusterd.sock
@@ -56,8 +59,9 @@ def forwarded_socket(url: str) -> Path:
 
 
 def _directory() -> Path:
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    directory = Path(runtime) / "clusterd-remote" if runtime else Path(f"/tmp/clusterd-remote-{os.getuid()}")
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    is_short = 0 < len(os.fsencode(runtime)) <= RUNTIME_BYTES_MAX
+    directory = Path(runtime) / "clusterd-remote" if is_short else Path(f"/tmp/clusterd-remote-{os.getuid()}")
     private_directory(str(directory))
     return directory
 

@@ -40,7 +40,7 @@ def laptop(local_cluster: RunningCluster, tmp_path: Path) -> Iterator[RunningClu
     far = RunningCluster(tmp_path)
     for name in ("CLUSTERD_STATE_DIR", "CLUSTERD_SOCKET", "CLUSTERD_CONFIG"):
         far.environment.pop(name, None)
-    runtime = tmp_path / "run"
+    runtime = local_cluster.directory / "laptop"  # a short path, as that of a socket must be
     runtime.mkdir(mode=0o700)
     far.environment |= {
         "CLUSTERD_HOST": f"ssh://head{local_cluster.socket}", "HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(runtime),
