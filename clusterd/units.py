@@ -215,7 +215,12 @@ def compact_devices(devices: Iterable[str | None]) -> str:
 
 def held_text(devices: Sequence[str | None], hosts: Sequence[str], cores: int) -> str:
     """Devices of a running job, or its hosts and cores where it has no devices: ``gpu01 (2 cores)``."""
-    return compact_devices(devices) or f"{' '.join(hosts)} ({counted(cores, 'core')})"
+    return compact_devices(devices) or " ".join([*hosts, asked_text(0, cores)]).strip()
+
+
+def asked_text(devices: int, cores: int) -> str:
+    """Request of a job: ``(4)`` devices, or ``(2 cores)``; empty: an older daemon does not tell its cores."""
+    return f"({devices or counted(cores, 'core')})" if devices or cores else ""
 
 
 def duration(seconds: float) -> str:

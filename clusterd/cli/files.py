@@ -61,7 +61,7 @@ def get(job: str, files: tuple[str, ...], folder: Path | None, force: bool, outp
 
 
 def _path(file: dict[str, Any]) -> str:
-    return os.fsdecode(file["name"]) or str(file["path"])
+    return os.fsdecode(file.get("name", b"")) or str(file["path"])  # absent from the reply of an older daemon
 
 
 def _complete(cluster: Client, listing: dict[str, Any]) -> None:
@@ -119,7 +119,8 @@ def _copy(cluster: Client, job: str, file: dict[str, Any], target: Path) -> None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "wb") as out:
-            arguments = {key: file[key] for key in ("path", "host", "attempt", "name")}
+            name = {"name": file["name"]} if file.get("name") else {}  # which an older daemon does not know
+            arguments = {key: file[key] for key in ("path", "host", "attempt")} | name
             for chunk in cluster.stream("file", job=job, **arguments):
                 out.write(chunk["data"])
             if file.get("is_program"):

@@ -34,7 +34,7 @@ from clusterd.cli.help import with_key
 from clusterd.client import Client, refusal
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.calls import Failure
-from clusterd.units import compact_devices, counted, duration, expected_text, held_text, start_text
+from clusterd.units import asked_text, compact_devices, counted, duration, expected_text, held_text, start_text
 
 SILENT_S, SILENT_STEPS = 60.0, 20
 """A job counts as silent after this long and this many step times without a step."""
@@ -157,8 +157,8 @@ def _states(names: str) -> set[str]:
 
 def _line(row: dict[str, Any]) -> list[Any]:
     loan = f" ({row['on_loan']} on loan)" if row.get("on_loan") else ""
-    cores = row.get("cores", 1)  # absent from the reply of an older daemon
-    devices = f"({row['asked'] or counted(cores, 'core')})"
+    cores = row.get("cores", 0)  # absent from the reply of an older daemon
+    devices = asked_text(row["asked"], cores)
     if row["holds_devices"]:
         devices = held_text(row["devices"], row["hosts"], cores) + loan
     step = f"{row['step']}/{row['steps']}" if row["steps"] else (row["step"] or "")
@@ -210,7 +210,7 @@ def show(job: str, output: str) -> None:
         return
     from clusterd.rows import SEARCHED  # imported only if needed: the command line starts faster without
 
-    spec = row["spec"]
+    spec, cores = row["spec"], row.get("cores", 0)  # absent from the reply of an older daemon
     print_line(f"{row['id']}  {row['name']}  {state_and_reason(row | {'reason': reason_now(row)})}")
     facts = {
         "kind": row["kind"],
@@ -221,7 +221,7 @@ def show(job: str, output: str) -> None:
         "commit": spec.get("commit"),
         "user": f"{row['user']} (tenant {row['tenant']})",
         "priority": ", ".join([str(row["priority"]), *(key for key in _RIGHTS if row["spec"].get(key))]),
-        "asked": counted(row["asked"], "device") if row["asked"] else counted(row.get("cores", 1), "CPU core"),
+        "asked": counted(row["asked"], "device") if row["asked"] else counted(cores, "CPU core") if cores else None,
         "env": " ".join(f"{name}={value}" for name, value in spec["env"].items()),
         "after": ", ".join(spec["after"]),
         "ports": ", ".join(map(str, spec.get("ports", ()))),

@@ -14,7 +14,7 @@ from clusterd.tui.model import rows
 from clusterd.tui.model.fleet import tiles
 from clusterd.tui.model.lines import Line, clock, line, printable, readable_kind, short_plan
 from clusterd.tui.model.state_styles import Look, job_colour
-from clusterd.units import counted, duration, expected_text, held_text, size, start_text
+from clusterd.units import asked_text, duration, expected_text, held_text, size, start_text
 
 R = TypeVar("R")
 
@@ -148,7 +148,7 @@ def _progress(job: rows.Job) -> str:
 def _devices(job: rows.Job, frame: CellContext) -> Line:
     if job.holds_devices:
         return _text(held_text(job.devices, job.hosts, job.cores))
-    return _text("" if job.is_over else f"({job.asked or counted(job.cores, 'core')})", "dim")
+    return _text("" if job.is_over else asked_text(job.asked, job.cores), "dim")
 
 
 def _plan(job: rows.Job, frame: CellContext) -> Line:

@@ -204,7 +204,7 @@ def _loan(job: rows.Job) -> str:
 
 def _requested(job: rows.Job) -> str:
     kind = f"{job.asked_kind} " if job.asked_kind else ""
-    devices = counted(job.asked, f"{kind}device") if job.asked else counted(job.cores, "CPU core")
+    devices = counted(job.asked, f"{kind}device") if job.asked else counted(job.cores, "CPU core") if job.cores else ""
     extra = [f"priority {job.priority}", job.kind, "guaranteed" if job.guaranteed else "", job.user]
     return ", ".join(filter(None, (devices, *extra)))
 

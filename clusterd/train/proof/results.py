@@ -80,14 +80,15 @@ class Difference:
 
     def verdict(self, cut: Cut, sides: Sides, *, draws: bool) -> Verdict:
         """Verdict that the plan trains something else."""
+        of_updates = self.what.startswith("the norm of the update of ")  # a parameter may be called update_gate
         after = "after an earlier forward pass, " if self.later else ""
         if sides == MODEL:
             numbers = f"{self.whole:.6g} in one process, {self.parts:.6g} of the cut model"
-            also = f": {OF_UPDATES}" * ("update" in self.what)
+            also = f": {OF_UPDATES}" * of_updates
             return Verdict(of_model=f"{after}{self.what} is {numbers}{also}", draws=draws)
         numbers = f"{self.whole:.6g} of {cut.samples} samples, {self.parts:.6g} of their {cut.parts} parts"
         text = f"{after}{self.what} is {numbers}"
-        if "update" in self.what:
+        if of_updates:
             text += f", by the same gradients: {OF_UPDATES}"
         if relative_difference(self.parts * cut.parts, self.whole) < ROUNDING_MAX and self.what == "the loss":
             text += ": it is their sum, not their mean"

@@ -12,7 +12,8 @@ from rank_pool import RankPool
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
 from clusterd.train.inspect.describe import describe
-from clusterd.train.proof.cuts import PARTS_MAX, SAMPLES, Cut
+from clusterd.train.proof.cuts import BATCH, PARTS_MAX, SAMPLES, Cut
+from clusterd.train.proof.results import OF_UPDATES, Difference
 from tests.foreign import registry
 
 
@@ -224,3 +225,10 @@ def test_the_description_tells_what_the_script_accepts() -> None:
     accepted, other = (describe(registry.job_of(name, 3), trace=False) for name in ("replicas_semantics", "summed"))
     assert (accepted.sees_batch, other.sees_batch) == ("replica", "global")
     assert ModelShape.from_dict(accepted.to_dict()).sees_batch == "replica"
+
+
+def test_a_parameter_called_update_is_not_taken_for_an_update() -> None:
+    cut = Cut.of(Plan(dp=2), 8)
+    for what, is_said in (("gradient of update_gate.weight", False), ("update of gate.weight", True)):
+        found = Difference(1.0, f"the norm of the {what}", 1.0, 2.0, False).verdict(cut, BATCH, draws=False)
+        assert (OF_UPDATES in found.difference) == is_said
