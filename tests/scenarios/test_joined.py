@@ -54,7 +54,7 @@ class Far:
         program.chmod(0o755)
         self.environment = {
             **os.environ, "CLUSTERD_STATE_DIR": str(self.directory), "CLUSTERD_SOCKET": str(cluster.socket),
-            "PATH": f"{program.parent}:{os.environ['PATH']}",
+            "HOME": str(self.directory), "PATH": f"{program.parent}:{os.environ['PATH']}",
         }  # fmt: skip
         self.commands: list[subprocess.Popen[str]] = []
 

@@ -98,7 +98,11 @@ class OpenSshServer:
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\n"
             "LogLevel VERBOSE\nSubsystem sftp internal-sftp\n"
         )
-        own = f"SetEnv XDG_STATE_HOME={self.directory}/state XDG_CACHE_HOME={self.directory}/cache\n"
+        (self.directory / "home").mkdir(exist_ok=True)  # profiles of whoever runs the tests are no part of them
+        own = (
+            f"SetEnv HOME={self.directory}/home XDG_STATE_HOME={self.directory}/state "
+            f"XDG_CACHE_HOME={self.directory}/cache\n"
+        )
         user = pwd.getpwuid(os.getuid()).pw_name
         only = f"Match User {user}\nAuthorizedKeysFile {self.client_key}.pub\n" if own_keys else ""
         with open(config, "a") as file:

@@ -31,6 +31,9 @@ TIMEOUT_S = 20.0
 END_S = 2.0
 """Time in which what is killed is gone, but where the kernel cannot end it."""
 
+HANG_UP_S = 1.0
+"""Time of programs of a login to end by themselves: `pyenv init`, killed, leaves a lock that later logins wait for."""
+
 _NO_LOGIN = ("nologin", "false")
 """Shells of accounts that nobody logs in to, whose agents are started by other ways."""
 
@@ -165,12 +168,21 @@ def _run(begin: list[str], program: str, own: dict[str, str]) -> dict[str, str]:
 
 
 def _end(tag: str) -> None:
-    """Kill the processes with a tag; what waits for a dead file server cannot end now."""
-    deadline_s = time.monotonic() + END_S
-    while (left := processes.of_attempt(tag)) and time.monotonic() < deadline_s:
+    """End the processes with a tag as a terminal that closes does, then kill them.
+
+    What waits for a dead file server cannot end now.
+    """
+    began_s = time.monotonic()
+    asked: set[int] = set()
+    while (left := processes.of_attempt(tag)) and (passed_s := time.monotonic() - began_s) < HANG_UP_S + END_S:
         for pid in left:
             with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+                if passed_s > HANG_UP_S:
+                    os.kill(pid, signal.SIGKILL)
+                elif pid not in asked:
+                    os.kill(pid, signal.SIGHUP)  # shells at a prompt ignore SIGTERM
+                    os.kill(pid, signal.SIGTERM)
+                    asked.add(pid)
         time.sleep(0.01)
 
 

@@ -157,6 +157,17 @@ def test_what_a_login_leaves_running_is_ended(usual_home: Path) -> None:
     assert state is None or state.state in "ZX"
 
 
+def test_a_profile_that_takes_too_long_gives_its_locks_back(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: killed at once, `pyenv init` left a lock for which each later login waited for a minute."""
+    monkeypatch.setattr(login_environment, "TIMEOUT_S", 0.5)
+    (home / "init").write_text("#!/bin/bash\nset -C; > lock || exit 1; trap 'rm lock' EXIT; > held; sleep 1000\n")
+    (home / "init").chmod(0o755)
+    (home / ".bash_profile").write_text("eval $(./init)\n")
+    with pytest.raises(Refused, match="does not end within"):
+        capture()
+    assert (home / "held").exists() and not (home / "lock").exists()
+
+
 def test_values_refer_to_variables_of_the_login() -> None:
     env = {"PATH": "/usr/bin", "SCRATCH": "/scratch/ann"}
     assert expanded("/opt/x/bin:$PATH", env) == "/opt/x/bin:/usr/bin"
