@@ -698,8 +698,10 @@ def _(lab: Prompt, resume: str, submit: str) -> None:
         f'resources = {{ devices = 1, max_devices = 1 }}\n[checkpoints]\ndirectory = "{lab.work}/saved"\n'
     )
     job = lab.types("clusterd submit job.toml").stdout.strip()
+    saved = 5
     for command in (resume, submit):
-        lab.cluster.wait_for(job, lambda row: row["step"] > 5)
+        # Until a job has reported a step of its own, there is nothing new to save.
+        lab.cluster.wait_for(job, lambda row, known=saved: row["step"] > known)
         lab.types(f"clusterd cancel --wait {job}")
         saved = int(lab.cluster.job(job)["step"])
         job = lab.types(command, ("JOB", job)).stdout.strip()
