@@ -47,10 +47,10 @@ RouteSource = Callable[[], Awaitable[Route]]
 Callback = Callable[[Message], Awaitable[None] | None]
 
 
-_PERMANENT = ("environment", "workdir", "launch", "build")
+_PERMANENT = ("environment", "workdir", "launch", "build", "unpack")
 """Kinds of refusals that only a user can resolve."""
 
-_OF_JOB = ("build",)
+_OF_JOB = ("build", "unpack")
 """Kinds of refusals of which the job is the cause, whatever the host."""
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import re
+import tarfile
 
 import pytest
 
@@ -84,3 +88,17 @@ def test_a_plain_torchrun_trains_over_two_hosts(local_cluster: RunningCluster) -
         "run", "--no-snapshot", "--nodes", "2", "--devices-per-node", "2", "--", str(torchrun), str(script)
     )
     assert "rank 0 of 4 on node 0 sum 6.0" in done.stdout
+
+
+def test_files_that_no_host_can_unpack_end_the_job_at_once(local_cluster: RunningCluster) -> None:
+    """Regression: it was tried again as if the host had been lost, six times in all."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:") as archive:
+        for _ in range(2):
+            archive.addfile(tarfile.TarInfo("a"))
+    digest = hashlib.sha256(buffer.getvalue()).hexdigest()
+    local_cluster.call("snapshot_put", digest=digest, offset=0, data=buffer.getvalue(), last=True)
+    spec = {"name": "x", "kind": "command", "command": ["true"], "snapshot": digest}
+    job = local_cluster.call("submit", spec=spec)["id"]
+    row = local_cluster.wait_for(job, lambda row: row["state"] in ("failed", "finished"))
+    assert re.fullmatch(r"local\d did not start it: the workdir has '.*/a' twice", row["reason"])

@@ -56,8 +56,7 @@ class Workdirs:
         Chunks must arrive in order; a chunk at offset 0 starts over. A failed transfer leaves no files.
 
         Raises:
-            Refused: ``snapshot`` (a gap between chunks, a wrong digest, a tar with members outside the workdir) or
-                ``disk-full``.
+            Refused: ``snapshot`` (a gap between chunks, a wrong digest), ``unpack`` (as `unpack`) or ``disk-full``.
         """
         target = self.path(digest)
         if target.is_dir():
@@ -153,20 +152,20 @@ def unpack(file: tarfile._Fileobj, directory: Path) -> None:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if member.issym():
                     if not member.linkname:
-                        raise Refused("snapshot", f"the workdir has a link {member.name!r} that leads nowhere")
+                        raise Refused("unpack", f"the workdir has a link {member.name!r} that leads nowhere")
                     links.append((path, member.linkname))
                 elif member.isreg():
                     _write(archive, member, path)
                 else:
                     raise Refused(
-                        "snapshot", f"the workdir has {member.name!r}, which is neither a file, a folder nor a link"
+                        "unpack", f"the workdir has {member.name!r}, which is neither a file, a folder nor a link"
                     )
             for path, to in links:
                 path.symlink_to(to)
     except (tarfile.TarError, EOFError) as error:
-        raise Refused("snapshot", f"the workdir is not a tar: {error}") from error
+        raise Refused("unpack", f"the workdir is not a tar: {error}") from error
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
-        raise Refused("snapshot", f"the workdir has {error.filename!r} twice") from error
+        raise Refused("unpack", f"the workdir has {error.filename!r} twice") from error
     for path, mode in reversed(folders):
         path.chmod(mode)
 
@@ -174,7 +173,7 @@ def unpack(file: tarfile._Fileobj, directory: Path) -> None:
 def _inside(name: str) -> tuple[str, ...]:
     parts = PurePosixPath(name).parts
     if name.startswith("/") or ".." in parts or "\0" in name:
-        raise Refused("snapshot", f"the workdir has {name!r}, which would be unpacked outside of it")
+        raise Refused("unpack", f"the workdir has {name!r}, which would be unpacked outside of it")
     return parts
 
 
