@@ -220,6 +220,7 @@ def test_state_that_begins_late_fails_a_move_and_not_the_training(moving: Callab
     mover.train(6)
     with pytest.raises(AssertionError, match="average is no state that a trial update of the optimizer creates"):
         mover.move("dp=2")
+    mover.undo()
     mover.train(3)
     mover.stop()
 
