@@ -24,7 +24,7 @@ from clusterd.cli.common.output import (
     show_json,
 )
 from clusterd.client import Client
-from clusterd.errors import UsageError
+from clusterd.errors import ConfigError, UsageError
 from clusterd.protocol.launch import SCHEDULE_VARIABLE, STAGE_VARIABLE
 from clusterd.submission.batch_script import is_script, read_batch_script, read_script_text
 from clusterd.submission.job_file import (
@@ -215,7 +215,11 @@ def _given(file: Path | None, arguments: Sequence[str], wrap: str | None) -> Req
     if not text.strip():
         raise UsageError("there is no job on standard input: it is empty")
     if not text.startswith("#!"):
-        return parse_job(parse_toml(text, "standard input"), Path("stdin"), "standard input")
+        try:
+            values = parse_toml(text, "standard input")
+        except ConfigError as error:
+            raise ConfigError(f"{error}; a batch script begins with #!") from None
+        return parse_job(values, Path("stdin"), "standard input")
     request, ignored = read_script_text(text, "stdin" if wrap is None else "wrap")
     _tell_of_ignored("the script", ignored)
     return request

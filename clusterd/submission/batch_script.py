@@ -81,14 +81,23 @@ _SHORT = {
     "-J": "--job-name", "-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-c": "--cpus-per-task", "-t": "--time",
     "-p": "--partition", "-A": "--account", "-o": "--output", "-e": "--error", "-w": "--nodelist", "-d": "--dependency",
     "-C": "--constraint", "-a": "--array", "-x": "--exclude", "-H": "--hold", "-W": "--wait", "-D": "--chdir",
-    "-b": "--begin", "-q": "--qos", "-l": "--label",
+    "-b": "--begin", "-q": "--qos", "-l": "--label", "-i": "--input", "-L": "--licenses", "-F": "--nodefile",
+    "-M": "--clusters", "-B": "--extra-node-info", "-m": "--distribution", "-S": "--core-spec", "-k": "--no-kill",
+    "-O": "--overcommit", "-s": "--oversubscribe", "-Q": "--quiet", "-v": "--verbose",
 }  # fmt: skip
 
 IGNORED = (
-    "--partition", "--account", "--qos", "--error", "--mail-type", "--mail-user", "--open-mode",
-    "--comment", "--export", "--requeue", "--no-requeue", "--exclusive", "--parsable",
+    "--partition", "--account", "--qos", "--error", "--mail-type", "--mail-user", "--open-mode", "--comment",
+    "--requeue", "--no-requeue", "--exclusive", "--parsable", "--quiet", "--verbose", "--clusters", "--wckey",
+    "--acctg-freq", "--profile", "--extra", "--contiguous", "--switches", "--prefer", "--spread-job", "--use-min-nodes",
+    "--time-min", "--delay-boot", "--reboot", "--power", "--network", "--oversubscribe", "--overcommit", "--hint",
+    "--distribution", "--extra-node-info", "--sockets-per-node", "--cores-per-socket", "--threads-per-core",
+    "--ntasks-per-socket", "--ntasks-per-core", "--core-spec", "--thread-spec", "--cpu-freq", "--mem-bind",
+    "--gpu-bind", "--gpu-freq", "--propagate", "--get-user-env", "--no-kill", "--kill-on-invalid-dep",
+    "--wait-all-nodes",
 )  # fmt: skip
-"""Options without a meaning here: there are no partitions and accounts, and stderr is where stdout is."""
+"""Options without a meaning here: there are no partitions and accounts, stderr is where stdout is, and no choice of
+sockets, clock rates and topologies changes what a job computes."""
 
 
 def command_line(command: Sequence[str]) -> str:
@@ -244,8 +253,10 @@ def _translate(options: dict[str, tuple[str, str]], alike: dict[str, Key], value
     if tasks % nodes:
         raise ConfigError(f"{tasks} tasks on {nodes} nodes: give a multiple, as each node gets as many")
     _set_tasks(tasks // nodes, nodes, values, resources, told=bool(told))
+    gpus = resources.get("gpus_per_node", -(-parse_gpus(resources.get("gpus", nodes))[1] // nodes))
+    if (of_gpu := resources.pop("cpus_per_gpu", None)) is not None:
+        resources["cpus"] = of_gpu * gpus
     if (per := resources.pop("memory_per", None)) is not None:
-        gpus = resources.get("gpus_per_node", -(-parse_gpus(resources.get("gpus", nodes))[1] // nodes))
         resources["memory_each"] *= resources.get("cpus", 1) if per == "cpus" else gpus
     for name in ("cpus", "memory_each"):
         if name in resources:
@@ -263,6 +274,14 @@ def _of_key(key: Key, value: str) -> object:
     if key.value.separator:
         return _names(value)
     return _number(value) if key.value.accepts is int else value
+
+
+def _export(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
+    """Variables that are named; jobs start with those of a login, whatever the shell of their submission has."""
+    for item in value.split(","):
+        name, given, text = item.partition("=")
+        if given or name in os.environ:
+            values.setdefault("env", {})[name] = text if given else os.environ[name]
 
 
 def _names(value: str) -> list[str]:
@@ -288,7 +307,7 @@ def _set_tasks(each: int, nodes: int, values: dict[str, Any], resources: dict[st
         _gpus_per_node(gpus, values, resources)
         resources["gpus_per_node"] *= each
     if env:
-        values["env"] = env
+        values["env"] = {**env, **values.get("env", {})}
 
 
 def _gres(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
@@ -398,6 +417,16 @@ def _memory_per(count: str) -> Callable[[str, dict[str, Any], dict[str, Any]], N
 _INSTEAD = {
     "--wrap": "clusterd submit --wrap COMMAND",
     "--test-only": "clusterd submit --dry-run",
+    "--reservation": "#CLUSTERD booking = NUMBER, of clusterd book",
+    "--licenses": "none are counted; --array=0-9%2 has two tasks at a time",
+    "--priority": "#CLUSTERD priority = N",
+    "--container": '#CLUSTERD container = "docker:IMAGE"',
+    "--input": "read it in the script, as in python train.py < FILE",
+    "--export-file": "--export=NAME=VALUE,...",
+    "--nodefile": "--nodelist=NAME,...",
+    "--ntasks-per-gpu": "--ntasks=N",
+    "--gpus-per-socket": "--gpus-per-node=N",
+    "--deadline": "--time=LIMIT ends it after so long",
 }
 """What does the same here as options that a script cannot give."""
 
@@ -418,6 +447,8 @@ _MEANINGS: dict[str, Callable[[str, dict[str, Any], dict[str, Any]], None]] = {
     "--gpus-per-node": _gpus_per_node,
     "--gres": _gres,
     "--cpus-per-task": _set("cpus"),
+    "--cpus-per-gpu": _set("cpus_per_gpu"),
+    "--export": _export,
     "--mem": _memory,
     "--mem-per-cpu": _memory_per("cpus"),
     "--mem-per-gpu": _memory_per("gpus_per_node"),

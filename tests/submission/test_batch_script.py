@@ -91,7 +91,7 @@ def test_dependencies_keep_their_conditions() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("#SBATCH --hint=none", "line 2: --hint of Slurm is not understood here"),
+        ("#SBATCH -L matlab:2", "line 2: --licenses of Slurm is not understood here: none are counted"),
         ("#SBATCH --ntasks=3 --nodes=2 --gpus=2", "3 tasks on 2 nodes: give a multiple"),
         ("#SBATCH --gres=shard:2", "line 2: --gres=shard:2: only gpu is known"),
         ("#SBATCH --time=soon", "line 2: --time=soon: write it as in 30"),
@@ -111,11 +111,11 @@ def test_lines_without_a_meaning_are_refused_by_name(line: str, message: str) ->
 
 
 def test_all_lines_that_are_refused_are_named_at_once() -> None:
-    text = "#!/bin/bash\n#SBATCH --hint=none\n#SBATCH --mem=lots\n#SBATCH --test-only\n#SBATCH -y\ntrue\n"
+    text = "#!/bin/bash\n#SBATCH --reservation=mine\n#SBATCH --mem=lots\n#SBATCH --test-only\n#SBATCH -y\ntrue\n"
     with pytest.raises(ConfigError) as refused:
         read_batch_script(script(text))
     for part in (
-        "line 2: --hint",
+        "line 2: --reservation of Slurm is not understood here: #CLUSTERD booking = NUMBER",
         "line 3: --mem=lots",
         "line 4: --test-only of Slurm is not understood here: clusterd submit --dry-run",
         "line 5: -y of Slurm",
@@ -130,6 +130,23 @@ def test_common_options_of_memory_gpus_and_time_have_their_meaning() -> None:
     assert spec.resources.memory_bytes == 8 << 30
     text = "#!/bin/bash\n#SBATCH --gpus=2 --mem-per-gpu=3G\ntrue\n"
     assert read_batch_script(script(text))[0].spec.resources.memory_bytes == 6 << 30
+
+
+def test_variables_that_a_script_exports_reach_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: --export was left out with a note, and the job ran without its SEED."""
+    monkeypatch.setenv("DATA", "/data/here")
+    monkeypatch.delenv("NOTHING", raising=False)
+    text = "#!/bin/bash\n#SBATCH --export=ALL,SEED=3,DATA,NOTHING -n 2\n#CLUSTERD env.LR = '0.1'\ntrue\n"
+    request, ignored = read_batch_script(script(text))
+    assert (
+        dict(request.spec.env).items() >= {"SEED": "3", "DATA": "/data/here", "LR": "0.1", "SLURM_NTASKS": "2"}.items()
+    )
+    assert not {"ALL", "NOTHING"} & dict(request.spec.env).keys() and not ignored
+
+
+def test_cores_of_each_gpu_are_counted() -> None:
+    spec = read_batch_script(script("#!/bin/bash\n#SBATCH -N 2 --gpus-per-node=2 --cpus-per-gpu=6\ntrue\n"))[0].spec
+    assert (spec.resources.devices, spec.resources.cpus) == (4, 24)
 
 
 def test_common_options_of_time_and_place_have_their_meaning() -> None:

@@ -68,7 +68,8 @@ def own_jobs(
         rows = [row for row in listed if row["user"] == me and is_selected(row, [text])]
         ids = [row["id"] for row in rows if (row["ended_s"] is not None) == over and accept(row)]
         if not ids:
-            raise UsageError(f"no {'finished' if over else 'active'} job of yours matches {text}")
+            kind = "finished" if over else "active"
+            raise UsageError(f"no {kind} job of yours matches {text}" if text != "*" else f"you have no {kind} job")
         found += ids
     return list(dict.fromkeys(found))
 
