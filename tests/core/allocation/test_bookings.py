@@ -223,6 +223,14 @@ def test_devices_are_on_the_fewest_hosts_and_those_that_are_free_first(lab: Lab)
     assert chosen == ("a:gpu0",), "the fuller host, as both are free by then"
 
 
+def test_a_shared_device_is_free_when_the_last_of_its_jobs_ends(lab: Lab) -> None:
+    for host in "ab":
+        lab.host(host, gpus=1)
+    for host, hours in (("a", 1), ("a", 4), ("b", 2)):
+        lab.submit(devices=1, hosts=(host,), share=2, time_limit_s=hours * HOUR)
+    assert choose(lab.scheduler.state, wanted(lab, 1), lab.now_s) == (("b:gpu0",), [])
+
+
 def test_claims_in_the_way_are_named(lab: Lab) -> None:
     lab.host("a", gpus=2)
     book(lab, "a:gpu0", begin_s=HOUR, owner="bob")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.types import HostFacts, HostId, JobId, JobKind, JobSpec, Resources
 from tests.core.conftest import GIB, Lab
@@ -78,3 +79,16 @@ def test_a_job_says_of_each_host_why_it_waits_for_it(lab: Lab) -> None:
     lab.tell(e.HostDisconnected(**lab.at(), host=HostId("b"), why="no route"))
     job, _ = lab.submit()
     assert lab.why(job) == "waits for a host: a is drained, b is unreachable, c is drained and 2 more are no better"
+
+
+@pytest.mark.parametrize("kind", [JobKind.CHECKPOINTABLE, JobKind.COMMAND])
+def test_a_job_gets_no_fewer_devices_than_it_asks_for(lab: Lab, kind: JobKind) -> None:
+    lab.host("a", gpus=2)
+    lab.host("b", gpus=1)
+    job, decided = lab.submit(devices=4, kind=kind)
+    assert d.LaunchAttempt.match(decided) is None
+    assert lab.state(job) == "queued"
+    decided = lab.host("c", gpus=4)
+    launch = d.LaunchAttempt.match(decided)
+    assert launch is not None and {rank.host for rank in launch.ranks} == {HostId("c")}
+    assert len(lab.attempt(job).devices) == 4
