@@ -21,6 +21,7 @@ from clusterd.core import events as e
 from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.policies import POLICIES
 from clusterd.core.state import Inspection, InspectionState, Job, State
+from clusterd.core.timers import Timer, TimerKind
 from clusterd.core.view import Policy
 from clusterd.forecasting import Answer, Change, PastJob, Request, WhatIf, WhatIfAnswer, message, read_message
 from clusterd.process_attributes import collect_seldom
@@ -139,7 +140,9 @@ def _with(wanted: WhatIf, state: State, now_s: float) -> tuple[State, JobId]:
     if spec.kind is JobKind.ELASTIC:
         job.inspection = Inspection(InspectionState.DONE, shape=wanted.shape, model=wanted.model, ended_s=now_s)
     jobs: Mapping[JobId, Job] = state.jobs
-    return replace(state, jobs={**jobs, job_id: job}, queue={**state.queue, job_id: None}, passed_s=None), job_id
+    timers = {**state.timers, Timer(TimerKind.PASS): now_s}  # on an idle cluster nothing else would begin one
+    queue = {**state.queue, job_id: None}
+    return replace(state, jobs={**jobs, job_id: job}, queue=queue, timers=timers, passed_s=None), job_id
 
 
 def main() -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import msgspec
 
 from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
 from clusterd.daemon.journal import codec
-from clusterd.forecasting import Change, Request
+from clusterd.forecasting import Answer, Change, Request, WhatIf
 from clusterd.rows import Effect
 from clusterd.simulate.forecaster import answer
 from clusterd.simulate.rollout import Watched, play
-from clusterd.types import DeviceClaim, DeviceId, HostId, JobId
+from clusterd.types import DeviceClaim, DeviceId, HostId, JobId, JobSpec, Resources
 from tests.core.conftest import Lab
 
 
@@ -34,12 +35,16 @@ def lab_of_two() -> tuple[Lab, JobId, JobId, JobId]:
     return lab, short, long, late
 
 
-def effect(lab: Lab, change: Change) -> Effect:
+def ask(lab: Lab, **about: Any) -> Answer:
     request = Request(
         now_s=lab.now_s, state=codec.encode(lab.scheduler.state), tables={}, past=msgspec.msgpack.encode([]),
-        policy="default", rollouts=20, cpu_s=60.0, change=change,
+        policy="default", rollouts=20, cpu_s=60.0, **about,
     )  # fmt: skip
-    found = answer(request, POLICIES["default"]()).effect
+    return answer(request, POLICIES["default"]())
+
+
+def effect(lab: Lab, change: Change) -> Effect:
+    found = ask(lab, change=change).effect
     assert found is not None and found.rollouts == 20
     return found
 
@@ -50,6 +55,18 @@ def test_a_drained_host_is_free_once_its_job_ends_and_who_waits_for_it_waits_for
     assert found.free is not None and 300.0 < found.free.p50_s - lab.now_s < 1200.0
     assert [each.job for each in found.delays] == [late]
     assert 5000.0 < found.delays[0].p50_s < 9000.0
+
+
+def test_a_job_would_start_at_once_on_an_idle_cluster() -> None:
+    """Regression: nothing was due there, so no pass was made, and start and end were not known."""
+    lab = Lab()
+    lab.host("a", gpus=2)
+    spec = JobSpec(name="x", command=("x",), resources=Resources(devices=1), time_limit_s=60.0)
+    (found,) = ask(lab, what_ifs=(WhatIf(spec=spec),)).what_ifs
+    assert found.plan == "1 device"
+    assert found.forecast is not None and found.forecast.start is not None and found.forecast.end is not None
+    assert found.forecast.start.p50_s == lab.now_s
+    assert found.forecast.end.p50_s <= lab.now_s + 60.0
 
 
 def test_a_claim_for_the_night_delays_nobody_that_is_over_by_then() -> None:
