@@ -98,6 +98,29 @@ def test_a_cancelled_job_is_resumed_at_the_next_step_on_any_host(local_cluster: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+def test_a_job_on_two_hosts_saves_on_one_of_them(local_cluster: RunningCluster, plan: str) -> None:
+    """Regression: without a shared directory it saved nothing, and clusterd itself spreads jobs over hosts."""
+    (local_cluster.directory / "go").touch()
+    job = submitted(local_cluster, "wide", steps=100000, devices=2)
+    local_cluster.wait_for(job, lambda row: row["step"] >= 3)
+    local_cluster.run("migrate", job, "--plan", plan, "--devices", "local0:cpu0,local1:cpu0", "--pin")
+    row = local_cluster.wait_for(job, lambda row: row["plan"] == plan)
+    assert sorted(row["hosts"]) == ["local0", "local1"]
+    local_cluster.run("cancel", job)
+    row = local_cluster.wait_for(job, lambda row: row["ended_s"])
+    step = row["checkpoint_step"]
+    assert row["reason"] == f"cancelled by {row['user']}: saved step {step}", local_cluster.story(job)
+    parts = local_cluster.directory.glob(f"local/*/agent/attempts/{job}.*/checkpoint*")
+    assert [str(part) for part in parts] == [row["checkpoint"].partition(":")[2]], "nothing is left on the other host"
+
+    more = local_cluster.run("resume", job, "--steps", str(step + 5), "devices=1").stdout.strip()
+    row = local_cluster.wait_for(more, lambda row: row["ended_s"])
+    assert (row["state"], row["step"]) == ("finished", step + 5), local_cluster.story(more)
+    assert sorted(losses(local_cluster, more)) == list(range(step + 1, step + 6))
+
+
+@pytest.mark.slow
 def test_a_time_limit_saves_and_more_steps_follow_a_finished_job(local_cluster: RunningCluster) -> None:
     (local_cluster.directory / "go").touch()
     shared = local_cluster.directory / "shared"

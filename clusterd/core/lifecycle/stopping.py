@@ -80,7 +80,8 @@ def stop(ctx: HandlerContext, attempt: Attempt, outcome: Outcome | None, why: st
     if keep or done:
         grace_s = max(grace_s, _state_grace_s(job, STATE_BYTES_PER_S) if keep else RESULT_GRACE_S)
     elif attempt.stop.save is not None:
-        grace_s = max(grace_s, _state_grace_s(job, SAVE_BYTES_PER_S))
+        sent = 2 if not attempt.stop.save and len(attempt.hosts) > 1 else 1  # to one host, and written there
+        grace_s = max(grace_s, _state_grace_s(job, SAVE_BYTES_PER_S / sent))
     for host_id in attempt.hosts:
         key = (attempt.job, attempt.number, attempt.generation)
         ctx.stop_ranks(host_id, key, grace_s, why, keep, done, attempt.stop.save)
@@ -121,9 +122,7 @@ def _save_directory(job: Job, attempt: Attempt) -> str | None:
     stop = attempt.stop
     if stop.outcome not in ENDS_EARLY or stop.skip_grace or not attempt.step or not _has_state(job, attempt):
         return None
-    if job.spec.checkpoint_directory is not None:
-        return job.spec.checkpoint_path(job.id, "stopped")
-    return "" if len(attempt.hosts) == 1 else None
+    return job.spec.checkpoint_path(job.id, "stopped") if job.spec.checkpoint_directory is not None else ""
 
 
 def _described_end(job: Job, attempt: Attempt) -> str:
@@ -138,9 +137,6 @@ def _described_end(job: Job, attempt: Attempt) -> str:
         cause = attempts.root_cause(attempt)
         failure = stop.not_saved or (str(cause[1]) if cause is not None else "")
         return f"{stop.why}: not saved{f', {failure}' if failure else ' in time'}{saved}"
-    several = job.spec.kind is JobKind.ELASTIC and len(attempt.hosts) > 1 and job.spec.checkpoint_directory is None
-    if several and attempt.step and not stop.skip_grace:
-        return f"{stop.why}: not saved, because it ran on several hosts without [checkpoints] directory"
     return stop.why
 
 

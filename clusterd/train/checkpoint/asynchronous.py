@@ -42,11 +42,12 @@ class AsyncCheckpointer:
         self.written: deque[tuple[int, str]] = deque()  # step and directory of those that no one has been notified of
         control.on(TakeCheckpoint, self._on_checkpoint)
 
-    def take(self, path: str | None = None) -> None:
+    def take(self, path: str | None = None, *, collects: bool = False) -> None:
         """Copy the state, between two steps on every rank, and write it on a thread.
 
         Args:
             path: target directory; None: the one requested.
+            collects: as for `write`.
         """
         began = time.perf_counter()
         self.finish()
@@ -65,7 +66,7 @@ class AsyncCheckpointer:
             staged = same_plan.stage(training, shape, placed, why)
         blocked_s = time.perf_counter() - began
         self._thread = threading.Thread(
-            target=self._write, args=[staged, path, blocked_s], name="clusterd-checkpoint", daemon=True
+            target=self._write, args=[staged, path, collects, blocked_s], name="clusterd-checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -102,14 +103,16 @@ class AsyncCheckpointer:
             CheckpointFailed: it cannot be written.
         """
         self._connect()
-        # The stop may have reached some ranks only; those without a directory of all hosts share one of the attempt.
-        path = next(filter(None, self._gather(self._control.save_directory)), "") or self._own_directory()
-        self.take(path)
+        # The stop may have reached some ranks only; without a directory of all hosts it is one of the attempt.
+        shared = next(filter(None, self._gather(self._control.save_directory)), "")
+        path = shared or self._own_directory()
+        self.take(path, collects=not shared and self._training.context.hosts > 1)
         self.finish()
         if self.failure:
             self._control.flush()  # the daemon must know why before it hears of the exit
             raise CheckpointFailed(f"the checkpoint at the stop could not be written: {self.failure}")
-        print(f"clusterd: saved step {self._training.step} in {path}", flush=True)
+        if shared or self._training.context.rank == 0:
+            print(f"clusterd: saved step {self._training.step} in {path}", flush=True)
 
     def _own_directory(self) -> str:
         directory = self._training.context.directory
@@ -161,10 +164,10 @@ class AsyncCheckpointer:
             self._paths.append(path)
             self._control.request("checkpoint", f"to {path}")
 
-    def _write(self, staged: Staged, path: str, blocked_s: float) -> None:
+    def _write(self, staged: Staged, path: str, collects: bool, blocked_s: float) -> None:
         began = time.perf_counter()
         try:
-            write(staged, path, self._group)
+            write(staged, path, self._group, collects=collects)
         except Exception as error:  # a full disk is no reason to stop training
             self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             self._control.report(rank.CheckpointFailed(path, self.failure, staged.step))

@@ -75,6 +75,10 @@ class Staged:
         return sum(saved.tensor.nbytes for saved in self.tensors)
 
 
+SENT_BYTES = 16 << 20
+"""Size of a message with a part of a file."""
+
+
 def check(directory: str) -> None:
     """Check before the first step that this rank can write a checkpoint there; the disk may still fill up.
 
@@ -90,7 +94,7 @@ def check(directory: str) -> None:
         raise Refused(f"cannot write checkpoints to {folder}: it is not writable")
 
 
-def write(staged: Staged, directory: str, group: dist.ProcessGroup | None) -> None:
+def write(staged: Staged, directory: str, group: dist.ProcessGroup | None, *, collects: bool = False) -> None:
     """Write the staged state of all ranks to a directory, which appears when it is complete.
 
     Every rank of `group` must call it.
@@ -98,6 +102,7 @@ def write(staged: Staged, directory: str, group: dist.ProcessGroup | None) -> No
     Args:
         directory: on a file system that all ranks see; an existing checkpoint there is replaced.
         group: not used by anything else meanwhile; None for a single process.
+        collects: each rank names a directory of its own host instead, and all files are sent to that of the first.
     Raises:
         FileExistsError: the directory holds something else.
         Exception: that of the first rank that failed, on all of them.
@@ -116,9 +121,12 @@ def write(staged: Staged, directory: str, group: dist.ProcessGroup | None) -> No
                 no_dist=group is None,
             )
     except Exception:  # all ranks have finished writing, and all raise
-        if first:
+        if first or collects:
             shutil.rmtree(part, ignore_errors=True)
         raise
+    if collects and group is not None:
+        failed = [_collect(part, group)]
+        _broadcast_error(failed, group)
     if first:
         try:
             _replace(part, directory)
@@ -126,6 +134,54 @@ def write(staged: Staged, directory: str, group: dist.ProcessGroup | None) -> No
             failed = [error]
             shutil.rmtree(part, ignore_errors=True)
     _broadcast_error(failed, group)
+
+
+def _collect(part: str, group: dist.ProcessGroup) -> OSError | None:
+    """Send the files that other hosts have written to the first rank's host, whose error is returned there."""
+    rank, first = dist.get_rank(group), dist.get_rank(group) == 0
+    own = [name for name in os.listdir(part) if name.startswith(f"__{rank}_")] if os.path.isdir(part) else []
+    written: list[dict[str, int]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(written, {name: os.path.getsize(f"{part}/{name}") for name in own}, group=group)
+    # What the first rank sees already is on its host, or in a folder that hosts share.
+    seen = {name: os.path.getsize(f"{part}/{name}") for name in os.listdir(part)} if first else {}
+    absent = [[(n, name) for n, some in enumerate(written) for name in some if seen.get(name) != some[name]]]
+    dist.broadcast_object_list(absent, src=0, group=group)
+    failure: OSError | None = None
+    for source, name in absent[0]:
+        if rank == source:
+            with open(f"{part}/{name}", "rb") as file:
+                while data := bytearray(file.read(SENT_BYTES)):
+                    dist.send(torch.frombuffer(data, dtype=torch.uint8), 0, group)
+            os.unlink(f"{part}/{name}")
+        elif first:
+            failure = _receive(f"{part}/{name}", source, written[source][name], group) or failure
+    if rank in {source for source, _ in absent[0]}:
+        with contextlib.suppress(OSError):  # another rank of this host has files there
+            os.rmdir(part)
+    return failure
+
+
+def _receive(path: str, source: int, size: int, group: dist.ProcessGroup) -> OSError | None:
+    """Write what a rank sends to a file; after an error the rest is received and left."""
+    failure: OSError | None = None
+    arriving = f"{path}.arriving"  # a shared folder may show the file itself late
+    with contextlib.ExitStack() as stack:
+        file = None
+        try:
+            file = stack.enter_context(open(arriving, "wb"))
+        except OSError as error:
+            failure = error
+        for left in range(size, 0, -SENT_BYTES):
+            data = torch.empty(min(left, SENT_BYTES), dtype=torch.uint8)
+            dist.recv(data, source, group)
+            if file is not None and failure is None:
+                try:
+                    file.write(data.numpy())
+                except OSError as error:
+                    failure = error
+    if failure is None:
+        os.replace(arriving, path)
+    return failure
 
 
 def _broadcast_error(failed: list[OSError | None], group: dist.ProcessGroup | None) -> None:

@@ -14,6 +14,7 @@ from clusterd.errors import ClusterError, UsageError
 from clusterd.types import JobId, JobKind, JobSpec, RankEnd, RankReport, Reason
 from tests.core.conftest import Lab
 
+SHAPE: dict[str, Any] = {"parameters": [], "layers": [], "samples": 16, "global_batch": 16, "steps": 1000}
 STOPPED = RankReport(rank=0, end=RankEnd(reason=Reason.STOPPED, exit_code=0))
 
 
@@ -21,8 +22,7 @@ def training(**what: Any) -> tuple[Lab, JobId]:
     lab = Lab()
     lab.host("a", gpus=1)
     job, _ = lab.submit(kind=JobKind.ELASTIC, **what)
-    shape = {"parameters": [], "layers": [], "samples": 16, "global_batch": 16, "steps": 1000}
-    lab.tell(e.ModelDescribed(**lab.at(), job=job, shape=shape))
+    lab.tell(e.ModelDescribed(**lab.at(), job=job, shape=SHAPE))
     lab.run(job)
     lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=1, step=7, loss=None, step_time_s=1.0))
     return lab, job
@@ -71,6 +71,18 @@ def test_a_time_limit_saves_to_the_shared_directory() -> None:
     assert lab.why(job) == "its time limit of 2h00m is over: not saved, exit code 1: the disk is full"
     with pytest.raises(ClusterError, match="has left no checkpoint: its time limit of 2h00m is over"):
         resumed(lab, job)
+
+
+def test_a_job_on_two_hosts_saves_too_without_a_shared_directory() -> None:
+    lab = Lab()
+    for name in "ab":
+        lab.host(name, gpus=1)
+    job, _ = lab.submit(kind=JobKind.ELASTIC, devices=2)
+    lab.tell(e.ModelDescribed(**lab.at(), job=job, shape=SHAPE))
+    lab.run(job)
+    lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=1, step=7, loss=None, step_time_s=1.0))
+    stops = [x for x in lab.tell(e.JobCancelled(**lab.at(), job=job, by="ana")) if isinstance(x, d.StopAttempt)]
+    assert {(stop.host, stop.save) for stop in stops} == {("a", ""), ("b", "")}
 
 
 def test_a_second_cancel_or_now_does_not_wait() -> None:
