@@ -17,7 +17,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +126,12 @@ class Scene:
             with self.stopped_in_transfer(1, NEW_PLACES, "dp=2"):
                 yield
         else:
-            with self.gate("data.2"):
-                self.move()
+            with ExitStack() as held:
+                # Before they are ready, target ranks read samples to show that their data are the same.
+                with self.gate("data.1"):
+                    self.move()
+                    self.cluster.wait_for(self.job, phase_over(self.cluster, "prepare"))
+                    held.enter_context(self.gate("data.2"))
                 self.cluster.wait_for(self.job, lambda row: row["devices"] == NEW_PLACES)
                 yield
 
