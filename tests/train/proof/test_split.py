@@ -68,7 +68,7 @@ def foreign() -> RankPool:
 REFUSED = [
     ("barlow_twins", "dp=2", "the loss is"),
     ("own_statistics", "accumulation=2", "the loss is"),
-    ("mixup", "dp=2", "the loss is"),
+    ("mixup_in_forward", "dp=2", "the loss is"),
     ("negatives", "dp=2", "gradient"),
     ("hard_mining", "dp=2,accumulation=2", "the norm of the gradient of"),
     ("limited_experts", "dp=2,zero=3", "the loss is"),
@@ -86,6 +86,10 @@ REFUSED = [
         "accumulation=2",
         "passes change trainable parameters, as an optimizer does that steps in hooks",
     ),
+    ("flooded", "dp=2", "with a mean over the samples at the bound of abs(), the loss is"),
+    ("free_bits", "accumulation=2", "with a mean over the samples at the bound of clamp(), the loss is"),
+    ("rarely_padded", "dp=2", "the loss is"),
+    ("tasks_in_turn", "accumulation=2", "gradient"),
     ("stepped_in_hooks", "dp=2,zero=1", "leave the step to the optimizer that `optimizer` returns"),
 ]
 
@@ -142,6 +146,7 @@ EQUAL = [
     ("warmed_up_by_calls", "dp=2", ""),
     ("clipped_backward", "accumulation=2", ""),
     ("contrastive_gathered", "dp=2", ""),
+    ("flooded_gathered", "dp=2", ""),
     ("loss_and_accuracy", "dp=2,accumulation=2", ""),
     ("sequential_layers", "pp=2,accumulation=2", ""),
     ("noisy_updates", "dp=2", ""),
