@@ -120,7 +120,8 @@ class OwnLoop:
     It draws the same random numbers on all ranks and under every plan.
 
     Attributes:
-        changes_batches: it has given a step another batch than it was given.
+        changes_steps: how it has changed a step: it gave it another batch, or chose some of its losses.
+        chosen: losses of the next step, of several.
         changes_data: it has changed samples or `collate_fn`, since the one that it has was read.
         changed: names of the numbers that it has changed.
         variables: of its function, which no move carries.
@@ -130,7 +131,7 @@ class OwnLoop:
         self._training, self._model_calls = training, model_calls
         self._agree = partial(all_call, "called the model")
         self._first = training.step  # of this process, from which on it looks now and then
-        self.changes_batches = self.changes_data = False
+        self.changes_steps, self.chosen, self.changes_data = "", "all", False
         self.changed = training.attributes.of_loop
         self._places: dict[str, tuple[Any, Any]] = {}  # of numbers: what holds it, and its key there
         self._before: list[Any] | None = None
@@ -210,7 +211,7 @@ class OwnLoop:
         self.changes_data = any(name.startswith((DATA, COLLATE)) for name in self.closes())
         training.optimizer.share_writes()
         if _versions(batch) != self._batch[1]:
-            self.changes_batches = True
+            self.changes_steps = "changes its batches"
             if plan.dp > 1:
                 self._tell(
                     f"the script's loop changes its batches, of which it has one of {plan.dp} parts under {plan}: what "
@@ -253,6 +254,7 @@ class OwnLoop:
         shared = {name for name in set().union(*every) if name in self._places}
         shared = {name for name in shared if plan.pp == 1 or not name.startswith(RATE)}
         own = {name: _shown(holder.get(key)) for name in shared for holder, key in [self._places[name]]}
+        own["the losses of the step"] = self.chosen
         dist.all_gather_object(every, own)
         first: dict[str, tuple[int, str]] = {}
         for rank, values in enumerate(every):
