@@ -650,3 +650,14 @@ def tasks_in_turn() -> dict[str, Any]:
         return total
 
     return arguments(model=Tasks, data=data, sampler=range(SAMPLES), loss=loss)
+
+
+@script(advice=GATHER)
+def weighted_by_its_value() -> dict[str, Any]:
+    """A loss whose mean over the batch is read by `item()`, and counts less once it is small."""
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mean = F.cross_entropy(out, y)
+        return mean if mean.item() > FLOOR else 0.1 * mean
+
+    return arguments(loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=0.02))

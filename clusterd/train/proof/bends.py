@@ -7,7 +7,7 @@ comparison notes the arguments of such functions, and is made again with means o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,15 +44,49 @@ class Bends(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         options = options or {}
         name = getattr(function, "__name__", "")
+        if name == "item" and _is_plain(arguments[0]):
+            return _Read(function(*arguments), self.note)
         bend = _bend(name, arguments, options)
         if bend is not None:
             value = arguments[0]
-            if self._shifts and (shift := self._shifts.get(len(self.seen) % self._calls)) is not None:
+            lacks = (bend - value.detach()).detach() if value.numel() <= NUMBERS_MAX and not self._shifts else None
+            if (shift := self.note(name, value.shape, lacks)) is not None:
                 arguments = (value + shift.to(value), *arguments[1:])
-            is_small = value.numel() <= NUMBERS_MAX
-            lacks = (bend - value.detach()).detach().double().cpu() if is_small and not self._shifts else None
-            self.seen.append((name, tuple(value.shape), lacks))
         return function(*arguments, **options)
+
+    def note(self, name: str, shape: Any, lacks: torch.Tensor | None) -> torch.Tensor | None:
+        """Note a call; return what is to be added to its argument."""
+        shift = self._shifts.get(len(self.seen) % self._calls) if self._shifts else None
+        self.seen.append((name, tuple(shape), None if lacks is None else lacks.double().cpu()))
+        return shift
+
+
+def _comparison(name: str) -> Any:
+    """Comparison of a `_Read`, which notes it."""
+    plain = getattr(float, f"__{name}__")
+
+    def compare(self: _Read, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return plain(self, other)
+        shift = self.note(name, (), torch.tensor(float(other) - float(self), dtype=torch.float64))
+        return plain(float(self) + (0.0 if shift is None else shift.item()), other)
+
+    return compare
+
+
+class _Read(float):
+    """Number that a script has read from a tensor, whose comparisons are noted too."""
+
+    note: Callable[..., torch.Tensor | None]
+    __gt__, __lt__, __ge__, __le__ = map(_comparison, ("gt", "lt", "ge", "le"))
+
+    def __new__(cls, value: float, note: Callable[..., torch.Tensor | None]) -> _Read:
+        made = super().__new__(cls, value)
+        made.note = note
+        return made
+
+    def __reduce__(self) -> Any:
+        return float, (float(self),)
 
 
 def _bend(name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:

@@ -87,6 +87,7 @@ REFUSED = [
         "passes change trainable parameters, as an optimizer does that steps in hooks",
     ),
     ("flooded", "dp=2", "with a mean over the samples at the bound of abs(), the loss is"),
+    ("weighted_by_its_value", "dp=2", "with a mean over the samples at the bound of gt(), the loss is"),
     ("free_bits", "accumulation=2", "with a mean over the samples at the bound of clamp(), the loss is"),
     ("rarely_padded", "dp=2", "the loss is"),
     ("tasks_in_turn", "accumulation=2", "gradient"),
