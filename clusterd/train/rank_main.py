@@ -19,6 +19,7 @@ from clusterd.exit_reasons import Reason
 from clusterd.plans import legality
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
+from clusterd.process_attributes import seeds_given
 from clusterd.protocol.control import Ready
 from clusterd.protocol.launch import STAGE_VARIABLE, STEPS_VARIABLE
 from clusterd.protocol.rank import Probed, Proved
@@ -104,6 +105,13 @@ def session(job: Job, on_end: OnEnd | None = None, *, own_loop: bool = True) -> 
             write_description(job, context.directory)  # requested before the first launch, to choose a plan
             raise SystemExit(0)
         refuse_second_run(context)
+        own_seed = torch.initial_seed()  # of 64 bits, if nobody has seeded it
+        is_own = own_seed < 1 << 32 and own_seed not in (*seeds_given, job.seed)
+        if is_own and context.rank == 0 and context.migration is None:
+            _log(
+                f"the script seeds torch with {own_seed}: initial weights, the order of samples and draws of steps "
+                f"follow the argument seed={job.seed} alone; pass seed={own_seed} to let them follow it"
+            )
         if context.note and context.rank == 0:
             _log(context.note)
         control = Control(context)
