@@ -264,7 +264,7 @@ class OwnLoop:
                     raise PlanRefused(
                         f"before step {self._training.step + 1} the script's loop has made {name} {one} on rank "
                         f"{holder_rank} and {value} on rank {rank}: what training depends on must be the same on all, "
-                        "as what follows from the step, out.loss or run.evaluate() is"
+                        "as what follows from the step, out.loss, run.evaluate() or train.gather in the loss is"
                     )
 
     def _values(self) -> list[Any]:
@@ -280,7 +280,7 @@ def _places(training: Training) -> dict[str, tuple[Any, Any]]:
         found |= {held.path(name, k): (_Kept(owner.value), k) for k in kept}
     if not training.normalises_parts:  # running statistics are each replica's own
         modules = {n: m for n, m in training.attributes.roots.items() if isinstance(m, nn.Module)}
-        found |= {held.path(n.rstrip("."), k): (m._buffers, k) for n, m in modules.items() for k in m._buffers}
+        found |= {held.path(n, k): (m._buffers, k) for n, m in modules.items() for k in m._buffers}
     groups = enumerate(training.optimizer.holder.param_groups)
     return found | {f"{RATE}group {number}": (group, "lr") for number, group in groups if "lr" in group}
 

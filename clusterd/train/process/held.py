@@ -94,6 +94,7 @@ def owners(roots: Mapping[str, object]) -> dict[str, Owner]:
 
 def path(owner: str, attribute: str) -> str:
     """Name of what an owner holds."""
+    owner = owner.rstrip(".")
     return f"{owner}{attribute}" if attribute.startswith("[") or not owner else f"{owner}.{attribute}"
 
 
@@ -188,7 +189,7 @@ def places(roots: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
     for name, owner in owners(roots).items():
         holder = variables(owner.value)
         for attribute, value in owner.attributes.items():
-            at = path(name.rstrip("."), attribute)
+            at = path(name, attribute)
             if isinstance(value, SIMPLE) and attribute in holder:
                 found[at] = holder, attribute
             elif isinstance(value, dict) and len(value) <= ITEMS_MAX and is_plain(value):

@@ -316,7 +316,7 @@ class _Trial:
         """Tensors and plain values that passes may leave: buffers, and attributes of modules, the loss and helpers."""
         found: dict[str, Any] = dict(model.named_buffers())
         for name, owner in held.owners(self._roots(model)).items():
-            parts = {held.path(name.rstrip("."), attribute): value for attribute, value in owner.attributes.items()}
+            parts = {held.path(name, attribute): value for attribute, value in owner.attributes.items()}
             found |= {at: v for at, v in parts.items() if isinstance(v, torch.Tensor) or held.is_plain(v)}
         return found
 
@@ -587,4 +587,5 @@ def _numbers(value: Any) -> torch.Tensor | None:
 def _square(tensor: torch.Tensor) -> float:
     """Square of the 2-norm."""
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    values = torch.view_as_real(values) if values.is_complex() else values
     return float(torch.linalg.vector_norm(values, dtype=torch.float64).square()) if values.numel() else 0.0

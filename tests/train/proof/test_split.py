@@ -58,6 +58,7 @@ def foreign() -> RankPool:
             "tests.foreign.settings",
             "tests.foreign.cut_models",
             "tests.foreign.trainers",
+            "tests.foreign.networks",
             "tests.train.proof.ending",
         ]
     )
@@ -161,6 +162,8 @@ EQUAL = [
     ("tied_in_other_order", STAGES, ""),
     ("clipped_one_cycle", "dp=2,shares=3:5", ""),
     ("seeds_itself", "dp=2", ""),
+    ("complex_weights", "dp=2", ""),
+    ("priorities_by_errors", "dp=2", ""),
     ("drawn_by_data", "accumulation=2", ""),
     ("optimizers_in_a_list", "dp=2,zero=3", ""),
 ]
