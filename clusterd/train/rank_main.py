@@ -303,7 +303,14 @@ def _act_on(verdict: Verdict, job: Job, context: Context) -> None:
     if verdict.difference:
         texts.append(f"the result depends on how {plan} cuts the batch, as accepted: {verdict.difference}")
     if verdict.unclear:
-        texts.append(f"it is not shown that {plan} trains as one process: {verdict.unclear}")
+        of_data = ", by samples of the data, of which the script's loop may make others" if job.own_loop else ""
+        texts.append(f"it is not shown that {plan} trains as one process: {verdict.unclear}{of_data}")
+    elif is_stream(job.data) and plan.dp * plan.accumulation > 1 and not verdict.difference:
+        texts.append(
+            f"that {plan} trains as one process was shown with the first batch of the stream: where later samples have "
+            "what those lack (padding, labels that do not count), a mean over part of them is another; (sum, weight) "
+            "is exact"
+        )
     if verdict.metrics:
         texts.append(verdict.metrics)
     if verdict.left:

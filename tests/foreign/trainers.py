@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from clusterd import train
 from clusterd.train import Evaluation
-from tests.foreign.batches import SAMPLES, arguments, perceptron, points
+from tests.foreign.batches import SAMPLES, Graded, arguments, perceptron, points
 from tests.foreign.cut_models import cut
 from tests.foreign.own_loops import Made
 from tests.foreign.registry import script
@@ -500,3 +500,17 @@ def priorities_by_errors() -> dict[str, Any]:
             data.priorities[loss.numbers.numpy()] = loss.errors.numpy() + 0.01
 
     return arguments(data=data, loss=loss, loop=loop)
+
+
+@script()
+def harder_with_workers() -> dict[str, Any]:
+    """A loop that makes the samples harder at the end of each epoch, which data-loader workers read."""
+    data = Graded()
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            run.step(batch)
+            if step % 4 == 0:
+                data.difficulty += 0.5
+
+    return arguments(data=data, global_batch=16, num_workers=2, loop=loop)

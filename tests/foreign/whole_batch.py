@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from clusterd import train
 from clusterd.train import Evaluation
@@ -661,3 +662,28 @@ def weighted_by_its_value() -> dict[str, Any]:
         return mean if mean.item() > FLOOR else 0.1 * mean
 
     return arguments(loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=0.02))
+
+
+class TextStream(IterableDataset[Any]):
+    """The same windows, one after another, with a position."""
+
+    def __init__(self) -> None:
+        self.windows, self.read = Windows(), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.read < SAMPLES:
+            self.read += 1
+            yield self.windows[self.read - 1]
+        self.read = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
+@script(advice="return (sum, weight)")
+def stream_rarely_padded() -> dict[str, Any]:
+    """A stream of such windows: the mean over the words that count."""
+    return arguments(model=Tagger, data=TextStream(), loss=lambda out, tags: F.cross_entropy(out.mT, tags))

@@ -184,6 +184,13 @@ class OwnLoop:
             pairs = zip(self._places, before, now, strict=True)
             changed = {name for name, old, new in pairs if old is not new and old != new}
             self.changed |= changed
+            of_workers = [name for name in sorted(changed) if name.startswith((DATA, COLLATE))]
+            if of_workers and self._training.job.num_workers:
+                self._training.workers_are_stale = True
+                self._tell(
+                    f"the script's loop changes {of_workers[0]}, of which data-loader workers have a copy: samples are "
+                    "read with it from the next epoch on, or from where the job goes on",
+                )
             return changed
         return set()
 

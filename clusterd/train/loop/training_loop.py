@@ -133,9 +133,13 @@ class TrainingLoop:
             yield inputs, targets
             self.own_loop.closes()
             if training.step != number:
-                raise exits.Refused(
-                    f"the batch of step {number} was not given to run.step(), which needs each batch once"
-                )
+                times = "not given to run.step(), which needs each batch once"
+                if training.step > number:
+                    times = (
+                        f"given to run.step() {training.step - number + 1} times: several updates on the same samples "
+                        "are steps of their own, with a `sampler` that yields these again"
+                    )
+                raise exits.Refused(f"the batch of step {number} was {times}")
             if self._migration.has_begun() and (gpu := self._survivor.last_step.gpu) is not None:
                 gpu.empty_cache()  # target ranks start on this GPU
             self._snapshots.begin()  # with what the script's own loop changed after the step

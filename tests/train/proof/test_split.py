@@ -183,6 +183,7 @@ def test_what_trains_alike_is_not_accused(foreign: RankPool, tmp_path: Path, scr
 @pytest.mark.parametrize(
     ("script", "plan", "said"),
     [
+        ("stream_rarely_padded", "dp=2", "was shown with the first batch of the stream: where later samples have"),
         ("replicas_semantics", "dp=2", "cuts the batch, as accepted: the loss is"),
         ("dropped_out", "dp=2", "draws random numbers"),
         ("dropout_inside", "tp=2", "draws random numbers"),
