@@ -106,7 +106,9 @@ def attributes(owner: object) -> dict[str, Any]:
         return {f"[{key!r}]": v for key, v in owner.items()} if len(owner) <= ITEMS_MAX else {}
     if isinstance(owner, types.FunctionType):
         cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
-        return {**vars(owner), **{name: cell.cell_contents for name, cell in cells if _is_filled(cell)}}
+        own = vars(owner) | {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+        defaults = {f"[{i}]": value for i, value in enumerate(owner.__defaults__ or ())} | (owner.__kwdefaults__ or {})
+        return {k: v for k, v in defaults.items() if is_container(v) or isinstance(v, (torch.Tensor, np.ndarray))} | own
     if isinstance(owner, Globals):
         held = {name: owner.namespace[name] for name in sorted(owner.names & owner.namespace.keys())}
         return {name: value for name, value in held.items() if is_plain(value) or _is_state(value)}

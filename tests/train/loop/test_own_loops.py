@@ -105,6 +105,8 @@ def test_what_a_script_changes_is_as_in_one_process_or_named(
         ("counted_by_a_hook", "move"),
         ("optimizers_in_a_list", "move"),
         ("memory_that_grows", "restart"),
+        ("kept_in_a_default", "move"),
+        ("kept_in_a_default", "restart"),
     ],
 )
 def test_what_a_script_has_changed_goes_on(runner: Runner, script: str, how: str) -> None:
