@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -40,11 +40,12 @@ class ModelCalls:
 
     Attributes:
         on_call: called before each of them; None: the engine makes them.
+        depth: of calls within each other that are under way.
     """
 
     def __init__(self, training: Training) -> None:
         self.on_call: Callable[[], None] | None = None
-        self._depth = 0
+        self.depth = 0
         plan, model = training.context.plan, training.parallel.module
         if isinstance(model, FSDPModule):
             model._get_fsdp_state()._lazy_init()  # else by the first call, which may be that of a part
@@ -54,12 +55,12 @@ class ModelCalls:
                 module.register_forward_hook(self._ends, always_call=True)
 
     def _begins(self, *_: Any) -> None:
-        if self.on_call is not None and not self._depth:
+        if self.on_call is not None and not self.depth:
             self.on_call()
-        self._depth += 1
+        self.depth += 1
 
     def _ends(self, *_: Any) -> None:
-        self._depth -= 1
+        self.depth -= 1
 
     @contextmanager
     def each(self, on_call: Callable[[], None] | None) -> Iterator[None]:
@@ -88,7 +89,9 @@ class Callbacks:
         self._calls[name] = self._calls.get(name, 0) + 1
         is_watched = not self._told and is_sampled(self._calls[name])
         before = numbers(self._training) if is_watched else {}
-        with self._model_calls.each(partial(self._refuse_call, name)):
+        refuse, plan = partial(self._refuse_call, name), self._training.context.plan
+        watch = ShardWrites(lambda: None, refuse) if plan.tp > 1 or plan.zero > 1 else nullcontext()
+        with self._model_calls.each(refuse), watch:
             callback(step, values)
         now = numbers(self._training) if is_watched else {}
         changed = next((key for key, value in before.items() if now.get(key, value) != value), None)
@@ -98,8 +101,8 @@ class Callbacks:
     def _refuse_call(self, name: str) -> None:
         plan = self._training.context.plan
         raise PlanRefused(
-            f"{name} calls the model on rank 0 alone, and ranks of {plan} have shards of it: let `evaluate` do it, or "
-            "every rank in a loop of the script's own (clusterd.train.session); dp and zero=1 leave the model whole"
+            f"{name} computes with the model on rank 0 alone, and ranks of {plan} have shards of it: let `evaluate` do "
+            "it, or every rank in a loop of the script's own (clusterd.train.session); dp and zero=1 leave it whole"
         )
 
     def _refuse(self, change: str) -> None:
@@ -129,7 +132,7 @@ class OwnLoop:
 
     def __init__(self, training: Training, model_calls: ModelCalls, all_call: Callable[[str], None]) -> None:
         self._training, self._model_calls = training, model_calls
-        self._agree = partial(all_call, "called the model")
+        self._agree = all_call
         self._first = training.step  # of this process, from which on it looks now and then
         self.changes_steps, self.chosen, self.changes_data = "", "all", False
         self.changed = training.attributes.of_loop
@@ -140,7 +143,7 @@ class OwnLoop:
         self._writes: TorchDispatchMode | None = None  # of the loop's code, where weights are sharded or carried
         self.variables = LoopVariables(training)
         if training.job.own_loop:
-            model_calls.on_call = self._agree
+            model_calls.on_call = self._agree_on_call
         self._prelude: Prelude | None = None
         if training.step and training.job.own_loop:
             self._prelude = Prelude(training)
@@ -159,7 +162,7 @@ class OwnLoop:
         training = self._training
         if not training.job.own_loop:
             return
-        self._model_calls.on_call = self._agree
+        self._model_calls.on_call = self._agree_on_call
         seed_step(training.job.seed, training.step, 0, LOOP_STAGES[batch is not None])
         if batch is not None:
             self._batch = batch, _versions(batch)
@@ -169,8 +172,8 @@ class OwnLoop:
                 self.variables.look(self.changed)
         self._before = self._values()
         plan = training.context.plan
-        if (plan.tp > 1 or plan.zero > 1) and is_sampled(training.step + 1 - self._first):
-            self._writes = ShardWrites(lambda: self._tell(DRAWS_OF_SHARDS.format(plan=plan)))
+        if plan.tp > 1 or plan.zero > 1:
+            self._writes = ShardWrites(lambda: self._tell(DRAWS_OF_SHARDS.format(plan=plan)), self._exchange)
             self._writes.__enter__()
 
     def closes(self) -> set[str]:
@@ -193,6 +196,13 @@ class OwnLoop:
                 )
             return changed
         return set()
+
+    def _agree_on_call(self) -> None:
+        self._agree("called the model")
+
+    def _exchange(self) -> None:
+        if not self._model_calls.depth:
+            self._agree("computed with shards of a weight")
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
