@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from clusterd import train
 from clusterd.train import Evaluation
-from tests.foreign.batches import SAMPLES, Graded, arguments, perceptron, points
+from tests.foreign.batches import SAMPLES, Graded, Stream, arguments, perceptron, points
 from tests.foreign.cut_models import cut
 from tests.foreign.own_loops import Made
 from tests.foreign.registry import script
@@ -514,3 +514,26 @@ def harder_with_workers() -> dict[str, Any]:
                 data.difficulty += 0.5
 
     return arguments(data=data, global_batch=16, num_workers=2, loop=loop)
+
+
+class HarderStream(Stream):
+    """A stream whose samples grow with a difficulty."""
+
+    difficulty = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in super().__iter__():
+            yield x * (1 + self.difficulty), y
+
+
+@script(advice="`num_workers=0`")
+def stream_harder_with_a_worker() -> dict[str, Any]:
+    """A loop that makes the samples of a stream harder, which a data-loader worker reads."""
+    data = HarderStream()
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            run.step(batch)
+            data.difficulty += 0.1
+
+    return arguments(data=data, num_workers=1, loop=loop)

@@ -190,9 +190,12 @@ class OwnLoop:
             of_workers = [name for name in sorted(changed) if name.startswith((DATA, COLLATE))]
             if of_workers and self._training.job.num_workers:
                 self._training.workers_are_stale = True
+                when = "from the next epoch on, or from where the job goes on"
+                if self._training.stream is not None:
+                    when = "from where the job goes on, and not before: num_workers=0 reads in this process"
                 self._tell(
                     f"the script's loop changes {of_workers[0]}, of which data-loader workers have a copy: samples are "
-                    "read with it from the next epoch on, or from where the job goes on",
+                    f"read with it {when}"
                 )
             return changed
         return set()
@@ -291,7 +294,8 @@ class OwnLoop:
 
 def _places(training: Training) -> dict[str, tuple[Any, Any]]:
     """Places of the numbers and texts that modules, loss, data and optimizer hold as attributes, and learning rates."""
-    found = held.places({**training.attributes.roots, **training.attributes.data})
+    of_worker = {DATA: training.job.data} if training.stream is not None and training.job.num_workers else {}
+    found = held.places({**training.attributes.roots, **training.attributes.data, **of_worker})
     for name, owner in held.owners(training.attributes.data).items():
         kept = (k for k, v in owner.attributes.items() if isinstance(v, (torch.Tensor, np.ndarray)) or _is_table(v))
         found |= {held.path(name, k): (_Kept(owner.value), k) for k in kept}

@@ -130,6 +130,20 @@ def test_an_evaluation_sees_what_the_optimizer_writes_for_it(runner: Runner, tmp
     assert len(logged[0]) == 3
 
 
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("harder_with_workers", "samples are read with it from the next epoch on"),
+        ("stream_harder_with_a_worker", "samples are read with it from where the job goes on, and not before"),
+    ],
+)
+def test_changes_that_workers_do_not_see_at_once_are_named(
+    runner: Runner, tmp_path: Path, script: str, says: str
+) -> None:
+    (rank,) = runner._pools[0].run(tmp_path, "dp=1", script=script, steps=6).checked().ranks
+    assert f".difficulty, of which data-loader workers have a copy: {says}" in rank.output
+
+
 @pytest.mark.slow
 def test_what_is_too_large_to_be_carried_is_named(runner: Runner) -> None:
     found = runner.verdicts(registry.SCRIPTS["replay_of_megabytes"], ["restart"])["restart"]
