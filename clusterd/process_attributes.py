@@ -49,9 +49,14 @@ HASH_SEED = "0"
 """PYTHONHASHSEED of ranks. The same for all jobs: forks have that of their fork server, and jobs share one."""
 
 
+seeds_given: set[int] = set()
+"""Numbers with which this process has seeded its generators."""
+
+
 def seed_generators(job: str) -> None:
     """Seed Python's, NumPy's and torch's global generators, as far as imported, with a number that `job` determines."""
     seed = zlib.crc32(f"clusterd {job}".encode())
+    seeds_given.add(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed)

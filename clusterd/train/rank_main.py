@@ -19,6 +19,7 @@ from clusterd.exit_reasons import Reason
 from clusterd.plans import legality
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
+from clusterd.process_attributes import seeds_given
 from clusterd.protocol.control import Ready
 from clusterd.protocol.launch import STAGE_VARIABLE, STEPS_VARIABLE
 from clusterd.protocol.rank import Probed, Proved
@@ -104,6 +105,13 @@ def session(job: Job, on_end: OnEnd | None = None, *, own_loop: bool = True) -> 
             write_description(job, context.directory)  # requested before the first launch, to choose a plan
             raise SystemExit(0)
         refuse_second_run(context)
+        own_seed = torch.initial_seed()  # of 64 bits, if nobody has seeded it
+        is_own = own_seed < 1 << 32 and own_seed not in (*seeds_given, job.seed)
+        if is_own and context.rank == 0 and context.migration is None:
+            _log(
+                f"the script seeds torch with {own_seed}: initial weights, the order of samples and draws of steps "
+                f"follow the argument seed={job.seed} alone; pass seed={own_seed} to let them follow it"
+            )
         if context.note and context.rank == 0:
             _log(context.note)
         control = Control(context)
@@ -295,7 +303,14 @@ def _act_on(verdict: Verdict, job: Job, context: Context) -> None:
     if verdict.difference:
         texts.append(f"the result depends on how {plan} cuts the batch, as accepted: {verdict.difference}")
     if verdict.unclear:
-        texts.append(f"it is not shown that {plan} trains as one process: {verdict.unclear}")
+        of_data = ", by samples of the data, of which the script's loop may make others" if job.own_loop else ""
+        texts.append(f"it is not shown that {plan} trains as one process: {verdict.unclear}{of_data}")
+    elif is_stream(job.data) and plan.dp * plan.accumulation > 1 and not verdict.difference:
+        texts.append(
+            f"that {plan} trains as one process was shown with the first batch of the stream: where later samples have "
+            "what those lack (padding, labels that do not count), a mean over part of them is another; (sum, weight) "
+            "is exact"
+        )
     if verdict.metrics:
         texts.append(verdict.metrics)
     if verdict.left:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset, WeightedRandomSampler
 
+from clusterd import train
 from clusterd.train import Evaluation
 from tests.foreign.batches import SAMPLES, arguments, perceptron, points
 from tests.foreign.registry import script
@@ -115,3 +116,15 @@ def set_that_grows() -> dict[str, Any]:
             return self.layers(x) * (1 + len(self.seen) / 10)
 
     return arguments(model=Net)
+
+
+@script(advice="dp without accumulation")
+def kept_in_a_default() -> dict[str, Any]:
+    """A running mean of the loss in a list that is the default of an argument, by which an output is scaled."""
+
+    def loss(out: torch.Tensor, y: torch.Tensor, kept: list[float] = [0.0]) -> torch.Tensor:  # noqa: B006
+        mean = train.gather(F.cross_entropy(out, y, reduction="none")).mean()
+        kept[0] = 0.9 * kept[0] + 0.1 * mean.item()
+        return mean * (1 + kept[0])
+
+    return arguments(loss=loss)

@@ -172,6 +172,17 @@ def gan() -> dict[str, Any]:
     )
 
 
+@script("dp=2,accumulation=2", advice="dp and accumulation")
+def critic_more_often() -> dict[str, Any]:
+    """GAN whose loop updates the generator in each third step only (n_critic, delayed policies)."""
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            run.step(batch, only="discriminator" if step % 3 else ())
+
+    return gan() | {"loop": loop}
+
+
 class ArcFace(nn.Module):
     """Angular-margin loss, which has the centres of the classes as parameters."""
 

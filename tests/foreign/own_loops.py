@@ -761,3 +761,42 @@ def pruned_by_loop() -> dict[str, Any]:
             run.step(batch)
 
     return made.factories(loop=loop)
+
+
+def norm_of(model: nn.Module) -> float:
+    return float(sum(p.detach().square().sum() for p in model.parameters())) ** 0.5
+
+
+@script(advice="on all ranks, with `run.is_main` around the writing alone")
+def norm_on_main() -> dict[str, Any]:
+    """A loop that logs the norm of the weights every third step, on rank 0."""
+    made = Made()
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            run.step(batch)
+            if step % 3 == 0 and run.is_main:
+                run.log(norm=norm_of(made.model))
+
+    return made.factories(loop=loop)
+
+
+@script()
+def norm_on_all() -> dict[str, Any]:
+    """The same on all ranks."""
+    made = Made()
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            run.step(batch)
+            if step % 3 == 0:
+                run.log(norm=norm_of(made.model))
+
+    return made.factories(loop=loop)
+
+
+@script(advice="a loop of the script's own")
+def norm_by_callback() -> dict[str, Any]:
+    """`on_step` logs the norm of the weights."""
+    made = Made()
+    return made.factories(on_step=lambda step, entry: print(f"norm {norm_of(made.model):.4f}") if step % 3 == 0 else 0)

@@ -7,14 +7,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
+from clusterd import train
 from clusterd.train import Evaluation
-from tests.foreign.batches import SAMPLES, arguments, perceptron, points
+from tests.foreign.batches import SAMPLES, Graded, Stream, arguments, perceptron, points
 from tests.foreign.cut_models import cut
 from tests.foreign.own_loops import Made
 from tests.foreign.registry import script
@@ -456,3 +458,82 @@ class SeedsItself(Dataset[Any]):
 def seeds_itself() -> dict[str, Any]:
     """A data set that seeds torch's generator by the number of the sample."""
     return arguments(data=SeedsItself())
+
+
+class ByPriority(Dataset[Any]):
+    """Transitions with priorities, which weigh them."""
+
+    def __init__(self) -> None:
+        random = torch.Generator().manual_seed(12)
+        self.states, self.values = torch.randn(SAMPLES, 8, generator=random), torch.randn(SAMPLES, generator=random)
+        self.priorities = np.ones(SAMPLES, dtype=np.float32)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, tuple[torch.Tensor, int, np.float32]]:
+        weight = (self.priorities.mean() / self.priorities[index]) ** 0.4
+        return self.states[index], (self.values[index], index, weight)
+
+
+class ErrorsOfSamples:
+    """A weighted loss that keeps the error of each sample."""
+
+    def __init__(self) -> None:
+        self.numbers = self.errors = torch.zeros(0)
+
+    def __call__(self, out: torch.Tensor, target: Any) -> torch.Tensor:
+        values, numbers, weights = target
+        error = out[:, 0] - values
+        self.numbers, self.errors = train.gather(numbers), train.gather(error.detach().abs())
+        return (weights * error.square()).mean()
+
+
+@script(advice="dp without accumulation")
+def priorities_by_errors() -> dict[str, Any]:
+    """Prioritised replay: the loss gathers errors of samples, by which the loop sets their weights in the data."""
+    data, loss = ByPriority(), ErrorsOfSamples()
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            run.step(batch)
+            data.priorities[loss.numbers.numpy()] = loss.errors.numpy() + 0.01
+
+    return arguments(data=data, loss=loss, loop=loop)
+
+
+@script()
+def harder_with_workers() -> dict[str, Any]:
+    """A loop that makes the samples harder at the end of each epoch, which data-loader workers read."""
+    data = Graded()
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            run.step(batch)
+            if step % 4 == 0:
+                data.difficulty += 0.5
+
+    return arguments(data=data, global_batch=16, num_workers=2, loop=loop)
+
+
+class HarderStream(Stream):
+    """A stream whose samples grow with a difficulty."""
+
+    difficulty = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in super().__iter__():
+            yield x * (1 + self.difficulty), y
+
+
+@script(advice="`num_workers=0`")
+def stream_harder_with_a_worker() -> dict[str, Any]:
+    """A loop that makes the samples of a stream harder, which a data-loader worker reads."""
+    data = HarderStream()
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            run.step(batch)
+            data.difficulty += 0.1
+
+    return arguments(data=data, num_workers=1, loop=loop)

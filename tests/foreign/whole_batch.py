@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from clusterd import train
 from clusterd.train import Evaluation
-from tests.foreign.batches import Numbered, Sentences, Tagger, arguments, padded, perceptron, points
+from tests.foreign.batches import SAMPLES, Numbered, Sentences, Tagger, arguments, padded, perceptron, points
 from tests.foreign.registry import script
 
 GATHER = "`train.gather`"
@@ -551,3 +552,138 @@ def step_within() -> dict[str, Any]:
             return torch.func.vmap(one)(x)
 
     return arguments(model=Net)
+
+
+FLOOR = 0.9
+
+
+@script(advice=GATHER)
+def flooded() -> dict[str, Any]:
+    """Flooding: a loss that climbs again where the mean over the batch is below a bound."""
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (F.cross_entropy(out, y) - FLOOR).abs() + FLOOR
+
+    return arguments(loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=0.02))
+
+
+@script()
+def flooded_gathered() -> dict[str, Any]:
+    """The same of the losses of all samples, gathered."""
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        each = train.gather(F.cross_entropy(out, y, reduction="none"))
+        return (each.mean() - FLOOR).abs() + FLOOR
+
+    return arguments(loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=0.02))
+
+
+class Latent(nn.Module):
+    """A variational encoder and decoder, with noise that comes with the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 6), nn.Linear(3, 8)
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, noise = pair
+        mean, spread = self.encoder(x).chunk(2, -1)
+        divergence = 0.5 * (mean.square() + spread.exp() - 1 - spread)
+        return self.decoder(mean + noise * (spread / 2).exp()), divergence
+
+
+@script(advice=GATHER)
+def free_bits() -> dict[str, Any]:
+    """A variational autoencoder whose divergences count from a bound on, as means over the batch by dimension."""
+    x, _ = points().tensors
+    noise = torch.randn(len(x), 3, generator=torch.Generator().manual_seed(6))
+
+    def loss(outputs: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        rebuilt, divergence = outputs
+        return F.mse_loss(rebuilt, x) + divergence.mean(0).clamp(min=0.05).sum()
+
+    data = [((one, own), one) for one, own in zip(x, noise, strict=True)]
+    return arguments(model=Latent, loss=loss, data=data, optimizer=lambda p: torch.optim.AdamW(p, lr=0.02))
+
+
+class Windows(Dataset[Any]):
+    """Windows of words; the last of each document has words that are not to be learnt."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        words = torch.randint(1, 32, (6,), generator=torch.Generator().manual_seed(index))
+        return words, torch.where(torch.arange(6) < (2 if index % 23 == 22 else 6), words % 5, -100)
+
+
+@script(advice="return (sum, weight)")
+def rarely_padded() -> dict[str, Any]:
+    """Windows of text, few of them padded and none in the first batch: the mean over the words that count."""
+    return arguments(
+        model=Tagger, data=Windows(), sampler=range(SAMPLES), loss=lambda out, tags: F.cross_entropy(out.mT, tags)
+    )
+
+
+class Tasks(nn.Module):
+    """Two heads, for classes and for numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.classes, self.number = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(x).tanh()
+        return self.classes(hidden), self.number(hidden)[:, 0]
+
+
+@script(advice="return (sum, weight)")
+def tasks_in_turn() -> dict[str, Any]:
+    """Two tasks, each a mean over its samples, of which the first batches have one."""
+    data = [{"x": x, "y": y, "task": int(i >= 16 and i % 3 == 0)} for i, (x, y) in enumerate(points())]
+
+    def loss(outputs: tuple[torch.Tensor, torch.Tensor], batch: Any) -> torch.Tensor:
+        of_first, total = batch["task"] == 0, sum(out.sum() * 0 for out in outputs)
+        if of_first.any():
+            total = total + F.cross_entropy(outputs[0][of_first], batch["y"][of_first])
+        if not of_first.all():
+            total = total + (outputs[1] - batch["y"])[~of_first].square().mean()
+        return total
+
+    return arguments(model=Tasks, data=data, sampler=range(SAMPLES), loss=loss)
+
+
+@script(advice=GATHER)
+def weighted_by_its_value() -> dict[str, Any]:
+    """A loss whose mean over the batch is read by `item()`, and counts less once it is small."""
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mean = F.cross_entropy(out, y)
+        return mean if mean.item() > FLOOR else 0.1 * mean
+
+    return arguments(loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=0.02))
+
+
+class TextStream(IterableDataset[Any]):
+    """The same windows, one after another, with a position."""
+
+    def __init__(self) -> None:
+        self.windows, self.read = Windows(), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.read < SAMPLES:
+            self.read += 1
+            yield self.windows[self.read - 1]
+        self.read = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
+@script(advice="return (sum, weight)")
+def stream_rarely_padded() -> dict[str, Any]:
+    """A stream of such windows: the mean over the words that count."""
+    return arguments(model=Tagger, data=TextStream(), loss=lambda out, tags: F.cross_entropy(out.mT, tags))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from cases import slow
 from migration_driver import Mover
-from rank_pool import RankPool
+from rank_pool import ENVIRONMENT, RankPool
 
 from clusterd.plans.sample_order import step_indices
 from clusterd.train.parallel import build
@@ -20,7 +22,7 @@ STEPS = 12
 GAN = {"script": "gan", "steps": STEPS}
 
 
-def plain_torch(steps: int) -> list[dict[str, float]]:
+def plain_torch(steps: int, generator_every: int = 1) -> list[dict[str, float]]:
     """Losses of a loop as every tutorial has it, on the same batches."""
     arguments = networks.gan()
     model, data = build.build_model(networks.Adversaries, 0), arguments["data"]
@@ -30,6 +32,8 @@ def plain_torch(steps: int) -> list[dict[str, float]]:
         batch = [tensor[step_indices(len(data), 8, 0, step)] for tensor in data.tensors]
         losses = {}
         for part, loss_function in arguments["loss"].items():
+            if part == "generator" and (step + 1) % generator_every:
+                continue
             model.zero_grad()
             loss = loss_function(model, batch)
             loss.backward()
@@ -45,6 +49,46 @@ def test_losses_are_those_of_a_plain_loop(plan: str, ranks: RankPool, tmp_path: 
     for step, expected in zip(run.steps, plain_torch(STEPS), strict=True):
         assert step["metrics"] == pytest.approx(expected, rel=1e-4)
         assert step["loss"] == pytest.approx(sum(expected.values()), rel=1e-4)
+
+
+def made(step: dict[str, Any]) -> dict[str, float]:
+    """Losses that a step had."""
+    return {name: loss for name, loss in step["metrics"].items() if loss is not None}
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2", slow("dp=2,accumulation=2")])
+def test_a_loop_may_leave_out_updates_as_a_plain_one_does(plan: str, ranks: RankPool, tmp_path: Path) -> None:
+    run = ranks.run(tmp_path, plan, script="critic_more_often", steps=STEPS).checked()
+    for step, expected in zip(run.steps, plain_torch(STEPS, generator_every=3), strict=True):
+        assert made(step) == pytest.approx(expected, rel=1e-4)
+        assert step["loss"] == pytest.approx(sum(expected.values()), rel=1e-4)
+
+
+def test_updates_that_a_loop_leaves_out_move(moving: Callable[..., Mover], tmp_path: Path) -> None:
+    mover = moving(script="critic_more_often")
+    mover.start("dp=1")
+    mover.train(3)
+    mover.move("dp=2")
+    mover.train(4)
+    steps = mover.stop()
+    for step, expected in zip(steps, plain_torch(len(steps), generator_every=3), strict=True):
+        assert made(step) == pytest.approx(expected, rel=1e-3)
+
+
+CRITIC = """
+from clusterd import train
+from tests.foreign import networks
+
+with train.session(**networks.gan()) as run:
+    for step, batch in run:
+        run.step(batch, only="critic")
+"""
+
+
+def test_a_loss_that_the_job_does_not_have_is_refused() -> None:
+    ended = subprocess.run([sys.executable, "-c", CRITIC], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 92
+    assert "names 'critic', and the losses of this job are discriminator, generator" in ended.stderr
 
 
 def test_plans_that_cut_the_model_are_refused_with_the_reason(ranks: RankPool, tmp_path: Path) -> None:

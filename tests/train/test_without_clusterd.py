@@ -44,6 +44,31 @@ def test_the_example_trains_under_torchrun() -> None:
     assert losses(many.stdout)[10] == losses(alone.stdout)[10]
 
 
+SEEDED = """
+import torch
+from torch.nn import functional as F
+from clusterd import train
+
+torch.manual_seed(1234)
+data = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.long))
+options = {"model": lambda: torch.nn.Linear(4, 2), "loss": F.cross_entropy, "data": data, "global_batch": 4, "steps": 1}
+outcome = train.run(optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options, **GIVEN)
+torch.manual_seed(1234)
+print("loss", outcome.loss, F.cross_entropy(torch.nn.Linear(4, 2)(data.tensors[0][:4]), data.tensors[1][:4]).item())
+"""
+
+
+@pytest.mark.parametrize("given", ["{}", "{'seed': 1234}"])
+def test_a_seed_that_the_script_sets_is_no_silent_one(given: str) -> None:
+    """Initial weights follow the argument; with it they are those of plain torch under that seed."""
+    program = SEEDED.replace("GIVEN", given)
+    ended = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    told = "the script seeds torch with 1234: initial weights, the order of samples and draws of steps follow the"
+    assert (told in ended.stdout + ended.stderr) == (given == "{}")
+    _, trained, plain = ended.stdout.splitlines()[-1].split()
+    assert (float(trained) == pytest.approx(float(plain), rel=1e-5)) == (given != "{}")
+
+
 def test_the_script_is_short() -> None:
     """A script is at most 40 lines beyond its model."""
     assert sum(bool(line.strip()) for line in SCRIPT.read_text().splitlines()) <= 40

@@ -54,6 +54,7 @@ def batches(
     collate_fn: Callable[[list[Any]], Any] = default_collate,
     sampler: Iterable[Any] | None = None,
     on_epoch: Callable[[int, Indices], object] = lambda *_: None,
+    is_stale: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Any, Any]]:
     """(input, target) of the replica's share of each step, on `device`.
 
@@ -61,26 +62,32 @@ def batches(
         seed: of the order, and of random numbers that the data set draws.
         draws_seed: of these instead.
         on_epoch: see `SampleOrder`.
+        is_stale: asked between epochs: workers have an old copy of the data set, and new ones are to read on.
     Raises:
         Refused: the data set is too small, or has no length.
     """
     order = order_of(dataset, global_batch, seed, sampler, on_epoch)
-    loader = DataLoader(
-        dataset,
-        batch_sampler=ShareSampler(order, plan.batch_shares(global_batch), replica, first_step, steps),
-        num_workers=num_workers,
-        collate_fn=collate_fn,
-        pin_memory=device.type == "cuda",
-        worker_init_fn=ignore_sigterm,
-        # Replicas, and runs resumed at another step, must not augment different samples with the same numbers.
-        generator=torch.Generator().manual_seed(mix(mix(seed & 0xFFFFFFFF) ^ (first_step << 32 | replica)) >> 1),
-    )
-    with running(iter(loader)) as fetched:
-        for step in range(first_step, steps):
-            # Without workers the data set draws here. The first and last stages of a replica read the same samples, for
-            # inputs and targets: both must draw the same numbers.
-            seed_step(seed if draws_seed is None else draws_seed, step, replica, DATA_STAGE)
-            yield pair_on_device(next(fetched), device)
+    while first_step < steps:
+        loader = DataLoader(
+            dataset,
+            batch_sampler=ShareSampler(order, plan.batch_shares(global_batch), replica, first_step, steps),
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=device.type == "cuda",
+            worker_init_fn=ignore_sigterm,
+            # Replicas, and runs resumed at another step, must not augment different samples with the same numbers.
+            generator=torch.Generator().manual_seed(mix(mix(seed & 0xFFFFFFFF) ^ (first_step << 32 | replica)) >> 1),
+        )
+        begun = first_step
+        with running(iter(loader)) as fetched:
+            for step in range(begun, steps):
+                if num_workers and step > begun and step % order.steps_per_epoch == 0 and is_stale():
+                    break
+                # Without workers the data set draws here. The first and last stages of a replica read the same samples,
+                # for inputs and targets: both must draw the same numbers.
+                seed_step(seed if draws_seed is None else draws_seed, step, replica, DATA_STAGE)
+                yield pair_on_device(next(fetched), device)
+                first_step = step + 1
 
 
 @contextmanager

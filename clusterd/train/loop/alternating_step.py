@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ class AlternatingStepper(Stepper):
 
     The loss of a step is the sum of all losses; each is a metric too, under the name of its part. A step that fails
     after its first update leaves no state that belongs to a step: `updating` is true from there on.
+
+    Attributes:
+        only: losses of the next step; empty: all.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class AlternatingStepper(Stepper):
         **options: Any,
     ) -> None:
         super().__init__(parallel, optimizer, scheduler, _no_loss, **options)
+        self.only: Collection[str] = ()
         self._updates = {part: _Update(parallel, optimizer, None, loss, **options) for part, loss in losses.items()}
         for update in self._updates.values():
             update.phases = self.phases
@@ -45,7 +49,7 @@ class AlternatingStepper(Stepper):
         """Run one step; see `Stepper.step`."""
         total = torch.zeros((), device=self._parallel.device)
         self._metrics = WeightedMeans()
-        *_, last = self._updates
+        *_, last = self._chosen()
         for part, update, loss in self.gradients(inputs, targets):
             total += loss
             self._metrics.add({part: (loss, float(self._is_first))})
@@ -69,10 +73,14 @@ class AlternatingStepper(Stepper):
 
     def gradients(self, inputs: Any, targets: Any) -> Iterator[tuple[str, Stepper, torch.Tensor]]:
         """Compute the gradients of each loss in turn; see `Stepper.gradients`."""
-        for part, update in self._updates.items():
+        for part in self._chosen():
+            update = self._updates[part]
             with self._parallel.training_only(part):
                 loss = update.compute_gradients(inputs, targets)
             yield part, update, loss
+
+    def _chosen(self) -> list[str]:
+        return [part for part in self._updates if part in self.only or not self.only]
 
 
 class _Update(Stepper):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -40,11 +40,12 @@ class ModelCalls:
 
     Attributes:
         on_call: called before each of them; None: the engine makes them.
+        depth: of calls within each other that are under way.
     """
 
     def __init__(self, training: Training) -> None:
         self.on_call: Callable[[], None] | None = None
-        self._depth = 0
+        self.depth = 0
         plan, model = training.context.plan, training.parallel.module
         if isinstance(model, FSDPModule):
             model._get_fsdp_state()._lazy_init()  # else by the first call, which may be that of a part
@@ -54,12 +55,12 @@ class ModelCalls:
                 module.register_forward_hook(self._ends, always_call=True)
 
     def _begins(self, *_: Any) -> None:
-        if self.on_call is not None and not self._depth:
+        if self.on_call is not None and not self.depth:
             self.on_call()
-        self._depth += 1
+        self.depth += 1
 
     def _ends(self, *_: Any) -> None:
-        self._depth -= 1
+        self.depth -= 1
 
     @contextmanager
     def each(self, on_call: Callable[[], None] | None) -> Iterator[None]:
@@ -88,7 +89,9 @@ class Callbacks:
         self._calls[name] = self._calls.get(name, 0) + 1
         is_watched = not self._told and is_sampled(self._calls[name])
         before = numbers(self._training) if is_watched else {}
-        with self._model_calls.each(partial(self._refuse_call, name)):
+        refuse, plan = partial(self._refuse_call, name), self._training.context.plan
+        watch = ShardWrites(lambda: None, refuse) if plan.tp > 1 or plan.zero > 1 else nullcontext()
+        with self._model_calls.each(refuse), watch:
             callback(step, values)
         now = numbers(self._training) if is_watched else {}
         changed = next((key for key, value in before.items() if now.get(key, value) != value), None)
@@ -98,8 +101,8 @@ class Callbacks:
     def _refuse_call(self, name: str) -> None:
         plan = self._training.context.plan
         raise PlanRefused(
-            f"{name} calls the model on rank 0 alone, and ranks of {plan} have shards of it: let `evaluate` do it, or "
-            "every rank in a loop of the script's own (clusterd.train.session); dp and zero=1 leave the model whole"
+            f"{name} computes with the model on rank 0 alone, and ranks of {plan} have shards of it: let `evaluate` do "
+            "it, or every rank in a loop of the script's own (clusterd.train.session); dp and zero=1 leave it whole"
         )
 
     def _refuse(self, change: str) -> None:
@@ -120,7 +123,8 @@ class OwnLoop:
     It draws the same random numbers on all ranks and under every plan.
 
     Attributes:
-        changes_batches: it has given a step another batch than it was given.
+        changes_steps: how it has changed a step: it gave it another batch, or chose some of its losses.
+        chosen: losses of the next step, of several.
         changes_data: it has changed samples or `collate_fn`, since the one that it has was read.
         changed: names of the numbers that it has changed.
         variables: of its function, which no move carries.
@@ -128,9 +132,9 @@ class OwnLoop:
 
     def __init__(self, training: Training, model_calls: ModelCalls, all_call: Callable[[str], None]) -> None:
         self._training, self._model_calls = training, model_calls
-        self._agree = partial(all_call, "called the model")
+        self._agree = all_call
         self._first = training.step  # of this process, from which on it looks now and then
-        self.changes_batches = self.changes_data = False
+        self.changes_steps, self.chosen, self.changes_data = "", "all", False
         self.changed = training.attributes.of_loop
         self._places: dict[str, tuple[Any, Any]] = {}  # of numbers: what holds it, and its key there
         self._before: list[Any] | None = None
@@ -139,7 +143,7 @@ class OwnLoop:
         self._writes: TorchDispatchMode | None = None  # of the loop's code, where weights are sharded or carried
         self.variables = LoopVariables(training)
         if training.job.own_loop:
-            model_calls.on_call = self._agree
+            model_calls.on_call = self._agree_on_call
         self._prelude: Prelude | None = None
         if training.step and training.job.own_loop:
             self._prelude = Prelude(training)
@@ -158,7 +162,7 @@ class OwnLoop:
         training = self._training
         if not training.job.own_loop:
             return
-        self._model_calls.on_call = self._agree
+        self._model_calls.on_call = self._agree_on_call
         seed_step(training.job.seed, training.step, 0, LOOP_STAGES[batch is not None])
         if batch is not None:
             self._batch = batch, _versions(batch)
@@ -168,8 +172,8 @@ class OwnLoop:
                 self.variables.look(self.changed)
         self._before = self._values()
         plan = training.context.plan
-        if (plan.tp > 1 or plan.zero > 1) and is_sampled(training.step + 1 - self._first):
-            self._writes = ShardWrites(lambda: self._tell(DRAWS_OF_SHARDS.format(plan=plan)))
+        if plan.tp > 1 or plan.zero > 1:
+            self._writes = ShardWrites(lambda: self._tell(DRAWS_OF_SHARDS.format(plan=plan)), self._exchange)
             self._writes.__enter__()
 
     def closes(self) -> set[str]:
@@ -183,8 +187,25 @@ class OwnLoop:
             pairs = zip(self._places, before, now, strict=True)
             changed = {name for name, old, new in pairs if old is not new and old != new}
             self.changed |= changed
+            of_workers = [name for name in sorted(changed) if name.startswith((DATA, COLLATE))]
+            if of_workers and self._training.job.num_workers:
+                self._training.workers_are_stale = True
+                when = "from the next epoch on, or from where the job goes on"
+                if self._training.stream is not None:
+                    when = "from where the job goes on, and not before: num_workers=0 reads in this process"
+                self._tell(
+                    f"the script's loop changes {of_workers[0]}, of which data-loader workers have a copy: samples are "
+                    f"read with it {when}"
+                )
             return changed
         return set()
+
+    def _agree_on_call(self) -> None:
+        self._agree("called the model")
+
+    def _exchange(self) -> None:
+        if not self._model_calls.depth:
+            self._agree("computed with shards of a weight")
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -210,7 +231,7 @@ class OwnLoop:
         self.changes_data = any(name.startswith((DATA, COLLATE)) for name in self.closes())
         training.optimizer.share_writes()
         if _versions(batch) != self._batch[1]:
-            self.changes_batches = True
+            self.changes_steps = "changes its batches"
             if plan.dp > 1:
                 self._tell(
                     f"the script's loop changes its batches, of which it has one of {plan.dp} parts under {plan}: what "
@@ -253,6 +274,7 @@ class OwnLoop:
         shared = {name for name in set().union(*every) if name in self._places}
         shared = {name for name in shared if plan.pp == 1 or not name.startswith(RATE)}
         own = {name: _shown(holder.get(key)) for name in shared for holder, key in [self._places[name]]}
+        own["the losses of the step"] = self.chosen
         dist.all_gather_object(every, own)
         first: dict[str, tuple[int, str]] = {}
         for rank, values in enumerate(every):
@@ -262,7 +284,7 @@ class OwnLoop:
                     raise PlanRefused(
                         f"before step {self._training.step + 1} the script's loop has made {name} {one} on rank "
                         f"{holder_rank} and {value} on rank {rank}: what training depends on must be the same on all, "
-                        "as what follows from the step, out.loss or run.evaluate() is"
+                        "as what follows from the step, out.loss, run.evaluate() or train.gather in the loss is"
                     )
 
     def _values(self) -> list[Any]:
@@ -272,13 +294,14 @@ class OwnLoop:
 
 def _places(training: Training) -> dict[str, tuple[Any, Any]]:
     """Places of the numbers and texts that modules, loss, data and optimizer hold as attributes, and learning rates."""
-    found = held.places({**training.attributes.roots, **training.attributes.data})
+    of_worker = {DATA: training.job.data} if training.stream is not None and training.job.num_workers else {}
+    found = held.places({**training.attributes.roots, **training.attributes.data, **of_worker})
     for name, owner in held.owners(training.attributes.data).items():
         kept = (k for k, v in owner.attributes.items() if isinstance(v, (torch.Tensor, np.ndarray)) or _is_table(v))
         found |= {held.path(name, k): (_Kept(owner.value), k) for k in kept}
     if not training.normalises_parts:  # running statistics are each replica's own
         modules = {n: m for n, m in training.attributes.roots.items() if isinstance(m, nn.Module)}
-        found |= {held.path(n.rstrip("."), k): (m._buffers, k) for n, m in modules.items() for k in m._buffers}
+        found |= {held.path(n, k): (m._buffers, k) for n, m in modules.items() for k in m._buffers}
     groups = enumerate(training.optimizer.holder.param_groups)
     return found | {f"{RATE}group {number}": (group, "lr") for number, group in groups if "lr" in group}
 

@@ -236,7 +236,7 @@ def numbers(training: Training) -> dict[str, str]:
     """
     roots = {**training.attributes.roots, DATA: training.job.data}
     found = {
-        held.path(name.rstrip("."), attribute): str(value)
+        held.path(name, attribute): str(value)
         for name, owner in held.owners(roots).items()
         for attribute, value in owner.attributes.items()
         if isinstance(value, held.SIMPLE)

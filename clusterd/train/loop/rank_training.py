@@ -85,6 +85,7 @@ class Training:
         self.started: StartPhases | None = None
         self.compared_metrics: set[str] = set()
         self.evaluations = Evaluations(job.evaluate, steps=job.steps, steps_per_epoch=per_epoch)
+        self.workers_are_stale = False  # the script's loop has changed the data set
         self._prefetched: Iterator[tuple[Any, Any]] | None = None
         self._shape = shape
         model = build.build_model(job.model, job.seed, meta=on_meta)
@@ -117,7 +118,7 @@ class Training:
             _warn_of_hooks(self.optimizer.optimizer, plan)
         self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
         makes_batches = {SAMPLER: job.sampler}
-        if not job.num_workers:  # workers see nothing that changes here
+        if not job.num_workers or self.stream is None:  # the worker of a stream sees nothing that changes here
             makes_batches |= {COLLATE: job.collate_fn} | ({DATA: job.data} if self.stream is None else {})
         self.attributes = Attributes(modules, self.optimizer.holder, job.losses or job.loss, makes_batches)
         options: dict[str, Any] = {
@@ -177,7 +178,13 @@ class Training:
             collate_fn=self.job.collate_fn,
             sampler=self.job.sampler,
             on_epoch=self._compare_order,
+            is_stale=self._has_new_data,
         )
+
+    def _has_new_data(self) -> bool:
+        """True once after the script's loop has changed what data-loader workers have a copy of."""
+        is_stale, self.workers_are_stale = self.workers_are_stale, False
+        return is_stale
 
     def _compare_order(self, epoch: int, numbers: Indices) -> None:
         """Compare what the script's sampler has yielded for an epoch with the other replicas.

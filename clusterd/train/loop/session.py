@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,10 +73,14 @@ class Session:
         if self._loop.stopped and training.context.launcher == "clusterd":
             raise Stopped(0)
 
-    def step(self, batch: Any) -> StepOutput:
-        """Forward and backward pass, update and scheduler step under the plan; once for each batch."""
+    def step(self, batch: Any, only: str | Sequence[str] = ()) -> StepOutput:
+        """Forward and backward pass, update and scheduler step under the plan; once for each batch.
+
+        Args:
+            only: of a job with several losses: those of this step, the same on all ranks; others make no update.
+        """
         inputs, targets = as_pair(batch)
-        consensus = self._loop.step(inputs, targets)
+        consensus = self._loop.step(inputs, targets, [only] if isinstance(only, str) else only)
         return StepOutput(consensus, self._loop.training.stepper.read_values)
 
     def evaluate(

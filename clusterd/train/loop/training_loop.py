@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -15,6 +15,7 @@ from clusterd.protocol.control import UseCores
 from clusterd.protocol.rank import Trains
 from clusterd.train.checkpoint import export
 from clusterd.train.checkpoint.asynchronous import AsyncCheckpointer
+from clusterd.train.loop.alternating_step import AlternatingStepper
 from clusterd.train.loop.callbacks import Callbacks, ModelCalls, OwnLoop
 from clusterd.train.loop.consensus import StepConsensus
 from clusterd.train.loop.evaluation import Evaluator, Interrupted
@@ -132,9 +133,13 @@ class TrainingLoop:
             yield inputs, targets
             self.own_loop.closes()
             if training.step != number:
-                raise exits.Refused(
-                    f"the batch of step {number} was not given to run.step(), which needs each batch once"
-                )
+                times = "not given to run.step(), which needs each batch once"
+                if training.step > number:
+                    times = (
+                        f"given to run.step() {training.step - number + 1} times: several updates on the same samples "
+                        "are steps of their own, with a `sampler` that yields these again"
+                    )
+                raise exits.Refused(f"the batch of step {number} was {times}")
             if self._migration.has_begun() and (gpu := self._survivor.last_step.gpu) is not None:
                 gpu.empty_cache()  # target ranks start on this GPU
             self._snapshots.begin()  # with what the script's own loop changed after the step
@@ -199,9 +204,15 @@ class TrainingLoop:
         """Evaluator of the model as it is now."""
         return Evaluator(self.training, self._control.flags, self._survivor.begin)
 
-    def step(self, inputs: Any, targets: Any) -> StepConsensus:
-        """Run the next step on this replica's share of its global batch."""
+    def step(self, inputs: Any, targets: Any, only: Sequence[str] = ()) -> StepConsensus:
+        """Run the next step on this replica's share of its global batch; `only` these of several losses.
+
+        Raises:
+            Refused: the job has no such losses.
+        """
         training = self.training
+        if only:
+            self._choose(only)
         coordinates = training.context.coordinates
         if (store := self._store_of_loops()) is not None:
             store.set(f"step {training.context.rank}", str(training.step + 1))
@@ -210,14 +221,16 @@ class TrainingLoop:
             self._proves = False
             self._record.settle()
             loop = self.own_loop
-            what = "batches" if loop.changes_batches else "data before it makes a step" if loop.changes_data else ""
-            self._migration.begin_proof(f"the script's loop changes its {what}" if what else "")
+            what = "changes its data before it makes a step" if loop.changes_data else ""
+            self._migration.begin_proof(f"the script's loop {what}" if (what := loop.changes_steps or what) else "")
         seed_step(training.job.seed, training.step, coordinates.replica, coordinates.stage)
         training.stepper.phases.lap("input")
         self._migration.before_step()
         self._resumption.before_step()
         self._survivor.begin()
         training.stepper.step(inputs, targets, self._reach_consensus, self._copied)
+        if only:
+            self._choose(())
         self._survivor.last_step.queued()
         training.step += 1
         consensus = self._consensus
@@ -233,6 +246,16 @@ class TrainingLoop:
         training.stepper.phases.begin(training.step + 1)
         self.own_loop.opens()
         return consensus
+
+    def _choose(self, only: Sequence[str]) -> None:
+        stepper, known = self.training.stepper, list(self.training.job.losses)
+        if unknown := sorted({*only} - {*known}):
+            has = f"the losses of this job are {', '.join(known)}" if known else "this job has one loss"
+            raise exits.Refused(f"run.step(batch, only=...) names {unknown[0]!r}, and {has}")
+        if isinstance(stepper, AlternatingStepper):
+            stepper.only = only
+        self.own_loop.chosen = ", ".join(only) or "all"
+        self.own_loop.changes_steps = self.own_loop.changes_steps or "chooses which losses a step has"
 
     def handle(self, error: Exception) -> NoReturn:
         """Keep the state for other ranks if `error` is the loss of peers, or a plan that does not fit.
@@ -285,9 +308,9 @@ class TrainingLoop:
     def _make_next_step(self) -> None:
         """Make the step after a checkpoint for its sake alone: who goes on from it compares."""
         training = self.training
-        by_loop = self.own_loop.changed or self.own_loop.changes_batches
-        if self.own_loop.changes_batches and training.context.rank == 0:
-            print("clusterd: no resumed job compares its first step: the script's loop changes its batches", flush=True)
+        by_loop = self.own_loop.changed or self.own_loop.changes_steps
+        if (what := self.own_loop.changes_steps) and training.context.rank == 0:
+            print(f"clusterd: no resumed job compares its first step: the script's loop {what}", flush=True)
         if training.stream is not None or training.step >= training.job.steps or by_loop:
             return  # it is read once; there is none; or the script's loop would have made it another one
         try:

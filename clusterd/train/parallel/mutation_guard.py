@@ -130,13 +130,14 @@ class ShardWrites(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
 
     Args:
         on_draw: called if it draws random numbers for a shard.
+        on_exchange: called before each operation in which all ranks that have shards must take part.
     Raises:
         PlanRefused: it writes into such a copy.
     """
 
-    def __init__(self, on_draw: Callable[[], None]) -> None:
+    def __init__(self, on_draw: Callable[[], None], on_exchange: Callable[[], None]) -> None:
         super().__init__()
-        self._on_draw = on_draw
+        self._on_draw, self._on_exchange = on_draw, on_exchange
         self._copies: dict[int, Any] = {}  # by identity, which a freed one would share with others
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
@@ -147,6 +148,8 @@ class ShardWrites(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
                 "torch would lose the change: change the whole of it (multiply by a mask); dp and zero=1 leave "
                 "weights whole"
             )
+        if _exchanges(function, arguments):
+            self._on_exchange()
         result = function(*arguments, **(options or {}))
         placements = getattr(given, "placements", ())
         if any(not placement.is_replicate() for placement in placements):
@@ -155,6 +158,24 @@ class ShardWrites(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
             if function.is_view and _storage(result) != _storage(given):
                 self._copies[id(result)] = result
         return result
+
+
+def _exchanges(function: Any, arguments: Any) -> bool:
+    """True for a collective operation, and for one with shards that may need one."""
+    name: str = function.__name__.partition(".")[0]
+    if function.namespace == "_c10d_functional":
+        return name != "wait_tensor"
+    placements = [p for leaf in tree_leaves(arguments) for p in getattr(leaf, "placements", ())]
+    alone = torch.Tag.pointwise in function.tags or name == "t" or name.startswith(_ON_EACH_RANK)
+    return any(p.is_partial() or (p.is_shard() and not alone) for p in placements)
+
+
+_ON_EACH_RANK = (
+    "alias", "all", "amax", "amin", "any", "bernoulli", "clone", "copy_", "detach", "empty", "exponential", "fill",
+    "_foreach", "linalg_vector_norm", "max", "mean", "min", "new_", "norm", "normal_", "ones", "permute", "prod",
+    "rand", "sum", "_to_copy", "transpose", "uniform_", "zero",
+)  # fmt: skip
+"""Beginnings of the names of operations of which each rank computes the part of its shard."""
 
 
 def _storage(tensor: Any) -> int:

@@ -94,6 +94,7 @@ def owners(roots: Mapping[str, object]) -> dict[str, Owner]:
 
 def path(owner: str, attribute: str) -> str:
     """Name of what an owner holds."""
+    owner = owner.rstrip(".")
     return f"{owner}{attribute}" if attribute.startswith("[") or not owner else f"{owner}.{attribute}"
 
 
@@ -105,7 +106,9 @@ def attributes(owner: object) -> dict[str, Any]:
         return {f"[{key!r}]": v for key, v in owner.items()} if len(owner) <= ITEMS_MAX else {}
     if isinstance(owner, types.FunctionType):
         cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
-        return {**vars(owner), **{name: cell.cell_contents for name, cell in cells if _is_filled(cell)}}
+        own = vars(owner) | {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+        defaults = {f"[{i}]": value for i, value in enumerate(owner.__defaults__ or ())} | (owner.__kwdefaults__ or {})
+        return {k: v for k, v in defaults.items() if is_container(v) or isinstance(v, (torch.Tensor, np.ndarray))} | own
     if isinstance(owner, Globals):
         held = {name: owner.namespace[name] for name in sorted(owner.names & owner.namespace.keys())}
         return {name: value for name, value in held.items() if is_plain(value) or _is_state(value)}
@@ -188,7 +191,7 @@ def places(roots: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
     for name, owner in owners(roots).items():
         holder = variables(owner.value)
         for attribute, value in owner.attributes.items():
-            at = path(name.rstrip("."), attribute)
+            at = path(name, attribute)
             if isinstance(value, SIMPLE) and attribute in holder:
                 found[at] = holder, attribute
             elif isinstance(value, dict) and len(value) <= ITEMS_MAX and is_plain(value):

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_flatten_with_path
 
 from clusterd.plans.plan import Plan
 
@@ -84,3 +91,45 @@ BATCH: Sides = (Side.WHOLE, Side.PARTS)
 def comparisons(plan: Plan) -> list[Sides]:
     """Comparisons that show that a plan trains as one process, in this order."""
     return [MODEL] * (plan.tp * plan.pp > 1 or plan.zero > 1) + [BATCH] * (plan.dp * plan.accumulation > 1)
+
+
+def choose_samples(batches: Sequence[Sequence[Any]], count: int) -> list[Any]:
+    """Samples of one of the batches, in its order, that show most of what samples have: shapes, labels, gaps in them.
+
+    What few samples have (labels that do not count, another task) may be what depends on how a batch is cut.
+    """
+    traits = [[set(_traits(sample)) for sample in batch] for batch in batches]
+    kinds: dict[Any, set[Hashable]] = defaultdict(set)
+    for kind, value in set().union(*(some for batch in traits for some in batch)):
+        kinds[kind].add(value)
+    best: tuple[float, list[Any]] = -1.0, []
+    for batch, of_batch in zip(batches, traits, strict=True):
+        shown: set[Any] = set()
+        chosen: list[int] = []
+        gains = 0.0
+        while len(chosen) < min(count, len(batch)):
+            rest = [n for n in range(len(batch)) if n not in chosen]
+            gain, number = max((sum(1 / len(kinds[k]) for k, _ in of_batch[n] - shown), -n) for n in rest)
+            chosen.append(-number)
+            shown |= of_batch[-number]
+            gains += gain
+        if gains > best[0] + 1e-9:
+            best = gains, [batch[n] for n in sorted(chosen)]
+    return best[1]
+
+
+def _traits(sample: Any) -> Iterator[tuple[Any, Hashable]]:
+    """Kinds of what a sample has, and which of them."""
+    for path, leaf in tree_flatten_with_path(sample)[0]:
+        at = str(path)
+        if isinstance(leaf, (bool, int, str)) or leaf is None:
+            yield at, leaf
+        elif isinstance(leaf, (torch.Tensor, np.ndarray)):
+            yield (at, "shape"), tuple(leaf.shape)
+            values = torch.as_tensor(leaf)
+            if values.numel() == 1:
+                yield at, values.item()
+            elif values.numel():
+                least = (values == 0).all() if values.is_floating_point() else values.min().sign()
+                yield (at, "least"), int(least)
+                yield (at, "zeros"), bool((values == 0).any())

@@ -32,7 +32,7 @@ from clusterd.train.process.exits import DeviceOutOfMemory, Refused
 from clusterd.train.process.job import Job
 from clusterd.train.process.run_in_fork import start_fork
 from clusterd.train.proof import split
-from clusterd.train.proof.cuts import MODEL, Cut, Sides, comparisons
+from clusterd.train.proof.cuts import MODEL, Cut, Sides, choose_samples, comparisons
 from clusterd.train.proof.results import Verdict, differs, judge
 from clusterd.train.proof.split import Unclear
 
@@ -83,7 +83,7 @@ def _compare(
         cut = Cut.of(context.plan, job.global_batch, gathers=gathers, small=small, most=len(given or ()))
         if given is not None and len(given) < cut.samples:
             return Verdict(unclear=f"{len(given)} samples of the stream are known before the first step")
-        samples = list((given or ())[: cut.samples])
+        samples = choose_samples([given], cut.samples) if given is not None else []
         if given is None and context.rank == 0:
             samples = split.read_samples(job, cut)
         run = partial(children.run, samples=samples, cut=cut, autocast=autocast)

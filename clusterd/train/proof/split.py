@@ -20,9 +20,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +49,8 @@ from clusterd.train.process.context import Context
 from clusterd.train.process.exits import PlanRefused, TrainError, UnevenParameterUse, classify_error, first_line
 from clusterd.train.process.job import Job
 from clusterd.train.process.seeding import generator_states, preserved_generators, seed_everything
-from clusterd.train.proof.cuts import BATCH, MODEL, PASSES, Cut, Side, Sides
+from clusterd.train.proof.bends import Bends, Call, shifts_of
+from clusterd.train.proof.cuts import BATCH, MODEL, PASSES, Cut, Side, Sides, choose_samples
 from clusterd.train.proof.fixed_draws import FixedDraws
 from clusterd.train.proof.results import DRAWS_TIMES, EVALUATION, NOISE_TIMES, OF_WRITES, UPDATE, Run, Verdict, differs
 from clusterd.train.state.attributes import parts_of_loss
@@ -58,11 +60,22 @@ LARGE = 1e4
 """Factor of gradients that are larger than the first ones."""
 
 
+READS_MAX, READS_S = 512, 2.0
+"""Samples among which those of a proof are chosen, and the time after which no further batch of them is read."""
+
+
 def read_samples(job: Job, cut: Cut) -> list[Any]:
-    """Samples of a proof: the first of the job's first batch."""
-    order = order_of(job.data, job.global_batch, job.seed, job.sampler)
+    """Samples of a proof: of one batch of the first epoch, those that differ most, or the first that there are."""
+    order, started = order_of(job.data, job.global_batch, job.seed, job.sampler), time.monotonic()
+    batches = max(len(job.data) // job.global_batch, 1)
+    each = max(min(job.global_batch, READS_MAX // 2), cut.samples)
+    read: list[list[Any]] = []
     with preserved_generators(), held.preserved(job.data):
-        return [job.data[int(i)] for i in order.batch(0)[: cut.samples]]
+        for number in range(0, batches, -(-batches // max(READS_MAX // each, 1))):
+            read.append([job.data[int(i)] for i in order.batch(number)[:each]])
+            if time.monotonic() > started + READS_S:
+                break
+    return choose_samples(read, cut.samples)
 
 
 def prove(
@@ -81,6 +94,11 @@ def prove(
                 verdict = replace(verdict, difference=f"{when}, {other.difference}")
             if other.of_model:
                 verdict = replace(verdict, of_model=f"{when}, {other.of_model}")
+    if sides == BATCH and not (differs(verdict) or verdict.unclear) and (name := trial.find_bends()):
+        other = _proved(trial)
+        when = f"with a mean over the samples at the bound of {name}()"
+        if other.difference:
+            verdict = replace(verdict, difference=f"{when}, {other.difference}")
     return verdict
 
 
@@ -167,6 +185,8 @@ class _Trial:
         self._rounding = torch.finfo(torch.float32).eps
         self._counters: dict[str, tuple[float, float]] | None = None  # first value, and what each pass adds
         self.scale, self._hooks, self.writes = 1.0, False, False
+        self._calls: dict[Side, list[Call]] = {}  # of functions with a bend, in the first pass of each side
+        self._shifts: dict[int, torch.Tensor] = {}
         for kind in ("register_hook", "register_post_accumulate_grad_hook"):
             setattr(torch.Tensor, kind, self._noticing(getattr(torch.Tensor, kind)))
 
@@ -202,7 +222,8 @@ class _Trial:
             for number in range(PASSES + (side is Side.ALONE and not self._by_norms)):
                 seed_everything(seed)
                 before = generator_states()
-                with drawing:
+                bends = Bends(self._shifts, len(self._calls.get(Side.WHOLE, ())))
+                with drawing, bends if self._shifts or (number == 0 and side not in self._calls) else nullcontext():
                     batch: tuple[Any, Any] = (None, None)
                     if stepper.wants_inputs:
                         batch = self._batch(number, side, coordinates.replica)
@@ -213,6 +234,7 @@ class _Trial:
                             metrics |= update.own_metrics()
                         if number == PASSES - 1:
                             self._measure(found, part, self._gradients_of(parallel, side), parallel, side, reference)
+                self._calls.setdefault(side, bends.seen)
                 if (states := generator_states()) != before:
                     draws_by_sample = True
                     drawing.drawn.append(states)
@@ -244,6 +266,18 @@ class _Trial:
         found.losses.update(zip(losses, totals.tolist(), strict=True))
         made = self._summed(replace(found, left=left), metrics, drew)
         return made.by_norms(reference) if self._by_norms and reference is not None else made
+
+    def find_bends(self) -> str:
+        """Let runs from here on have means over the samples at bends of functions; the name of one, if there is any."""
+        whole, own = self._calls[Side.WHOLE], self._calls[Side.PARTS]
+        coordinates, numbers = self._context.coordinates, []
+        for place, number in enumerate(self.cut.of_replica(self.plan, coordinates.replica)):
+            numbers.append((self.cut.sizes[number], own[place * len(whole) : (place + 1) * len(whole)]))
+        every = self._gathered((coordinates.stage, numbers))
+        parts = [part for stage, each in every if stage == coordinates.stage for part in each]
+        self._shifts = shifts_of(whole, parts)
+        names: list[str] = self._gathered(whole[min(self._shifts)][0] if self._shifts else "")
+        return max(names)
 
     def noise(self, whole: Run, side: Side, seeds: Sequence[int], ahead: int) -> float:
         """The largest difference of further runs of a side: a single one may come close to it by chance."""
@@ -282,7 +316,7 @@ class _Trial:
         """Tensors and plain values that passes may leave: buffers, and attributes of modules, the loss and helpers."""
         found: dict[str, Any] = dict(model.named_buffers())
         for name, owner in held.owners(self._roots(model)).items():
-            parts = {held.path(name.rstrip("."), attribute): value for attribute, value in owner.attributes.items()}
+            parts = {held.path(name, attribute): value for attribute, value in owner.attributes.items()}
             found |= {at: v for at, v in parts.items() if isinstance(v, torch.Tensor) or held.is_plain(v)}
         return found
 
@@ -438,12 +472,16 @@ class _Trial:
                 found.norms[part, name] = 0.0 if gradient is None else _square(gradient) / copies
                 found.apart[part, name] = _square(apart) / copies
 
-    def _summed(self, own: Run, own_metrics: dict[str, tuple[float, float]], drew: tuple[bool, ...]) -> Run:
-        """The run of all ranks: norms over what each of them holds."""
-        every: list[Any] = [(own_metrics, own.norms, own.apart, own.left, drew)]
+    def _gathered(self, own: Any) -> list[Any]:
+        every: list[Any] = [own]
         if dist.is_initialized():
             every = [None] * dist.get_world_size()
-            dist.all_gather_object(every, (own_metrics, own.norms, own.apart, own.left, drew))
+            dist.all_gather_object(every, own)
+        return every
+
+    def _summed(self, own: Run, own_metrics: dict[str, tuple[float, float]], drew: tuple[bool, ...]) -> Run:
+        """The run of all ranks: norms over what each of them holds."""
+        every = self._gathered((own_metrics, own.norms, own.apart, own.left, drew))
         metrics: dict[str, list[float]] = {}
         norms: dict[tuple[str, str], float] = {}
         apart: dict[tuple[str, str], float] = {}
@@ -549,4 +587,5 @@ def _numbers(value: Any) -> torch.Tensor | None:
 def _square(tensor: torch.Tensor) -> float:
     """Square of the 2-norm."""
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    values = torch.view_as_real(values) if values.is_complex() else values
     return float(torch.linalg.vector_norm(values, dtype=torch.float64).square()) if values.numel() else 0.0

@@ -34,6 +34,7 @@ class Training(Protocol):
         stream: the data, if they are a stream.
         evaluations: schedule and results of the evaluations.
         registered: objects of the script.
+        workers_are_stale: the script's loop has changed what data-loader workers have a copy of.
         normalises_parts: batch normalisation sees the parts into which a plan cuts the batch.
     """
 
@@ -50,6 +51,7 @@ class Training(Protocol):
     stream: Stream | None
     evaluations: Evaluations
     registered: Registered
+    workers_are_stale: bool
     normalises_parts: bool
     stepper: Any
 

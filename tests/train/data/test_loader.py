@@ -92,3 +92,32 @@ def test_samples_of_different_lengths_are_put_together_as_the_script_says() -> N
         ragged, Plan(), 0, CPU, global_batch=4, seed=3, first_step=0, steps=2, num_workers=0, collate_fn=padded
     ):
         assert inputs.shape == (4, int(targets.max()))
+
+
+class Growing(torch.utils.data.Dataset[Any]):
+    """Samples in a unit that the script changes."""
+
+    unit = 1
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor(index * self.unit), 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_read_what_the_script_has_changed_from_the_next_epoch_on(workers: int) -> None:
+    """As where a loop of plain torch iterates a `DataLoader` anew in each epoch."""
+    data, stale = Growing(), [False]
+    read = loader.batches(
+        data, Plan(), 0, CPU, global_batch=4, seed=0, first_step=0, steps=6, num_workers=workers, sampler=range(8),
+        is_stale=lambda: stale[0],
+    )  # fmt: skip
+    found = []
+    for step, (inputs, _) in enumerate(read):
+        found.append(inputs.tolist())
+        if step == 0:
+            data.unit, stale[0] = 10, True
+    first, second = [0, 1, 2, 3], [4, 5, 6, 7]
+    assert found == [first, second, *[[10 * n for n in part] for part in (first, second, first, second)]]

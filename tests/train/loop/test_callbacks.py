@@ -55,7 +55,10 @@ def test_a_callback_that_calls_a_model_in_shards_is_refused(scripts: RankPool, t
     """Its shards come from ranks that do not call it."""
     first = scripts.run(tmp_path / "shards", "dp=2,zero=3", script="sampled_by_callback", steps=6).ranks[0]
     assert (first.exit_code, "Traceback" in first.output) == (96, False), first.output
-    assert "on_evaluate calls the model on rank 0 alone, and ranks of dp=2,zero=3 have shards of it" in first.output
+    assert (
+        "on_evaluate computes with the model on rank 0 alone, and ranks of dp=2,zero=3 have shards of it"
+        in first.output
+    )
     whole = scripts.run(tmp_path / "whole", "dp=2", script="sampled_by_callback", steps=6).checked()
     assert "clusterd: " not in whole.ranks[0].output
 

@@ -61,6 +61,10 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         ("evaluated_on_main", "dp=2,zero=3", REFUSED, "rank 0 called the model after step 3, and rank 1 did not"),
         ("evaluated_on_main", "tp=2", REFUSED, "rank 0 called the model after step 3, and rank 1 did not"),
         ("evaluated_on_main", "dp=2", RIGHT, ""),
+        ("norm_on_main", "dp=2,zero=3", REFUSED, "rank 0 computed with shards of a weight after step 3, and rank"),
+        ("norm_on_main", "dp=2", RIGHT, ""),
+        ("norm_on_all", "dp=2,zero=3", RIGHT, ""),
+        ("norm_by_callback", "dp=2,zero=3", REFUSED, "on_step computes with the model on rank 0 alone, and ranks of"),
         ("memory_that_grows", "dp=2,zero=3", RIGHT, ""),
         ("optimizers_in_a_list", "dp=2,zero=1", RIGHT, ""),
         ("optimizers_in_a_list", "tp=2", RIGHT, ""),
@@ -105,6 +109,8 @@ def test_what_a_script_changes_is_as_in_one_process_or_named(
         ("counted_by_a_hook", "move"),
         ("optimizers_in_a_list", "move"),
         ("memory_that_grows", "restart"),
+        ("kept_in_a_default", "move"),
+        ("kept_in_a_default", "restart"),
     ],
 )
 def test_what_a_script_has_changed_goes_on(runner: Runner, script: str, how: str) -> None:
@@ -122,6 +128,20 @@ def test_an_evaluation_sees_what_the_optimizer_writes_for_it(runner: Runner, tmp
         logged.append({step: values["val"] for step, values in run.logged.items()})
     assert logged[1] == pytest.approx(logged[0], rel=1e-5)
     assert len(logged[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("harder_with_workers", "samples are read with it from the next epoch on"),
+        ("stream_harder_with_a_worker", "samples are read with it from where the job goes on, and not before"),
+    ],
+)
+def test_changes_that_workers_do_not_see_at_once_are_named(
+    runner: Runner, tmp_path: Path, script: str, says: str
+) -> None:
+    (rank,) = runner._pools[0].run(tmp_path, "dp=1", script=script, steps=6).checked().ranks
+    assert f".difficulty, of which data-loader workers have a copy: {says}" in rank.output
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 from cases import slow
 from migration_driver import Mover
-from rank_pool import RankPool, Run
+from rank_pool import ENVIRONMENT, RankPool, Run
 
 OPTIONS = {"depth": 2, "steps": 6, "global_batch": 8, "clip_norm": 1.0, "warmup": True}
 
@@ -59,6 +61,23 @@ def test_a_batch_that_is_left_out_is_refused(ranks: RankPool, tmp_path: Path) ->
     run = ranks.run(tmp_path, "dp=1", **OPTIONS, own_loop={"skip": 3})
     assert run.ranks[0].exit_code == 92
     assert "the batch of step 3 was not given to run.step()" in run.ranks[0].output
+
+
+TWICE = """
+from clusterd import train
+from tests.foreign import batches
+
+with train.session(**batches.arguments()) as run:
+    for step, batch in run:
+        for _ in range(2):
+            run.step(batch)
+"""
+
+
+def test_several_updates_on_a_batch_are_refused_with_the_way_to_make_them() -> None:
+    ended = subprocess.run([sys.executable, "-c", TWICE], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 92
+    assert "the batch of step 1 was given to run.step() 2 times: several updates on the same" in ended.stderr
 
 
 @pytest.mark.slow

@@ -58,6 +58,7 @@ def foreign() -> RankPool:
             "tests.foreign.settings",
             "tests.foreign.cut_models",
             "tests.foreign.trainers",
+            "tests.foreign.networks",
             "tests.train.proof.ending",
         ]
     )
@@ -68,7 +69,7 @@ def foreign() -> RankPool:
 REFUSED = [
     ("barlow_twins", "dp=2", "the loss is"),
     ("own_statistics", "accumulation=2", "the loss is"),
-    ("mixup", "dp=2", "the loss is"),
+    ("mixup_in_forward", "dp=2", "the loss is"),
     ("negatives", "dp=2", "gradient"),
     ("hard_mining", "dp=2,accumulation=2", "the norm of the gradient of"),
     ("limited_experts", "dp=2,zero=3", "the loss is"),
@@ -86,6 +87,11 @@ REFUSED = [
         "accumulation=2",
         "passes change trainable parameters, as an optimizer does that steps in hooks",
     ),
+    ("flooded", "dp=2", "with a mean over the samples at the bound of abs(), the loss is"),
+    ("weighted_by_its_value", "dp=2", "with a mean over the samples at the bound of gt(), the loss is"),
+    ("free_bits", "accumulation=2", "with a mean over the samples at the bound of clamp(), the loss is"),
+    ("rarely_padded", "dp=2", "the loss is"),
+    ("tasks_in_turn", "accumulation=2", "gradient"),
     ("stepped_in_hooks", "dp=2,zero=1", "leave the step to the optimizer that `optimizer` returns"),
 ]
 
@@ -142,6 +148,7 @@ EQUAL = [
     ("warmed_up_by_calls", "dp=2", ""),
     ("clipped_backward", "accumulation=2", ""),
     ("contrastive_gathered", "dp=2", ""),
+    ("flooded_gathered", "dp=2", ""),
     ("loss_and_accuracy", "dp=2,accumulation=2", ""),
     ("sequential_layers", "pp=2,accumulation=2", ""),
     ("noisy_updates", "dp=2", ""),
@@ -155,6 +162,8 @@ EQUAL = [
     ("tied_in_other_order", STAGES, ""),
     ("clipped_one_cycle", "dp=2,shares=3:5", ""),
     ("seeds_itself", "dp=2", ""),
+    ("complex_weights", "dp=2", ""),
+    ("priorities_by_errors", "dp=2", ""),
     ("drawn_by_data", "accumulation=2", ""),
     ("optimizers_in_a_list", "dp=2,zero=3", ""),
 ]
@@ -174,6 +183,7 @@ def test_what_trains_alike_is_not_accused(foreign: RankPool, tmp_path: Path, scr
 @pytest.mark.parametrize(
     ("script", "plan", "said"),
     [
+        ("stream_rarely_padded", "dp=2", "was shown with the first batch of the stream: where later samples have"),
         ("replicas_semantics", "dp=2", "cuts the batch, as accepted: the loss is"),
         ("dropped_out", "dp=2", "draws random numbers"),
         ("dropout_inside", "tp=2", "draws random numbers"),
