@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from clusterd.protocol.messages import Request
+from clusterd.protocol.messages import OfGeneration, Request
 
 FORK_SERVER_START_TIMEOUT_S = 300.0
 """Longest start of a fork server: importing torch from a cold network file system takes minutes."""
@@ -93,12 +93,9 @@ class ForRanks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchRequest(ForRanks, Request[Launched], verb="launch"):
+class LaunchRequest(OfGeneration, ForRanks, Request[Launched], verb="launch"):
     """Ranks of one generation of an attempt to start on a host; agents store it without secrets and variables."""
 
-    job: str
-    attempt: int
-    generation: int
     kind: str  # a `JobKind`
     argv: tuple[str, ...]
     ranks: tuple[RankSpec, ...]
