@@ -7,6 +7,7 @@ import random
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -41,43 +42,8 @@ _FIGURES = (
 _UNFINISHED_SHOWN = 5
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """Options of the command, by parameter name."""
-
-    # Input.
-    cluster: str
-    workload: Path | None
-    truth: Path | None
-    generate: str | None
-    journal: Path | None
-    journal_policy: str
-    # Workload.
-    scale_steps: float
-    load: float | None
-    seed: int
-    resample: bool
-    arrivals: str
-    predictable: float | None
-    guaranteed: float | None
-    # Costs, knowledge and failures.
-    move_cost: str
-    start_cost: float
-    oracle: bool
-    known_by: str
-    round_s: float
-    whole_steps: bool
-    faults: float
-    repair: float
-    drained: tuple[str, ...]
-    checkpoint: float
-    horizon: float
-    # Policies and output.
-    policies: tuple[str, ...]
-    processes: int | None
-    bound: bool
-    as_json: bool
-    record: Path | None
+Options = SimpleNamespace
+"""Options of the command, by parameter name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +120,7 @@ def simulate(**options: Any) -> None:
     \b
     clusterd simulate --cluster 8x8:a800 --workload jobs.csv --truth step_times.csv --policy default --policy tiresias
     """
-    given = _Options(**options)
+    given = Options(**options)
     names = _policies(given)
     _check(given)
     inputs = _read_inputs(given)
@@ -166,7 +132,7 @@ def simulate(**options: Any) -> None:
     _write_outputs(given, setting, names[0], outcomes, about)
 
 
-def _policies(options: _Options) -> tuple[str, ...]:
+def _policies(options: Options) -> tuple[str, ...]:
     from clusterd.core.policies import POLICIES
     from clusterd.simulate import run
 
@@ -179,7 +145,7 @@ def _policies(options: _Options) -> tuple[str, ...]:
     return names
 
 
-def _check(options: _Options) -> None:
+def _check(options: Options) -> None:
     """Refuse numbers out of range and options that exclude each other.
 
     Raises:
@@ -210,7 +176,7 @@ def _check(options: _Options) -> None:
         raise UsageError("--whole-steps applies to rounds: give --round SECONDS too")
 
 
-def _read_inputs(options: _Options) -> _Inputs:
+def _read_inputs(options: Options) -> _Inputs:
     """Read the journal, or the workload and the step times."""
     if options.journal is not None:
         if options.workload is not None or options.truth is not None:
@@ -249,7 +215,7 @@ def _read_inputs(options: _Options) -> _Inputs:
     return _Inputs(cluster, truth, workload, options.cluster, options.workload, options.truth)
 
 
-def _changed_workload(options: _Options, inputs: _Inputs) -> Workload:
+def _changed_workload(options: Options, inputs: _Inputs) -> Workload:
     """The workload with all requested changes, up to the horizon."""
     from clusterd.simulate import workload as jobs
 
@@ -267,7 +233,7 @@ def _changed_workload(options: _Options, inputs: _Inputs) -> Workload:
     return jobs.until(made, options.horizon)
 
 
-def _setting(options: _Options, inputs: _Inputs) -> Setting:
+def _setting(options: Options, inputs: _Inputs) -> Setting:
     from clusterd.simulate import run
     from clusterd.simulate.setting import Setting
 
@@ -293,7 +259,7 @@ def _setting(options: _Options, inputs: _Inputs) -> Setting:
     )
 
 
-def _about(options: _Options, inputs: _Inputs, jobs_in_trace: int) -> dict[str, Any]:
+def _about(options: Options, inputs: _Inputs, jobs_in_trace: int) -> dict[str, Any]:
     """Description of the simulation, as in the JSON output."""
     from clusterd.simulate import workload as jobs
 
@@ -325,7 +291,7 @@ def _about(options: _Options, inputs: _Inputs, jobs_in_trace: int) -> dict[str, 
 
 
 def _write_outputs(
-    options: _Options, setting: Setting, first: str, outcomes: dict[str, Outcome], about: dict[str, Any]
+    options: Options, setting: Setting, first: str, outcomes: dict[str, Outcome], about: dict[str, Any]
 ) -> None:
     """Write the recording if requested, then print the figures."""
     if options.record is not None:
@@ -443,11 +409,8 @@ def _cell(value: Any, form: str) -> str:
 @click.option("--policy", default="default", show_default=True, help="The scheduling policy.")
 def advise(stdio: bool, policy: str) -> None:
     """Answer scheduling situations: allocation and plan of each job, with reasons (schema: docs/advise.md)."""
-    import json
-
     from clusterd import advice
     from clusterd.core.policies import POLICIES
-    from clusterd.errors import UsageError
 
     if policy not in POLICIES:
         raise UsageError(f"--policy {policy}: unknown policy; known ones are {', '.join(POLICIES)}")

@@ -66,7 +66,7 @@ from clusterd.daemon.storage.archive import Archive, LogTails
 from clusterd.daemon.storage.archived_jobs import ArchivedJobs
 from clusterd.daemon.storage.backups import Backups
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
-from clusterd.daemon.storage.usage import IdleJobs, OutsideProcesses, SharedDeviceMemory, UsageStore
+from clusterd.daemon.storage.usage import IdleJobs, OutsideProcesses, SharedDeviceMemory, UsageStore, post_observed
 from clusterd.daemon.web.pages import Pages
 from clusterd.errors import ClusterError, first_of
 from clusterd.process_attributes import collect_seldom, make_files_private
@@ -149,6 +149,7 @@ class Daemon:
             usage = UsageStore(config.state_dir / "usage.db", state, outside=hosts.outside_processes)
             stack.callback(usage.close)
             idle_jobs = IdleJobs(engine, usage.busy, config.idle_after_s, config.reclaim_idle_s, config.reclaim)
+            shared_memory = SharedDeviceMemory(engine, usage.latest)
             log_tails = LogTails(engine, hosts, archive)
             backups = Backups(config.state_dir, self._config_file, engine, journal, dialer, enrolment)
             measurements = config.state_dir / "measurements.db"
@@ -253,9 +254,9 @@ class Daemon:
                 tasks.start_soon(run)
             for run in (usage.run, archived_jobs.run, workdirs.run, log_tails.run, backups.run, forecaster.run):
                 tasks.start_soon(guarded, run)
-            tasks.start_soon(guarded, SharedDeviceMemory(engine, usage.latest).run)
+            tasks.start_soon(guarded, post_observed, engine, shared_memory.observe)
             if config.idle_after_s:
-                tasks.start_soon(guarded, idle_jobs.run)
+                tasks.start_soon(guarded, post_observed, engine, idle_jobs.observe)
             if notifier is not None:
                 tasks.start_soon(notifier.run)
                 after_s = {"": config.outside_queue_after_s}

@@ -10,7 +10,7 @@ from typing import Any
 
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.frames import Message
-from clusterd.protocol.messages import Event, by_event, from_map, read_event
+from clusterd.protocol.messages import Event, OfAttempt, OfGeneration, OfRank, by_event, from_map, read_event
 from clusterd.protocol.rank import FromRank, rank_message
 
 
@@ -93,12 +93,9 @@ class RankRow:
 
 
 @dataclass(frozen=True)
-class AttemptRow:
+class AttemptRow(OfGeneration):
     """One generation of an attempt on the agent's host."""
 
-    job: str
-    attempt: int
-    generation: int
     ranks: tuple[RankRow, ...]
     kind: str = ""
 
@@ -128,13 +125,9 @@ class HelloReply:
 
 
 @dataclass(frozen=True)
-class RankExited(Event, event="rank_exited"):
+class RankExited(OfRank, Event, event="rank_exited"):
     """A rank's process exited."""
 
-    job: str
-    attempt: int
-    generation: int
-    rank: int
     reason: Reason
     exit_code: int | None = None
     signal: int | None = None
@@ -143,12 +136,9 @@ class RankExited(Event, event="rank_exited"):
 
 
 @dataclass(frozen=True)
-class Progress(Event, event="progress"):
+class Progress(OfGeneration, Event, event="progress"):
     """Steps that an attempt finished since the last report."""
 
-    job: str
-    attempt: int
-    generation: int
     step: int
     loss: float | None
     step_time_s: float
@@ -165,26 +155,18 @@ class Progress(Event, event="progress"):
 
 
 @dataclass(frozen=True)
-class StateSnapshotTaken(Event, event="snapshot"):
+class StateSnapshotTaken(OfRank, Event, event="snapshot"):
     """A rank wrote a new state snapshot into the host's memory, and waits for its replica."""
 
-    job: str
-    attempt: int
-    generation: int
-    rank: int
     name: str
     step: int
     bytes: int
 
 
 @dataclass(frozen=True)
-class RankReport(Event, event="rank_said"):
+class RankReport(OfRank, Event, event="rank_said"):
     """A rank sent a message for the daemon, which `report` checks; it arrives as `FromRank`."""
 
-    job: str
-    attempt: int
-    generation: int
-    rank: int
     said: Any
     at_s: float = 0.0
 
@@ -201,11 +183,9 @@ class DeviceUse:
 
 
 @dataclass(frozen=True)
-class AttemptUse:
+class AttemptUse(OfAttempt):
     """Use of a host by the processes of one attempt."""
 
-    job: str
-    attempt: int
     cores: float  # busy on average since the last sample
     memory_bytes: int
     device_memory: dict[str, int] = field(default_factory=dict)  # bytes by uuid of the GPU, as its driver tells

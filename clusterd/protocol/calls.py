@@ -7,7 +7,7 @@ A request has ``id`` and ``verb`` beside its arguments. A reply has the same ``i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from clusterd.protocol.frames import Message, ProtocolError
 
@@ -59,16 +59,6 @@ Reply = Ok | Item | Failure | Ended
 Deliver = Callable[[Reply], object]
 
 
-class Future(Protocol):
-    """Part of a future that `resolve` needs."""
-
-    def done(self) -> bool:
-        """True once it has a result."""
-
-    def set_result(self, result: Any, /) -> None:
-        """Set the result."""
-
-
 def result(outcome: Reply, refusal: Callable[[Failure], Exception]) -> Any:
     """Result of a call, or the item of a stream.
 
@@ -92,16 +82,6 @@ def reply(number: object, outcome: Ok | Item | Failure) -> Message:
     if isinstance(outcome, Failure):
         return {"id": number, "error": outcome.to_map()}
     return {"id": number, "item" if isinstance(outcome, Item) else "ok": outcome.value}
-
-
-def resolve(future: Future) -> Deliver:
-    """Deliver the reply as a future's result, unless whoever awaited it is gone."""
-
-    def deliver(outcome: Reply) -> None:
-        if not future.done():
-            future.set_result(outcome)
-
-    return deliver
 
 
 class Calls:

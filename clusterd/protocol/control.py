@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clusterd.protocol.launch import Address, MigrationRequest
-from clusterd.protocol.messages import Done, Event, Request, by_event, by_verb
+from clusterd.protocol.messages import Done, Event, OfRank, Request, by_event, by_verb
 
 # ---- events of the agent -----------------------------------------------------------------------------------------
 
@@ -159,13 +159,9 @@ OF_RANKS = by_event(Ready, Report, FailedEvent)
 
 
 @dataclass(frozen=True)
-class RankIdentity:
+class RankIdentity(OfRank):
     """Base of first messages on a connection: the rank, and its proof."""
 
-    job: str
-    attempt: int
-    generation: int
-    rank: int
     token: str = field(repr=False)
 
 

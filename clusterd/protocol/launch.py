@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from clusterd.protocol.messages import Request
+from clusterd.protocol.messages import OfGeneration, Request
 
 FORK_SERVER_START_TIMEOUT_S = 300.0
 """Longest start of a fork server: importing torch from a cold network file system takes minutes."""
@@ -77,12 +77,25 @@ class Launched:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchRequest(Request[Launched], verb="launch"):
+class ForRanks:
+    """Base of launch request and rank file: fields that pass through the agent to every rank."""
+
+    restore: str | None = None  # directory of the checkpoint to restore
+    final: str | None = None  # directory of the final checkpoint
+    standby: bool = False  # target ranks of a migration
+    move: MigrationRequest | None = None
+    data_cache: str | None = None  # directory; None: the agent's own
+    snapshot_every: int = 0  # steps between state snapshots; 0: none
+    probe: bool = False  # measure devices and links first
+    proven: tuple[str, ...] = ()  # families of plans that are known to train as one process
+    group_token: str = field(default="", repr=False)  # signs objects that ranks send each other
+    note: str = ""  # first line of the log of rank 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest(OfGeneration, ForRanks, Request[Launched], verb="launch"):
     """Ranks of one generation of an attempt to start on a host; agents store it without secrets and variables."""
 
-    job: str
-    attempt: int
-    generation: int
     kind: str  # a `JobKind`
     argv: tuple[str, ...]
     ranks: tuple[RankSpec, ...]
@@ -99,17 +112,7 @@ class LaunchRequest(Request[Launched], verb="launch"):
     reads_input: bool = False  # of a command: its first process gets input from who waits
     all_tasks: int = 1  # processes of a command on all of its hosts, where they are its ranks
     grace_s: float = 0.0
-    restore: str | None = None  # directory of the checkpoint to restore
-    final: str | None = None  # directory of the final checkpoint
-    standby: bool = False  # target ranks of a migration
-    move: MigrationRequest | None = None
     datasets: dict[str, DatasetSpec] = field(default_factory=dict)
-    data_cache: str | None = None  # directory; None: the agent's own
-    snapshot_every: int = 0  # steps between state snapshots; 0: none
-    probe: bool = False  # measure devices and links first
-    proven: tuple[str, ...] = ()  # families of plans that are known to train as one process
-    group_token: str = field(default="", repr=False)  # signs objects that ranks send each other
-    note: str = ""  # first line of the log of rank 0
     output: str = ""  # file that the log of its first process is; "": the attempt's own
     memory_bytes: int = 0  # of the host, that all ranks on it may use together; 0: not limited
     cores: int = 0  # booked for them on the host; 0: unknown
@@ -118,7 +121,7 @@ class LaunchRequest(Request[Launched], verb="launch"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFile(RankSpec):
+class RankFile(RankSpec, ForRanks):
     """Content of a rank's file: its place, and what the job's ranks have in common."""
 
     job: str
@@ -128,17 +131,7 @@ class RankFile(RankSpec):
     control_socket: str = ""
     directory: str | None = None  # of the attempt on this host
     steps_file: str | None = None
-    restore: str | None = None
-    final: str | None = None
-    standby: bool = False
-    move: MigrationRequest | None = None
     datasets: dict[str, str | None] = field(default_factory=dict)  # folder on this host by name
-    data_cache: str | None = None
-    snapshot_every: int = 0
-    probe: bool = False
-    proven: tuple[str, ...] = ()
-    group_token: str = field(default="", repr=False)
-    note: str = ""
 
 
 Address = tuple[str, int]

@@ -153,6 +153,28 @@ class Event:
 
 
 @dataclass(frozen=True)
+class OfAttempt:
+    """Base of messages about all generations of an attempt."""
+
+    job: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class OfGeneration(OfAttempt):
+    """Base of messages about one generation of an attempt."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class OfRank(OfGeneration):
+    """Base of messages about one rank."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Done:
     """Reply of a request that asks for nothing but its effect."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from clusterd.protocol.frames import Message, ProtocolError
-from clusterd.protocol.messages import from_map, to_map
+from clusterd.protocol.messages import OfRank, from_map, to_map
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,9 @@ KINDS = {kind.what: kind for kind in RankMessage.__subclasses__()}
 
 
 @dataclass(frozen=True)
-class FromRank:
+class FromRank(OfRank):
     """A rank's message with the rank that sent it; the agent fills in everything but `message`."""
 
-    job: str
-    attempt: int
-    generation: int
-    rank: int
     message: RankMessage
     at_s: float = 0.0
 

@@ -8,23 +8,7 @@ from typing import Any
 
 from clusterd.protocol.agent import HelloReply, RankRow
 from clusterd.protocol.launch import Address, DatasetSpec, LaunchRequest, MigrationRequest
-from clusterd.protocol.messages import Done, Request, by_verb
-
-
-@dataclass(frozen=True)
-class OfAttempt:
-    """Base of requests about all generations of an attempt."""
-
-    job: str
-    attempt: int
-
-
-@dataclass(frozen=True)
-class OfGeneration(OfAttempt):
-    """Base of requests about one generation of an attempt."""
-
-    generation: int
-
+from clusterd.protocol.messages import Done, OfAttempt, OfGeneration, OfRank, Request, by_verb
 
 # ---- attempts ----------------------------------------------------------------------------------------------------
 
@@ -398,10 +382,9 @@ class Terminal:
 
 
 @dataclass(frozen=True)
-class OpenTerminal(OfGeneration, Request[Terminal], verb="terminal_open"):
+class OpenTerminal(OfRank, Request[Terminal], verb="terminal_open"):
     """Run a command, or a shell, beside a rank."""
 
-    rank: int
     argv: tuple[str, ...]
     secrets: dict[str, str] = field(repr=False)
     screen: Screen | None = None  # None: pipes
@@ -409,10 +392,9 @@ class OpenTerminal(OfGeneration, Request[Terminal], verb="terminal_open"):
 
 
 @dataclass(frozen=True)
-class OpenPort(OfGeneration, Request[Terminal], verb="port_open"):
+class OpenPort(OfRank, Request[Terminal], verb="port_open"):
     """Connect to a port of the host's 127.0.0.1; the connection is read and written like a terminal."""
 
-    rank: int
     port: int
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import asyncssh
 
 from clusterd.process_attributes import inherited_umask
+from clusterd.ssh.hostkeys import made_key
 from clusterd.ssh.resolve import Route
 from clusterd.trusted_paths import private_directory
 
@@ -65,8 +66,8 @@ class EmbeddedHost:
         """Listen on a free port of 127.0.0.1."""
         for place in (self.directory, self.directory / "home", self.agent_home):
             private_directory(str(place))
-        self._host_key = _persistent_key(self.directory / "host_key")
-        client_key = _persistent_key(self.directory / "client_key")
+        self._host_key = made_key(self.directory / "host_key")
+        client_key = made_key(self.directory / "client_key")
         self._server = await asyncssh.listen(
             "127.0.0.1",
             0,
@@ -204,14 +205,3 @@ async def _drain(source: asyncio.StreamReader, sink: asyncssh.SSHWriter[bytes]) 
             await sink.drain()
         except (OSError, asyncssh.Error):
             return
-
-
-def _persistent_key(path: Path) -> asyncssh.SSHKey:
-    """The key in `path`, generated at the first call."""
-    if not path.exists():
-        key = asyncssh.generate_private_key("ssh-ed25519", comment="clusterd")
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(key.export_private_key())
-        beside.replace(path)
-    return asyncssh.read_private_key(str(path))

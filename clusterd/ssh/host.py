@@ -268,13 +268,13 @@ class HostLink:
         return await self._ask(self._stream, verb, arguments, timeout_s)
 
     async def _ask(self, stream: AgentStream, verb: str, arguments: Message, timeout_s: float | None) -> Message:
-        future: asyncio.Future[calls.Reply] = asyncio.get_running_loop().create_future()
-        number = self._calls.open(calls.resolve(future))
+        replies: asyncio.Queue[calls.Reply] = asyncio.Queue()
+        number = self._calls.open(replies.put_nowait)
         self._read_on.set()
         try:
             with anyio.fail_after(timeout_s):
                 await stream.send(calls.request(number, verb, {**arguments, **self._newest()}))
-                return _result(self.name, await future)
+                return _result(self.name, await replies.get())
         except TimeoutError:
             lost = AgentLost(f"{self.name} did not answer {verb!r} within {timeout_s:.0f} s")
             # The outcome is unknown: the link must break, so that the next hello compares both sides.

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import asyncssh
 
+from clusterd.durable_files import write_durably
 from clusterd.errors import HostKeyChanged, HostKeyUnknown, UsageError
 from clusterd.ssh.resolve import Route
 
@@ -192,12 +193,7 @@ class HostKeys:
             return []
 
     def _write(self, lines: list[str]) -> None:
-        beside = self._ours.with_name(f".{self._ours.name}.{os.getpid()}")
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write("".join(f"{line}\n" for line in lines))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(self._ours)
+        write_durably(self._ours, "".join(f"{line}\n" for line in lines).encode())
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -286,26 +282,25 @@ class LoginKey:
 
     def authorized_line(self) -> str:
         """Line for a person's authorized keys; with it the key starts programs, but no terminal and no forwarding."""
-        public = asyncssh.read_private_key(self._made()).export_public_key().decode().strip()
+        public = made_key(self._path).export_public_key().decode().strip()
         return f"restrict {public}"
 
     def route(self, route: Route, account: str) -> Route:
         """The same route, with this key and as another account at its end."""
+        made_key(self._path)
         return replace(
             route,
             user=account,
-            identity_files=(str(self._made()),),
+            identity_files=(str(self._path),),
             certificate_files=(),
             identity_agent=None,
             identities_only=True,
             remedy="`clusterd login` shows that user the key to authorize",
         )
 
-    def _made(self) -> Path:
-        if not self._path.exists():
-            key = asyncssh.generate_private_key("ssh-ed25519", comment="clusterd")
-            partial = self._path.with_suffix(".partial")
-            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(key.export_private_key())
-            partial.replace(self._path)
-        return self._path
+
+def made_key(path: Path) -> asyncssh.SSHKey:
+    """The key in `path`, generated at the first call."""
+    if not path.exists():
+        write_durably(path, asyncssh.generate_private_key("ssh-ed25519", comment="clusterd").export_private_key())
+    return asyncssh.read_private_key(str(path))

@@ -419,9 +419,9 @@ class Head:
             ClusterError: the daemon refused.
             HeadLost: the connection broke.
         """
-        future: asyncio.Future[calls.Reply] = asyncio.get_running_loop().create_future()
-        await self._send(self._calls.open(calls.resolve(future)), verb, arguments)
-        return calls.result(await future, refusal)
+        replies: asyncio.Queue[calls.Reply] = asyncio.Queue()
+        await self._send(self._calls.open(replies.put_nowait), verb, arguments)
+        return calls.result(await replies.get(), refusal)
 
     async def stream(self, verb: str, **arguments: Any) -> AsyncIterator[Any]:
         """Send a request and yield its items; raises as `call`."""

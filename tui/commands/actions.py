@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterd.errors import ClusterError
 from clusterd.rows import (
@@ -28,12 +28,14 @@ from clusterd.rows import (
     Plans,
     SubmittedJob,
 )
-from clusterd.tui.commands.port import AppPort
 from clusterd.tui.model import rows
 from clusterd.tui.model.columns import forecast_texts, start_facts
 from clusterd.tui.model.fleet import calendar_lines
 from clusterd.tui.model.lines import Line, clock, line, printable
 from clusterd.units import counted, duration
+
+if TYPE_CHECKING:
+    from clusterd.tui.app import Top
 
 LOG_BYTES_MAX = 256 << 20
 """Limit of a log copied to a temporary file for the pager."""
@@ -42,7 +44,7 @@ LOG_BYTES_MAX = 256 << 20
 class ClusterCommands:
     """Commands that read from or change the cluster; method names are the actions of `tui.model.keys`."""
 
-    def __init__(self, app: AppPort) -> None:
+    def __init__(self, app: Top) -> None:
         self._app = app
         self._last_directory = ""
 

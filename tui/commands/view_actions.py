@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterd.errors import ClusterError
-from clusterd.tui.commands.port import AppPort
 from clusterd.tui.model.filters import parse
 from clusterd.tui.model.lines import line
 from clusterd.tui.screens.base import TableBoard
 from clusterd.tui.source.playback import Player
 
+if TYPE_CHECKING:
+    from clusterd.tui.app import Top
+
 
 class ViewCommands:
     """Commands that change nothing in the cluster; method names are the actions of `tui.model.keys`."""
 
-    def __init__(self, app: AppPort) -> None:
+    def __init__(self, app: Top) -> None:
         self._app = app
 
     @property

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol
-
-from textual.notifications import SeverityLevel
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
 
 from clusterd.errors import ClusterError
 from clusterd.tui.model import rows
 from clusterd.tui.model.model import Touched
 from clusterd.tui.model.view import Link, LinkState
-from clusterd.tui.source.sources import Context
+
+if TYPE_CHECKING:
+    from clusterd.tui.app import Top
 
 REFRESH_S = 0.1
 """Minimum time between two refreshes."""
@@ -23,41 +23,17 @@ FIRST_PICTURE_S = 0.25
 """Nothing is drawn for up to this long, so that the first frame shows data unless the daemon is slow."""
 
 
-class FeedObserver(Protocol):
-    """The application as the feed sees it; `tui.app.Top` implements it."""
-
-    @property
-    def shared(self) -> Context:
-        """Context with the source and the model."""
-
-    @property
-    def log(self) -> Callable[..., None]:
-        """Textual's development log."""
-
-    def show_touched(self, touched: Touched) -> None:
-        """Redraw what changed since the last refresh."""
-
-    def show_frame(self) -> None:
-        """Redraw header, banner and footer."""
-
-    def notify(self, message: str, *, severity: SeverityLevel = "information") -> None:
-        """Show a short notice in the corner."""
-
-    def run_worker(self, work: Awaitable[None], *, group: str, exclusive: bool, exit_on_error: bool) -> object:
-        """Run a coroutine in the background."""
-
-
 class Feed:
     """Applies items of the source to the model and schedules refreshes.
 
     Args:
-        observer: the application.
+        app: the application.
         link: initial state of the connection.
         history_after_s: delay before past events are requested; None: no delay, and no freeze of the garbage collector.
     """
 
-    def __init__(self, observer: FeedObserver, link: Link, history_after_s: float | None) -> None:
-        self._observer = observer
+    def __init__(self, app: Top, link: Link, history_after_s: float | None) -> None:
+        self._app = app
         self.link = link
         self._history_after_s = history_after_s
         self._items: AsyncIterator[Any] | None = None
@@ -68,7 +44,7 @@ class Feed:
 
     def dial(self) -> None:
         """Connect; the first items are buffered until `take_first`."""
-        self._items = self._observer.shared.source.items()
+        self._items = self._app.shared.source.items()
         self._dialling = asyncio.create_task(self._first(self._items), name="dial")
 
     async def _first(self, items: AsyncIterator[Any]) -> list[Any]:
@@ -126,41 +102,41 @@ class Feed:
         self._refresh_due = None
         self._refreshed_s = time.monotonic()
         touched, self._touched = self._touched, Touched()
-        self._observer.show_touched(touched)
+        self._app.show_touched(touched)
 
     def _take(self, item: Any) -> None:
         if isinstance(item, Link):
             self._linked(item)
             return
-        shared = self._observer.shared
+        shared = self._app.shared
         try:
             touched = shared.model.apply(item)
         except (rows.Malformed, TypeError) as error:
             shared.source.reject(str(error))
             return
         if touched.everything:
-            self._observer.run_worker(self._request_history(), group="history", exclusive=True, exit_on_error=False)
+            self._app.run_worker(self._request_history(), group="history", exclusive=True, exit_on_error=False)
         self.note(touched)
 
     def _linked(self, link: Link) -> None:
         was, self.link = self.link, link
         if link.state is LinkState.LIVE and was.state in (LinkState.LOST, LinkState.REFUSED):
-            self._observer.notify("reconnected to the daemon")
-        self._observer.show_frame()
+            self._app.notify("reconnected to the daemon")
+        self._app.show_frame()
 
     async def _request_history(self) -> None:
         """Request events and decisions from before we attached; after the first frame."""
         if self._history_after_s is not None:
             await asyncio.sleep(self._history_after_s)
             _settle_memory()
-        shared = self._observer.shared
+        shared = self._app.shared
         try:
             answer = await shared.source.call("history")
             self.note(shared.model.add_history(answer["events"], answer["decisions"]))
         except ClusterError as refused:
-            self._observer.log(f"no history: {refused}")
+            self._app.log(f"no history: {refused}")
         except (rows.Malformed, KeyError, TypeError) as error:
-            self._observer.notify(f"the daemon's history cannot be read: {error}", severity="warning")
+            self._app.notify(f"the daemon's history cannot be read: {error}", severity="warning")
 
 
 def _settle_memory() -> None:

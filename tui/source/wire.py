@@ -115,11 +115,11 @@ class Wire:
             self._answers = asyncio.create_task(self._read_replies(), name="answers")
         elif self._answers.done():
             raise self._gone()
-        waiting: asyncio.Future[calls.Reply] = asyncio.get_running_loop().create_future()
-        number = self._calls.open(calls.resolve(waiting))
+        replies: asyncio.Queue[calls.Reply] = asyncio.Queue()
+        number = self._calls.open(replies.put_nowait)
         try:
             self._send(number, verb, args)
-            return _result(await waiting)
+            return _result(await replies.get())
         finally:
             self._calls.close(number)
 

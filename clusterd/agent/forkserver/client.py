@@ -236,12 +236,12 @@ class _Server:
     async def request(self, request: Request[R]) -> R:
         if self.lost:
             raise ConnectionResetError("the fork server is gone")
-        future: asyncio.Future[calls.Reply] = asyncio.get_running_loop().create_future()
-        number = self._calls.open(calls.resolve(future))
+        replies: asyncio.Queue[calls.Reply] = asyncio.Queue()
+        number = self._calls.open(replies.put_nowait)
         try:
             self._writer.write(protocol.encode(calls.request(number, request.verb, to_map(request))))
             await self._writer.drain()
-            outcome = await future
+            outcome = await replies.get()
         finally:
             self._calls.close(number)
         answer = calls.result(outcome, lambda failure: SpawnFailed(failure.kind, failure.message))

@@ -11,9 +11,10 @@ from typing import Any
 
 from clusterd import protocol
 from clusterd.agent.host import processes
-from clusterd.agent.host.home import read_json, write_durably, write_json
+from clusterd.agent.host.home import read_json, write_json
 from clusterd.agent.host.rank_input import RankInput
 from clusterd.agent.log import log_line
+from clusterd.durable_files import write_durably
 from clusterd.exit_reasons import Reason
 from clusterd.protocol.agent import AttemptRow, RankRow
 from clusterd.protocol.forkserver import ProcessIdentity, RankRecord

@@ -17,6 +17,7 @@ _WHOLE = ("clusterd.agent", "clusterd.protocol", "clusterd.train", "clusterd.pla
 _SINGLE = (
     "__init__.py",
     "datasets.py",
+    "durable_files.py",
     "errors.py",
     "exit_reasons.py",
     "outside_text.py",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterd.durable_files import write_durably
 from clusterd.trusted_paths import private_directory
 
 SOCKET_PATH_BYTES_MAX = 100
@@ -154,34 +155,6 @@ def default_home() -> Home:
     return Home(
         Path(state).expanduser().absolute() / "clusterd" / "agent" / host / os.environ.get("CLUSTERD_AGENT_OF", "")
     )
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Replace `path` atomically: after a crash it has either the old content or the new."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(descriptor, view) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        beside.replace(path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Flush renames and creations in directory `path` to disk, so that they survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -15,7 +15,7 @@ from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import attempt_name, is_disk_full, write_json
 from clusterd.agent.host.login_environment import expanded
 from clusterd.process_attributes import HASH_SEED, SEED_VARIABLE
-from clusterd.protocol.launch import LaunchRequest, RankFile, RankSpec
+from clusterd.protocol.launch import ForRanks, LaunchRequest, RankFile, RankSpec
 from clusterd.protocol.messages import to_map
 
 _PYTHONS = ("python", "python3")
@@ -219,6 +219,7 @@ def write_rank_file(attempt: Attempt, rank: RankSpec, control_socket: Path) -> N
     launch = attempt.launch
     place = RankFile(
         **{field.name: getattr(rank, field.name) for field in dataclasses.fields(RankSpec)},
+        **{field.name: getattr(launch, field.name) for field in dataclasses.fields(ForRanks)},
         job=launch.job,
         attempt=launch.attempt,
         generation=launch.generation,
@@ -226,17 +227,7 @@ def write_rank_file(attempt: Attempt, rank: RankSpec, control_socket: Path) -> N
         control_socket=str(control_socket),
         directory=str(attempt.directory),
         steps_file=str(attempt.steps),
-        restore=launch.restore,
-        final=launch.final,
-        standby=launch.standby,
-        move=launch.move,
         datasets={name: known.path for name, known in launch.datasets.items()},
-        data_cache=launch.data_cache,
-        snapshot_every=launch.snapshot_every,
-        probe=launch.probe,
-        proven=launch.proven,
-        group_token=launch.group_token,
-        note=launch.note,
     )
     write_json(attempt.rank_file(rank.rank), to_map(place))
 

@@ -11,8 +11,9 @@ import time
 from pathlib import Path, PurePosixPath
 
 from clusterd.agent.host.attempt_records import Refused
-from clusterd.agent.host.home import is_disk_full, sync_directory
+from clusterd.agent.host.home import is_disk_full
 from clusterd.agent.host.rank_environment import make_writable
+from clusterd.durable_files import sync_directory
 
 UNUSED_S = 7 * 86400.0
 """A workdir that no attempt uses is removed this long after it was received."""

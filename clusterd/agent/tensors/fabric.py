@@ -129,7 +129,6 @@ def fetch(
             answer = _patient(connection, stopped)
             if "error" in answer:
                 raise FetchFailed(f"{where}: {answer['error']}")
-            connection.settimeout(IDLE_TIMEOUT_S)
             with target.filling() as view:
                 _fill(connection, view[offset : offset + int(answer["bytes"])], stopped)
     except (OSError, EOFError, protocol.ProtocolError) as error:
@@ -139,24 +138,17 @@ def fetch(
 
 
 def _patient(connection: socket.socket, stopped: Callable[[], bool]) -> dict[str, Any]:
-    """Receive the first frame, which may take long, checking now and then that it is still wanted."""
+    """Receive the first frame, which may take long to come, checking now and then that it is still wanted."""
     connection.settimeout(1.0)
-    head = b""
-    while len(head) < 4:
+    while True:
         try:
-            data = connection.recv(4 - len(head))
+            connection.recv(1, socket.MSG_PEEK)
+            break
         except TimeoutError:
             if stopped():
                 raise EOFError("the move is over") from None
-            continue
-        if not data:
-            raise EOFError("it closed the connection")
-        head += data
     connection.settimeout(IDLE_TIMEOUT_S)
-    (length,) = struct.unpack("!I", head)
-    if length > protocol.FRAME_BYTES_MAX:
-        raise protocol.ProtocolError(f"a frame of {length} bytes was announced")
-    return protocol.decode(_receive_exactly(connection, length, None))
+    return receive_frame(connection, protocol.FRAME_BYTES_MAX)
 
 
 def receive_frame(connection: socket.socket, bytes_max: int, deadline: float | None = None) -> dict[str, Any]:

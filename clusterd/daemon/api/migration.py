@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 from weakref import WeakValueDictionary
 
 import anyio
@@ -23,7 +22,6 @@ from clusterd.core.view import Move, Refusal, View
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.hosts.registry import HostRegistry
-from clusterd.daemon.hosts.reports import PendingReply
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError, TryLater, UsageError
 from clusterd.plans.layout import layout
@@ -169,8 +167,7 @@ class MigrationVerbs:
             raise UsageError(f"{path!r} is no absolute path: name a directory as the job's hosts see it")
         if (known.id, path) in self._hosts.checkpoints:
             raise TryLater(f"{known.spec.name} is writing a checkpoint to {path}: wait for it, or name another place")
-        waiting = self._hosts.checkpoints.expect((known.id, path))
-        try:
+        with self._hosts.checkpoints.expect((known.id, path)) as waiting:
             asked = d.TakeCheckpoint(
                 cause=e.EventId(0),  # no event: nothing is decided, the word is only passed on
                 reason=f"asked by {peer.user}",
@@ -193,8 +190,8 @@ class MigrationVerbs:
                 )
             with anyio.move_on_after(CHECKPOINT_S) as patience:
                 async with anyio.create_task_group() as watching:
-                    watching.start_soon(self._resolve_at_end, known, attempt, waiting)
-                    outcome = await waiting.wait()
+                    watching.start_soon(self._resolve_at_end, known, attempt, path)
+                    outcome = await waiting
                     watching.cancel_scope.cancel()
             if patience.cancelled_caught:
                 raise ClusterError(f"{known.spec.name} did not write its checkpoint within {CHECKPOINT_S:.0f} s")
@@ -202,18 +199,16 @@ class MigrationVerbs:
                 raise TryLater(f"{known.spec.name} was moved before it had written its checkpoint: ask again")
             if outcome is None:
                 raise ClusterError(f"{known.spec.name} is {known.state.value}, and had not written its checkpoint")
-        finally:
-            waiting.close()
         if isinstance(outcome, CheckpointFailed):
             raise ClusterError(f"{known.spec.name} could not write its checkpoint: {outcome.why}")
         return rows.row_of(rows.CheckpointWritten, outcome, name=known.spec.name)
 
-    async def _resolve_at_end(self, job: Job, attempt: Attempt, waiting: PendingReply[Any]) -> None:
+    async def _resolve_at_end(self, job: Job, attempt: Attempt, path: str) -> None:
         """Give up waiting once the ranks that were asked are gone: the attempt ended, or migrated."""
         generation = attempt.generation
         while job.attempt is attempt and attempt.generation == generation:
             await self._feed.wait(self._feed.number)
-        waiting.resolve(None)
+        self._hosts.checkpoints.resolve((job.id, path), None)
 
     async def unpin(self, peer: Peer, job: str) -> rows.Job:
         """Let the scheduler choose again."""

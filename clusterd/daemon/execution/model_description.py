@@ -53,7 +53,7 @@ class ModelInspector:
         with anyio.CancelScope() as scope:
             self._inspections[decision.job] = scope
             try:
-                event = await self._described(decision)
+                event = await self._inspect(decision, self._state.jobs[decision.job].spec)
             except AgentLost:
                 pass  # HostDisconnected puts the question to another host
             except ClusterError as error:
@@ -91,10 +91,6 @@ class ModelInspector:
     def _lock(self, host: HostId, job: str) -> anyio.Lock:
         """Lock of one inspection: the clean-up of one must not hit the next on that host."""
         return self._locks.setdefault((host, job), anyio.Lock())
-
-    async def _described(self, decision: d.DescribeModel) -> e.Event:
-        spec = self._state.jobs[decision.job].spec
-        return await self._inspect(decision, spec)
 
     async def describe_unsubmitted(self, spec: JobSpec, name: str) -> dict[str, Any]:
         """Inspect the model of an unsubmitted job on the least busy host.
@@ -139,24 +135,23 @@ class ModelInspector:
             datasets=(await self._datasets.where(decision.job, spec, [decision.host]))[decision.host],
             ranks=(RankSpec(rank=0, plan={}, device=DeviceSpec("cpu", threads=1)),),
         )
-        ended = self._hosts.exits.expect((decision.host, decision.job, DESCRIPTION))
         try:
-            await self._hosts.request(decision.host, request, timeout_s=LAUNCH_TIMEOUT_S, account=spec.account)
-            with anyio.move_on_after(DESCRIBE_TIMEOUT_S) as waiting:
-                report = await ended.wait()
-            if waiting.cancelled_caught:
-                why = f"its script did not reach clusterd.train.run within {DESCRIBE_TIMEOUT_S:.0f} s"
-                return e.ModelNotDescribed(at_s=time.time(), job=decision.job, why=why)
-            if report is None:
-                raise AgentLost(f"{decision.host} was lost while it told the model of {decision.job}")
-            wanted = ReadModel(decision.job, DESCRIPTION)
-            answer = await self._hosts.request(decision.host, wanted, account=spec.account)
-            if answer.model is None:
-                return await self._not_described(decision, spec.account, report)
-            model = ModelShape.from_dict(answer.model).signature
-            return e.ModelDescribed(at_s=time.time(), job=decision.job, shape=answer.model, model=model)
+            with self._hosts.exits.expect((decision.host, decision.job, DESCRIPTION)) as ended:
+                await self._hosts.request(decision.host, request, timeout_s=LAUNCH_TIMEOUT_S, account=spec.account)
+                with anyio.move_on_after(DESCRIBE_TIMEOUT_S) as waiting:
+                    report = await ended
+                if waiting.cancelled_caught:
+                    why = f"its script did not reach clusterd.train.run within {DESCRIBE_TIMEOUT_S:.0f} s"
+                    return e.ModelNotDescribed(at_s=time.time(), job=decision.job, why=why)
+                if report is None:
+                    raise AgentLost(f"{decision.host} was lost while it told the model of {decision.job}")
+                wanted = ReadModel(decision.job, DESCRIPTION)
+                answer = await self._hosts.request(decision.host, wanted, account=spec.account)
+                if answer.model is None:
+                    return await self._not_described(decision, spec.account, report)
+                model = ModelShape.from_dict(answer.model).signature
+                return e.ModelDescribed(at_s=time.time(), job=decision.job, shape=answer.model, model=model)
         finally:
-            ended.close()
             with anyio.CancelScope(shield=True):
                 await self._clean_up(decision.host, spec.account, decision.job)
 

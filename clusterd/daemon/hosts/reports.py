@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Hashable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -76,56 +77,34 @@ class Reports:
 K = TypeVar("K", bound=Hashable)
 
 
-class PendingReply(Generic[R]):
-    """One awaited report."""
-
-    def __init__(self, close: Callable[[], None]) -> None:
-        self._event = anyio.Event()
-        self._reply: R | None = None
-        self.close = close
-        """Stop waiting; to be called in any case."""
-
-    def resolve(self, reply: R | None) -> None:
-        """Deliver the report; None: it will not come."""
-        self._reply = reply
-        self._event.set()
-
-    async def wait(self) -> R | None:
-        """Wait for the report."""
-        await self._event.wait()
-        return self._reply
-
-
 class PendingReplies(Generic[K, R]):
-    """Awaited reports of one kind."""
+    """Awaited reports of one kind; None: a report will not come."""
 
     def __init__(self) -> None:
-        self._pending: dict[K, PendingReply[R]] = {}
+        self._pending: dict[K, asyncio.Future[R | None]] = {}
 
     def __contains__(self, key: K) -> bool:
         return key in self._pending
 
-    def expect(self, key: K) -> PendingReply[R]:
-        """Begin to wait for the report of this key."""
-
-        def close() -> None:
+    @contextmanager
+    def expect(self, key: K) -> Iterator[asyncio.Future[R | None]]:
+        """Wait for the report of this key within the block."""
+        self._pending[key] = reply = asyncio.get_running_loop().create_future()
+        try:
+            yield reply
+        finally:
             if self._pending.get(key) is reply:
                 del self._pending[key]
 
-        reply: PendingReply[R] = PendingReply(close)
-        self._pending[key] = reply
-        return reply
-
     def resolve(self, key: K, reply: R | None) -> None:
         """Deliver a report to whoever waits for it, if anybody does."""
-        if (pending := self._pending.get(key)) is not None:
-            pending.resolve(reply)
+        if (pending := self._pending.get(key)) is not None and not pending.done():
+            pending.set_result(reply)
 
     def fail(self, matches: Callable[[K], bool]) -> None:
         """Give up all reports whose key matches: they will not come."""
-        for key, pending in list(self._pending.items()):
-            if matches(key):
-                pending.resolve(None)
+        for key in filter(matches, list(self._pending)):
+            self.resolve(key, None)
 
 
 log = logging.getLogger(__name__)

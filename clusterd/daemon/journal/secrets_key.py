@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from cryptography.fernet import Fernet, InvalidToken
 
+from clusterd.durable_files import write_durably
 from clusterd.errors import ClusterError
 
 SECRETS_KEY = "secrets_key"
@@ -36,8 +36,5 @@ class SecretsKey:
 
     def _cipher(self) -> Fernet:
         if not self.file.exists():
-            partial = self.file.with_suffix(".partial")
-            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(Fernet.generate_key())
-            partial.replace(self.file)
+            write_durably(self.file, Fernet.generate_key())
         return Fernet(self.file.read_bytes())

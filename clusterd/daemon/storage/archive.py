@@ -21,6 +21,7 @@ from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
 from clusterd.daemon.journal.secrets_key import SECRETS_KEY, SecretsKey
+from clusterd.durable_files import sync_directory
 from clusterd.errors import ClusterError, UsageError
 from clusterd.protocol.requests import Chunk, ReadLog, ReadSteps
 from clusterd.types import AttemptState, HostId
@@ -319,11 +320,7 @@ def make_durable(partial: Path, target: Path) -> None:
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(target)
-    directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(target.parent)
 
 
 def _write(target: Path, data: bytes) -> None:

@@ -255,12 +255,20 @@ class UsageStore:
             return await anyio.to_thread.run_sync(lambda: self._database.execute(statement, arguments).fetchall())
 
 
+async def post_observed(engine: Engine, observe: Callable[[], Iterable[e.Event]]) -> None:
+    """Observe each `EVERY_S` seconds until cancelled, and post what was."""
+    while True:
+        await anyio.sleep(EVERY_S)
+        for event in observe():
+            await engine.post(event)
+
+
 WORKS = 0.02
 """Least share of the time in which a device works that counts as use: drivers and idle notebooks take a little."""
 
 
 class IdleJobs:
-    """Posts when devices of a running job have done nothing for `idle_after_s`, and when they work again.
+    """Observes when devices of a running job have done nothing for `idle_after_s`, and when they work again.
 
     Args:
         busy: share of the time in which a device of a job works; None: not known, which is no proof of either.
@@ -283,13 +291,6 @@ class IdleJobs:
         self._idle_after_s, self._reclaim_idle_s, self._reclaim = idle_after_s, reclaim_idle_s, reclaim
         # Newest time at which an attempt was not known to be idle, by the clock that is never set.
         self._worked_s: dict[tuple[JobId, int], float] = {}
-
-    async def run(self) -> None:
-        """Observe until cancelled."""
-        while True:
-            await anyio.sleep(EVERY_S)
-            for event in self.observe():
-                await self._engine.post(event)
 
     def observe(self) -> list[e.IdlenessObserved]:
         """Events about jobs that became idle, or work again, since the last call."""
@@ -325,7 +326,7 @@ class IdleJobs:
 
 
 class SharedDeviceMemory:
-    """Posts when a job holds more of a device's memory than its part, and when it does no more.
+    """Observes when a job holds more of a device's memory than its part, and when it does no more.
 
     Args:
         latest: newest sample of a host; None: there is none.
@@ -335,13 +336,6 @@ class SharedDeviceMemory:
         self, engine: Engine, latest: Callable[[HostId], Usage | None], clock: Callable[[], float] = time.time
     ) -> None:
         self._engine, self._latest, self._clock = engine, latest, clock
-
-    async def run(self) -> None:
-        """Observe until cancelled."""
-        while True:
-            await anyio.sleep(EVERY_S)
-            for event in self.observe():
-                await self._engine.post(event)
 
     def observe(self) -> list[e.DeviceMemoryObserved]:
         """Events about jobs that began to hold too much, or hold it no more."""
