@@ -227,7 +227,7 @@ def _engine() -> tuple[Any, Callable[[dict[str, Any]], Any]]:
         )  # the version check comes before every use of torch
         from clusterd.train import rank_main  # isort: skip
         from clusterd.train.parallel import alternating
-        from clusterd.train.process import job
+        from clusterd.train.process import exits, job
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
@@ -242,6 +242,10 @@ def _engine() -> tuple[Any, Callable[[dict[str, Any]], Any]]:
         )
 
     def job_of(arguments: dict[str, Any]) -> Any:
+        try:
+            job.check_arguments(arguments)
+        except exits.Refused as error:
+            exits.exit_with(error)
         given = {name: value for name, value in arguments.items() if name != "collate_fn" or value is not None}
         if isinstance(given.get("loss"), Mapping):
             given["losses"], given["loss"] = given["loss"], alternating.no_single_loss

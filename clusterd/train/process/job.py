@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from clusterd.train.process.evaluation import Evaluation
+from clusterd.train.process.exits import Refused
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -66,6 +69,59 @@ class Outcome:
     stopped: str = ""  # reason of the stop; empty if all steps were done
     done: bool = True  # the last step, or the target, is reached
     skipped: bool = False  # another job trains this stage of the script
+
+
+_FUNCTIONS = {
+    "model": "model=lambda: Net(...), which makes it",
+    "loss": "loss=lambda output, target: ...",
+    "optimizer": "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
+    "scheduler": "scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)",
+    "collate_fn": "collate_fn=lambda samples: ...",
+    "on_step": "on_step=lambda step, entry: ...",
+    "on_evaluate": "on_evaluate=lambda step, metrics: ...",
+    "on_checkpoint": "on_checkpoint=lambda step, directory: ...",
+}
+_REQUIRED = ("model", "loss", "data", "optimizer", "global_batch", "steps")
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "global_batch": (Integral, "a whole number"),
+    "steps": (Integral, "a whole number"),
+    "seed": (Integral, "a whole number"),
+    "num_workers": (Integral, "a whole number"),
+    "clip_norm": (Real, "a number"),
+    "tp_plan": (Mapping, 'a map of styles by module name, as in {"blocks.*.attn.qkv": "colwise"}'),
+    "sampler": (Iterable, "an iterable of numbers of samples, as torch's samplers are"),
+    "save": ((str, os.PathLike), "a file name"),
+    "init_from": ((str, os.PathLike), "a file or folder name"),
+    "evaluate": (Evaluation, "one train.Evaluation(...)"),
+    "stage": (str, "a name"),
+}
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Check what the arguments of `clusterd.train.run` are, before torch says that something in the engine is wrong.
+
+    Raises:
+        Refused: names the first one that is something else, and what it must be.
+    """
+    for name in _REQUIRED:
+        if given.get(name) is None:
+            raise Refused(f"{name} is missing: train.run and train.session need {', '.join(_REQUIRED)}")
+    for name, example in _FUNCTIONS.items():
+        value = given.get(name)
+        parts = value.values() if isinstance(value, Mapping) and name in ("loss", "optimizer") else [value]
+        for part in parts:
+            made = name == "model" and isinstance(part, nn.Module)  # can be called, and is not what makes it
+            if part is not None and (made or not callable(part)):
+                raise Refused(f"{name} is of type {type(part).__name__}; it must be a function, as in {example}")
+    for name, (kind, words) in _KINDS.items():
+        value = given.get(name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise Refused(f"{name} is of type {type(value).__name__}; it must be {words}")
+    if isinstance(layers := given.get("layers"), str):
+        raise Refused(f"layers is a text; it must be a list of names: layers=[{layers!r}]")
+    for name in ("global_batch", "steps"):
+        if given[name] < 1:
+            raise Refused(f"{name} is {given[name]}; it must be 1 or more")
 
 
 def adapt_optimizer_factory(factory: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFactory:
