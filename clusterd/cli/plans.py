@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def _amount(point: dict[str, Any], over: str) -> str:
 @click.command()
 @click.argument("job", shell_complete=complete_job)
 @click.option("--plan", help="As in dp=2,tp=2; default: the current plan.")
-@click.option("--devices", help="HOST:DEV,... in rank order; default: clusterd chooses.")
+@click.option("--devices", help="As in gpu01:gpu0-3,gpu02:gpu0, in rank order; default: clusterd chooses.")
 @click.option("--pin", is_flag=True, help="Keep plan and devices until unpinned, or until they become unavailable.")
 @click.option("--dry-run", is_flag=True, help="Print the bytes to move and the predicted downtime; move nothing.")
 @output_option
@@ -215,7 +216,7 @@ def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run:
     restarts from it: no step is lost, but the downtime is seconds. A checkpointable job saves a checkpoint, stops, and
     restarts under the plan, to which it is then pinned.
     """
-    chosen = [device.strip() for device in devices.split(",")] if devices else []
+    chosen = re.split(r"[\s,]+(?=[^\s,]+:)", devices.strip()) if devices else []  # gpu01:gpu0-2,5 is one
     with Client() as cluster:
         answer = cluster.call("migrate", job=job, plan=plan, devices=chosen, pin=pin, dry_run=dry_run)
         if answer.get("restarts"):

@@ -14,7 +14,7 @@ import os, sys, time
 import torch
 from clusterd import train
 
-LEDGER, GATE = sys.argv[1], sys.argv[2]
+LEDGER, GATE, RANK = sys.argv[1], sys.argv[2], os.getpid()
 
 class Numbered(torch.utils.data.Dataset):
     def __len__(self):
@@ -24,8 +24,9 @@ class Numbered(torch.utils.data.Dataset):
 
 def loss(output, target):
     numbers = [int(x) for x in target.flatten()]
-    # A rehearsal is one sample over and over; and the loss is tried without gradients, to know what it is.
-    if len(set(numbers)) > 1 and output.requires_grad:
+    # A rehearsal is one sample over and over; the loss is tried without gradients, to know what it is; and children of
+    # the ranks compare plans by some samples.
+    if len(set(numbers)) > 1 and output.requires_grad and os.getpid() == RANK:
         with open(LEDGER, "a") as file:
             file.write(" ".join(map(str, numbers)) + "\\n")
         while not os.path.exists(GATE) and len(open(LEDGER).readlines()) > 40:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -12,7 +13,7 @@ from clusterd.core.queueing.dependencies import CONDITIONS, CORRESPONDING, SINGL
 from clusterd.core.state import Attempt, Job, State
 from clusterd.errors import ClusterError, UsageError
 from clusterd.keys import keys_of
-from clusterd.types import ArrayTask, AttemptState, HostId, JobId, JobKind, JobSpec, JobState
+from clusterd.types import ArrayTask, AttemptState, DeviceId, HostId, JobId, JobKind, JobSpec, JobState
 
 
 def find_job(state: State, text: str, user: str) -> Job:
@@ -167,6 +168,32 @@ def find_host(state: State, name: str) -> Host:
         known = ", ".join(sorted(state.hosts)) or "none yet"
         raise UsageError(f"there is no host {name!r} (hosts: {known}): clusterd host add {name}")
     return host
+
+
+def find_devices(state: State, text: str) -> list[DeviceId]:
+    """Devices of a host: ``gpu01:gpu0-2,5``, ``gpu01:3,4``, or ``gpu01`` for all of them.
+
+    Raises:
+        UsageError: the host or a device does not exist.
+    """
+    name, _, which = text.partition(":")
+    host = find_host(state, name)
+    known = {device.id for device in host.devices}
+    if not which:
+        return [device.id for device in host.devices]
+    found: list[DeviceId] = []
+    kinds: tuple[str, ...] = ("gpu", "cpu", "")
+    for part in which.split(","):
+        kind, first, last = re.fullmatch(r"([a-z]*)(.*?)(?:-(\d+))?", part, re.ASCII | re.DOTALL).groups()  # type: ignore[union-attr]
+        kinds = (kind,) if kind else kinds  # in gpu0-2,5 of all that follow
+        is_range = last is not None and first.isdecimal() and int(first) <= int(last) < int(first) + len(known)
+        for number in range(int(first), int(last) + 1) if is_range else [part.removeprefix(kind)]:
+            device = next((id_ for k in kinds if (id_ := DeviceId(f"{host.id}:{k}{number}")) in known), None)
+            if device is None:
+                there = ", ".join(sorted(known)) or "none"
+                raise UsageError(f"{host.id} has no device {part!r}: there are {there}")
+            found.append(device)
+    return found
 
 
 def find_own_job(state: State, text: str, user: str, is_operator: bool, *, ends: bool = False) -> Job:

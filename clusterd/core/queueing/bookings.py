@@ -93,20 +93,21 @@ def choose(state: State, wanted: Wanted, now_s: float) -> tuple[tuple[DeviceId, 
     Returns:
         The devices, fewer than wanted where there are not enough; and the claims on further ones that would do.
     """
-    free: dict[HostId, list[tuple[float, DeviceId]]] = {}
+    free: dict[HostId, list[tuple[float, bool, DeviceId]]] = {}
     in_the_way: dict[str, DeviceClaim] = {}
     for host, device in candidates(state, wanted):
         claims = [c for c in state.device_claims.values() if device.id in c.devices and _overlaps(c, wanted)]
         in_the_way |= {claim.id: claim for claim in claims}
         if not claims:
-            free.setdefault(host.id, []).append((max(_free_s(state, device.id, now_s), wanted.from_s), device.id))
+            free_s = _free_s(state, device.id, now_s)  # which is a guess: of equals, one that is free now
+            free.setdefault(host.id, []).append((max(free_s, wanted.from_s), free_s > now_s, device.id))
     chosen: list[DeviceId] = []
     while free and len(chosen) < wanted.resources.devices:
         left = wanted.resources.devices - len(chosen)
         some = {host: sorted(devices)[:left] for host, devices in free.items()}
         # The most of what is missing; of equals, the one that is free first; of these, the one that leaves least over.
-        best = min(some, key=lambda host: (-len(some[host]), some[host][-1][0], len(free[host]), host))
-        chosen += [device for _, device in some[best]]
+        best = min(some, key=lambda host: (-len(some[host]), some[host][-1][:2], len(free[host]), host))
+        chosen += [device for *_, device in some[best]]
         del free[best]
     return tuple(chosen), list(in_the_way.values())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -15,7 +14,6 @@ import anyio
 from clusterd import projection, rows
 from clusterd.config import Config, host_options
 from clusterd.core import events as e
-from clusterd.core.host import Host
 from clusterd.core.queueing import admission, bookings
 from clusterd.daemon.access import Peer
 from clusterd.daemon.forecasts.forecaster import Forecaster
@@ -28,7 +26,7 @@ from clusterd.errors import ClusterError, UsageError, first_of
 from clusterd.forecasting import Change
 from clusterd.keys import checked_name
 from clusterd.trusted_paths import account_name
-from clusterd.types import DeviceClaim, DeviceId, Resources
+from clusterd.types import DeviceClaim, Resources
 from clusterd.units import counted
 
 
@@ -208,7 +206,7 @@ class ClaimVerbs:
             raise UsageError("a claim needs a reason in one line, which users see")
         now_s = time.time()
         begins_s, ends_s = _window("claim", from_s, for_s, now_s)
-        found = tuple(dict.fromkeys(device for text in devices for device in self._devices(text)))
+        found = tuple(dict.fromkeys(device for text in devices for device in admission.find_devices(self._state, text)))
         if not found:
             raise UsageError("no device is named: write gpu01:3, or gpu01 for all of its devices")
         claim = DeviceClaim(
@@ -264,7 +262,7 @@ class ClaimVerbs:
         now_s = time.time()
         begins_s, ends_s = _window("booking", from_s, for_s, now_s)
         assert ends_s is not None, "a booking has an end"
-        only = frozenset(device for text in on or () for device in self._devices(text))
+        only = frozenset(device for text in on or () for device in admission.find_devices(self._state, text))
         resources = Resources(devices=devices, kind=kind, device_name=device_name)
         wanted = bookings.Wanted(resources=resources, only=only, from_s=begins_s, until_s=ends_s)
         async with self._numbering:
@@ -302,18 +300,6 @@ class ClaimVerbs:
         await self._engine.post(e.DeviceClaimRemoved(at_s=time.time(), claim=claim, by=peer.user))
         return projection.claim_row(known)
 
-    def _devices(self, text: str) -> list[DeviceId]:
-        """Devices that one word means.
-
-        Raises:
-            UsageError: the host or the device does not exist.
-        """
-        name, _, which = text.partition(":")
-        host = admission.find_host(self._state, name)
-        if not which:
-            return [device.id for device in host.devices]
-        return [_device(host, part) for part in which.split(",")]
-
 
 def _window(noun: str, from_s: float | None, for_s: float | None, now_s: float) -> tuple[float, float | None]:
     """Start and end of a claim or a booking.
@@ -326,13 +312,3 @@ def _window(noun: str, from_s: float | None, for_s: float | None, now_s: float) 
     if not math.isfinite(begins_s) or (ends_s is not None and not (math.isfinite(ends_s) and ends_s > now_s)):
         raise UsageError(f"the {noun} would be over already: give a later --from, or a longer --for")
     return max(begins_s, now_s), ends_s
-
-
-def _device(host: Host, part: str) -> DeviceId:
-    known = {device.id for device in host.devices}
-    kinds = ("gpu", "cpu") if re.fullmatch(r"\d+(\.\d+)?", part, re.ASCII) else ("",)
-    for kind in kinds:
-        if (device := DeviceId(f"{host.id}:{kind}{part}")) in known:
-            return device
-    there = ", ".join(sorted(known)) or "none"
-    raise UsageError(f"{host.id} has no device {part!r}: there are {there}")

@@ -74,7 +74,7 @@ class MigrationVerbs:
             requested = Plan.parse(plan) if plan else None
         except PlanError as error:
             raise UsageError(f"--plan: {error}") from None
-        chosen = tuple(DeviceId(device) for device in devices or ())
+        chosen = tuple(device for text in devices or () for device in admission.find_devices(self._state, text))
         if known.spec.kind is JobKind.CHECKPOINTABLE:
             if chosen:
                 raise UsageError(

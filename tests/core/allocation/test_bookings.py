@@ -221,6 +221,9 @@ def test_devices_are_on_the_fewest_hosts_and_those_that_are_free_first(lab: Lab)
     assert {device.partition(":")[0] for device in chosen} == {"b"}
     chosen, _ = choose(lab.scheduler.state, wanted(lab, 1, begin_s=3 * HOUR), lab.now_s)
     assert chosen == ("a:gpu0",), "the fuller host, as both are free by then"
+    lab.submit(devices=1, hosts=("a",), time_limit_s=2 * HOUR)
+    chosen, _ = choose(lab.scheduler.state, wanted(lab, 2, begin_s=3 * HOUR), lab.now_s)
+    assert chosen == ("b:gpu1", "b:gpu2"), "of hosts that are free by then, one that is free now"
 
 
 def test_a_shared_device_is_free_when_the_last_of_its_jobs_ends(lab: Lab) -> None:

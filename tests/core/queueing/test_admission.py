@@ -8,8 +8,11 @@ import pytest
 
 from clusterd.core import events as e
 from clusterd.core.booked import Booked
+from clusterd.core.queueing.admission import find_devices
+from clusterd.errors import UsageError
 from clusterd.plans.plan import Plan
 from clusterd.types import HostId, JobKind
+from clusterd.units import compact_devices
 from tests.core.conftest import GIB, Lab
 from tests.core.lifecycle.test_trials import running
 
@@ -141,3 +144,20 @@ def test_a_host_that_was_not_drained_is_not_in_use_again(lab: Lab) -> None:
         lab.tell(kind(**lab.at(), host=HostId("a"), by="ann"))
         told.append(lab.why(job))
     assert told == ["a is drained (by ann): it stays there until its end", before]
+
+
+def test_devices_are_named_as_they_are_shown(lab: Lab) -> None:
+    lab.host("a", gpus=6)
+    devices = find_devices(lab.scheduler.state, "a")
+    assert len(devices) == 6
+    assert find_devices(lab.scheduler.state, compact_devices(devices)) == devices
+    for text in ("a:gpu0-2,5", "a:0-2,5", "a:gpu0,1,2,gpu5"):
+        assert find_devices(lab.scheduler.state, text) == ["a:gpu0", "a:gpu1", "a:gpu2", "a:gpu5"]
+    for text, part in (("a:gpu9", "gpu9"), ("a:gpu4-6", "gpu4-6"), ("a:2-1", "2-1"), ("a:", None), ("a:x-y", "x-y")):
+        if part is None:
+            assert find_devices(lab.scheduler.state, text) == devices
+            continue
+        with pytest.raises(UsageError, match=f"a has no device '{part}': there are a:gpu0, a:gpu1"):
+            find_devices(lab.scheduler.state, text)
+    with pytest.raises(UsageError, match="there is no host 'b'"):
+        find_devices(lab.scheduler.state, "b:gpu0")
