@@ -25,6 +25,9 @@ TARGET_TIMES = 3
 STALL_STEPS = 20
 """A job never counts as stalled within this many of its step times."""
 
+START_STALL_S = 300.0
+"""Nor within this time of its launch, before its first step: it imports, reads data, and compares plans."""
+
 
 def on_environment_build_started(ctx: HandlerContext, event: e.EnvironmentBuildStarted) -> None:
     job = ctx.state.jobs.get(event.job)
@@ -335,6 +338,8 @@ def on_attempt_progressed(ctx: HandlerContext, event: e.AttemptProgressed) -> No
     attempt = ctx.state.attempt(event.job, event.attempt)
     if job is None or attempt is None or event.step < attempt.step:
         return  # a report that was delayed on its way
+    if not attempt.step:
+        ctx.cancel_timer(TimerKind.STALL, job.id)  # the start is over, which may take longer
     attempt.step = event.step
     attempt.start = attempt.start or _start_phases(job, attempt, event.start)
     restart = job.restarting
@@ -405,4 +410,5 @@ def check_stall(ctx: HandlerContext, job: Job | None) -> None:
 
 
 def _stalled_after_s(job: Job, asked_s: float) -> float:
-    return max(asked_s, STALL_STEPS * (job.progress.step_time_s or 0.0))
+    at_start_s = START_STALL_S if job.attempt is None or not job.attempt.step else 0.0
+    return max(asked_s, STALL_STEPS * (job.progress.step_time_s or 0.0), at_start_s)

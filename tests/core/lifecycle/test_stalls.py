@@ -74,6 +74,19 @@ def test_the_first_step_of_an_attempt_is_waited_for_as_long() -> None:
     assert "without a step" in lab.scheduler.state.jobs[job].reason
 
 
+def test_a_start_may_take_minutes_whatever_the_limit() -> None:
+    """Regression: imports and comparisons of plans took longer than a short limit, and the job failed as lost."""
+    lab, job = training(stall_s=5.0)
+    launched_s = lab.now_s
+    assert d.StopAttempt.match(fire(lab, job), job=job) is not None and lab.now_s < launched_s + 30.0
+    lab.stopped(job)
+    lab.run(job)
+    launched_s = lab.now_s
+    while d.StopAttempt.match(fire(lab, job), job=job) is None:
+        assert lab.now_s < launched_s + 400.0
+    assert lab.now_s >= launched_s + 290.0
+
+
 def test_a_host_that_cannot_be_heard_is_no_proof() -> None:
     lab, job = training()
     lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="timeout"))
