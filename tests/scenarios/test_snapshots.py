@@ -126,7 +126,8 @@ def test_a_hanging_rank_is_replaced_from_the_state_snapshot(local_cluster: Runni
     first = next(line["step"] for line in lines(local_cluster, job, 2) if "step" in line)
     assert 0 < first - 1 <= last + 1, "a step is logged with the next one"
     assert "no step for" in local_cluster.run("why", "hangs").stdout
-    assert "its threads now" in local_cluster.run("logs", "hangs", "--attempt", "1").stdout
+    log = local_cluster.run("logs", "hangs", "--attempt", "1").stdout
+    assert "its threads now" in log or "stopped after step" in log, "the stop continues a rank, which may end its step"
 
 
 @pytest.mark.slow
