@@ -61,7 +61,7 @@ LARGE = 1e4
 
 
 READS_MAX, READS_S = 512, 2.0
-"""Samples among which those of a proof are chosen, and the time after which no further batch of them is read."""
+"""Samples among which those of a proof are chosen, and the time after which no more than it needs are read."""
 
 
 def read_samples(job: Job, cut: Cut) -> list[Any]:
@@ -70,12 +70,17 @@ def read_samples(job: Job, cut: Cut) -> list[Any]:
     batches = max(len(job.data) // job.global_batch, 1)
     each = max(min(job.global_batch, READS_MAX // 2), cut.samples)
     read: list[list[Any]] = []
+    is_late = False
     with preserved_generators(), held.preserved(job.data):
         for number in range(0, batches, -(-batches // max(READS_MAX // each, 1))):
-            read.append([job.data[int(i)] for i in order.batch(number)[:each]])
-            if time.monotonic() > started + READS_S:
+            read.append([])
+            for index in order.batch(number)[:each]:
+                read[-1].append(job.data[int(index)])
+                if (is_late := time.monotonic() > started + READS_S) and len(read[0]) >= cut.samples:
+                    break
+            if is_late:
                 break
-    return choose_samples(read, cut.samples)
+    return choose_samples([batch for batch in read if len(batch) >= cut.samples] or read, cut.samples)
 
 
 def prove(
