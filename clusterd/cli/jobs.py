@@ -391,7 +391,8 @@ def cancel(
         state = "being cancelled" if row["state"] == "stopping" else row["state"]
         many[state] = many.get(state, 0) + 1
         if len(rows) <= LINES_MAX:
-            note(f"{row['id']} ({row['name']}) is {state}")
+            _, colon, saved = row["reason"].partition(": ") if row["state"] == "cancelled" else ("", "", "")
+            note(f"{row['id']} ({row['name']}) is {state}{colon}{saved}")
     if len(rows) > LINES_MAX:
         note(f"{len(rows)} jobs: {', '.join(f'{count} {state}' for state, count in many.items())}")
     raise_all(failures)
@@ -561,6 +562,8 @@ def why(job: str, output: str) -> None:
             print_line(f"  and {len(misfits) - HOSTS_MAX} more hosts do not fit either")
         for reason in answer["unusable"]:
             print_line(f"  {with_key(reason)}")
+    if answer["state"] == "failed" and answer["attempt"]:
+        print_line(f"  clusterd logs {answer['id']} shows its output")
     decisions = (decision for decision in answer["decisions"] if not decision["routine"])
     for text, group in groupby(decisions, lambda decision: decision["text"]):
         first, *others = group
