@@ -280,7 +280,7 @@ WAYS_OUT = 'return (sum, weight), compare samples by train.gather, or accept it:
 
 OF_SHARDS = "a shard has a part of the features, over which softmax, top-k, chunks and statistics differ"
 OF_STAGES = "a stage has what its layers compute, and none of what others keep in attributes or hooks"
-OF_FSDP = "FSDP2 gathers weights for the forward pass of their module, and who reads them elsewhere has shards"
+OF_FSDP = "FSDP2 gathers weights for forward passes of their modules; who reads or writes them elsewhere has shards"
 
 
 def _act_on(verdict: Verdict, job: Job, context: Context) -> None:
@@ -293,8 +293,8 @@ def _act_on(verdict: Verdict, job: Job, context: Context) -> None:
     if verdict.of_model:
         cuts = (plan.tp, OF_SHARDS), (plan.pp, OF_STAGES), (plan.zero, OF_FSDP)
         raise PlanRefused(
-            f"{plan} computes something else than one process: {verdict.of_model}; "
-            f"{', and '.join(text for degree, text in cuts if degree > 1)}: dp and zero=1 leave the model whole"
+            f"{plan} computes something else than one process: {verdict.of_model}; most "
+            f"often because {', and '.join(text for degree, text in cuts if degree > 1)}: dp and zero=1 leave the model whole"
         )
     if verdict.difference and job.sees_batch != "replica":
         ways = "; one process has that of the whole batch" if OF_UPDATES in verdict.difference else f"; {WAYS_OUT}"

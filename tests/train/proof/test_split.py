@@ -123,7 +123,7 @@ OTHERWISE = [
     ("deep_supervision", "pp=2,accumulation=2", "fails where one process does not: RuntimeError"),
     ("standardised_down", "tp=2", "torch cannot compute with shards what the script does with one"),
     ("penalty_of_all_weights", STAGES, "computes with a parameter or a buffer of another stage of the pipeline"),
-    ("step_within", "dp=2,zero=3", "the cut model; FSDP2 gathers weights for the forward pass of their module"),
+    ("step_within", "dp=2,zero=3", "the cut model; most often because FSDP2 gathers weights for forward passes"),
     ("statistic_in_a_hook", "dp=2,tp=2,zero=1", "the result depends on how the batch is cut"),
     ("private", "dp=2,zero=3", "the norm of the update of"),
 ]
