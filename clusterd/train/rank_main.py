@@ -292,9 +292,10 @@ def _act_on(verdict: Verdict, job: Job, context: Context) -> None:
     plan, texts = context.plan, []
     if verdict.of_model:
         cuts = (plan.tp, OF_SHARDS), (plan.pp, OF_STAGES), (plan.zero, OF_FSDP)
+        causes = ", and ".join(text for degree, text in cuts if degree > 1)
         raise PlanRefused(
-            f"{plan} computes something else than one process: {verdict.of_model}; most "
-            f"often because {', and '.join(text for degree, text in cuts if degree > 1)}: dp and zero=1 leave the model whole"
+            f"{plan} computes something else than one process: {verdict.of_model}; most often because {causes}: dp and "
+            "zero=1 leave the model whole"
         )
     if verdict.difference and job.sees_batch != "replica":
         ways = "; one process has that of the whole batch" if OF_UPDATES in verdict.difference else f"; {WAYS_OUT}"
