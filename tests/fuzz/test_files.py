@@ -62,7 +62,7 @@ def test_a_workdir_is_unpacked_inside_its_folder_or_refused(data: bytes) -> None
             refused = error
         finally:
             make_writable(target)
-        assert refused is None or refused.kind == "snapshot"
+        assert refused is None or refused.kind == "unpack"
         assert [path.name for path in Path(name).iterdir()] == ["target"]
         assert not any(path.is_block_device() or path.is_char_device() for path in target.rglob("*"))
 

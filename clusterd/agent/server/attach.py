@@ -10,13 +10,14 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from clusterd.agent.host import login_environment, programs
 from clusterd.agent.host.home import Home, default_home, no_space, read_json
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] = ()) -> int:
             connection = _connect(home)
         else:
             home.make()
-            connection = reach(home, key)
+            connection = reach(home, key, is_wanted=lambda: not _has_hung_up(0))
     except (OSError, UnsafePath, TimeoutError) as error:
         _reply("clusterd-failed", {"message": str(error), "home": str(home.root)})
         return 1
@@ -65,10 +66,19 @@ def _read_key(arguments: Sequence[str]) -> bytes:
         return pipe.read()
 
 
-def reach(home: Home, key: bytes) -> socket.socket:
+def _has_hung_up(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
+def reach(home: Home, key: bytes, is_wanted: Callable[[], bool] = lambda: True) -> socket.socket:
     """Connect to the agent of `home`, starting it with the cluster's `key` if none runs.
 
+    Args:
+        is_wanted: False once whoever asked is gone: a host that was removed meanwhile keeps no agent.
     Raises:
+        ConnectionAbortedError: it is not wanted any more.
         TimeoutError: the agent does not answer; the message names its log and quotes the last line.
     """
     deadline = time.monotonic() + START_DEADLINE_S
@@ -78,6 +88,8 @@ def reach(home: Home, key: bytes) -> socket.socket:
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             return _connect(home)
         if not started and not held(home):
+            if not is_wanted():
+                raise ConnectionAbortedError("the daemon has hung up")
             start(home, key)
             started = True
         if time.monotonic() > deadline:

@@ -35,6 +35,17 @@ def test_attaching_many_times_at_once_starts_one_agent(connect: Connect, tmp_pat
     wait_until(lambda: serving() == agents, "those that came second to give up")
 
 
+def test_whoever_has_hung_up_gets_no_agent(tmp_path: Path) -> None:
+    """Regression: a host that was removed while it was connected to got an agent some moments later."""
+    bridge = start_attach(tmp_path / "agent")
+    assert bridge.stdin is not None and bridge.stdout is not None
+    bridge.stdin.close()  # before Python has started
+    assert bridge.stdout.read().startswith(b'clusterd-failed {"message": "the daemon has hung up"')
+    bridge.stdout.close()
+    assert bridge.wait() == 1
+    assert processes_of(tmp_path / "agent") == [] and not Home(tmp_path / "agent").record.exists()
+
+
 def command_line(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
