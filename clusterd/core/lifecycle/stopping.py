@@ -120,7 +120,9 @@ ENDS_EARLY = (Outcome.CANCELLED, Outcome.TIME_LIMIT)
 def _save_directory(job: Job, attempt: Attempt) -> str | None:
     """Directory of the checkpoint that a job writes before it ends early; None: it writes none. See `StopAttempt`."""
     stop = attempt.stop
-    if stop.outcome not in ENDS_EARLY or stop.skip_grace or not attempt.step or not _has_state(job, attempt):
+    # Also before the first step of an attempt that goes on from a copy in memory, which is gone with the job.
+    has_begun = job.progress.step > job.spec.restore_step
+    if stop.outcome not in ENDS_EARLY or stop.skip_grace or not has_begun or not _has_state(job, attempt):
         return None
     return job.spec.checkpoint_path(job.id, "stopped") if job.spec.checkpoint_directory is not None else ""
 

@@ -85,6 +85,29 @@ def test_a_job_on_two_hosts_saves_too_without_a_shared_directory() -> None:
     assert {(stop.host, stop.save) for stop in stops} == {("a", ""), ("b", "")}
 
 
+def test_a_job_that_goes_on_from_memory_saves_before_its_first_report() -> None:
+    """Regression: a cancel some moments after a restart saved nothing, and the copies in memory went with the job."""
+    lab, job = training()
+    lab.exit(job, end=RankEnd(reason=Reason.SIGNAL, signal=9))
+    lab.stopped(job)
+    if (retry := Timer(TimerKind.RETRY, job)) in lab.scheduler.state.timers:
+        lab.fire(retry)
+    lab.run(job)
+    assert (lab.attempt(job).number, lab.attempt(job).step) == (2, 0)
+    stop = cancel(lab, job)
+    assert stop is not None and stop.save == ""
+
+
+def test_a_job_that_has_made_no_step_saves_nothing() -> None:
+    lab = Lab()
+    lab.host("a", gpus=1)
+    job, _ = lab.submit(kind=JobKind.ELASTIC)
+    lab.tell(e.ModelDescribed(**lab.at(), job=job, shape=SHAPE))
+    lab.run(job)
+    stop = cancel(lab, job)
+    assert stop is not None and stop.save is None
+
+
 def test_a_second_cancel_or_now_does_not_wait() -> None:
     lab, job = training()
     assert (first := cancel(lab, job)) is not None and first.grace_s > 60
