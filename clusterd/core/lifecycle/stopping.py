@@ -80,8 +80,9 @@ def stop(ctx: HandlerContext, attempt: Attempt, outcome: Outcome | None, why: st
     if keep or done:
         grace_s = max(grace_s, _state_grace_s(job, STATE_BYTES_PER_S) if keep else RESULT_GRACE_S)
     elif attempt.stop.save is not None:
-        sent = 2 if not attempt.stop.save and len(attempt.hosts) > 1 else 1  # to one host, and written there
-        grace_s = max(grace_s, _state_grace_s(job, SAVE_BYTES_PER_S / sent))
+        # Without a shared directory it is written on each host first, and again on the one that keeps it.
+        writes = 2 if not attempt.stop.save and len(attempt.hosts) > 1 else 1
+        grace_s = max(grace_s, _state_grace_s(job, SAVE_BYTES_PER_S / writes))
     for host_id in attempt.hosts:
         key = (attempt.job, attempt.number, attempt.generation)
         ctx.stop_ranks(host_id, key, grace_s, why, keep, done, attempt.stop.save)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -120,13 +121,12 @@ def write(staged: Staged, directory: str, group: dist.ProcessGroup | None, *, co
                 process_group=group,
                 no_dist=group is None,
             )
+        if collects and group is not None:
+            _broadcast_error([_collect(part, group)], group)
     except Exception:  # all ranks have finished writing, and all raise
         if first or collects:
             shutil.rmtree(part, ignore_errors=True)
         raise
-    if collects and group is not None:
-        failed = [_collect(part, group)]
-        _broadcast_error(failed, group)
     if first:
         try:
             _replace(part, directory)
@@ -138,50 +138,62 @@ def write(staged: Staged, directory: str, group: dist.ProcessGroup | None, *, co
 
 def _collect(part: str, group: dist.ProcessGroup) -> OSError | None:
     """Send the files that other hosts have written to the first rank's host, whose error is returned there."""
-    rank, first = dist.get_rank(group), dist.get_rank(group) == 0
-    own = [name for name in os.listdir(part) if name.startswith(f"__{rank}_")] if os.path.isdir(part) else []
+    rank, failure = dist.get_rank(group), None
+    mark = [uuid.uuid4().hex]  # who sees it writes where the first rank does: on its host, or in a folder they share
+    if rank == 0:
+        try:
+            open(f"{part}/{mark[0]}", "xb").close()
+        except OSError as error:
+            failure = error
+    dist.broadcast_object_list(mark, src=0, group=group)
+    own: list[str] = []
+    if rank and os.path.isdir(part) and not os.path.exists(f"{part}/{mark[0]}"):
+        own = [name for name in os.listdir(part) if name.startswith(f"__{rank}_")]
     written: list[dict[str, int]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(written, {name: os.path.getsize(f"{part}/{name}") for name in own}, group=group)
-    # What the first rank sees already is on its host, or in a folder that hosts share.
-    seen = {name: os.path.getsize(f"{part}/{name}") for name in os.listdir(part)} if first else {}
-    absent = [[(n, name) for n, some in enumerate(written) for name in some if seen.get(name) != some[name]]]
-    dist.broadcast_object_list(absent, src=0, group=group)
-    failure: OSError | None = None
-    for source, name in absent[0]:
-        if rank == source:
-            with open(f"{part}/{name}", "rb") as file:
-                while data := bytearray(file.read(SENT_BYTES)):
-                    dist.send(torch.frombuffer(data, dtype=torch.uint8), 0, group)
-            os.unlink(f"{part}/{name}")
-        elif first:
-            failure = _receive(f"{part}/{name}", source, written[source][name], group) or failure
-    if rank in {source for source, _ in absent[0]}:
-        with contextlib.suppress(OSError):  # another rank of this host has files there
+    if rank == 0 and failure is None:
+        os.unlink(f"{part}/{mark[0]}")
+    for source, files in enumerate(written):
+        for name, size in files.items():
+            if rank == source:
+                _send(f"{part}/{name}", group)
+            elif rank == 0:
+                failure = _receive(f"{part}/{name}", source, size, group) or failure
+    if rank:
+        with contextlib.suppress(OSError):  # others have files there
             os.rmdir(part)
     return failure
 
 
+def _send(path: str, group: dist.ProcessGroup) -> None:
+    """Send a file to the first rank, and remove it."""
+    with open(path, "rb") as file:
+        while data := bytearray(file.read(SENT_BYTES)):
+            dist.send(torch.frombuffer(data, dtype=torch.uint8), 0, group)
+    os.unlink(path)
+
+
 def _receive(path: str, source: int, size: int, group: dist.ProcessGroup) -> OSError | None:
     """Write what a rank sends to a file; after an error the rest is received and left."""
-    failure: OSError | None = None
-    arriving = f"{path}.arriving"  # a shared folder may show the file itself late
-    with contextlib.ExitStack() as stack:
-        file = None
-        try:
-            file = stack.enter_context(open(arriving, "wb"))
-        except OSError as error:
-            failure = error
-        for left in range(size, 0, -SENT_BYTES):
-            data = torch.empty(min(left, SENT_BYTES), dtype=torch.uint8)
-            dist.recv(data, source, group)
-            if file is not None and failure is None:
-                try:
-                    file.write(data.numpy())
-                except OSError as error:
-                    failure = error
-    if failure is None:
-        os.replace(arriving, path)
-    return failure
+    arriving = _arriving(source, size, group)
+    try:
+        with open(path, "wb") as file:
+            for data in arriving:
+                file.write(data.numpy())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        for _ in arriving:
+            pass
+        return error
+    return None
+
+
+def _arriving(source: int, size: int, group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
+    for left in range(size, 0, -SENT_BYTES):
+        data = torch.empty(min(left, SENT_BYTES), dtype=torch.uint8)
+        dist.recv(data, source, group)
+        yield data
 
 
 def _broadcast_error(failed: list[OSError | None], group: dist.ProcessGroup | None) -> None:

@@ -220,9 +220,9 @@ class TrainingLoop:
         if self._proves:  # what an evaluation and the script's own loop leave is part of the state
             self._proves = False
             self._record.settle()
-            loop = self.own_loop
-            what = "changes its data before it makes a step" if loop.changes_data else ""
-            self._migration.begin_proof(f"the script's loop {what}" if (what := loop.changes_steps or what) else "")
+            changes_data = "changes its data before it makes a step" if self.own_loop.changes_data else ""
+            what = self.own_loop.changes_steps or changes_data
+            self._migration.begin_proof(f"the script's loop {what}" if what else "")
         seed_step(training.job.seed, training.step, coordinates.replica, coordinates.stage)
         training.stepper.phases.lap("input")
         self._migration.before_step()
