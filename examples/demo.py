@@ -35,7 +35,7 @@ JOBS = {
     "night": """
         kind = "elastic"
         trials = false
-        command = ["python", "train.py", "--steps", "400", "--save", "gpt.pt"]
+        command = ["python", "train.py", "--steps", "1000", "--save", "gpt.pt"]
         resources = { devices = 4, plan = { dp = 2, tp = 2 } }
     """,
     "morning": """
