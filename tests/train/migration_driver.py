@@ -123,6 +123,7 @@ class Mover:
         lost: Sequence[int] = (),
         step: int | None = None,
         makes_room: bool = False,
+        ends: Message | None = None,
     ) -> Moved | None:
         """Migrate to another plan.
 
@@ -131,6 +132,7 @@ class Mover:
             abort_after: abort once all ranks concerned have sent this report.
             lost: source ranks that are gone; step: the step that the others must complete.
             makes_room: source ranks publish and free their memory before the target ranks start.
+            ends: fields of a stop that comes in the place of the resume, after which the target ranks end.
         """
         old = self.now
         old.lost = tuple(lost)
@@ -166,7 +168,7 @@ class Mover:
             quiesced = self.all_say(old, "quiesced", move["id"])
             assert len({said["step"] for said in quiesced.values()}) == 1
             if not abort_after:
-                return self._switch(old, new, move["id"], quiesced)
+                return self._switch(old, new, move["id"], quiesced, ends)
         self._tell(new, {"event": "stop", "reason": "the move was undone"})
         self._tell(old, {"event": "abort", "move": move["id"]})
         for agent in self.agents.values():
@@ -195,14 +197,20 @@ class Mover:
         for agent in self.agents.values():
             agent.forget(move)
 
-    def _switch(self, old: Generation, new: Generation, move: str, quiesced: dict[int, Message]) -> Moved:
+    def _switch(
+        self, old: Generation, new: Generation, move: str, quiesced: dict[int, Message], ends: Message | None
+    ) -> Moved:
         loaded = self.all_say(new, "loaded", move)
         step = next(iter(quiesced.values()))["step"]
         assert {said["step"] for said in loaded.values()} == {step}
-        self._tell(new, {"event": "resume", "move": move})
+        self._tell(new, {"event": "stop", **ends} if ends is not None else {"event": "resume", "move": move})
         self._tell(old, {"event": "stop", "reason": "moved"})
         for rank, ended in enumerate(old.ended().ranks):
             assert ended.exit_code == 0 or rank in old.lost, ended.output
+        if ends is not None:
+            new.ended().checked()
+            self.generations.append(new)
+            return Moved(0.0, 0, step)
         trains = self.all_say(new, "trains", move)
         self.moves.append(self._move)
         self.generations.append(new)

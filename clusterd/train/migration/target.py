@@ -488,6 +488,8 @@ class MigrationTarget:
             if time.monotonic() > deadline:
                 raise TimeoutError
             if self._control.requested("stop"):
+                if self._owns_state():
+                    return events.Resume(self.migration_id)
                 raise SystemExit(0)
             try:
                 event = self._events.get(timeout=POLL_S)
@@ -498,7 +500,13 @@ class MigrationTarget:
             raise ConnectionError(f"{event.name}: {event.why}")
         return event
 
+    def _owns_state(self) -> bool:
+        """True once a stop asks for the state: the migration has switched, whether or not the resume has arrived."""
+        return any(self._control.requested(flag) for flag in ("keep", "done", "save"))
+
     def _exit_unneeded(self, stop: events.Stop) -> None:
+        if self._owns_state():
+            return  # the loop handles it
         # The main thread may wait in a collective for ranks that are gone; there is no state to save.
         print(f"clusterd: not needed: {stop.reason}", flush=True)
         sys.stderr.flush()

@@ -211,6 +211,24 @@ def test_an_undone_move_leaves_the_old_ranks_as_they_were(
     assert_undisturbed(mover.stop(), expected)
 
 
+@pytest.mark.parametrize("end", ["save", pytest.param("keep", marks=pytest.mark.slow)])
+def test_a_stop_before_the_resume_leaves_the_state_that_has_moved(
+    end: str, moving: Callable[..., Mover], tmp_path: Path
+) -> None:
+    """Regression: the target ranks took it for the end of a migration that had failed, and nobody had the state."""
+    mover = moving()
+    mover.start("dp=2")
+    mover.train(3)
+    saved = tmp_path / "saved"
+    moved = mover.move("tp=2", ends={"reason": "cancelled", **({"save": str(saved)} if end == "save" else {end: True})})
+    assert moved is not None
+    if end == "save":
+        assert mover.said(mover.now, "checkpointed", "")[0]["step"] >= moved.step
+        assert (saved / ".metadata").exists()
+    else:
+        assert mover.newest_snapshot()[1] >= moved.step
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "old, dies, new, makes_room",
