@@ -43,7 +43,7 @@ def on_job_cancelled(ctx: HandlerContext, event: e.JobCancelled) -> None:
     if job.attempt is not None and (event.now or job.attempt.stop.outcome in stopping.ENDS_EARLY):
         stopping.skip_grace(ctx, job.attempt, reason)  # the second request does not wait for what the first one saves
     if job.state is JobState.QUEUED:
-        jobs.end(ctx, job, JobState.CANCELLED, reason, exit_code=None)
+        jobs.end(ctx, job, JobState.CANCELLED, f"{reason}{stopping.what_is_saved(job)}", exit_code=None)
     elif job.attempt is not None and job.attempt.state is not AttemptState.STOPPING:
         stopping.stop(ctx, job.attempt, Outcome.CANCELLED, reason)
     elif job.attempt is not None and job.attempt.stop.outcome is not Outcome.TIME_LIMIT:  # which ends it as surely

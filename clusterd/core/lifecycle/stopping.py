@@ -79,7 +79,7 @@ def stop(ctx: HandlerContext, attempt: Attempt, outcome: Outcome | None, why: st
     grace_s = jobs.grace_s(ctx, attempt)
     if keep or done:
         grace_s = max(grace_s, _state_grace_s(job, STATE_BYTES_PER_S) if keep else RESULT_GRACE_S)
-    elif attempt.stop.save is not None:
+    if attempt.stop.save is not None:
         # Without a shared directory it is written on each host first, and again on the one that keeps it.
         writes = 2 if not attempt.stop.save and len(attempt.hosts) > 1 else 1
         grace_s = max(grace_s, _state_grace_s(job, SAVE_BYTES_PER_S / writes))
@@ -119,28 +119,42 @@ ENDS_EARLY = (Outcome.CANCELLED, Outcome.TIME_LIMIT)
 
 
 def _save_directory(job: Job, attempt: Attempt) -> str | None:
-    """Directory of the checkpoint that a job writes before it ends early; None: it writes none. See `StopAttempt`."""
+    """Directory of the checkpoint that a job writes before it ends early; None: it writes none. See `StopAttempt`.
+
+    So does one that is paused, in which nothing could write it later.
+    """
     stop = attempt.stop
     # Also before the first step of an attempt that goes on from a copy in memory, which is gone with the job.
     has_begun = job.progress.step > job.spec.restore_step
-    if stop.outcome not in ENDS_EARLY or stop.skip_grace or not has_begun or not _has_state(job, attempt):
+    is_asked_for = stop.outcome in ENDS_EARLY or (stop.outcome is Outcome.PREEMPTED and job.held_by is not None)
+    if not is_asked_for or stop.skip_grace or not has_begun or not _has_state(job, attempt):
         return None
     return job.spec.checkpoint_path(job.id, "stopped") if job.spec.checkpoint_directory is not None else ""
 
 
 def _described_end(job: Job, attempt: Attempt) -> str:
-    """Reason of an early end, with the step that was saved, or why none was."""
+    """Reason of an early end or a pause, with the step that was saved, or why none was."""
     stop = attempt.stop
     if stop.saved_step is not None:
         return f"{stop.why}: saved step {stop.saved_step:,}"
-    saved = f"; the newest checkpoint is of step {job.checkpoint.step:,}" if job.checkpoint.path is not None else ""
-    if stop.save is not None and stop.skip_grace:
-        return f"{stop.why}: not saved{saved}"
-    if stop.save is not None:
-        cause = attempts.root_cause(attempt)
-        failure = stop.not_saved or (str(cause[1]) if cause is not None else "")
-        return f"{stop.why}: not saved{f', {failure}' if failure else ' in time'}{saved}"
-    return stop.why
+    if stop.save is None or stop.skip_grace:
+        return f"{stop.why}{what_is_saved(job)}"
+    cause = attempts.root_cause(attempt)
+    failure = stop.not_saved or (str(cause[1]) if cause is not None else "")
+    return f"{stop.why}{what_is_saved(job, f', {failure}' if failure else ' in time')}"
+
+
+def what_is_saved(job: Job, why_not: str = "") -> str:
+    """Words on what is left of the steps of an elastic job that ends; empty: it has made none.
+
+    The state of one that waits, or starts, is in host memory alone, and ends with it.
+    """
+    if job.spec.kind is not JobKind.ELASTIC or job.progress.step <= job.spec.restore_step:
+        return ""
+    if job.checkpoint.step >= job.progress.step:
+        return f": saved step {job.checkpoint.step:,}"
+    newest = f"; the newest checkpoint is of step {job.checkpoint.step:,}" if job.checkpoint.path is not None else ""
+    return f": not saved{why_not}{newest}"
 
 
 def gone_from(ctx: HandlerContext, attempt: Attempt, host_id: HostId) -> None:
@@ -183,7 +197,7 @@ def _conclude(ctx: HandlerContext, attempt: Attempt) -> None:
     faulty = attempts.faulty_environment(attempt)
     if faulty is not None and jobs.exclude_host(ctx, job, *faulty, devices):
         attempt.stop.outcome, attempt.stop.why = Outcome.REFUSED, f"{faulty[0]} cannot run it: {faulty[1]}"
-    if attempt.stop.outcome in ENDS_EARLY:
+    if attempt.stop.outcome in ENDS_EARLY or attempt.stop.save is not None:
         attempt.stop.why = _described_end(job, attempt)
     verdict = attempts.judge(job, attempt, devices[0].kind if devices else "cuda")
     if verdict.state is not JobState.QUEUED:

@@ -201,7 +201,7 @@ class Executor:
         if job.spec.kind is not JobKind.ELASTIC or decision.attempt == 1 or decision.generation != 1:
             return None
         whole = self._replicas.newest(job)
-        if whole is None or whole.step <= job.checkpoint.step:
+        if whole is None or whole.step < job.checkpoint.step:
             return None
         try:
             return await self._migrations.restore(decision, whole, await self._replicas.admit(whole))

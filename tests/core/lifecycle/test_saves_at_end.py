@@ -11,7 +11,7 @@ from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.core.queueing.admission import find_checkpoint
 from clusterd.errors import ClusterError, UsageError
-from clusterd.types import JobId, JobKind, JobSpec, RankEnd, RankReport, Reason
+from clusterd.types import HostId, JobId, JobKind, JobSpec, RankEnd, RankReport, Reason
 from tests.core.conftest import Lab
 
 SHAPE: dict[str, Any] = {"parameters": [], "layers": [], "samples": 16, "global_batch": 16, "steps": 1000}
@@ -98,6 +98,35 @@ def test_a_job_that_goes_on_from_memory_saves_before_its_first_report() -> None:
     assert stop is not None and stop.save == ""
 
 
+def test_a_paused_job_is_saved_too() -> None:
+    """Regression: its state was in host memory alone, and went with the host, or with a cancel."""
+    lab, job = training()
+    stop = d.StopAttempt.match(lab.tell(e.JobRequeued(**lab.at(), job=job, by="ana", hold=True)), job=job)
+    assert stop is not None and stop.keep and stop.save == "" and stop.grace_s > 60
+    lab.tell(e.CheckpointTaken(**lab.at(), job=job, attempt=1, step=8, path="a:/attempts/checkpoint"))
+    lab.stopped(job, STOPPED)
+    requeued = d.RequeueJob.match(lab.decisions, job=job)
+    assert requeued is not None and requeued.reason.startswith("queued again by ana: saved step 8; ")
+    cancel(lab, job)
+    assert lab.why(job) == "cancelled by ana: saved step 8"
+    assert resumed(lab, job, steps=2000).restore_step == 8
+
+
+@pytest.mark.parametrize("state", ["queued", "starting"])
+def test_what_is_lost_with_a_job_that_does_not_train_is_told(state: str) -> None:
+    """Regression: a job that waited, or started again, was "cancelled", and its steps went in silence."""
+    lab, job = training()
+    lab.exit(job, end=RankEnd(reason=Reason.SIGNAL, signal=9))
+    if state == "queued":
+        lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), why="a fan"))
+    lab.stopped(job)
+    assert lab.state(job) == state
+    cancel(lab, job)
+    if state == "starting":
+        lab.stopped(job, STOPPED)
+    assert lab.why(job) == "cancelled by ana: not saved"
+
+
 def test_a_job_that_has_made_no_step_saves_nothing() -> None:
     lab = Lab()
     lab.host("a", gpus=1)
@@ -106,6 +135,8 @@ def test_a_job_that_has_made_no_step_saves_nothing() -> None:
     lab.run(job)
     stop = cancel(lab, job)
     assert stop is not None and stop.save is None
+    lab.stopped(job, STOPPED)
+    assert lab.why(job) == "cancelled by ana"
 
 
 def test_a_second_cancel_or_now_does_not_wait() -> None:
