@@ -23,15 +23,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.time_limit(60)]
 
 @pytest.mark.own_process
 def test_the_driver_and_torch_agree_on_the_gpus(needs_driver: Callable[[str], None], figures: Figures) -> None:
-    """By NVML and by nvidia-smi; both orders are that of the PCI bus, as clusterd sets it for ranks."""
+    """Both orders are that of the PCI bus, as clusterd sets it for ranks."""
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     found, wrong = Probe().gpus()
     needs_driver(f"this host has no driver ({len(found)} GPUs)")
     assert wrong is None
-    by_program, _ = Probe(library="none").gpus()
     used_before = found[0]["memory_used_bytes"]
-    for gpu, other in zip(found, by_program, strict=True):
-        assert (gpu["uuid"], gpu["name"]) == (other["uuid"], other["name"])
     for number in range(torch.cuda.device_count() if not any("slice" in gpu for gpu in found) else 0):
         seen = torch.cuda.get_device_properties(number)
         [gpu] = [gpu for gpu in found if gpu["uuid"].endswith(str(seen.uuid))]

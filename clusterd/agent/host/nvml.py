@@ -123,7 +123,7 @@ _MODE_EXCLUSIVE, _MODE_PROHIBITED = 3, 2
 _NO_SLICES = (
     "MIG is on, and there is no slice (`nvidia-smi mig -cgi PROFILE -C` creates one, `nvidia-smi -mig 0` ends MIG)"
 )
-PROHIBITED = "its compute mode prohibits all processes (`nvidia-smi -c 0` as root allows them)"
+_PROHIBITED = "its compute mode prohibits all processes (`nvidia-smi -c 0` as root allows them)"
 
 
 class NvmlError(Exception):
@@ -315,7 +315,7 @@ class Nvml:
         if not self._supports("nvmlDeviceGetComputeMode", handle, ctypes.byref(compute)):
             compute.value = 0
         if compute.value == _MODE_PROHIBITED:
-            raise _NotOffered(PROHIBITED)
+            raise _NotOffered(_PROHIBITED)
         return compute.value == _MODE_EXCLUSIVE
 
     def _device(self, handle: ctypes.c_void_p) -> Gpu:
