@@ -25,7 +25,7 @@ TARGET_TIMES = 3
 STALL_STEPS = 20
 """A job never counts as stalled within this many of its step times."""
 
-START_STALL_S = 300.0
+START_STALL_S = 1800.0
 """Nor within this time of its launch, before its first step: it imports, reads data, and compares plans."""
 
 

@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=RankMessage)
 
 PREPARE_TIMEOUT_S = 180.0
+PREPARE_STEPS = 60
+"""Steps added to it: proofs make some twenty of the new plan, which may be slower, beside ranks that train."""
+
 PROOF_S = 60.0
 """Time for source ranks to copy a state beside training, and for target ranks to wait for it, besides some steps."""
 QUIESCE_TIMEOUT_S = 120.0
@@ -188,7 +191,8 @@ class MigrationSaga:
     async def _stand_by(self) -> None:
         """Wait until both sides are ready and have computed the same copy plan."""
         new = {(self.decision.new_generation, place.rank) for place in self.decision.new_ranks}
-        prepared = await self._wait(Prepared, self._source_ranks() | new, PREPARE_TIMEOUT_S + self._steps_s)
+        limit_s = PREPARE_TIMEOUT_S + PREPARE_STEPS * self._step_s
+        prepared = await self._wait(Prepared, self._source_ranks() | new, limit_s)
         digests = {report.digest for report in prepared.values()}
         if len(digests) != 1:
             raise MoveFailed(f"ranks computed {len(digests)} different moves: old and new do not run the same clusterd")
@@ -270,9 +274,12 @@ class MigrationSaga:
             group.start_soon(self._engine.post, switch)
 
     @property
+    def _step_s(self) -> float:
+        return self._state.jobs[self.decision.job].progress.step_time_s or 0.0
+
+    @property
     def _steps_s(self) -> float:
-        job = self._state.jobs[self.decision.job]
-        return STEPS_AWAITED * (job.progress.step_time_s or 0.0)
+        return STEPS_AWAITED * self._step_s
 
     @property
     def _account(self) -> str:
