@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from clusterd.agent.host import processes
 from tests.conftest import RunningCluster, until
 from tests.hang import HANG_S
 
@@ -48,9 +47,9 @@ def containers(cluster: RunningCluster, runtime: Path) -> Iterator[RunningCluste
         subprocess.run([RUNTIME, "rm", "--force", name], env=cluster.environment, capture_output=True, check=False)
 
 
-def left(cluster: RunningCluster) -> list[str]:
+def left(cluster: RunningCluster, *filters: str) -> list[str]:
     """Containers of clusterd that are there."""
-    command = [RUNTIME, "ps", "--all", "--quiet", "--filter", "label=clusterd.tag"]
+    command = [RUNTIME, "ps", "--all", "--quiet", "--filter", "label=clusterd.tag", *filters]
     done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, check=True)
     return done.stdout.split()
 
@@ -110,35 +109,39 @@ def test_cancel_ends_the_container_of_a_command_that_ignores_the_request(
     assert not beat.exists()
 
 
+def test_a_container_is_paused_and_a_cancel_lets_it_end_by_itself(containers: RunningCluster, tmp_path: Path) -> None:
+    """Its runtime freezes it, as its client passes no stop on."""
+    job = that_traps(containers, tmp_path)
+    assert "is paused, and keeps its devices" in containers.run("pause", job).stderr
+    until(lambda: len(left(containers, "--filter", "status=paused")) == 1)
+    containers.run("unpause", job)
+    assert left(containers, "--filter", "status=paused") == []
+    containers.run("pause", job)
+    containers.run("cancel", "--wait", job)
+    assert (tmp_path / "asked").exists()
+    assert left(containers) == []
+
+
 @standin_only
-def test_a_container_is_paused_and_a_cancel_lets_it_end_by_itself(
+def test_a_container_goes_on_that_its_runtime_cannot_pause(
     containers: RunningCluster, runtime: Path, tmp_path: Path
 ) -> None:
-    """Its runtime freezes it, as its client passes no stop on; where it cannot, the job goes on."""
-    script = f"trap 'echo > {tmp_path}/asked; exit 0' TERM; echo begun; while true; do sleep 0.1; done"
-    command = ["run", "-d", "--mount", str(tmp_path), *in_container(), script]
-    job = containers.run(*command, cwd=tmp_path).stdout.strip()
-    until(lambda: "begun" in containers.run("logs", job, check=False).stdout, HANG_S, lambda: containers.story(job))
-    (record,) = (runtime / "state").iterdir()
-
-    def stands() -> bool:
-        found = processes.stat(json.loads(record.read_text())["pid"])
-        return found is not None and found.state == "T" and bool(json.loads(record.read_text())["paused"])
-
+    job = that_traps(containers, tmp_path)
     (runtime / "cannot-pause").touch()
     refused = containers.run("pause", job, check=False)
     assert refused.returncode == 1
     assert "docker pause: cannot pause rootless containers with cgroup V1" in refused.stderr
     assert containers.job(job)["paused_by"] is None
     (runtime / "cannot-pause").unlink()
-    assert "is paused, and keeps its devices" in containers.run("pause", job).stderr
-    until(stands)
-    containers.run("unpause", job)
-    assert not stands()
-    containers.run("pause", job)
-    containers.run("cancel", "--wait", job)
-    assert (tmp_path / "asked").exists()
-    assert left(containers) == []
+
+
+def that_traps(cluster: RunningCluster, tmp_path: Path) -> str:
+    """Running job that ends by itself at SIGTERM, and writes that it was asked."""
+    script = f"trap 'echo > {tmp_path}/asked; exit 0' TERM; echo begun; while true; do sleep 0.1; done"
+    command = ["run", "-d", "--mount", str(tmp_path), *in_container(), script]
+    job = cluster.run(*command, cwd=tmp_path).stdout.strip()
+    until(lambda: "begun" in cluster.run("logs", job, check=False).stdout, HANG_S, lambda: cluster.story(job))
+    return job
 
 
 @standin_only
