@@ -61,11 +61,16 @@ def check_keys(
     names = sorted(known)
     for key in table:
         if key not in names:
-            near = difflib.get_close_matches(key, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(names)}"
+            hint = nearest(key, names) or f"known here: {', '.join(names)}"
             if section := (sections or {}).get(key):
                 hint = f"it belongs into [{section}]"
             raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def nearest(key: str, names: Iterable[str]) -> str:
+    """Question for the known key that is most like this one; empty: none is."""
+    near = difflib.get_close_matches(key, [*names], 1)
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
 Keys = tuple[str, ...]
@@ -86,7 +91,7 @@ def refuse_mistakes(file: Path, values: dict[str, Any], validate: Callable[[dict
     """
     if _first(values, validate) is None:
         return
-    found = mistakes(file.read_text(encoding="utf-8"), values, validate)
+    found = mistakes(file.read_text(encoding="utf-8-sig"), values, validate)
     raise ConfigError(
         "\n".join(f"{file}:{line}:{text.removeprefix(f'{file}:')}" if line else text for line, text in found)
     )

@@ -88,6 +88,8 @@ def _list(listing: dict[str, Any], output: str) -> None:
     )
     if listing["more"]:
         note(f"and {listing['more']} more, not listed")
+    if before := listing.get("continues"):  # absent from the reply of an older daemon
+        note(f"what job {before} wrote, with whose training it goes on, stays there: clusterd get {before}")
 
 
 def _unreachable(listing: dict[str, Any]) -> str:
@@ -109,7 +111,10 @@ def _matching(listing: dict[str, Any], wanted: str) -> list[dict[str, Any]]:
         unknown = f"whether {listing['name']} has written {wanted} is unknown"
         raise TryLater(f"{unknown} until {_unreachable(listing)} can be reached")
     if not found:
-        raise ClusterError(f"{listing['name']} has written no {wanted}: clusterd get {listing['job']} lists its files")
+        before = listing.get("continues")
+        elsewhere = f"clusterd get {before} {wanted} looks in job {before}, with whose training it goes on"
+        hint = elsewhere if before else f"clusterd get {listing['job']} lists its files"
+        raise ClusterError(f"{listing['name']} has written no {wanted}: {hint}")
     return found
 
 

@@ -291,18 +291,20 @@ def unpin(job: str) -> None:
 
 @click.command()
 @click.argument("job", shell_complete=complete_job)
-@click.argument("directory")
-def checkpoint(job: str, directory: str) -> None:
+@click.argument("directory", required=False)
+def checkpoint(job: str, directory: str | None) -> None:
     """Write a job's state to DIRECTORY, which all its hosts must share; training continues meanwhile.
 
-    DIRECTORY is created, or holds an earlier checkpoint, which is replaced.
+    DIRECTORY is created, or holds an earlier checkpoint, which is replaced; without one, the checkpoint goes below the
+    directory of the job's [checkpoints].
 
     The format is torch's distributed checkpoint; the script of a checkpointable job chooses its own format, and may
     choose its own place. A lost job resumes from its latest checkpoint.
     """
     with Client() as cluster:
-        answer = cluster.call("checkpoint", job=job, path=directory)
-    elsewhere = "" if Path(answer["path"]).is_relative_to(directory) else ", where its script saves"
+        answer = cluster.call("checkpoint", job=job, **({"path": directory} if directory is not None else {}))
+    inside = directory is None or Path(answer["path"]).is_relative_to(directory)
+    elsewhere = "" if inside else ", where its script saves"
     took = f" (training paused for {duration(answer['blocked_s'])}, written in {duration(answer['write_s'])})"
     # The script of a checkpointable job does not report times.
     times = took if answer["write_s"] else ""

@@ -15,7 +15,7 @@ from clusterd import keys as k
 from clusterd.errors import ConfigError, UsageError
 from clusterd.keys import NONE, RESOURCES, Edit, Key, checked_name, keys_of, read_values
 from clusterd.plans.plan import Plan
-from clusterd.toml import check_keys, read_toml
+from clusterd.toml import check_keys, nearest, read_toml, refuse_mistakes
 from clusterd.types import JobKind, JobSpec, Resources
 
 UV_FILES = ("pyproject.toml", "uv.lock")
@@ -45,9 +45,11 @@ def read_job_file(file: Path) -> Request:
     """Read the job that a TOML file describes; its workdir is relative to the file.
 
     Raises:
-        ConfigError: names file and key.
+        ConfigError: names file, line and key of each mistake.
     """
-    return parse_job(read_toml(file), file, str(file))
+    values = read_toml(file)
+    refuse_mistakes(file, values, lambda some: parse_job(some, file, str(file)))
+    return parse_job(values, file, str(file))
 
 
 def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
@@ -284,7 +286,8 @@ def parse_fields(given: Iterable[str]) -> dict[str, Any]:
     for item in given:
         short, assigned, value = item.partition("=")
         if not assigned or short not in keys:
-            raise UsageError(f"{item}: write KEY=VALUE with one of the keys {', '.join(keys)}")
+            hint = nearest(short, keys) or f"write KEY=VALUE with one of the keys {', '.join(keys)}"
+            raise UsageError(f"{item}: {hint}")
         key = keys[short]
         items[key.name] = item
         if value in NONE and key.value.removable and not key.initial:

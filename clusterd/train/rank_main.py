@@ -264,6 +264,8 @@ def training_loop(job: Job, context: Context, control: Control, log: StepLog) ->
                 training.optimizer.make_state()
                 restored = dcp_files.find(context.restore)
                 dcp.restore(training, training.shape, restored)
+                if context.rank == 0:
+                    _log(f"goes on after step {training.step} of the checkpoint in {restored}")
             started.end("build")
             training.started = started
         control.send_status(Ready())

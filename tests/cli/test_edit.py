@@ -58,7 +58,8 @@ def test_a_running_job_takes_a_new_time_limit(local_cluster: RunningCluster) -> 
     "given, report",
     [
         ([], "nothing to change"),
-        (["time"], "write KEY=VALUE"),
+        (["tme"], "did you mean 'time'?"),
+        (["unlike=anything"], "write KEY=VALUE"),
         (["tenant=x"], "with one of the keys"),
         (["time=soon"], "time=soon: "),
         (["gpus=many"], "is no number of GPUs"),

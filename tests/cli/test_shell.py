@@ -110,7 +110,8 @@ def test_a_shell_has_a_device_until_it_ends(shared_cluster: RunningCluster, at_t
     person.sees("goon")
     person.types("exit 7\r")
     assert person.leaves() == 7
-    shared_cluster.wait_for(row["id"], lambda row: row["state"] == "cancelled" and not row["holds_devices"])
+    ended = shared_cluster.wait_for(row["id"], lambda row: row["state"] == "cancelled" and not row["holds_devices"])
+    assert ended["reason"].endswith("its shell ended")
 
 
 @pytest.mark.slow_after(1)
@@ -122,7 +123,8 @@ def test_whoever_goes_away_holds_nothing(
     person.sees("exit releases the devices")
     (row,) = shared_cluster.call("jobs")
     person.process.send_signal(how)
-    shared_cluster.wait_for(row["id"], lambda row: row["state"] == "cancelled" and not row["holds_devices"])
+    ended = shared_cluster.wait_for(row["id"], lambda row: row["state"] == "cancelled" and not row["holds_devices"])
+    assert ended["reason"].endswith("its shell ended")
 
 
 def test_who_waits_is_told_why_and_may_give_up(

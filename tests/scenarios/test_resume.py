@@ -90,6 +90,9 @@ def test_a_cancelled_job_is_resumed_at_the_next_step_on_any_host(local_cluster: 
     together = losses(local_cluster, first) | losses(local_cluster, second)
     assert min(losses(local_cluster, second)) == step + 1
     assert together == losses(local_cluster, whole)
+    assert f"goes on after step {step} of the checkpoint in " in local_cluster.run("logs", second).stdout
+    missing = local_cluster.run("get", second, "best.pt", check=False).stderr
+    assert f"clusterd get {first} best.pt looks in job {first}" in missing
 
     done = local_cluster.run("resume", second, check=False)
     assert f"has done all of its 40 steps: clusterd resume {second} --steps 80" in done.stderr

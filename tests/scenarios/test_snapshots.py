@@ -111,6 +111,9 @@ def test_periodic_checkpoints_alternate_between_directories(local_cluster: Runni
     assert {first["checkpoint"][-2:], second["checkpoint"][-2:]} == {"/0", "/1"}
     for turn in "01":
         assert (directory / f"saved-{job}" / turn / ".metadata").exists()
+    asked = directory / f"saved-{job}" / "asked"
+    assert f"is in {asked} (" in local_cluster.run("checkpoint", job).stderr
+    assert (asked / ".metadata").exists()
 
 
 @pytest.mark.slow

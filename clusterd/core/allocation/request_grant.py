@@ -28,6 +28,7 @@ from clusterd.core.view import Refusal, View
 from clusterd.plans.model_shape import ModelShape
 from clusterd.plans.plan import Plan
 from clusterd.types import Device, JobKind
+from clusterd.units import duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,13 @@ class Grant:
     reason: str
 
 
-LEARNING = "its model is being learned: its script runs up to clusterd.train.run, without devices"
+INSPECTION_S = 300.0
+"""Time limit of a script to reach ``clusterd.train.run`` when its model is inspected."""
+
+LEARNING = (
+    "its model is being learned: its script runs up to clusterd.train.run, without devices, for "
+    f"{duration(INSPECTION_S)} at most"
+)
 
 
 def allocate(job: Job, view: View, free: Ledger | None = None) -> Grant | Refusal:

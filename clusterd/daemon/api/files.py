@@ -21,7 +21,7 @@ from clusterd.errors import AgentLost, ClusterError, TryLater, UsageError, witho
 from clusterd.protocol.messages import to_map
 from clusterd.protocol.requests import ForgetAttempt, ListFiles, ReadFile
 from clusterd.ssh.host import AgentRefused
-from clusterd.types import HostId, HostState, JobKind
+from clusterd.types import HostId, HostState, JobId, JobKind
 
 CHUNK_BYTES = 1 << 20
 
@@ -75,6 +75,7 @@ class FileVerbs:
             "files": files,
             "more": more + len(rows) - len(files),
             "left": left,
+            "continues": _continued_by(known, state),
         }
 
     async def file(
@@ -167,6 +168,17 @@ class BackupVerbs:
     async def backups(self, peer: Peer) -> list[dict[str, Any]]:
         """Targets of repeated backups, with the last complete one and the trouble since."""
         return [{"to": to, **asdict(state)} for to, state in sorted(self._backups.repeated.items())]
+
+
+def _continued_by(job: Job, state: State) -> JobId | None:
+    """Job whose training a resumed one goes on with: the newest before it, as it knows the first alone."""
+    first = job.spec.continues
+    before = [
+        (other.submitted_s, other.id)
+        for other in state.jobs.values()
+        if first is not None and first in (other.id, other.spec.continues) and other.submitted_s < job.submitted_s
+    ]
+    return max(before)[1] if before else first
 
 
 def _places(job: Job, state: State) -> list[tuple[int, HostId]]:

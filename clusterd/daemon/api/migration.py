@@ -154,8 +154,11 @@ class MigrationVerbs:
         restart_s = self._state.restart_costs_s.get(job.inspection.model)
         return await anyio.to_thread.run_sync(predict_cost, job, move, crowded, restart_s)
 
-    async def checkpoint(self, peer: Peer, job: str, path: str) -> rows.CheckpointWritten:
-        """Write a checkpoint of a running job to a directory that its hosts share, while it trains on."""
+    async def checkpoint(self, peer: Peer, job: str, path: str | None = None) -> rows.CheckpointWritten:
+        """Write a checkpoint of a running job to a directory that its hosts share, while it trains on.
+
+        Without `path` it goes below the job's own directory.
+        """
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         attempt = known.attempt
         if known.spec.kind is JobKind.COMMAND or attempt is None or attempt.state is not AttemptState.RUNNING:
@@ -163,6 +166,9 @@ class MigrationVerbs:
                 f"{known.spec.name} is a {known.spec.kind.value} job and {known.state.value}: only elastic and "
                 "checkpointable jobs that run can be checkpointed"
             )
+        if path is None and known.spec.checkpoint_directory is None:
+            raise UsageError(f"{known.spec.name} has no [checkpoints] directory: give the one to write to")
+        path = path if path is not None else known.spec.checkpoint_path(known.id, "asked")
         if not path.startswith("/"):
             raise UsageError(f"{path!r} is no absolute path: name a directory as the job's hosts see it")
         if (known.id, path) in self._hosts.checkpoints:

@@ -204,7 +204,7 @@ class Terminals:
     async def _cancel(self, job: Job, peer: Peer) -> None:
         ends = job.attempt is not None and job.attempt.stop.outcome in (Outcome.CANCELLED, Outcome.TIME_LIMIT)
         if not job.state.is_final and not ends:
-            await self._engine.post(e.JobCancelled(at_s=time.time(), job=job.id, by=peer.user))
+            await self._engine.post(e.JobCancelled(at_s=time.time(), job=job.id, by=peer.user, why="its shell ended"))
 
 
 def _running(job: Job, rank: int, where: str) -> Attempt:

@@ -12,6 +12,7 @@ import anyio
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.allocation.request_grant import INSPECTION_S
 from clusterd.core.queueing.admission import hosts_without_login
 from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.execution.launching import CHUNK_BYTES, LAUNCH_TIMEOUT_S, LaunchRequests
@@ -28,10 +29,10 @@ from clusterd.protocol.agent import RankExited
 from clusterd.protocol.launch import DeviceSpec, RankSpec
 from clusterd.protocol.requests import ForgetAttempt, ReadLog, ReadModel, StopRanks
 from clusterd.types import HostId, JobId, JobSpec, Reason
+from clusterd.units import duration
 
 log = logging.getLogger(__name__)
 
-DESCRIBE_TIMEOUT_S = 300.0
 TIDY_TIMEOUT_S = 30.0
 
 
@@ -138,10 +139,10 @@ class ModelInspector:
         try:
             with self._hosts.exits.expect((decision.host, decision.job, DESCRIPTION)) as ended:
                 await self._hosts.request(decision.host, request, timeout_s=LAUNCH_TIMEOUT_S, account=spec.account)
-                with anyio.move_on_after(DESCRIBE_TIMEOUT_S) as waiting:
+                with anyio.move_on_after(INSPECTION_S) as waiting:
                     report = await ended
                 if waiting.cancelled_caught:
-                    why = f"its script did not reach clusterd.train.run within {DESCRIBE_TIMEOUT_S:.0f} s"
+                    why = f"its script did not reach clusterd.train.run within {duration(INSPECTION_S)}"
                     return e.ModelNotDescribed(at_s=time.time(), job=decision.job, why=why)
                 if report is None:
                     raise AgentLost(f"{decision.host} was lost while it told the model of {decision.job}")
