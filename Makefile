@@ -71,8 +71,8 @@ figures: $(STAMP)
 	$(SIMULATE) --policies $(RIVALS) --load 1.5 > docs/measured/completion-1.5.json
 	$(SIMULATE) --policies default --move-cost measured > docs/measured/completion-live.json
 	$(BIN)/python tests/benchmarks/accuracy.py --json > docs/measured/accuracy.json
+	$(MIGRATE) --sizes 0.06 > docs/measured/migration-0.06.json
 	$(MIGRATE) --sizes 0.25 > docs/measured/migration-0.25.json
-	$(MIGRATE) --sizes 1 > docs/measured/migration-1.json
 	$(BIN)/python docs/charts.py
 
 check: $(STAMP)

@@ -24,7 +24,7 @@ TABLE = re.compile(r"(<!-- ([\w-]+): written by docs/charts.py -->\n).*?(?=<!-- 
 LOADS = {"0.7": "0.7", "1.0": "1.0", "live": "1.0, live moves", "1.5": "1.5"}
 RIVALS = ("tiresias", "optimus", "gavel", "sia+plans", "aiturbo+plans", "rubick")
 TRIALS = (1, 2, 3, 5, 7)
-SIZES = ("0.25", "1")
+SIZES = ("0.06", "0.25")
 TIMES = ("average_completion", "p99_completion", "makespan")
 GROUPS = (
     ("on no more hosts than a trial", "hosts_beyond", "0"),

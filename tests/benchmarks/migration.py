@@ -58,7 +58,7 @@ PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tp=2,pp=2": ("tp=2,pp=2,accumulation=2", FOUR),
     "tp=2": ("tp=2", ("local0:cpu0", "local1:cpu1")),  # of two cores: embedded hosts share them
 }
-SIZES = {"0.25": (512, 7, 64), "1": (1024, 7, 8), "2": (1024, 13, 8)}
+SIZES = {"0.06": (256, 7, 64), "0.25": (512, 7, 64), "1": (1024, 7, 8), "2": (1024, 13, 8)}
 """State in GB: width, depth and context of the GPT that has it; short ones, as what it computes takes longest here."""
 
 BATCH = 4
@@ -139,7 +139,7 @@ def migrate(
     steady = peaks(ranks_of(cluster, job), reset=True)
     done = len(row["migrations"])
     with Watch(cluster, job) as watch:
-        cluster.run("migrate", job, "--plan", plan, "--devices", ",".join(devices), "--pin", timeout=180)
+        cluster.run("migrate", job, "--plan", plan, "--devices", ",".join(devices), "--pin", timeout=900)
         row = cluster.wait_for(job, lambda row: len(row["migrations"]) > done and row["migrations"][done]["ended_s"])
     found: dict[str, Any] = row["migrations"][done]
     if found["failure"]:
