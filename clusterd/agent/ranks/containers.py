@@ -43,7 +43,7 @@ _VERSION = {
 VERSION_TIMEOUT_S = 10.0
 
 COMMAND_TIMEOUT_S = 60.0
-TRIES = 10
+TRIES, PAUSE_TRIES = 10, 3
 RETRY_S = 0.2
 
 
@@ -107,20 +107,36 @@ async def remove(tag: str, runtime: str) -> None:
 async def set_paused(tag: str, runtime: str, paused: bool) -> None:
     """Freeze the containers of an attempt, or let them go on; those of Apptainer get signals like any process.
 
-    Returns once none is left that is not so: one that is being created appears late.
+    Returns once none is left that is not so: one that is being created appears late, and Docker lists one for a moment
+    as it was.
 
     Raises:
         Refused: ``container``: the runtime cannot do it, with its message.
     """
     verb, status = ("pause", "running") if paused else ("unpause", "paused")
-    empty = 0 if runtime in OUTLIVE_CLIENTS else 2
+    empty, failed = 0 if runtime in OUTLIVE_CLIENTS else 2, 0
     while empty < 2:
-        found = await _output(
-            runtime, "ps", "--quiet", "--no-trunc", "--filter", f"label={LABEL}={tag}", "--filter", f"status={status}"
-        )
-        if names := found.split():
-            await _output(runtime, verb, *names)
+        names = await _names(runtime, f"label={LABEL}={tag}", status)
+        try:
+            if names:
+                await _output(runtime, verb, *names)
+        except Refused:
+            failed += 1
+            if failed == PAUSE_TRIES:
+                raise
+            await asyncio.sleep(RETRY_S)
         empty = 0 if names else empty + 1
+
+
+async def is_running(inside: Inside) -> bool:
+    """True once the container of a rank runs, and others may enter it; its image may have to be pulled first."""
+    runtime = runtime_of(inside.launch.container)
+    return runtime not in OUTLIVE_CLIENTS or bool(await _names(runtime, f"name=^/?{inside.name}$", "running"))
+
+
+async def _names(runtime: str, which: str, status: str) -> list[str]:
+    listed = await _output(runtime, "ps", "--quiet", "--no-trunc", "--filter", which, "--filter", f"status={status}")
+    return listed.split()
 
 
 async def _call(runtime: str, *arguments: str) -> str | None:

@@ -65,7 +65,7 @@ class Terminals:
             variables: the job's, with its secrets.
             screen: of the pseudo-terminal; None: pipes.
         Raises:
-            Refused: ``unknown`` (no such rank runs here), ``workdir``.
+            Refused: ``unknown`` (no such rank runs here), ``workdir``, ``starting`` (its container does not run yet).
         """
         given = _running_rank(attempt, rank)
         work = rank_environment.work_of(attempt)
@@ -77,6 +77,8 @@ class Terminals:
             env["TERM"] = screen.term
         if attempt.launch.container:
             inside = inside_of(attempt, given, tag, env, variables, self._rank_socket)
+            if not await containers.is_running(inside):
+                raise Refused("starting", f"{attempt.launch.container} does not run yet")
             argv, env = containers.beside(inside, argv, on_screen=screen is not None)
         shell = pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
         group = attempt.ranks[rank].cgroup

@@ -22,11 +22,14 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import AgentLost, ClusterError, UsageError
 from clusterd.protocol import requests
+from clusterd.ssh.host import AgentRefused
 from clusterd.types import AttemptState, HostId, JobState
 
 CLOSE_S = 5.0
 HELD_EVERY_S = 30.0
 """Interval of keep-alives to agents: a user who does not read for a while is not gone."""
+STARTING_S = 0.5
+"""Interval in which a container that is being started is looked for."""
 TYPING_S = 24 * 3600.0
 """Time for a command to read its input."""
 
@@ -82,19 +85,27 @@ class Terminals:
             if holds:
                 async for reason in self._until_it_runs(known):
                     yield {"waits": reason}
-            attempt = _running(known, rank, known.reason if holds else "only inside a running job")
-            place = attempt.ranks[rank].place
-            secrets = await self._archive.secrets(known.id)
-            named = (known.id, attempt.number, attempt.generation, rank)
-            variables = job_variables(known.spec)
-            answer = await self._hosts.request(
-                place.host, requests.OpenTerminal(*named, tuple(argv or ()), secrets, screen, variables)
-            )
+            secrets, variables, waits = await self._archive.secrets(known.id), job_variables(known.spec), ""
+            while True:
+                attempt = _running(known, rank, known.reason if holds else "only inside a running job")
+                place = attempt.ranks[rank].place
+                named = (known.id, attempt.number, attempt.generation, rank)
+                wanted = requests.OpenTerminal(*named, tuple(argv or ()), secrets, screen, variables)
+                try:
+                    answer = await self._hosts.request(place.host, wanted)
+                    break
+                except AgentRefused as refused:
+                    if refused.kind != "starting":
+                        raise
+                    if str(refused) != waits:
+                        yield {"waits": str(refused)}
+                    waits = str(refused)
+                    await anyio.sleep(STARTING_S)
             number = self._register(_Open(peer.uid, place.host, answer.terminal, known.spec.account))
             yield {"terminal": number, "host": place.host, "device": place.device}
-            wanted = requests.ReadTerminal(answer.terminal)
+            reads = requests.ReadTerminal(answer.terminal)
             while True:
-                piece = await self._hosts.request(place.host, wanted, account=known.spec.account)
+                piece = await self._hosts.request(place.host, reads, account=known.spec.account)
                 if piece.data:
                     yield {"data": piece.data}
                 if piece.exit_code is not None:
