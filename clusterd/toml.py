@@ -118,7 +118,8 @@ def mistakes(text: str, values: dict[str, Any], validate: Callable[[dict[str, An
             found.append((_line(lines, blamed or ()), message))
         if blamed is None:
             break
-        removed.append(blamed)
+        meant = re.search("did you mean '(.+?)'", message)  # that this one is missing follows
+        removed += [blamed, (*blamed[:-1], meant[1])] if meant else [blamed]
         _remove(values, blamed)
     return sorted(found)
 

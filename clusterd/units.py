@@ -1,4 +1,4 @@
-"""Parsing and formatting of sizes, durations and times."""
+"""Parsing and formatting of sizes, durations, times and lists of numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from datetime import time as clock_time
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from operator import eq, ge, gt, le, lt
 from typing import Any
@@ -27,7 +28,8 @@ _SIZES = {
     "tb": 10**12,
 }
 _SIZES |= {f"{unit}ib": 1 << shift for unit, shift in (("k", 10), ("m", 20), ("g", 30), ("t", 40))}
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_SECONDS |= {word: _SECONDS[word[0]] for word in ("sec", "second", "min", "minute", "hr", "hour", "day", "week")}
 
 
 def parse_size(text: str | int) -> int:
@@ -74,7 +76,7 @@ def parse_gpus_or_part(text: str | float) -> tuple[str, int, int]:
 
 
 def parse_duration_s(text: str | float) -> float:
-    """Parse a duration into seconds: ``90``, ``12h``, ``1h30m``, ``2d``, and as Slurm has it, ``2:30:00``, ``1-12``.
+    """Parse a duration into seconds: ``90``, ``12h``, ``1h30m``, ``2 days``, and as in Slurm ``2:30:00``, ``1-12``.
 
     Raises:
         ValueError: not a duration.
@@ -86,13 +88,24 @@ def parse_duration_s(text: str | float) -> float:
     if clock := re.fullmatch(r"(?:(\d+)-(?=\d+)|(?=\d+:\d+:\d+$))(\d+)(?::(\d+))?(?::(\d+))?", text):
         days, hours, minutes, seconds = (float(part or 0) for part in clock.groups())
         return ((days * 24.0 + hours) * 60.0 + minutes) * 60.0 + seconds
-    parts = re.findall(r"([0-9.]+)\s*([smhd])", text)
+    parts = re.findall(r"([0-9.]+)\s*([a-z]+)", text.lower())
     try:
-        if not parts or re.sub(r"[0-9.]+\s*[smhd]|\s", "", text):
+        if not parts or re.sub(r"[0-9.]+\s*[a-z]+|\s", "", text.lower()):
             return float(text)
-        return sum(float(number) * _SECONDS[unit] for number, unit in parts)
-    except ValueError:
+        return sum(float(count) * _SECONDS[unit[:2] + unit[2:].removesuffix("s")] for count, unit in parts)
+    except (ValueError, KeyError):
         raise ValueError(f"{text!r} is no duration; write it as in 90s, 12h or 1h30m") from None
+
+
+def is_match(name: str, pattern: str) -> bool:
+    """True if a name matches a pattern; ``_[3,10-12]`` at its end are numbers, as in Slurm, not single characters."""
+    numbers = re.fullmatch(r"(.+)_\[(\d{1,9}(?:[,-]\d{1,9})*)\]", pattern)
+    if numbers is None:
+        return fnmatchcase(name, pattern)
+    stem, _, number = name.rpartition("_")
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", numbers[2])
+    within = number.isdecimal() and any(int(low) <= int(number) <= int(high or low) for low, high in ranges)
+    return within and fnmatchcase(stem, numbers[1])
 
 
 _CLOCKS = {"midnight": "0:00", "noon": "12:00"}
@@ -109,14 +122,14 @@ def parse_time_s(text: str) -> float:
     """
     now = datetime.now(_UTC).astimezone()
     given = text.strip().lower()
-    if given.startswith(("+", "now+")):
-        ahead_s = parse_duration_s(given.partition("+")[2])
+    if given.startswith(("+", "now")):
+        ahead_s = parse_duration_s(given.removeprefix("now").removeprefix("+") or "0")
         if not 0.0 <= ahead_s < math.inf:
             raise ValueError("the time from now must be at least 0, as in +2h")
         return now.timestamp() + ahead_s
-    for form in ("%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S", "%Y-%m-%d"):
-        with suppress(ValueError):
-            return datetime.strptime(given.replace("t", " "), form).astimezone().timestamp()
+    with suppress(ValueError):
+        padded = re.sub(r"\b\d\b", r"0\g<0>", given.replace("t", " ")).upper()
+        return datetime.fromisoformat(padded).astimezone().timestamp()
     named, _, clock = given.rpartition(" ")
     if clock in ("today", "tomorrow", *_DAYS, *(day[:3] for day in _DAYS)):
         named, clock = clock, "0:00"

@@ -101,7 +101,7 @@ EXIT_BUG = 70
 
 _ELSEWHERE = {
     "sbatch": "submit", "srun": "run", "salloc": "shell", "squeue": "ls", "sinfo": "host ls", "sacct": "ls --since 1d",
-    "scancel": "cancel", "scontrol": "hold, release, requeue, edit", "sprio": "why", "attach": "logs -f",
+    "scancel": "cancel", "scontrol": "show, hold, release, requeue, edit", "sprio": "why", "attach": "logs -f",
     "ps": "ls", "list": "ls", "jobs": "ls", "queue": "ls", "hosts": "host ls", "nodes": "host ls", "kill": "cancel",
     "node": "host", "cp": "get JOB FILE", "scp": "get JOB FILE", "version": "--version", "watch": "top",
     "exec": "shell", "rm": "forget", "tail": "logs -f", "sattach": "logs -f", "sstat": "show", "sreport": "report",
@@ -109,8 +109,13 @@ _ELSEWHERE = {
     "describe": "show", "ssh": "shell JOB", "add": "host add", "drain": "host drain", "host rm": "host remove",
     "host delete": "host remove", "host list": "host ls", "host info": "host show", "host describe": "host show",
     "host cordon": "host drain", "host uncordon": "host undrain", "host resume": "host undrain",
+    "host rename": "host remove; the name is that of ssh", "qsub": "submit", "qstat": "ls", "qdel": "cancel",
+    "qhold": "hold", "qrls": "release", "pbsnodes": "host ls", "bsub": "submit", "bjobs": "ls", "bkill": "cancel",
+    "bpeek": "logs", "bhosts": "host ls", "apply": "submit", "create": "submit", "events": "history", "job": "ls",
+    "quota": "report --by tenant", "users": "report", "whoami": "status", "gpus": "host ls", "nvidia-smi": "top",
+    "restart": "rerun, or requeue", "suspend": "pause", "stat": "show", "undrain": "host undrain",
 }  # fmt: skip
-"""Commands of Slurm, tmux, SkyPilot, pueue, docker and kubectl that hands type, and what does the same."""
+"""Commands of Slurm, PBS, LSF, tmux, SkyPilot, pueue, docker and kubectl that hands type, and what does the same."""
 
 _OPTIONS_ELSEWHERE = {
     "cancel": {
@@ -122,10 +127,13 @@ _OPTIONS_ELSEWHERE = {
         "-u": "--user NAME", "--me": "--user .", "-t": "--state STATE", "--states": "--state STATE", "-S": "--since 1d",
         "--starttime": "--since 1d", "-j": "clusterd ls JOB", "--jobs": "clusterd ls JOB", "-w": "clusterd top",
         "--watch": "clusterd top", "--host": "clusterd host show HOST", "--format": "-o csv or -o json",
-        "--start": "clusterd why JOB",
+        "--start": "clusterd why JOB", "--sort": "-o csv | sort -t , -k 3", "-i": "clusterd top", "-f": "clusterd top",
         "-p": "there are no partitions, leave it out", "--partition": "there are no partitions, leave it out",
     },
-    "logs": {"--tail": "--lines N", "-F": "--follow"},
+    "logs": {
+        "--tail": "--lines N", "-F": "--follow", "--since": "--lines N", "-p": "--attempt N",
+        "--previous": "--attempt N",
+    },
 }  # fmt: skip
 """Options of scancel, squeue, sacct, tail and kubectl, and what does the same."""
 
@@ -152,8 +160,9 @@ class _Commands(click.Group):
         except click.NoSuchOption as error:
             from clusterd.submission.batch_script import option_here
 
-            command, option = error.ctx.info_name if error.ctx else "", error.option_name
-            here = option_here(option) if command in _JOBS else _OPTIONS_ELSEWHERE.get(command or "", {}).get(option)
+            path, option = error.ctx.command_path.split() if error.ctx else [""], error.option_name
+            command = path[-1] if path[-2:-1] != ["host"] else "host ls"
+            here = option_here(option) if command in _JOBS else _OPTIONS_ELSEWHERE.get(command, {}).get(option)
             if here:
                 raise click.UsageError(f"No such option {option!r}. Here it is: {here}", error.ctx) from None
             raise
@@ -176,7 +185,7 @@ class _Commands(click.Group):
         except click.UsageError as error:
             import difflib
 
-            if here := _ELSEWHERE.get(args[0]):
+            if here := _ELSEWHERE.get(args[0]) or _ELSEWHERE.get(f"host {args[0]}"):
                 raise click.UsageError(f"{error.message} Here it is: clusterd {here}", ctx) from None
             near = difflib.get_close_matches(args[0], _COMMANDS, 1)
             if not near:

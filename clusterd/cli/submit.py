@@ -218,7 +218,7 @@ def _given(file: Path | None, arguments: Sequence[str], wrap: str | None) -> Req
         try:
             values = parse_toml(text, "standard input")
         except ConfigError as error:
-            raise ConfigError(f"{error}; a batch script begins with #!") from None
+            raise ConfigError(f"{error}; a job file is TOML, and a batch script begins with #!") from None
         return parse_job(values, Path("stdin"), "standard input")
     request, ignored = read_script_text(text, "stdin" if wrap is None else "wrap")
     _tell_of_ignored("the script", ignored)
@@ -238,7 +238,7 @@ def _read(file: Path, arguments: Sequence[str]) -> Request:
                 f"{file} is neither a job file nor a script that begins with #! (docs/scheduling.md); or use "
                 f"clusterd run -d --gpus 1 -- {SCRIPTS[file.suffix]} {file}"
             )
-        if file.suffix in (".yaml", ".yml"):
+        if file.suffix in (".yaml", ".yml", ".json"):
             raise UsageError(
                 f"{file}: job files are TOML: clusterd template single > job.toml prints one to begin with"
             )

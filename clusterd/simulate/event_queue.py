@@ -46,6 +46,10 @@ class EventQueue:
         """Time of the next event; None: none is pending."""
         return self._heap[0][0] if self._heap else None
 
+    def last_s(self, until_s: float) -> float:
+        """Time of the last pending event until then."""
+        return max(at_s for at_s, *_ in self._heap if at_s <= until_s)
+
     def take_until(self, at_s: float) -> Iterator[tuple[str, Any]]:
         """Remove the events until this time, also those that are added meanwhile; yields kinds and payloads."""
         while self._heap and self._heap[0][0] <= at_s:

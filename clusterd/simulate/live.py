@@ -95,8 +95,8 @@ class LiveSimulation(Simulation):
             self._handle(first)
         return self._play(now_s)
 
-    def _gathering_s(self, at_s: float) -> float:
-        return self._gather_share * (at_s - self._from_s)
+    def _gathered_s(self, at_s: float) -> float:
+        return self._queue.last_s(at_s + self._gather_share * (at_s - self._from_s))
 
     def submit(self, at_s: float, spec: JobSpec, run: Run) -> None:
         """Let a job arrive at this time."""

@@ -55,7 +55,7 @@ class Simulation(World):
                 self._advance(end_s)
                 break
             events: list[e.Event] = []
-            at_s += self._gathering_s(at_s)
+            at_s = self._gathered_s(at_s)
             self._advance(at_s)
             for kind, payload in self._queue.take_until(at_s):
                 events += getattr(self, f"_when_{kind}")(payload)
@@ -83,9 +83,9 @@ class Simulation(World):
             stuck=stuck,
         )
 
-    def _gathering_s(self, at_s: float) -> float:
-        """Time by which the first event of a batch waits for later ones."""
-        return 0.0
+    def _gathered_s(self, at_s: float) -> float:
+        """Time of the last event in the batch of one at this time."""
+        return at_s
 
     def _begin(self, at_s: float) -> None:
         self._queue.now_s = at_s

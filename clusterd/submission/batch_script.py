@@ -7,6 +7,7 @@ tasks of that node. Lines whose effect clusterd cannot give are refused by name.
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import shlex
@@ -113,14 +114,14 @@ def option_here(name: str) -> str:
     """Option of `clusterd submit` or `run`, or another way, for one of sbatch and srun; empty: none is known."""
     name = _SHORT.get(name, name)
     alike = next((key.option for key in job_keys().values() if key.sbatch == name), "")
-    return alike or _TYPED.get(name, "") or _INSTEAD.get(name, "")
+    return alike or _TYPED.get(name, "") or _INSTEAD.get(name, "") or ("leave it out" if name in IGNORED else "")
 
 
 def is_script(file: Path) -> bool:
     """True for a file that begins like a script, and is no job file."""
     try:
         with file.open("rb") as stream:
-            return stream.read(2) == b"#!"
+            return stream.read(5).removeprefix(codecs.BOM_UTF8).startswith(b"#!")
     except OSError:
         return False  # whoever reads it as a job file says what is wrong
 
@@ -138,8 +139,9 @@ def read_batch_script(file: Path, arguments: Sequence[str] = ()) -> tuple[Reques
         text = file.read_bytes().decode()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as text: {error}") from None
-    if "\r\n" in text:
-        raise ConfigError(f"{file} has the line ends of Windows, which become part of words: sed -i 's/\\r$//' {file}")
+    if "\r\n" in text or text.startswith("\ufeff"):
+        remedy = f"sed -i 's/\\r$//; 1s/^\\xef\\xbb\\xbf//' -- {shlex.quote(str(file))}"
+        raise ConfigError(f"{file} has the line ends or the mark of Windows, which become part of words: {remedy}")
     script = os.path.relpath(file.resolve(), Path.cwd())
     if script.startswith(".."):
         raise ConfigError(f"{file} is outside of this directory, which is sent to the hosts: change to its directory")
@@ -169,6 +171,9 @@ def _read(text: str, file: Path, words: list[str], *, is_file: bool) -> tuple[Re
             own.append(line.removeprefix("#CLUSTERD").strip())
         elif line.strip() and not line.lstrip().startswith("#"):
             break  # as for sbatch, what follows the first command is no option
+    other = re.search(r"^#(PBS|BSUB|\$|OAR|PJM|COBALT)[ \t]+-", text, re.MULTILINE)
+    if other and not (own or options or ignored):
+        raise ConfigError(f"{file}: lines of #{other[1]} are not read: write #SBATCH, or #CLUSTERD KEY = VALUE")
     _translate(options, alike, values)
     for key, value in parse_toml("\n".join(own), f"{file}: #CLUSTERD lines").items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
@@ -384,12 +389,8 @@ def _signal(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
 
 
 def _begin(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
-    given = re.sub(r"(?<=\d)\s*(second|minute|hour|day)s?$", lambda unit: _UNITS[unit[1]], value)
-    parse_time_s(given)
-    values["begin"] = given
-
-
-_UNITS = {"second": "s", "minute": "m", "hour": "h", "day": "d"}
+    parse_time_s(value)
+    values["begin"] = value
 
 
 def _chdir(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
@@ -435,7 +436,8 @@ _TYPED = {
     "--ntasks-per-node": "--ntasks N, on all nodes", "--mem": "--memory SIZE", "--mem-per-cpu": "--memory SIZE, in all",
     "--mem-per-gpu": "--memory SIZE, in all", "--nice": "--priority -N", "--time": "--time 12h",
     "--nodelist": "--host NAME", "--dependency": "--after JOB", "--array": "--array 0-9", "--export": "--env NAME",
-    "--partition": "there are none, leave it out", "--account": "leave it out", "--qos": "leave it out",
+    "--partition": "there are none, leave it out", "--parsable": "leave it out, stdout is the id alone",
+    "--mail-type": "[notify] of the settings",
     "--output": "clusterd logs JOB", "--error": "clusterd logs JOB", "--pty": "clusterd shell",
     "--chdir": "submit it from that directory", "--label": "lines of several tasks have their number",
 }  # fmt: skip

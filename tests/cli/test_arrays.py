@@ -48,6 +48,23 @@ def test_results_join_index_and_metrics(shared_cluster: RunningCluster, tmp_path
     assert shared_cluster.run("show", f"{jobs[0]}_2").stdout.startswith(f"{jobs[1]}  net_2  failed")
 
 
+def test_brackets_list_tasks_by_number(shared_cluster: RunningCluster) -> None:
+    """Regression: `cancel 12_[10-12]`, as scancel has it, was a pattern of single characters, and ended 0, 1 and 2."""
+    cluster = shared_cluster
+    jobs = cluster.run("run", "-d", "--hold", "--name", "grid", "--array", "0-13", "--", "true").stdout.split()
+    for listed in (f"{jobs[0]}_[3,10-12]", "grid_[3,10-12]"):
+        rows = json.loads(cluster.run("ls", listed, "-o", "json").stdout)
+        assert [row["array"]["index"] for row in rows] == [3, 10, 11, 12]
+    cluster.run("cancel", f"{jobs[0]}_[10-12]")
+    assert len(json.loads(cluster.run("wait", "grid_[10-12]", "-o", "json", check=False).stdout)) == 3
+    rows = json.loads(cluster.run("ls", "-a", "grid", "--json").stdout)
+    assert [row["array"]["index"] for row in rows if row["state"] == "cancelled"] == [10, 11, 12]
+    after = cluster.run("run", "-d", "--hold", "--after", f"{jobs[0]}_[0-1]:any", "--", "true").stdout.strip()
+    assert set(cluster.job(after)["spec"]["after"]) == {f"{jobs[0]}:any", f"{jobs[1]}:any"}
+    assert cluster.run("cancel", "grid_[20-30]", check=False).returncode == 2
+    cluster.run("cancel", "*")
+
+
 def test_an_array_is_one_line_and_is_held_and_cancelled_whole(shared_cluster: RunningCluster) -> None:
     cluster = shared_cluster
     command = ("run", "-d", "--no-snapshot", "--name", "night", "--array", "0-4%1", "--", "sleep", "1000")

@@ -89,6 +89,9 @@ def test_commands_of_other_programs_lead_to_the_one_here() -> None:
         ("down", "clusterd cancel"),
         ("host rm", "clusterd host remove"),
         ("host cordon", "clusterd host drain"),
+        ("cordon", "clusterd host drain"),
+        ("qstat", "clusterd ls"),
+        ("bkill", "clusterd cancel"),
     ):
         answer = CliRunner().invoke(cli, typed.split())
         word = typed.split()[-1]
@@ -103,9 +106,11 @@ def test_options_of_other_programs_lead_to_the_one_here() -> None:
         ("submit", "-J", "--name"), ("submit", "--dependency", "--after JOB"), ("run", "--gres", "--gpus N"),
         ("run", "-t", "--time 12h"), ("run", "-l", "lines of several"), ("submit", "--chdir", "from that directory"),
         ("cancel", "-u", "clusterd cancel '*'"), ("cancel", "-t", "--state STATE"), ("ls", "--me", "--user ."),
-        ("ls", "-j", "clusterd ls JOB"), ("logs", "--tail", "--lines N"),
+        ("ls", "-j", "clusterd ls JOB"), ("logs", "--tail", "--lines N"), ("submit", "--parsable", "stdout is the id"),
+        ("run", "--requeue", "leave it out"), ("submit", "--mail-type", "[notify]"),
     ):  # fmt: skip
         answer = CliRunner().invoke(cli, [command, option, "x"])
         assert answer.exit_code == 2
         assert f"No such option {option!r}. Here it is: " in answer.output and here in answer.output
+    assert "Here it is" not in CliRunner().invoke(cli, ["host", "ls", "-u", "x"]).output  # of the list of jobs
     assert "Did you mean" in CliRunner().invoke(cli, ["ls", "--sinse", "1d"]).output

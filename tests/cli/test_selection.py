@@ -7,10 +7,12 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from clusterd.units import parse_duration_s, parse_time_s
 from tests.conftest import RunningCluster
 from tests.hang import HANG_S
 
@@ -121,3 +123,22 @@ def test_states_and_times_are_understood_as_slurm_writes_them(shared_cluster: Ru
     refused = shared_cluster.run("edit", job, "time=30:00", check=False).stderr  # minutes in Slurm, or hours
     assert "'30:00' is no duration" in refused
     shared_cluster.run("cancel", "--state", "queued,running,starting", "timed")
+
+
+@pytest.mark.parametrize(
+    ("typed", "seconds"),
+    [("90min", 5400.0), ("2 Hours", 7200.0), ("1d12h", 129600.0), ("1w", 604800.0), ("3 days", 259200.0)],
+)
+def test_times_are_understood_as_people_write_them(typed: str, seconds: float) -> None:
+    """Regression: `--time 90min`, and `--begin now+1hour` of sbatch's own manual, were refused."""
+    assert parse_duration_s(typed) == seconds
+    assert parse_time_s(f"now+{typed}") - time.time() == pytest.approx(seconds, abs=HANG_S)
+    for wrong in ("100ms", "3 months", "1h30", f"{typed} ago"):
+        with pytest.raises(ValueError, match="is no duration"):
+            parse_duration_s(wrong)
+
+
+def test_points_in_time_are_those_of_iso_8601() -> None:
+    assert parse_time_s("2026-12-01T10:00:00+01:00") == parse_time_s("2026-12-01T09:00Z")
+    assert parse_time_s("2026-12-1 9:05") == parse_time_s("2026-12-01T09:05:00")
+    assert parse_time_s("now") == pytest.approx(time.time(), abs=HANG_S)

@@ -167,6 +167,19 @@ def test_a_roll_out_names_the_job_whose_end_lets_another_start() -> None:
     assert scheduler.state.jobs[second].attempts == [], "nothing of it happens to the live state"
 
 
+def test_a_job_that_is_to_begin_at_a_time_is_forecast_for_that_time() -> None:
+    """Regression: `--begin 16:00` of tomorrow was expected at 16:02, between 16:02 and 16:02."""
+    state, policy, job = cluster_of("1x1:g"), POLICIES["default"](), JobId("1")
+    scheduler = Scheduler(policy)
+    scheduler.state = state
+    scheduler.handle(e.JobSubmitted(at_s=1.0, job=job, spec=command("net", 1, begin_s=86400.0)))
+    draws = courses_of(state, 10.0)
+    found = summary(list(islice(roll_out(state, policy, draws, 10.0, "seed"), 20)), state, draws, 10.0)
+    start = found[job].start
+    assert start is not None
+    assert (start.p5_s, start.p95_s) == (pytest.approx(86400.0, abs=1.0), pytest.approx(86400.0, abs=1.0))
+
+
 def test_what_a_roll_out_has_no_time_to_play_is_not_known() -> None:
     state, policy = cluster_of("1x1:g"), POLICIES["default"]()
     scheduler = Scheduler(policy)

@@ -279,10 +279,24 @@ def test_a_script_is_told_what_scontrol_does_not_do(shared_cluster: RunningClust
 
 
 def test_a_script_with_the_line_ends_of_windows_is_refused(tmp_path: Path) -> None:
-    """As by sbatch: `mkdir out` would make another folder."""
-    (tmp_path / "job.sh").write_bytes(b"#!/bin/bash\r\nmkdir out\r\n")
-    with pytest.raises(ConfigError, match="line ends of Windows"):
-        read_batch_script(tmp_path / "job.sh")
+    """As by sbatch: `mkdir out` would make another folder; the remedy of the message makes a script of it."""
+    file = tmp_path / "my job.sh"
+    for text in (b"#!/bin/bash\r\nmkdir out\r\n", b"\xef\xbb\xbf#!/bin/bash\nmkdir out\n"):
+        file.write_bytes(text)
+        assert is_script(file)
+        with pytest.raises(ConfigError, match="line ends or the mark of Windows") as refused:
+            read_batch_script(file)
+        subprocess.run(["sh", "-c", str(refused.value).partition("words: ")[2]], check=True)
+        assert file.read_bytes() == b"#!/bin/bash\nmkdir out\n"
+
+
+@pytest.mark.parametrize("line", ["#PBS -l nodes=1:ppn=8", "#BSUB -n 8", "#$ -pe smp 8"])
+def test_lines_of_another_system_are_not_dropped_in_silence(line: str) -> None:
+    """Regression: with a first line a script of PBS ran on one core, and nothing said so."""
+    with pytest.raises(ConfigError, match="are not read: write #SBATCH"):
+        read_batch_script(script(f"#!/bin/bash\n{line}\ntrue\n"))
+    both = script(f"#!/bin/bash\n{line}\n#SBATCH -c 8\ntrue\n")  # for either system, as sbatch reads it
+    assert read_batch_script(both)[0].spec.resources.cpus == 8
 
 
 def test_srun_runs_a_step_for_each_task(shared_cluster: RunningCluster) -> None:

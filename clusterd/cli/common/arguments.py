@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from typing import Any
 
 import click
@@ -12,19 +11,19 @@ import click
 from clusterd.cli.common.output import note
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
-from clusterd.units import parse_duration_s, parse_time_s
+from clusterd.units import is_match, parse_duration_s, parse_time_s
 
 
 def is_selected(row: dict[str, Any], texts: Iterable[str]) -> bool:
     """One of the texts is the job's id or name, its array's name, or a pattern that matches its name.
 
-    A task of an array is also selected by the array's id, by ``12_3`` and ``12_*``.
+    A task of an array is also selected by the array's id, by ``12_3``, ``12_*`` and ``12_[3,10-12]``.
     """
     names, ids, array = [row["name"]], [row["id"]], row.get("array")  # absent from the reply of an older daemon
     if array is not None:
         names += [f"{array['id']}_{array['index']}", array["name"]]
         ids.append(array["id"])
-    return any(text in ids or any(fnmatchcase(name, text) for name in names) for text in texts)
+    return any(text in ids or any(is_match(name, text) for name in names) for text in texts)
 
 
 def is_found(row: dict[str, Any], texts: Iterable[str]) -> bool:

@@ -29,8 +29,10 @@ _COLOURS = {
 
 
 def output_option(command: F) -> F:
-    """Decorator for the option ``-o table|json|jsonl|csv``."""
+    """Decorator for the option ``-o table|json|jsonl|csv``, and for ``--json`` and ``--csv``, which hands type."""
 
+    @click.option("--json", "output", flag_value="json", hidden=True)
+    @click.option("--csv", "output", flag_value="csv", hidden=True)
     @click.option(
         "-o", "--output", type=click.Choice(["table", "json", "jsonl", "csv"]), default="table", help="Output format."
     )

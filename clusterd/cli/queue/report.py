@@ -102,10 +102,8 @@ METRICS_BYTES_MAX = 1 << 20
 
 @click.command()
 @click.argument("name", shell_complete=complete_job)
-@click.option("--csv", "as_csv", is_flag=True, help="The same as -o csv.")
-@click.option("--json", "as_json", is_flag=True, help="The same as -o json.")
 @output_option
-def results(name: str, as_csv: bool, as_json: bool, output: str) -> None:
+def results(name: str, output: str) -> None:
     """Show all tasks of the array or sweep NAME: index or values, state, exit code, last loss, and metrics.
 
     The metrics are those of the JSON object in metrics.json that a task wrote into its working directory.
@@ -113,8 +111,8 @@ def results(name: str, as_csv: bool, as_json: bool, output: str) -> None:
     with Client() as cluster:
         tasks = cluster.call("tasks", array=name)
         found = [_result(cluster, task) for task in tasks]
-    if as_json or output in ("json", "jsonl"):
-        show_json(found, "json" if as_json else output)
+    if output in ("json", "jsonl"):
+        show_json(found, output)
         return
     values = list(dict.fromkeys(key for one in found for key in one["values"]))
     metrics = list(dict.fromkeys(key for one in found for key in one["metrics"]))
@@ -133,7 +131,7 @@ def results(name: str, as_csv: bool, as_json: bool, output: str) -> None:
         ]
         for one in found
     ]
-    if as_csv or output == "csv":
+    if output == "csv":
         show_csv(headings, rows)
         return
     show_table(headings, [[_short(cell) for cell in row] for row in rows], "no tasks")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 from clusterd.core.data_locality import places_of
 from clusterd.core.host import Host
@@ -14,6 +13,7 @@ from clusterd.core.state import Attempt, Job, State
 from clusterd.errors import ClusterError, UsageError
 from clusterd.keys import keys_of
 from clusterd.types import ArrayTask, AttemptState, DeviceId, HostId, JobId, JobKind, JobSpec, JobState
+from clusterd.units import is_match
 
 
 def find_job(state: State, text: str, user: str) -> Job:
@@ -91,7 +91,7 @@ def _named(state: State, text: str, user: str) -> list[Job]:
         return tasks
     if not any(letter in text for letter in "*?["):
         return [find_job(state, text, user)]
-    matching = [j for j in state.jobs.values() if j.spec.user == user and fnmatchcase(j.spec.name, text)]
+    matching = [j for j in state.jobs.values() if j.spec.user == user and is_match(j.spec.name, text)]
     if not matching:
         raise UsageError(f"after: no job of yours matches {text}")
     return [_newest([j for j in matching if j.spec.name == name]) for name in sorted({j.spec.name for j in matching})]

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from clusterd.core.state import Job, State
 from clusterd.types import JobId
+from clusterd.units import is_match
 
 
 class ArrayLimits:
@@ -31,9 +32,9 @@ class ArrayLimits:
 def tasks_of(jobs: Iterable[Job], text: str, user: str) -> list[Job]:
     """Tasks of the array of this id, or of the user's newest array of this name, by index; empty: there is none.
 
-    Of a task that ran again, the newest.
+    Of a task that ran again, the newest. ``12_[3,10-12]`` are those of these numbers.
     """
-    text = text.removesuffix("_*")
+    listed, text = text, re.sub(r"_(\*|\[[\d,-]+\])$", "", text)
     tasks = [
         job
         for job in jobs
@@ -44,7 +45,7 @@ def tasks_of(jobs: Iterable[Job], text: str, user: str) -> list[Job]:
         return []
     chosen = max(known, key=lambda array: (array == text, len(array), array))
     own = {a.index: job for job in tasks if (a := job.spec.array) is not None and a.id == chosen}
-    return [own[index] for index in sorted(own)]
+    return [own[index] for index in sorted(own) if listed == text or is_match(f"{text}_{index}", listed)]
 
 
 def find_task(state: State, text: str) -> JobId | None:
