@@ -241,6 +241,7 @@ class Stop:
     pending: set[HostId] = field(default_factory=set)  # hosts that have yet to report it gone
     unconfirmed_hosts: set[HostId] = field(default_factory=set)  # lost before they reported it gone
     skip_grace: bool = False  # its ranks get no time to save, whatever their job asked for
+    keep: bool = False  # its ranks leave the state of their last step in host memory
     save: str | None = None  # directory of the checkpoint that its ranks write before they exit; see `StopAttempt`
     saved_step: int | None = None  # of that checkpoint, once it is complete
     not_saved: str = ""  # why it could not be written

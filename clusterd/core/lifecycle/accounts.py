@@ -85,8 +85,7 @@ def apply_report(ctx: HandlerContext, host: Host, account: str, reports: Iterabl
         reason = f"{host.id} still has generation {generation} of attempt {number} of job {job_id}, which is over"
         ctx.stop_ranks(host.id, key, 5.0, reason)
     for attempt in found.stopping:
-        key = (attempt.job, attempt.number, attempt.generation)
-        ctx.stop_ranks(host.id, key, jobs.grace_s(ctx, attempt), attempt.stop.why)
+        stopping.ask_to_stop(ctx, attempt, (host.id,))
     for attempt, generation in found.retired:
         reason = f"generation {generation} of attempt {attempt.number} is over"
         key = (attempt.job, attempt.number, generation)

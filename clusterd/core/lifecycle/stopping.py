@@ -6,6 +6,8 @@ the outcome decides what becomes of the job.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from clusterd.core import decisions as d
 from clusterd.core.estimates.can_migrate import SETTLE_AFTER_FAILURE_S
 from clusterd.core.events import TimerKind
@@ -62,7 +64,7 @@ def stop(ctx: HandlerContext, attempt: Attempt, outcome: Outcome | None, why: st
     if job.trials.state is SeriesState.RUNNING:
         job.trials.go(SeriesState.IDLE, ctx.now_s)
     attempt.stop.outcome, attempt.stop.why = outcome, why
-    keep = leaves_state(ctx, attempt)
+    attempt.stop.keep = leaves_state(ctx, attempt)
     attempt.stop.save = _save_directory(job, attempt)
     attempt.stop.pending = set(attempt.hosts)
     attempt.go(AttemptState.STOPPING, ctx.now_s)
@@ -75,20 +77,29 @@ def stop(ctx: HandlerContext, attempt: Attempt, outcome: Outcome | None, why: st
     ctx.cancel_timer(TimerKind.SHARE, job.id)
     attempt.idle_since_s, attempt.over_share = None, ""
     ctx.cancel_timer(TimerKind.RECOVER, job.id)
-    done = outcome is Outcome.TARGET_REACHED
-    grace_s = jobs.grace_s(ctx, attempt)
-    if keep or done:
-        grace_s = max(grace_s, _state_grace_s(job, STATE_BYTES_PER_S) if keep else RESULT_GRACE_S)
-    if attempt.stop.save is not None:
-        # Without a shared directory it is written on each host first, and again on the one that keeps it.
-        writes = 2 if not attempt.stop.save and len(attempt.hosts) > 1 else 1
-        grace_s = max(grace_s, _state_grace_s(job, SAVE_BYTES_PER_S / writes))
-    for host_id in attempt.hosts:
-        key = (attempt.job, attempt.number, attempt.generation)
-        ctx.stop_ranks(host_id, key, grace_s, why, keep, done, attempt.stop.save)
+    ask_to_stop(ctx, attempt, attempt.hosts)
     for host_id in attempt.hosts:
         if ctx.state.hosts[host_id].has_lost(attempt.account):  # while ranks elsewhere were asked for their state
             gone_from(ctx, attempt, host_id)
+
+
+def ask_to_stop(ctx: HandlerContext, attempt: Attempt, hosts: Iterable[HostId]) -> None:
+    """Have hosts stop the ranks of a stopping attempt, once these have left what their job goes on from.
+
+    Also a host that is back, and may have missed it.
+    """
+    job, stop = ctx.state.jobs[attempt.job], attempt.stop
+    keep, save = (stop.keep, stop.save) if not stop.skip_grace else (False, None)
+    grace_s, done = jobs.grace_s(ctx, attempt), stop.outcome is Outcome.TARGET_REACHED
+    if keep or done:
+        grace_s = max(grace_s, _state_grace_s(job, STATE_BYTES_PER_S) if keep else RESULT_GRACE_S)
+    if save is not None:
+        # Without a shared directory it is written on each host first, and again on the one that keeps it.
+        writes = 2 if not save and len(attempt.hosts) > 1 else 1
+        grace_s = max(grace_s, _state_grace_s(job, SAVE_BYTES_PER_S / writes))
+    for host_id in hosts:
+        key = (attempt.job, attempt.number, attempt.generation)
+        ctx.stop_ranks(host_id, key, grace_s, stop.why, keep, done, save)
 
 
 def skip_grace(ctx: HandlerContext, attempt: Attempt, why: str) -> None:

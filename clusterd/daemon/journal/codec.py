@@ -85,7 +85,7 @@ ADDED = frozenset(
         "JobSpec.begin_s", "JobSpec.booking", "JobSpec.clean_env", "JobSpec.hold", "JobSpec.is_attached",
         "JobSpec.limit_signal", "JobSpec.output", "JobSpec.reads_input", "Resources.exclude", "Resources.tasks",
         "State.booked_s", "State.budgets", "State.device_weights", "State.half_life_s", "State.notice", "State.used",
-        "Progress.input_share", "Tenant.device_hours", "Used.month_s",
+        "Progress.input_share", "Stop.keep", "Tenant.device_hours", "Used.month_s",
     }
 )  # fmt: skip
 """Fields of the state that later versions added, as TYPE.FIELD: their default says what was so before."""

@@ -11,7 +11,7 @@ from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.core.queueing.admission import find_checkpoint
 from clusterd.errors import ClusterError, UsageError
-from clusterd.types import HostId, JobId, JobKind, JobSpec, RankEnd, RankReport, Reason
+from clusterd.types import AttemptReport, HostId, JobId, JobKind, JobSpec, RankEnd, RankReport, Reason
 from tests.core.conftest import Lab
 
 SHAPE: dict[str, Any] = {"parameters": [], "layers": [], "samples": 16, "global_batch": 16, "steps": 1000}
@@ -96,6 +96,23 @@ def test_a_job_that_goes_on_from_memory_saves_before_its_first_report() -> None:
     assert (lab.attempt(job).number, lab.attempt(job).step) == (2, 0)
     stop = cancel(lab, job)
     assert stop is not None and stop.save == ""
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+def test_a_host_that_missed_the_stop_hears_the_same_again(pauses: bool) -> None:
+    """Regression: a cancel just after a restart of the daemon, before its hosts were back, had ranks end at once."""
+    lab, job = training()
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="the daemon stopped"))
+    asked = e.JobRequeued(**lab.at(), job=job, by="ana", hold=True) if pauses else None
+    first = d.StopAttempt.match(lab.tell(asked), job=job) if asked is not None else cancel(lab, job)
+    assert first is not None and first.save == "" and first.keep == pauses
+    there = AttemptReport(job=job, attempt=1, generation=1, ranks=(RankReport(rank=0, end=None),))
+    again = d.StopAttempt.match(lab.connect("a", there), job=job)
+    assert again is not None
+    assert (again.save, again.keep, again.grace_s) == (first.save, first.keep, first.grace_s)
+    cancel(lab, job, now=True)
+    again = d.StopAttempt.match(lab.connect("a", there), job=job)
+    assert again is not None and (again.save, again.keep, again.grace_s) == (None, False, 0.0)
 
 
 def test_a_paused_job_is_saved_too() -> None:
