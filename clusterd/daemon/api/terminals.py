@@ -72,8 +72,8 @@ class Terminals:
 
         Args:
             screen: of the person's terminal; None: pipes.
-            holds: the job is only there for this shell: waited for, with ``{waits}``, over with the shell, and cancelled
-                when its person goes.
+            holds: the job is only there for this shell: waited for, with ``{waits}``, over with it, and cancelled when
+                its person goes.
         """
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         lost = is_over = False
