@@ -308,7 +308,7 @@ class JobDetail(PlacedJob, frozen=True, kw_only=True):
 class Explanation(PlacedJob, frozen=True, kw_only=True):
     """A job, and why it is in its state."""
 
-    holders: Annotated[dict[str, int], about("Devices that jobs hold, by name.")] = {}
+    holders: Annotated[dict[str, int], about("Devices that jobs hold, by name; several of a name have their id.")] = {}
     holders_left_s: Annotated[dict[str, float], about("Time to the end of these, where it is known.")] = {}
     holders_most_s: Annotated[dict[str, float], about("Time to the time limit of running jobs, by name.")] = {}
     core_holders: Annotated[dict[str, int], about("CPU cores that jobs hold, by name.")] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
@@ -262,7 +263,8 @@ def start_text(
         after: names of the jobs whose end it waits for.
         clock: text of a point in time.
     """
-    names = " and ".join(after[:3]) + (" ..." if len(after) > 3 else "")
+    several = [name if count == 1 else f"{count} jobs {name}" for name, count in Counter(after).items()]
+    names = " and ".join(several[:3]) + (" ..." if len(several) > 3 else "")
     ends = f" when {names} end{'s' * (len(after) == 1)}" if after else " as soon as devices are free"
     latest = clock(latest_s) if latest_s is not None and latest_s >= now_s else ""
     if at_s is not None and at_s >= now_s:

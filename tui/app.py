@@ -62,11 +62,12 @@ Table, TextPane, LogPane {
 Table:focus, TextPane:focus, LogPane:focus { border-top: heavy $accent; border-title-style: bold reverse; }
 #fleet-table { height: 2fr; }
 #fleet-detail { height: 1fr; min-height: 6; }
-#queue-table { height: 1fr; }
+#queue-table { height: auto; min-height: 6; max-height: 50%; }
 #queue-side { height: 1fr; layout: horizontal; }
 #queue-side > * { width: 1fr; height: 1fr; }
 .-wide #queue.current { layout: horizontal; }
-.-wide #queue-table { width: 3fr; height: 1fr; margin-right: 1; }
+.-wide #queue-table { width: 3fr; margin-right: 1; }
+.-wide #queue-table, .-short #queue-table { height: 1fr; max-height: 100%; }
 #queue-detail { margin-right: 1; }
 .-wide #queue-detail { margin-right: 0; }
 .-wide #queue-side { width: 2fr; height: 1fr; layout: vertical; }

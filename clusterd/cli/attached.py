@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from clusterd.cli.common.following import exit_code, over_restarts, show_logs, until_over
@@ -29,11 +31,34 @@ def has_input() -> bool:
     return stat.S_ISFIFO(kind) or stat.S_ISREG(kind) or stat.S_ISSOCK(kind)
 
 
-def attend(answer: dict[str, Any], spec: JobSpec) -> int:
+@contextlib.contextmanager
+def answered_first() -> Iterator[list[int]]:
+    """Let an interrupt wait for the answer to a submission, whose job nobody would know; a second one does not wait.
+
+    Yields:
+        Filled by the interrupt that came meanwhile.
+    """
+    came: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def once(number: int, _frame: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        came.append(number)
+
+    if callable(before):  # else it is ignored, as in the background
+        signal.signal(signal.SIGINT, once)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def attend(answer: dict[str, Any], spec: JobSpec, interrupts: Sequence[int] = ()) -> int:
     """Show the job's log until it ends, and return its exit code; an interrupt cancels the job and waits for its end.
 
     Args:
         answer: of its submission.
+        interrupts: that came before.
     """
     job, name = answer["id"], f"{answer['name']} ({answer['id']})"
     if answer["reason"]:
@@ -65,6 +90,8 @@ def attend(answer: dict[str, Any], spec: JobSpec) -> int:
     if given is not None:
         threading.Thread(target=given.pass_on, daemon=True).start()
     try:
+        if interrupts:
+            raise KeyboardInterrupt
         row = _follow(answer, tasks=spec.resources.tasks, nodes=spec.resources.nodes)
     except KeyboardInterrupt:
         note(f"\ncancelling {name}; Ctrl-C again leaves it to the daemon")

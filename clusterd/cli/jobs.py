@@ -40,7 +40,7 @@ SILENT_S, SILENT_STEPS = 60.0, 20
 """A job counts as silent after this long and this many step times without a step."""
 
 HOSTS_MAX = 8
-"""Hosts that do not fit a job, named by `why`."""
+"""Hosts that do not fit a job, and jobs that hold what it waits for, named by `why`."""
 
 LINES_MAX = 20
 """With more jobs than this, one summary line replaces a line per job."""
@@ -553,8 +553,11 @@ def why(job: str, output: str) -> None:
         wants_cores = not answer["asked"] or "core" in answer["reason"]
         kinds = {"device": answer["holders"], "CPU core": answer.get("core_holders", {}) if wants_cores else {}}
         for noun, holders in kinds.items():  # those of cores are absent from the reply of an older daemon
-            for name, count in sorted(holders.items(), key=lambda item: -item[1])[:8]:
+            ordered = sorted(((name, count) for name, count in holders.items() if count), key=lambda item: -item[1])
+            for name, count in ordered[:HOSTS_MAX]:
                 print_line(f"  {name} holds {counted(count, noun)}{_until(answer, name)}")
+            if others := ordered[HOSTS_MAX:]:
+                print_line(f"  {counted(len(others), 'more job')} hold {sum(count for _, count in others)}")
         misfits = answer.get("misfits", [])  # absent from the reply of an older daemon
         for reason in misfits[:HOSTS_MAX]:
             print_line(f"  {reason}")

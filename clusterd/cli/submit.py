@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from clusterd.cli.attached import attend, has_input
+from clusterd.cli.attached import answered_first, attend, has_input
 from clusterd.cli.common.arguments import complete_job
 from clusterd.cli.common.following import first_failure, until_over
 from clusterd.cli.common.job_options import given_values, job_options
@@ -304,13 +304,16 @@ def _queue(cluster: Client, request: Request, expand: Expansion, output: str) ->
             spec = in_array(spec, answers[0]["id"] if answers else "")
             if STAGE_VARIABLE in spec.env:
                 spec = in_chain(spec, answers[-1]["id"] if answers else "")
-            answers.append(hand_over(cluster, Request(spec, request.secrets)))
+            with answered_first() as interrupts:
+                answers.append(hand_over(cluster, Request(spec, request.secrets)))
             if output == "table":
                 try:
                     print(answers[-1]["id"], flush=True)
                 except OSError as error:
                     drop_output(sys.stdout)
                     unread = error
+            if interrupts:
+                raise KeyboardInterrupt
     finally:
         if answers and output != "table":
             show_json(answers if len(answers) > 1 else answers[0], output)
@@ -371,8 +374,9 @@ def run(argv: tuple[str, ...], output: str, **options: Any) -> int:
         if options["detach"]:
             _queue(cluster, request, expand, output)
             return 0
-        answer = hand_over(cluster, request)
-    return attend(answer, request.spec)
+        with answered_first() as interrupts:
+            answer = hand_over(cluster, request)
+    return attend(answer, request.spec, interrupts)
 
 
 def _dry_run(cluster: Client, spec: JobSpec, expand: Expansion, output: str, *, snapshot: bool) -> int:

@@ -198,6 +198,7 @@ class JobCancelled(Event):
     by: str = ""
     now: bool = False  # without a grace period
     why: str = ""
+    is_over: bool = False  # it was there for a shell, which ended by itself: that is no cancellation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

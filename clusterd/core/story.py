@@ -86,6 +86,8 @@ def _of_job(event: e.Event) -> Line | None:
             return Line(f"notice{_by(by)}: {text}" if text else f"the notice was taken back{_by(by)}")
         case e.JobSubmitted(spec=spec):
             return Line(f"submitted{_by(spec.user)}: {requested(spec)}")
+        case e.JobCancelled(is_over=True, why=why):
+            return Line(why)
         case e.JobCancelled(by=by):
             return Line(f"cancel requested{_by(by)}")
         case e.JobReprioritised(priority=priority, by=by):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any, Self
 
 import pytest
 from click.testing import CliRunner
 
 from clusterd.cli import jobs
+from clusterd.cli.common.output import quantiles_cell
 from clusterd.projection import job_row
 from clusterd.rows import plain
 from tests.conftest import RunningCluster
@@ -115,3 +117,28 @@ def test_a_narrow_terminal_leaves_out_columns(
     every = ("ID", "NAME", "STATE", "PLAN", "DEVICES", "STEP", "LEFT", "LOSS", "ELAPSED", "AGE", "REASON")
     assert heading.split() == [column for column in every if column not in left_out]
     assert len(line) <= width and trained["reason"][:10] in line
+
+
+def test_jobs_of_one_name_are_told_apart(shared_cluster: RunningCluster) -> None:
+    """Regression: three jobs of a name were one that held three devices, until the last of them ends."""
+    limits = ("5m", "50m", "5h")
+    command = ("run", "-d", "--no-snapshot", "--name", "same", "--devices", "1")
+    jobs = [shared_cluster.run(*command, "--time", limit, "--", "sleep", "1000").stdout.strip() for limit in limits]
+    for job in jobs:
+        shared_cluster.wait_for(job, lambda row: row["state"] == "running")
+    wide = ("run", "-d", "--no-snapshot", "--name", "wide", "--nodes", "2", "--devices-per-node", "2", "--", "true")
+    waiting = shared_cluster.run(*wide).stdout.strip()
+    shared_cluster.wait_for(waiting, lambda row: "waits for" in row["reason"])
+    told = shared_cluster.run("why", waiting).stdout
+    for job, limit in zip(jobs, (r"4m\d+s|5m", r"49m\d+s|50m", r"4h\d+m|5h"), strict=True):
+        assert re.search(rf"same \({job}\) holds 1 device, for at most ({limit})", told), told
+    assert "when 3 jobs same end" in told
+
+
+def test_what_comes_within_minutes_is_told_to_the_second() -> None:
+    """Regression: `when` told start and end of a job of seconds as 20:43 (20:43-20:43)."""
+    now_s = time.time()
+    soon = quantiles_cell({"p5_s": now_s + 1.0, "p50_s": now_s + 2.0, "p95_s": None})
+    assert re.fullmatch(r"(\d\d-\d\d )?\d\d:\d\d:\d\d \((\d\d-\d\d )?\d\d:\d\d:\d\d-\)", soon)
+    later = quantiles_cell({"p5_s": now_s, "p50_s": now_s + 7200.0, "p95_s": None})
+    assert re.fullmatch(r"(\d\d-\d\d )?\d\d:\d\d \((\d\d-\d\d )?\d\d:\d\d-\)", later)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -11,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from clusterd.cli import submit
+from clusterd.cli.main import cli
+from clusterd.submission.submit import hand_over
 from tests.conftest import RunningCluster
 from tests.hang import HANG_S
 
@@ -191,3 +196,26 @@ def test_tasks_have_their_places_and_their_lines_a_prefix(shared_cluster: Runnin
         "run", "--no-snapshot", "-n", "3", "--cpus", "1", "--", "sh", "-c", one_fails, check=False
     )
     assert failed.returncode == 5
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_an_interrupt_during_the_submission_leaves_no_unknown_job(
+    shared_cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch, detached: bool
+) -> None:
+    """Regression: Ctrl-C while the daemon answered ended `run` without a word, and its job ran on."""
+
+    def interrupted(*arguments: Any) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return hand_over(*arguments)
+
+    for name, value in shared_cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(submit, "hand_over", interrupted)
+    words = ["run", "--no-snapshot", "--name", "asked", *(["-d"] if detached else []), "--", "sleep", "1000"]
+    done = CliRunner().invoke(cli, words)
+    job = shared_cluster.job("asked")
+    if detached:
+        assert done.stdout == f"{job['id']}\n"
+    else:
+        assert f"cancelling asked ({job['id']})" in done.output
+        assert job["state"] == "cancelled"

@@ -15,9 +15,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -523,6 +525,64 @@ def _(lab: Prompt, notice: str) -> None:
     assert "notice" not in lab.types("clusterd ls").stderr
 
 
+@habit("scancel 12_[3,10-12]")
+def _(lab: Prompt, cancel: str) -> None:
+    array = lab.submit("true", "--hold", "--name", "grid", "--array", "0-13").split()[0]
+    lab.types(cancel, ("12_", f"{array}_"), (f"10-{array}_", "10-12"))
+    rows = json.loads(lab.types("clusterd ls --all --json grid").stdout)
+    assert [row["array"]["index"] for row in rows if row["state"] == "cancelled"] == [3, 10, 11, 12]
+
+
+@habit("exit of salloc")
+def _(lab: Prompt, shell: str) -> None:
+    lab.types(shell, typed="false\nexit\n", fails=1)
+    assert lab.ends("work") == "finished"
+
+
+@habit("squeue --json, sacct -P")
+def _(lab: Prompt, ls: str, table: str) -> None:
+    assert json.loads(lab.types(ls).stdout) == []
+    job = lab.submit("exit 4")
+    lab.ends(job)
+    (row,) = (row for row in csv.DictReader(io.StringIO(lab.types(table).stdout)) if row["id"] == job)
+    assert (row["exit_code"], row["state"]) == ("4", "failed")
+    (row,) = json.loads(lab.types(f"{ls} --all {job}").stdout)
+    assert row["exit_code"] == 4 and row["devices"] == []
+    at_s = datetime.fromisoformat(row["submitted_at"]).timestamp()
+    assert at_s == pytest.approx(row["submitted_s"], abs=0.01)
+
+
+@habit("--begin=now+1hour, -t 90")
+def _(lab: Prompt, submit: str) -> None:
+    lab.script("true", "--begin=now+1hour -t 90")
+    jobs = [lab.types(command).stdout.strip() for command in (submit, "clusterd submit job.sh")]
+    for job in jobs:
+        row = lab.cluster.job(job)
+        assert 3500.0 < row["begin_s"] - row["submitted_s"] <= 3600.0
+        assert row["time_limit_s"] == 5400.0
+
+
+# ---- PBS, LSF and Grid Engine ----------------------------------------------------------------------------------------
+
+
+@habit("qsub job.sh, bsub < job.sh")
+def _(lab: Prompt, submit: str) -> None:
+    for line in ("#PBS -l nodes=1:ppn=4", "#BSUB -n 4", "#$ -pe smp 4"):
+        (lab.work / "job.sh").write_text(f"#!/bin/bash\n{line}\ntrue\n")
+        assert f"lines of {line.split()[0]} are not read: write #SBATCH" in lab.types(submit, fails=2).stderr
+
+
+@habit("qstat, qdel 12, pbsnodes, bjobs, bkill 12, bhosts")
+def _(lab: Prompt, ls: str, cancel: str, hosts: str) -> None:
+    for command, words in ((ls, ("qstat", "bjobs")), (cancel, ("qdel", "bkill")), (hosts, ("pbsnodes", "bhosts"))):
+        for word in words:
+            here = lab.types(f"clusterd {word}", fails=2).stderr.split("Here it is: ")[1].strip()
+            assert command.startswith(here)
+    job = lab.running()
+    lab.types(cancel, ("12", job))
+    assert lab.ends(job) == "cancelled"
+
+
 # ---- tmux, ssh and a spreadsheet -------------------------------------------------------------------------------------
 
 
@@ -586,6 +646,22 @@ def _(lab: Prompt, forward: str) -> None:
         forwarding.send_signal(signal.SIGINT)
 
 
+@habit("ssh gpu03 tar c run > run.tar")
+def _(lab: Prompt, run: str) -> None:
+    (lab.work / "run").mkdir()
+    (lab.work / "run" / "weights").write_bytes(bytes(range(256)) * 1000)
+    lab.types(run)
+    with tarfile.open(lab.work / "run.tar") as packed:
+        weights = packed.extractfile("run/weights")
+        assert weights is not None and weights.read() == bytes(range(256)) * 1000
+
+
+@habit("./a & ./b & wait, echo $?")
+def _(lab: Prompt, run: str, wait: str) -> None:
+    jobs = [lab.types(run, ("./a", f"sh -c 'exit {code}'")).stdout.strip() for code in (0, 5)]
+    lab.types(wait, ("12 13", " ".join(jobs)), fails=5)
+
+
 # ---- SkyPilot --------------------------------------------------------------------------------------------------------
 
 
@@ -643,6 +719,22 @@ def _(lab: Prompt) -> None:
 
 
 # ---- Kubernetes ------------------------------------------------------------------------------------------------------
+
+
+@habit("kubectl exec JOB -- ls")
+def _(lab: Prompt, shell: str) -> None:
+    (lab.work / "here").touch()
+    job = lab.running()
+    assert lab.types(shell, ("JOB", job)).stdout == "here\n"
+
+
+@habit("kubectl cordon gpu01, uncordon")
+def _(lab: Prompt, drain: str, undrain: str) -> None:
+    assert "clusterd host drain" in lab.types("clusterd cordon gpu01", fails=2).stderr
+    lab.types(drain)
+    assert re.search(r"(?m)^local0 +up \(drained\)", lab.types("clusterd host ls").stdout)
+    lab.types(undrain)
+    assert "drained" not in lab.types("clusterd host ls").stdout
 
 
 @habit("kubectl apply -f -")

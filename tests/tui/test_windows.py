@@ -16,6 +16,7 @@ from clusterd.tui.commands.actions import job_files
 from clusterd.tui.model.keys import COMMANDS
 from clusterd.tui.widgets.log_pane import LogPane
 from clusterd.tui.widgets.migrate_dialog import MigrationDialog, PlanDialog
+from clusterd.tui.widgets.table import Table
 from tests.tui.staged import NOW_S, staged
 from tests.tui.test_pilot import until, window
 
@@ -244,6 +245,23 @@ def test_in_a_small_terminal_a_window_of_plans_keeps_its_keys_in_sight() -> None
                 assert part.size.height == part.region.height > 0
 
     asyncio.run(run())
+
+
+def test_in_a_small_terminal_a_short_queue_leaves_its_rows_to_the_panes_below() -> None:
+    """Regression: at 80x24 half of the lines were the table's, empty with two jobs, while the details were cut."""
+
+    async def run(height: int) -> tuple[int, int]:
+        app = staged()
+        async with app.run_test(size=(80, height)) as pilot:
+            await until(pilot, lambda: app.shared.model.number == 8)
+            table = app.query_one("#queue-table", Table)
+            await until(pilot, lambda: table.size.height > 0)
+            return table.outer_size.height, max(table.virtual_size.height + 1, 6)
+
+    high, wanted = asyncio.run(run(60))
+    assert high == wanted
+    assert asyncio.run(run(24))[0] <= 11
+    assert asyncio.run(run(14))[0] > 6, "all of a screen without panes"
 
 
 def test_a_filter_that_is_none_is_refused_where_it_is_typed() -> None:

@@ -241,10 +241,14 @@ def held_for(claim: dict[str, Any]) -> str:
 PLAYING = "playing the queue forward, with it and without it"
 
 
-def clock(at_s: float) -> str:
-    """Time of day, with the date where it is not today's."""
+SOON_S = 600.0
+"""Times ahead by less are told to the second."""
+
+
+def clock(at_s: float, soon: bool = False) -> str:
+    """Time of day, with the date where it is not today's, and with seconds for what comes soon."""
     at = time.localtime(at_s)
-    return time.strftime("%H:%M" if at[:3] == time.localtime()[:3] else "%m-%d %H:%M", at)
+    return time.strftime(("%H:%M" if at[:3] == time.localtime()[:3] else "%m-%d %H:%M") + ":%S" * soon, at)
 
 
 def expected_cell(forecast: dict[str, Any] | None, what: str) -> str:
@@ -257,8 +261,9 @@ def quantiles_cell(times: dict[str, Any] | None) -> str:
     if times is None:
         return "not known"
     low, middle, high = (times[name] for name in ("p5_s", "p50_s", "p95_s"))
-    around = f"{clock(low) if low is not None else ''}-{clock(high) if high is not None else ''}"
-    return f"{clock(middle)} ({around})"
+    soon = middle < time.time() + SOON_S
+    around = f"{clock(low, soon) if low is not None else ''}-{clock(high, soon) if high is not None else ''}"
+    return f"{clock(middle, soon)} ({around})"
 
 
 def print_effect(effect: dict[str, Any]) -> None:

@@ -45,7 +45,8 @@ def on_job_cancelled(ctx: HandlerContext, event: e.JobCancelled) -> None:
     if job.state is JobState.QUEUED:
         jobs.end(ctx, job, JobState.CANCELLED, f"{reason}{stopping.what_is_saved(job)}", exit_code=None)
     elif job.attempt is not None and job.attempt.state is not AttemptState.STOPPING:
-        stopping.stop(ctx, job.attempt, Outcome.CANCELLED, reason)
+        outcome, why = (Outcome.CANCELLED, reason) if not event.is_over else (Outcome.TARGET_REACHED, event.why)
+        stopping.stop(ctx, job.attempt, outcome, why)
     elif job.attempt is not None and job.attempt.stop.outcome is not Outcome.TIME_LIMIT:  # which ends it as surely
         job.attempt.stop.outcome, job.attempt.stop.why = Outcome.CANCELLED, reason
     ctx.pass_due = True

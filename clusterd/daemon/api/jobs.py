@@ -222,24 +222,26 @@ class JobVerbs:
     async def why(self, peer: Peer, job: str) -> rows.Explanation:
         """Explain a job's state: its reason, the jobs before it, and earlier decisions."""
         known = admission.find_job(self._state, job, peer.user)
-        holders: dict[str, int] = {}
+        active = [self._state.jobs[job] for job in self._state.active]
+        alike = Counter(holder.spec.name for holder in active)
+        holders = Counter(job for device in self._state.holders for job in self._state.jobs_on(device))
+        devices: dict[str, int] = {}
+        cores: dict[str, int] = {}
         holders_left_s: dict[str, float] = {}
-        for holder in (self._state.jobs[job] for device in self._state.holders for job in self._state.jobs_on(device)):
-            name = holder.spec.name
-            holders[name] = holders.get(name, 0) + 1
-            if (left_s := projection.left_s(holder)) is not None:
-                holders_left_s[name] = max(left_s, holders_left_s.get(name, 0.0))
-        core_holders: Counter[str] = Counter()
         most_left_s: dict[str, float] = {}
-        for holder in map(self._state.jobs.__getitem__, self._state.active):
-            name = holder.spec.name
-            core_holders[name] += sum(holder.attempt.booked.cores.values()) if holder.attempt is not None else 0
+        for holder in active:
+            name = holder.spec.name if alike[holder.spec.name] == 1 else f"{holder.spec.name} ({holder.id})"
+            cores[name] = sum(holder.attempt.booked.cores.values()) if holder.attempt is not None else 0
+            if holder.id in holders:
+                devices[name] = holders[holder.id]
+                if (left_s := projection.left_s(holder)) is not None:
+                    holders_left_s[name] = left_s
             if (ends_s := self._state.timers.get(Timer(TimerKind.LIMIT, holder.id))) is not None:
-                most_left_s[name] = max(ends_s - time.time(), most_left_s.get(name, 0.0))
+                most_left_s[name] = max(ends_s - time.time(), 0.0)
         misfits = (misfit(known, host) for host in self._state.hosts.values())
         return rows.Explanation(
-            **self._placed(known), holders=holders, holders_left_s=holders_left_s,
-            core_holders=dict(core_holders), holders_most_s=most_left_s,
+            **self._placed(known), holders=devices, core_holders=cores, holders_left_s=holders_left_s,
+            holders_most_s=most_left_s,
             misfits=tuple(text for text in misfits if text is not None),
             unusable=tuple(projection.unusable(known, self._state, time.time())),
             decisions=await self._decisions(known.id),

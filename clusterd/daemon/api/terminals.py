@@ -75,11 +75,11 @@ class Terminals:
 
         Args:
             screen: of the person's terminal; None: pipes.
-            holds: the job is only there for this shell: waited for, with ``{waits}``, and cancelled when the shell ends
-                or its person goes.
+            holds: the job is only there for this shell: waited for, with ``{waits}``, over with it, and cancelled when
+                its person goes.
         """
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
-        lost = False
+        lost = is_over = False
         number = 0
         try:
             if holds:
@@ -108,7 +108,7 @@ class Terminals:
                 piece = await self._hosts.request(place.host, reads, account=known.spec.account)
                 if piece.data:
                     yield {"data": piece.data}
-                if piece.exit_code is not None:
+                if is_over := piece.exit_code is not None:
                     yield _ended(attempt, piece.exit_code)
                     return
         except AgentLost:
@@ -118,7 +118,7 @@ class Terminals:
             with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_S):
                 await self._close(number)
                 if holds and not lost:
-                    await self._cancel(known, peer)
+                    await self._cancel(known, peer, is_over)
 
     async def forward(self, peer: Peer, job: str, port: int, rank: int = 0) -> AsyncIterator[dict[str, Any]]:
         """Connect to a port of the host of a rank: ``{terminal, host}``, then ``{data}``, then ``{end}``.
@@ -212,10 +212,12 @@ class Terminals:
         except ClusterError:
             return  # the agent hangs up by itself on whoever is silent
 
-    async def _cancel(self, job: Job, peer: Peer) -> None:
+    async def _cancel(self, job: Job, peer: Peer, is_over: bool) -> None:
         ends = job.attempt is not None and job.attempt.stop.outcome in (Outcome.CANCELLED, Outcome.TIME_LIMIT)
         if not job.state.is_final and not ends:
-            await self._engine.post(e.JobCancelled(at_s=time.time(), job=job.id, by=peer.user, why="its shell ended"))
+            why = f"its shell {'ended' if is_over else 'is gone'}"
+            gone = e.JobCancelled(at_s=time.time(), job=job.id, by=peer.user, why=why, is_over=is_over)
+            await self._engine.post(gone)
 
 
 def _running(job: Job, rank: int, where: str) -> Attempt:
