@@ -90,7 +90,7 @@ def ask_to_stop(ctx: HandlerContext, attempt: Attempt, hosts: Iterable[HostId]) 
     """
     job, stop = ctx.state.jobs[attempt.job], attempt.stop
     keep, save = (stop.keep, stop.save) if not stop.skip_grace else (False, None)
-    done = stop.outcome is Outcome.TARGET_REACHED and job.spec.kind is JobKind.ELASTIC
+    done = stop.outcome is Outcome.TARGET_REACHED and job.spec.kind is not JobKind.COMMAND
     grace_s = jobs.grace_s(ctx, attempt)
     if keep or done:
         grace_s = max(grace_s, _state_grace_s(job, STATE_BYTES_PER_S) if keep else RESULT_GRACE_S)

@@ -164,3 +164,16 @@ def test_a_second_cancel_or_now_does_not_wait() -> None:
     assert lab.why(job).endswith(": not saved")
     lab, job = training()
     assert (stop := cancel(lab, job, now=True)) is not None and (stop.grace_s, stop.save) == (0, None)
+
+
+def test_a_shell_that_ended_is_finished_and_gives_what_is_left_of_it_the_usual_time() -> None:
+    """A result is not waited for."""
+    lab = Lab()
+    lab.host("a", gpus=1)
+    job, _ = lab.submit(grace_s=30.0)
+    lab.run(job)
+    over = e.JobCancelled(**lab.at(), job=job, by="ana", why="its shell ended", is_over=True)
+    stop = d.StopAttempt.match(lab.tell(over), job=job)
+    assert stop is not None and (stop.grace_s, stop.done) == (30.0, False)
+    lab.stopped(job, STOPPED)
+    assert (lab.state(job), lab.why(job)) == ("finished", "its shell ended")
