@@ -130,10 +130,7 @@ _OPTIONS_ELSEWHERE = {
         "--start": "clusterd why JOB", "--sort": "-o csv | sort -t , -k 3", "-i": "clusterd top", "-f": "clusterd top",
         "-p": "there are no partitions, leave it out", "--partition": "there are no partitions, leave it out",
     },
-    "logs": {
-        "--tail": "--lines N", "-F": "--follow", "--since": "--lines N", "-p": "--attempt N",
-        "--previous": "--attempt N",
-    },
+    "logs": {"--tail": "--lines N", "-F": "--follow", "--since": "--lines N", "--previous": "--attempt N"},
 }  # fmt: skip
 """Options of scancel, squeue, sacct, tail and kubectl, and what does the same."""
 
