@@ -354,12 +354,7 @@ class Top(PlainTextApp):
         return await self.show_dialog(ConfirmDialog(title, lines, keys))
 
     async def prompt(
-        self,
-        title: str,
-        lines: list[Line],
-        value: str,
-        read: Callable[[str], R],
-        suggestions: Sequence[str] = (),
+        self, title: str, lines: list[Line], value: str, read: Callable[[str], R], suggestions: Sequence[str] = ()
     ) -> R | None:
         """Ask for a line of text; return it as parsed by `read`, or None."""
         from clusterd.tui.widgets.dialogs import PromptDialog

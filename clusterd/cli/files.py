@@ -81,11 +81,8 @@ def _list(listing: dict[str, Any], output: str) -> None:
     if shown_as(output, listing["files"]):
         return
     rows = [[f["path"], size(f["bytes"]), f"{ago(f['at_s'])} ago", f["host"]] for f in listing["files"]]
-    show_table(
-        ["file", "size", "written", "host"],
-        rows,
-        f"{listing['name']} has written no files, or clusterd forget deleted them",
-    )
+    empty = f"{listing['name']} has written no files, or clusterd forget deleted them"
+    show_table(["file", "size", "written", "host"], rows, empty)
     if listing["more"]:
         note(f"and {listing['more']} more, not listed")
     if before := listing.get("continues"):  # absent from the reply of an older daemon
@@ -182,7 +179,6 @@ def forget(jobs: tuple[str, ...], older: str | None, dry_run: bool, yes: bool) -
 
 
 def _ended_before(cluster: Client, limit_s: float) -> list[str]:
-    me: dict[str, Any] = cluster.call("hello")
-    rows = cluster.all_jobs()
-    mine = [row for row in rows if row["user"] == me["user"]]
+    me = cluster.call("hello")["user"]
+    mine = (row for row in cluster.all_jobs() if row["user"] == me)
     return [row["id"] for row in mine if row["ended_s"] is not None and row["ended_s"] < limit_s]

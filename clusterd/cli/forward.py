@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from socket import SHUT_WR
 from typing import Any
 
 import click
@@ -144,7 +146,7 @@ def serve(listener: socket.socket, job: str, port: int, rank: int, say: Callable
             nonlocal said
             with connection:
                 try:
-                    carry(job, port, rank, connection.recv, _SocketWriter(connection))
+                    carry(job, port, rank, connection.recv, connection.sendall, partial(connection.shutdown, SHUT_WR))
                 except ClusterError as error:
                     if str(error) != said:  # a browser tries again and again
                         say(str(error))
@@ -155,31 +157,15 @@ def serve(listener: socket.socket, job: str, port: int, rank: int, say: Callable
         threading.Thread(target=carry_one, daemon=True).start()
 
 
-class _SocketWriter:
-    """Output of one connection: written whole, and ended on its own."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-
-    def write(self, data: bytes) -> None:
-        self._connection.sendall(data)
-
-    def end(self) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
-
-
-class _StdoutWriter:
-    def write(self, data: bytes) -> None:
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-
-    def end(self) -> None:
-        os.close(1)
-
-
-def carry(job: str, port: int, rank: int, receive: Callable[[int], bytes], sink: _SocketWriter | _StdoutWriter) -> None:
-    """Carry one connection to the port: bytes that `receive` returns there, and those from there to `sink`.
+def carry(
+    job: str,
+    port: int,
+    rank: int,
+    receive: Callable[[int], bytes],
+    write: Callable[[bytes], Any],
+    end: Callable[[], Any],
+) -> None:
+    """Carry one connection to the port: bytes that `receive` returns there, and those from there to `write`.
 
     Returns when both sides ended their output. Either may end first, and go on reading.
 
@@ -192,9 +178,10 @@ def carry(job: str, port: int, rank: int, receive: Callable[[int], bytes], sink:
         threading.Thread(target=_send, args=(sending, opened["terminal"], receive), daemon=True).start()
         for item in stream:
             if item.get("data"):
-                sink.write(item["data"])
+                write(item["data"])
             if item.get("end"):
-                sink.end()
+                with contextlib.suppress(OSError):
+                    end()
 
 
 def _send(cluster: Client, terminal: int, receive: Callable[[int], bytes]) -> None:
@@ -212,7 +199,11 @@ def _send(cluster: Client, terminal: int, receive: Callable[[int], bytes]) -> No
 
 
 def _connect_stdio(job: str, port: int, rank: int) -> int:
-    carry(job, port, rank, lambda size: os.read(0, size), _StdoutWriter())
+    def write(data: bytes) -> None:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+    carry(job, port, rank, partial(os.read, 0), write, partial(os.close, 1))
     os._exit(0)  # a read from standard input may be under way in a thread
 
 

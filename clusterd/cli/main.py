@@ -130,10 +130,7 @@ _OPTIONS_ELSEWHERE = {
         "--start": "clusterd why JOB", "--sort": "-o csv | sort -t , -k 3", "-i": "clusterd top", "-f": "clusterd top",
         "-p": "there are no partitions, leave it out", "--partition": "there are no partitions, leave it out",
     },
-    "logs": {
-        "--tail": "--lines N", "-F": "--follow", "--since": "--lines N", "-p": "--attempt N",
-        "--previous": "--attempt N",
-    },
+    "logs": {"--tail": "--lines N", "-F": "--follow", "--since": "--lines N", "--previous": "--attempt N"},
 }  # fmt: skip
 """Options of scancel, squeue, sacct, tail and kubectl, and what does the same."""
 
@@ -167,30 +164,22 @@ class _Commands(click.Group):
                 raise click.UsageError(f"No such option {option!r}. Here it is: {here}", error.ctx) from None
             raise
         except click.UsageError as error:
-            named = re.fullmatch(r"No such command '(.+)'\.", error.message)
-            if named and error.ctx and (here := _ELSEWHERE.get(f"{error.ctx.info_name} {named[1]}")):
-                raise click.UsageError(f"{error.message} Here it is: clusterd {here}", error.ctx) from None
+            import difflib
+
+            named, group = re.fullmatch(r"No such command '(.+)'\.", error.message), error.ctx
+            if named is None or group is None or not isinstance(group.command, click.Group):
+                raise
+            word = named[1] if group.parent is None else f"{group.info_name} {named[1]}"
+            if here := _ELSEWHERE.get(word) or _ELSEWHERE.get(f"host {word}"):
+                raise click.UsageError(f"{error.message} Here it is: clusterd {here}", group) from None
+            if near := difflib.get_close_matches(named[1], group.command.list_commands(group), 1):
+                raise click.UsageError(f"{error.message} Did you mean {near[0]!r}?", group) from None
             raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, commands in _GROUPS.items():
             with formatter.section(heading):
                 formatter.write_dl([(name, text) for name, (_, _, text) in commands.items()])
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            import difflib
-
-            if here := _ELSEWHERE.get(args[0]) or _ELSEWHERE.get(f"host {args[0]}"):
-                raise click.UsageError(f"{error.message} Here it is: clusterd {here}", ctx) from None
-            near = difflib.get_close_matches(args[0], _COMMANDS, 1)
-            if not near:
-                raise
-            raise click.UsageError(f"{error.message} Did you mean {near[0]!r}?", ctx) from None
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

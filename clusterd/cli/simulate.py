@@ -74,12 +74,7 @@ class _Inputs:
 @click.option("--policy", "policies", multiple=True, help="Policy; may be repeated; `all`: all of them.")
 @click.option("--scale-steps", type=float, default=1.0, show_default=True, help="Factor of all jobs' steps.")
 @click.option("--load", type=float, help="Compress arrivals until jobs request this multiple of the capacity.")
-@click.option(
-    "--move-cost",
-    default="78",
-    show_default=True,
-    help="Seconds per move; or `measured`: live for ours.",
-)
+@click.option("--move-cost", default="78", show_default=True, help="Seconds per move; or `measured`: live for ours.")
 @click.option("--start-cost", type=float, default=0.0, show_default=True, help="Seconds before a job's first step.")
 @click.option("--oracle", is_flag=True, help="Policies know true step times, not predictions from trials.")
 @click.option(

@@ -14,15 +14,7 @@ from clusterd.cli.attached import answered_first, attend, has_input
 from clusterd.cli.common.arguments import complete_job
 from clusterd.cli.common.following import first_failure, until_over
 from clusterd.cli.common.job_options import given_values, job_options
-from clusterd.cli.common.output import (
-    drop_output,
-    expected_cell,
-    is_unread,
-    note,
-    output_option,
-    print_line,
-    show_json,
-)
+from clusterd.cli.common.output import drop_output, expected_cell, is_unread, note, output_option, print_line, show_json
 from clusterd.client import Client
 from clusterd.errors import ConfigError, UsageError
 from clusterd.protocol.launch import SCHEDULE_VARIABLE, STAGE_VARIABLE
@@ -204,12 +196,10 @@ def _given(file: Path | None, arguments: Sequence[str], wrap: str | None) -> Req
         raise UsageError("give the FILE of a job, --wrap COMMAND, or a job file or script on standard input")
     if wrap is not None:
         text = f"#!/bin/bash\n{wrap}\n"
+    elif file is not None and named:
+        text = file.read_text(encoding="utf-8", errors="surrogateescape")
     else:
-        text = (
-            file.read_text(encoding="utf-8", errors="surrogateescape")
-            if file is not None and named
-            else sys.stdin.read()
-        )
+        text = sys.stdin.read()
     if arguments:
         raise UsageError(f"{arguments[0]} is an argument for a script on standard input: give it as a FILE")
     if not text.strip():
@@ -239,9 +229,7 @@ def _read(file: Path, arguments: Sequence[str]) -> Request:
                 f"clusterd run -d --gpus 1 -- {SCRIPTS[file.suffix]} {file}"
             )
         if file.suffix in (".yaml", ".yml", ".json"):
-            raise UsageError(
-                f"{file}: job files are TOML: clusterd template single > job.toml prints one to begin with"
-            )
+            raise UsageError(f"{file}: job files are TOML: clusterd template single > job.toml begins one")
         if arguments:
             raise UsageError(f"{arguments[0]} is an argument for a batch script, and {file} is a job file: see --set")
         return read_job_file(file)

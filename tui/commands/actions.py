@@ -158,10 +158,7 @@ class ClusterCommands:
         jobs = self._jobs
         names = ", ".join(job.name for job in jobs[:5])
         value = await self._app.prompt(
-            "priority",
-            [line(f"of {names}; higher goes first")],
-            str(jobs[0].priority),
-            whole_number,
+            "priority", [line(f"of {names}; higher goes first")], str(jobs[0].priority), whole_number
         )
         if value is not None:
             calls = [(job.name, {"job": job.id, "priority": value}) for job in jobs]
@@ -248,10 +245,7 @@ class ClusterCommands:
         job = self._job
         hint = line("an absolute directory that all its hosts share; it trains on meanwhile")
         where = await self._app.prompt(
-            f"checkpoint {job.name} to",
-            [hint],
-            job.checkpoint or self._last_directory,
-            absolute_path,
+            f"checkpoint {job.name} to", [hint], job.checkpoint or self._last_directory, absolute_path
         )
         if where is None:
             return

@@ -123,12 +123,7 @@ class PromptDialog(Dialog[R]):
     """One line of input; the answer is its parsed value."""
 
     def __init__(
-        self,
-        title: str,
-        lines: list[Line],
-        value: str,
-        read: Callable[[str], R],
-        suggestions: Sequence[str] = (),
+        self, title: str, lines: list[Line], value: str, read: Callable[[str], R], suggestions: Sequence[str] = ()
     ) -> None:
         """`read` parses the input; the message of its OSError, RuntimeError or ValueError is shown below it."""
         super().__init__(title, "enter confirms   esc closes" + ("   down, up: suggestions" if suggestions else ""))

@@ -111,8 +111,7 @@ class PlanDialog(Dialog[str]):
     async def _ask(self, plan: str) -> None:
         try:
             answer = rows.read(
-                MigrationPreview,
-                await self.shared.source.call("migrate", job=self._job.id, plan=plan, dry_run=True),
+                MigrationPreview, await self.shared.source.call("migrate", job=self._job.id, plan=plan, dry_run=True)
             )
             memory = self._memory.get(plan)
             about = [line(("needs     ", "dim"), f"{size(memory)} on each device")] if memory else []

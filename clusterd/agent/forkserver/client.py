@@ -215,10 +215,7 @@ class _Server:
 
     @classmethod
     async def connect(
-        cls,
-        path: Path,
-        on_exited: Callable[[str, RankRecord], None],
-        patience_s: float = FORK_SERVER_START_TIMEOUT_S,
+        cls, path: Path, on_exited: Callable[[str, RankRecord], None], patience_s: float = FORK_SERVER_START_TIMEOUT_S
     ) -> _Server:
         reader, writer = await asyncio.open_unix_connection(os.fspath(path))
         server = cls(reader, writer)

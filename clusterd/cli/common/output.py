@@ -241,10 +241,6 @@ def held_for(claim: dict[str, Any]) -> str:
 PLAYING = "playing the queue forward, with it and without it"
 
 
-SOON_S = 600.0
-"""Times ahead by less are told to the second."""
-
-
 def clock(at_s: float, soon: bool = False) -> str:
     """Time of day, with the date where it is not today's, and with seconds for what comes soon."""
     at = time.localtime(at_s)
@@ -261,7 +257,7 @@ def quantiles_cell(times: dict[str, Any] | None) -> str:
     if times is None:
         return "not known"
     low, middle, high = (times[name] for name in ("p5_s", "p50_s", "p95_s"))
-    soon = middle < time.time() + SOON_S
+    soon = middle < time.time() + 600.0  # to the second
     around = f"{clock(low, soon) if low is not None else ''}-{clock(high, soon) if high is not None else ''}"
     return f"{clock(middle, soon)} ({around})"
 

@@ -223,25 +223,18 @@ class JobVerbs:
         """Explain a job's state: its reason, the jobs before it, and earlier decisions."""
         known = admission.find_job(self._state, job, peer.user)
         active = [self._state.jobs[job] for job in self._state.active]
-        alike = Counter(holder.spec.name for holder in active)
-        holders = Counter(job for device in self._state.holders for job in self._state.jobs_on(device))
-        devices: dict[str, int] = {}
-        cores: dict[str, int] = {}
-        holders_left_s: dict[str, float] = {}
-        most_left_s: dict[str, float] = {}
-        for holder in active:
-            name = holder.spec.name if alike[holder.spec.name] == 1 else f"{holder.spec.name} ({holder.id})"
-            cores[name] = sum(holder.attempt.booked.cores.values()) if holder.attempt is not None else 0
-            if holder.id in holders:
-                devices[name] = holders[holder.id]
-                if (left_s := projection.left_s(holder)) is not None:
-                    holders_left_s[name] = left_s
-            if (ends_s := self._state.timers.get(Timer(TimerKind.LIMIT, holder.id))) is not None:
-                most_left_s[name] = max(ends_s - time.time(), 0.0)
+        alike = Counter(job.spec.name for job in active)
+        holders = {j.spec.name if alike[j.spec.name] == 1 else f"{j.spec.name} ({j.id})": j for j in active}
+        held = Counter(job for device in self._state.holders for job in self._state.jobs_on(device))
+        left_s = {name: projection.left_s(holder) for name, holder in holders.items() if holder.id in held}
+        ends_s = {name: self._state.timers.get(Timer(TimerKind.LIMIT, j.id)) for name, j in holders.items()}
         misfits = (misfit(known, host) for host in self._state.hosts.values())
         return rows.Explanation(
-            **self._placed(known), holders=devices, core_holders=cores, holders_left_s=holders_left_s,
-            holders_most_s=most_left_s,
+            **self._placed(known),
+            holders={name: held[j.id] for name, j in holders.items() if j.id in held},
+            holders_left_s={name: left for name, left in left_s.items() if left is not None},
+            core_holders={n: sum(j.attempt.booked.cores.values()) for n, j in holders.items() if j.attempt is not None},
+            holders_most_s={n: max(end - time.time(), 0.0) for n, end in ends_s.items() if end is not None},
             misfits=tuple(text for text in misfits if text is not None),
             unusable=tuple(projection.unusable(known, self._state, time.time())),
             decisions=await self._decisions(known.id),

@@ -132,12 +132,7 @@ class MigrationVerbs:
             event = e.MigrationRequested(at_s=time.time(), job=job.id, plan=requested, by=peer.user)
             await self._engine.post(event)
         return rows.MigrationPreview(
-            job=job.id,
-            name=job.spec.name,
-            old=old,
-            plan=str(requested),
-            restarts=True,
-            attempt=job.attempts[-1].number,
+            job=job.id, name=job.spec.name, old=old, plan=str(requested), restarts=True, attempt=job.attempts[-1].number
         )
 
     async def _settled(self, job: Job) -> None:

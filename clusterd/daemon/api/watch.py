@@ -122,10 +122,7 @@ class Baselines:
     """
 
     def __init__(
-        self,
-        feed: Feed,
-        listed: Callable[[], Awaitable[list[Job]]],
-        made: Callable[[list[Job], int, bool], Any],
+        self, feed: Feed, listed: Callable[[], Awaitable[list[Job]]], made: Callable[[list[Job], int, bool], Any]
     ) -> None:
         self._feed, self._listed, self._made = feed, listed, made
         self._current: Callable[[], _Baseline | None] = lambda: None  # it lives while a watcher reads it
