@@ -9,7 +9,7 @@ them).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -210,8 +210,10 @@ class RankOptimizer:
         """Refuse that the script looks up state by a parameter of the model that this rank's optimizer has not."""
         holder = self.holder
         state = _State(holder.state.default_factory, holder.state)
-        updated = {id(p) for group in holder.param_groups for p in group["params"]}
-        state.others = {id(p): p for _, p in self._parallel.parameters if p.requires_grad and id(p) not in updated}
+        state.groups = holder.param_groups
+        if self._parallel.plan.zero == 1:
+            updated = {id(p) for group in holder.param_groups for p in group["params"]}
+            state.others = {id(plain) for *_, plain in self.local if id(plain) not in updated}
         state.cut = {id(parameter) for _, parameter, plain in self.local if plain is not parameter}
         for optimizer in (holder, *(holder.parts.values() if isinstance(holder, AlternatingOptimizer) else ())):
             optimizer.state = state
@@ -232,15 +234,17 @@ class _State(defaultdict[Any, Any]):
     """State of this rank's optimizer.
 
     Attributes:
-        others: parameters that it does not update, as the script knows them, by identity.
-        cut: those among them of which it updates another tensor.
+        others: parameters that it did not update at first, by identity; groups may get them.
+        cut: those of the model in whose place it updates other tensors.
     """
 
-    others: Mapping[int, nn.Parameter] = {}
+    others: Set[int] = frozenset()
     cut: Set[int] = frozenset()
+    groups: Sequence[Mapping[str, Any]] = ()
 
     def __missing__(self, key: Any) -> Any:
-        self._refuse(key, id(key) in self.others or isinstance(key, Elsewhere))
+        is_other = id(key) in self.others and all(key is not p for group in self.groups for p in group["params"])
+        self._refuse(key, is_other or id(key) in self.cut or isinstance(key, Elsewhere))
         return super().__missing__(key)
 
     def __contains__(self, key: Any) -> bool:
