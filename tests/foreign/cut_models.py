@@ -643,3 +643,116 @@ def autocast_by_loop() -> dict[str, Any]:
                 run.step(batch)
 
     return cut(loop=loop)
+
+
+class Made:
+    """Model and optimizer that the factories of a script have made, which its loop uses."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def factories(self, optimizer: Any, **options: Any) -> dict[str, Any]:
+        """Factories that keep what they make."""
+
+        def model() -> nn.Module:
+            self.model = Model()
+            return self.model
+
+        def keeping(parameters: Any) -> torch.optim.Optimizer:
+            self.optimizer = optimizer(parameters)
+            return self.optimizer
+
+        return cut(model=model, optimizer=keeping, **options)
+
+
+@script("dp=2,zero=1", *CUTS, advice="choose by names or `dim()`")
+def groups_by_size() -> dict[str, Any]:
+    """Weight decay for parameters of many elements only."""
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        large, small = ([p for p in parameters if (p.numel() >= 400) == which] for which in (True, False))
+        return torch.optim.AdamW(
+            [{"params": large, "weight_decay": 0.5}, {"params": small, "weight_decay": 0.0}], lr=0.02
+        )
+
+    return cut(optimizer=optimizer)
+
+
+@script("dp=2,zero=1", "dp=1,offload=optimizer", *CUTS, advice="the parameters in `optimizer.param_groups`")
+def moments_reset_by_loop() -> dict[str, Any]:
+    """A loop that clears the moments of the model's weights (restarts of low-rank adapters)."""
+    made = Made()
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            run.step(batch)
+            if step == 4:
+                for p in made.model.parameters():
+                    if moments := made.optimizer.state.get(p):
+                        moments["exp_avg"].zero_()
+                        moments["exp_avg_sq"].mul_(0.1)
+
+    return made.factories(lambda p: torch.optim.AdamW(p, lr=0.02), loop=loop)
+
+
+@script(*CUTS)
+def initialised_by_loop() -> dict[str, Any]:
+    """Weights that the script draws again before the first step, orthogonal and normal."""
+    made = Made()
+
+    def loop(run: Any) -> None:
+        for name, p in made.model.named_parameters():
+            if "norm" in name:
+                nn.init.constant_(p, 0.5)
+            elif p.dim() > 1:
+                (nn.init.kaiming_uniform_ if "up" in name else nn.init.orthogonal_)(p)
+        for _, batch in run:
+            run.step(batch)
+
+    return made.factories(lambda p: torch.optim.SGD(p, lr=0.1), loop=loop)
+
+
+@script("dp=2,zero=1", *CUTS)
+def average_by_foreach() -> dict[str, Any]:
+    """An average of the weights by `torch._foreach` functions, to which the loop goes back."""
+    made = Made()
+
+    def loop(run: Any) -> None:
+        weights = [p.detach() for p in made.model.parameters()]
+        average = [w.clone() for w in weights]
+        for step, batch in run:
+            run.step(batch)
+            torch._foreach_lerp_(average, weights, 0.3)
+            if step % 3 == 0:
+                torch._foreach_copy_(weights, average)
+            torch._foreach_mul_(weights, 0.99)
+
+    return made.factories(lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9), loop=loop)
+
+
+@script(*CUTS, advice="`clip_norm`, or a rate from `out.loss`")
+def rate_by_gradients() -> dict[str, Any]:
+    """A loop whose rate follows the norm of the gradients that the step has left."""
+    made = Made()
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            run.step(batch)
+            square = sum(float(p.grad.square().sum()) for p in made.model.parameters() if p.grad is not None)
+            made.optimizer.param_groups[0]["lr"] = 0.3 / (1 + square**0.5)
+
+    return made.factories(lambda p: torch.optim.SGD(p, lr=0.3), loop=loop)
+
+
+@script("dp=2,zero=1", *CUTS)
+def rate_by_groups() -> dict[str, Any]:
+    """A loop whose rate follows the norm of the weights that the optimizer's groups have."""
+    made = Made()
+
+    def loop(run: Any) -> None:
+        for _, batch in run:
+            run.step(batch)
+            group = made.optimizer.param_groups[0]
+            group["lr"] = 0.3 / sum(float(p.detach().norm()) for p in group["params"])
+
+    return made.factories(lambda p: torch.optim.SGD(p, lr=0.3), loop=loop)

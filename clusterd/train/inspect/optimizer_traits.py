@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clusterd.train.parallel.optimizer_slots import ParameterSpec, stand_in_shape, trial_update, without_hooks
+from clusterd.train.parallel.optimizer_slots import (
+    ParameterSpec,
+    stand_in_optimizer,
+    stand_in_shape,
+    trial_update,
+    without_hooks,
+)
 from clusterd.train.process.exits import first_line
 from clusterd.train.process.job import OptimizerFactory
 
@@ -25,6 +33,9 @@ _Trial = tuple[torch.Tensor, torch.Tensor]
 
 _Update = Callable[..., tuple[list[torch.Tensor], torch.optim.Optimizer]]
 
+_DIVISORS = (2, 1), (1, 2), (2, 2), (8, 1), (1, 8)
+"""Of the first two dimensions, as plans cut them."""
+
 _LIKE_ANY = ("params", "lr", "initial_lr", "weight_decay")
 """Group options that do not change how elements are treated."""
 
@@ -41,7 +52,32 @@ def optimizer_traits(factory: OptimizerFactory, parameters: Sequence[ParameterSp
     except Exception as error:  # any error of the trial: assume that nothing may be cut
         return False, False, f"the optimizer ({first_line(error)})"
     elementwise, by_tensor, names = zip(*found, strict=True)
+    trained = [outline for outline in parameters if outline.trainable]
+    if trained and _chooses_by_size(factory, trained):
+        how = "whose factory looks at sizes or values of parameters (let it look at names or dim())"
+        return False, all(by_tensor), f"{names[0]}, {how},"
     return all(elementwise), all(by_tensor), names[0]
+
+
+def _chooses_by_size(factory: OptimizerFactory, parameters: Sequence[ParameterSpec]) -> bool:
+    """True if a parameter has other options in the optimizer once parameters are cut: a rank's factory gets shards."""
+
+    def options(divisors: tuple[int, int], device: str) -> dict[int, str]:
+        shapes = (_divided(outline.shape, divisors) for outline in parameters)
+        cut = [outline._replace(shape=shape) for outline, shape in zip(parameters, shapes, strict=True)]
+        made, plain = stand_in_optimizer(factory, cut, sizes=None, device=device)
+        index_of = {id(p): index for index, p in enumerate(plain)}
+        values = [repr(sorted((k, v) for k, v in group.items() if k != "params")) for group in made.param_groups]
+        return {index_of[id(p)]: v for v, group in zip(values, made.param_groups, strict=True) for p in group["params"]}
+
+    for device in ("cpu", "cuda"):  # some run on GPUs alone
+        with suppress(Exception), FakeTensorMode():
+            return any(options(cut, device) != options((1, 1), device) for cut in _DIVISORS)
+    return True  # it reads values, of which a shard has others
+
+
+def _divided(shape: tuple[int, ...], divisors: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(max(n // by, min(n, 2)) for n, by in zip(shape, (*divisors, *[1] * len(shape)), strict=False))
 
 
 def _kinds(factory: OptimizerFactory, parameters: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:

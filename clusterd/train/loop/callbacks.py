@@ -270,9 +270,10 @@ class OwnLoop:
     def _compare(self, plan: Plan) -> None:
         every: list[Any] = [None] * plan.ranks
         dist.all_gather_object(every, self.changed)
-        # Stages have modules and parameter groups of their own.
+        # Stages have modules of their own; and groups, where one lacks some.
+        has_all = self._training.optimizer.groups_made == len(self._training.shape.parameter_groups)
         shared = {name for name in set().union(*every) if name in self._places}
-        shared = {name for name in shared if plan.pp == 1 or not name.startswith(RATE)}
+        shared = {name for name in shared if plan.pp == 1 or has_all or not name.startswith(RATE)}
         own = {name: _shown(holder.get(key)) for name in shared for holder, key in [self._places[name]]}
         own["the losses of the step"] = self.chosen
         dist.all_gather_object(every, own)

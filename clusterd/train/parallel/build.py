@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from clusterd.plans.plan import Plan
 from clusterd.plans.stages import split_layers
@@ -47,18 +47,39 @@ class Stage(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class Elsewhere(torch.Tensor):  # type: ignore[misc]  # torch is not followed
-    """Tensor of another stage, without values: the script may change it, which has no effect, but not read it."""
+    """Tensor of another stage, without values: the script may change it, which has no effect, but not read it.
+
+    Random numbers for it are drawn and dropped, as those that follow are then those of one process.
+    """
+
+    stage: Any = None  # of this rank
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        name = function.__name__
+        name, options = function.__name__, options or {}
+        target = arguments[0] if arguments else options.get("tensor")  # by keyword in torch.nn.init
+        if function == torch.Tensor.is_meta.__get__:
+            return False  # some functions of torch.nn.init draw nothing for such a tensor
         changes = name == "__set__" or (name.endswith("_") and not name.startswith("__"))
-        if changes and not any(draw in name for draw in _DRAWS):
-            return arguments[0]
+        if name in _NO_VALUES or function == torch.Tensor.requires_grad.__set__:
+            changes = False
+        if changes and isinstance(target, (list, tuple)):
+            own = [i for i, tensor in enumerate(target) if not isinstance(tensor, Elsewhere)]
+            lists = [[a[i] for i in own] if isinstance(a, (list, tuple)) else a for a in arguments]
+            return function(*lists, **options) if own else None
+        if isinstance(target, Elsewhere):
+            if any(draw in name for draw in _DRAWS) and (changes or name.endswith("_like")):
+                arguments, options = tree_map_only(Elsewhere, cls._zeros, (arguments, options))
+                drawn = function(*arguments, **options)
+                return target if changes else drawn
+            if changes:
+                return target
+            if function == torch.Tensor.grad.__get__ and target.requires_grad:
+                return target.detach()  # there is a gradient on the other stage, not None
         given = (part for part in tree_leaves((arguments, options)) if isinstance(part, torch.Tensor))
         try:
-            if name not in _READS and all(isinstance(part, Elsewhere) for part in given):
-                return super().__torch_function__(function, types, arguments, options or {})
+            if name != "__reduce_ex__" and all(isinstance(part, Elsewhere) for part in given):
+                return super().__torch_function__(function, types, arguments, options)
         except (RuntimeError, TypeError):  # it has no values
             pass
         raise PlanRefused(
@@ -66,10 +87,15 @@ class Elsewhere(torch.Tensor):  # type: ignore[misc]  # torch is not followed
             "of which this rank has no values; plans without pp leave the model whole"
         )
 
+    @classmethod
+    def _zeros(cls, tensor: torch.Tensor) -> torch.Tensor:
+        device = next((own.device for own in cls.stage.parameters()), None)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+
 
 _DRAWS = ("normal", "uniform", "random", "bernoulli", "exponential", "rand")
-_READS = ("__reduce_ex__", "rand_like", "randn_like", "randint_like")
-"""Functions of a tensor that need its values, or whose random numbers other stages would not draw."""
+_NO_VALUES = ("requires_grad_", "t_", "transpose_", "squeeze_", "unsqueeze_")
+"""Functions that change a tensor, and not its values."""
 
 
 def stage_of(model: nn.Module, layers: Sequence[str], plan: Plan, stage: int, weights: Sequence[int] = ()) -> Stage:
@@ -86,6 +112,7 @@ def stage_of(model: nn.Module, layers: Sequence[str], plan: Plan, stage: int, we
     except ValueError as error:
         raise PlanRefused(str(error)) from None
     made = Stage(model, [paths[i] for i in cut])
+    Elsewhere.stage = made
     own = {id(tensor) for tensor in (*made.parameters(), *made.buffers())}
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         if id(tensor) not in own:

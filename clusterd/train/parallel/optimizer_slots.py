@@ -128,20 +128,27 @@ def trial_update(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        shapes = [stand_in_shape(each.shape, sizes) if sizes else each.shape for each in parameters]
-        stand_ins = [
-            nn.Parameter(torch.randn(shape, device=device).to(each.dtype))
-            for shape, each in zip(shapes, parameters, strict=True)
-        ]
-        for parameter, outline in zip(stand_ins, parameters, strict=True):
-            vars(parameter).update(outline.attributes)
-        optimizer = without_hooks(make_optimizer(factory, stand_ins))
+        optimizer, stand_ins = stand_in_optimizer(factory, parameters, sizes=sizes, device=device)
         if scheduler is not None:
             scheduler(optimizer)
         for parameter in stand_ins:
             parameter.grad = torch.randn(parameter.shape, device=device).to(parameter.dtype)
         optimizer.step()
     return optimizer, stand_ins
+
+
+def stand_in_optimizer(
+    factory: OptimizerFactory, parameters: Sequence[ParameterSpec], *, sizes: Sequence[int] | None, device: str
+) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    """Make an optimizer over stand-ins of `parameters`, without the script's hooks."""
+    shapes = [stand_in_shape(each.shape, sizes) if sizes else each.shape for each in parameters]
+    stand_ins = [
+        nn.Parameter(torch.randn(shape, device=device).to(each.dtype))
+        for shape, each in zip(shapes, parameters, strict=True)
+    ]
+    for parameter, outline in zip(stand_ins, parameters, strict=True):
+        vars(parameter).update(outline.attributes)
+    return without_hooks(make_optimizer(factory, stand_ins)), stand_ins
 
 
 def without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -8,7 +8,8 @@ them).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from clusterd.train.parallel.alternating import AlternatingOptimizer
 from clusterd.train.parallel.apply_plan import ParallelModel
+from clusterd.train.parallel.build import Elsewhere
 from clusterd.train.parallel.gradient_sync import local_gradient, local_tensor, refuse_parts
 from clusterd.train.parallel.optimizer_slots import NEEDS_CLOSURE, make_optimizer
 from clusterd.train.process import accelerator
@@ -53,6 +56,7 @@ class RankOptimizer:
             self.optimizer = _sharded(factory, plain, parallel.dp_group, are_whole)
         else:
             self.optimizer = make_optimizer(factory, plain)
+        self._guard_state()
         self._memory = [(p, p.data) for p in plain] if parallel.plan.zero == 1 else []
         self._options = self._inner_options()
         self.groups_made = len(self.optimizer.param_groups)
@@ -202,6 +206,18 @@ class RankOptimizer:
         here = {id(p) for group in self.holder.param_groups for p in group["params"]}
         return {name for name, _, plain in self.local if id(plain) in here}
 
+    def _guard_state(self) -> None:
+        """Refuse that the script looks up state by a parameter of the model that this rank's optimizer has not."""
+        holder = self.holder
+        state = _State(holder.state.default_factory, holder.state)
+        state.groups = holder.param_groups
+        if self._parallel.plan.zero == 1:
+            updated = {id(p) for group in holder.param_groups for p in group["params"]}
+            state.others = {id(plain) for *_, plain in self.local if id(plain) not in updated}
+        state.cut = {id(parameter) for _, parameter, plain in self.local if plain is not parameter}
+        for optimizer in (holder, *(holder.parts.values() if isinstance(holder, AlternatingOptimizer) else ())):
+            optimizer.state = state
+
     def _local_parameter(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         local = local_tensor(parameter.detach())
         if self.in_host_memory:
@@ -212,6 +228,40 @@ class RankOptimizer:
             return parameter
         vars(plain).update(self._parallel.parameter_attributes[name])  # the factory may form groups by them
         return plain
+
+
+class _State(defaultdict[Any, Any]):
+    """State of this rank's optimizer.
+
+    Attributes:
+        others: parameters that it did not update at first, by identity; groups may get them.
+        cut: those of the model in whose place it updates other tensors.
+    """
+
+    others: Set[int] = frozenset()
+    cut: Set[int] = frozenset()
+    groups: Sequence[Mapping[str, Any]] = ()
+
+    def __missing__(self, key: Any) -> Any:
+        is_other = id(key) in self.others and all(key is not p for group in self.groups for p in group["params"])
+        self._refuse(key, is_other or id(key) in self.cut or isinstance(key, Elsewhere))
+        return super().__missing__(key)
+
+    def __contains__(self, key: Any) -> bool:
+        self._refuse(key, id(key) in self.cut)
+        return super().__contains__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Value of a key, or the default."""
+        self._refuse(key, id(key) in self.cut)
+        return super().get(key, default)
+
+    def _refuse(self, key: Any, is_other: bool) -> None:
+        if is_other:
+            raise PlanRefused(
+                "the script looks up the optimizer's state of a parameter that this rank's optimizer does not update, "
+                "or of which it has a shard: go through the parameters in optimizer.param_groups, or take a plan of dp"
+            )
 
 
 @contextmanager

@@ -583,7 +583,7 @@ def _version(value: Any) -> Any:
 def _numbers(value: Any) -> torch.Tensor | None:
     """The numbers of a tensor or a plain value; None: it has others."""
     if isinstance(value, torch.Tensor):
-        is_plain = not (value.is_meta or value.is_complex() or hasattr(value, "placements"))
+        is_plain = not (value.device.type == "meta" or value.is_complex() or hasattr(value, "placements"))
         return value.detach().double().cpu() if is_plain and value.layout == torch.strided else None
     leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, (int, float))]
     return torch.tensor(leaves, dtype=torch.float64) if leaves else None

@@ -12,6 +12,7 @@ from clusterd.plans.legality import check
 from clusterd.plans.plan import Plan
 from clusterd.train.inspect.describe import describe
 from clusterd.train.inspect.optimizer_traits import optimizer_traits
+from clusterd.train.parallel.optimizer_slots import ParameterSpec
 
 
 def described(**options: Any) -> Any:
@@ -55,3 +56,31 @@ def test_an_optimizer_that_looks_across_tensors_leaves_the_model_whole() -> None
     for plan in ("dp=2,zero=1", "pp=2,accumulation=2", "tp=2", "dp=2,zero=3"):
         assert any("trial updates of " in why for why in check(Plan.parse(plan), shape)), plan
     assert check(Plan.parse("dp=2,offload=optimizer"), shape) == []
+
+
+@pytest.mark.parametrize(
+    "choice", [lambda p: p.numel() >= 64, lambda p: p.shape[0] > p.shape[-1], lambda p: float(p.detach().std()) > 1]
+)
+def test_groups_by_size_or_values_leave_the_tensors_whole(choice: Any) -> None:
+    """A rank's factory gets shards, of which it chose others for weight decay."""
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        chosen = [p for p in parameters if choice(p)]
+        others = [p for p in parameters if all(p is not c for c in chosen)]
+        return torch.optim.AdamW([{"params": chosen}, {"params": others, "weight_decay": 0.0}])
+
+    shapes = (16, 16), (16, 6), (16,)
+    elementwise, by_tensor, name = optimizer_traits(
+        optimizer, [ParameterSpec(s, torch.float32, True, {}) for s in shapes]
+    )
+    assert (elementwise, by_tensor) == (False, True)
+    assert "names or dim()" in name
+
+
+def test_groups_by_dimensions_may_be_cut() -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        matrices, others = ([p for p in parameters if (p.dim() > 1) == which] for which in (True, False))
+        return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], fused=True)
+
+    specs = [ParameterSpec(s, torch.float32, True, {}) for s in ((16, 16), (16,), (1,))]
+    assert optimizer_traits(optimizer, specs) == (True, True, "AdamW")
