@@ -33,7 +33,9 @@ PACE_S = 0.3
 
 RIGHT, TOLD, REFUSED, WRONG = "right", "told", "refused", "WRONG"
 PEER_LOSS = re.compile(r"^RuntimeError: .*gloo/transport/tcp/", re.MULTILINE)  # closed, or reset, by peer
-ROUTINE = re.compile(r"clusterd: (the script seeds torch|stopped after|saved step|using \d|step \d|resum|moved|\[)")
+ROUTINE = re.compile(
+    r"clusterd: (the script seeds torch|stopped after|goes on after step|saved step|using \d|step \d|resum|moved|\[)"
+)
 """Lines that a run without fault prints too."""
 
 
