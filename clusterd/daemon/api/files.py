@@ -75,7 +75,7 @@ class FileVerbs:
             "files": files,
             "more": more + len(rows) - len(files),
             "left": left,
-            "continues": _continued_by(known, state),
+            "continues": _predecessor(known, state),
         }
 
     async def file(
@@ -170,7 +170,7 @@ class BackupVerbs:
         return [{"to": to, **asdict(state)} for to, state in sorted(self._backups.repeated.items())]
 
 
-def _continued_by(job: Job, state: State) -> JobId | None:
+def _predecessor(job: Job, state: State) -> JobId | None:
     """Job whose training a resumed one goes on with: the newest before it, as it knows the first alone."""
     first = job.spec.continues
     before = [

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from clusterd.train.parallel.optimizer_slots import (
     ParameterSpec,
@@ -53,14 +52,16 @@ def optimizer_traits(factory: OptimizerFactory, parameters: Sequence[ParameterSp
         return False, False, f"the optimizer ({first_line(error)})"
     elementwise, by_tensor, names = zip(*found, strict=True)
     trained = [outline for outline in parameters if outline.trainable]
-    if trained and _chooses_by_size(factory, trained):
-        how = "whose factory looks at sizes or values of parameters (let it look at names or dim())"
-        return False, all(by_tensor), f"{names[0]}, {how},"
+    if trained and (what := _differs_for_shards(factory, trained)):
+        return False, all(by_tensor), f"{names[0]}, whose factory {what},"
     return all(elementwise), all(by_tensor), names[0]
 
 
-def _chooses_by_size(factory: OptimizerFactory, parameters: Sequence[ParameterSpec]) -> bool:
-    """True if a parameter has other options in the optimizer once parameters are cut: a rank's factory gets shards."""
+_LOOKS = "looks at sizes or values of parameters (let it look at names or dim())"
+
+
+def _differs_for_shards(factory: OptimizerFactory, parameters: Sequence[ParameterSpec]) -> str:
+    """Reason why a rank's factory, which gets shards, may give parameters other options; empty: it does not."""
 
     def options(divisors: tuple[int, int], device: str) -> dict[int, str]:
         shapes = (_divided(outline.shape, divisors) for outline in parameters)
@@ -70,10 +71,17 @@ def _chooses_by_size(factory: OptimizerFactory, parameters: Sequence[ParameterSp
         values = [repr(sorted((k, v) for k, v in group.items() if k != "params")) for group in made.param_groups]
         return {index_of[id(p)]: v for v, group in zip(values, made.param_groups, strict=True) for p in group["params"]}
 
+    failure = ""
     for device in ("cpu", "cuda"):  # some run on GPUs alone
-        with suppress(Exception), FakeTensorMode():
-            return any(options(cut, device) != options((1, 1), device) for cut in _DIVISORS)
-    return True  # it reads values, of which a shard has others
+        try:
+            with FakeTensorMode():
+                whole = options((1, 1), device)
+                return _LOOKS if any(options(cut, device) != whole for cut in _DIVISORS) else ""
+        except DataDependentOutputException:
+            return _LOOKS
+        except Exception as error:
+            failure = failure or f"fails for parameters without values ({first_line(error)})"
+    return failure
 
 
 def _divided(shape: tuple[int, ...], divisors: tuple[int, int]) -> tuple[int, ...]:
