@@ -557,8 +557,8 @@ def why(job: str, output: str) -> None:
             for name, count in ordered[:HOSTS_MAX]:
                 print_line(f"  {name} holds {counted(count, noun)}{_until(answer, name)}")
             if others := ordered[HOSTS_MAX:]:
-                held = counted(sum(count for _, count in others), noun)
-                print_line(f"  {counted(len(others), 'more job')} hold{'s' * (len(others) == 1)} {held}")
+                rest = counted(sum(count for _, count in others), noun)
+                print_line(f"  {counted(len(others), 'more job')} hold{'s' * (len(others) == 1)} {rest}")
         misfits = answer.get("misfits", [])  # absent from the reply of an older daemon
         for reason in misfits[:HOSTS_MAX]:
             print_line(f"  {reason}")
