@@ -1,7 +1,7 @@
-"""Capture the screens of the terminal UI in docs/tui from a cluster inside this machine.
+"""Capture the screens of the terminal UI, in docs/tui, and the web pages, in docs/web, from a cluster in this machine.
 
 ``python docs/screens.py`` starts the cluster, submits jobs of every kind, draws the screens without a terminal and
-rewrites the captures; it takes some minutes.
+rewrites the captures; it takes some minutes. The pages need chromium.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ from clusterd.tui.source.playback import RecordingSource
 from clusterd.tui.source.sources import DaemonSource, Source
 
 FOLDER = Path(__file__).parent / "tui"
+WEB = Path(__file__).parent / "web"
+PORT = 18765
+WIDE, NARROW = (1200, 640), (420, 900)
+"""Sizes of pages in pixels: narrow ones are dark."""
+
 GPT = Path(__file__).parent.parent / "examples" / "gpt"
 
 SMALL, LARGE = (80, 24), (120, 36)
@@ -140,6 +145,28 @@ async def live_screens(app: Top, pilot: Pilot[Any]) -> None:
     await capture(app, pilot, "events", "at_s")
 
 
+def pages(jobs: dict[str, str]) -> None:
+    """Take a picture of each web page.
+
+    Args:
+        jobs: ids by name.
+    """
+    running, waiting = jobs["gpt-wide"], jobs["evaluate"]
+    for name, path, (width, height) in (
+        ("queue", "", WIDE),
+        ("fleet", "fleet", WIDE),
+        ("history", "history", WIDE),
+        ("job", f"jobs/{running}", WIDE),
+        ("waiting", f"jobs/{waiting}", NARROW),
+    ):
+        dark = ["--blink-settings=preferredColorScheme=0"] if width < height else []
+        options = [f"--window-size={width},{height}", f"--screenshot={WEB / name}.png", "--virtual-time-budget=10000"]
+        address = f"http://127.0.0.1:{PORT}/{path}"
+        browser = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        subprocess.run([*browser, *dark, *options, address], stderr=subprocess.DEVNULL, check=True)
+        print(f"docs/web/{name} is written")
+
+
 async def replay_screen(app: Top, pilot: Pilot[Any]) -> None:
     """A recording, paused where half of it has been played."""
     player = app.player
@@ -153,7 +180,7 @@ async def replay_screen(app: Top, pilot: Pilot[Any]) -> None:
 def main() -> None:
     """Start the cluster, capture, and end it."""
     directory = Path(tempfile.mkdtemp(prefix="clusterd-screens-"))
-    (directory / "clusterd.toml").touch()
+    (directory / "clusterd.toml").write_text(f'[web]\nport = {PORT}\nvisibility = "all"\n')
     os.environ |= {"CLUSTERD_STATE_DIR": str(directory), "CLUSTERD_CONFIG": str(directory / "clusterd.toml")}
     for name in ("CLUSTERD_SOCKET", "CLUSTERD_HOST", "NO_COLOR"):
         os.environ.pop(name, None)
@@ -165,6 +192,8 @@ def main() -> None:
         lab.wait_for("convert", lambda row: row["ended_s"])
         lab.submit(SECOND)
         lab.wait_for("gpt-wide", lambda row: row["step"] > 100 and row["trials"] > 4 and not row["profiling"])
+        with Client(lab.socket) as cluster:
+            pages({row["name"]: row["id"] for row in cluster.call("jobs")})
         draw(DaemonSource(lab.socket), LARGE, live_screens)
         draw(DaemonSource(lab.socket), SMALL, lambda app, pilot: capture(app, pilot, "queue-80x24", "ms/s"))
         lab.run("simulate", "--cluster", "4x4:a800", "--generate", "jobs=24,seed=1", "--record", str(directory / "run"))
