@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#f0e442")
 WIDTH, ROW, LEFT, RIGHT, TOP = 720, 22, 250, 70, 44
 PAGES = ("benchmarks.md", "profiling.md", "simulate.md")
 TABLE = re.compile(r"(<!-- ([\w-]+): written by docs/charts.py -->\n).*?(?=<!-- end of \2 -->)", re.DOTALL)

@@ -112,6 +112,15 @@ ALL: tuple[Coefficient, ...] = (
         varies=0.3,  # message sizes of models differ, and with them the part of the rate that is reached
     ),
     Coefficient(
+        "further_ranks",
+        "1",
+        1.05,
+        0.2,
+        "hardware",
+        "bandwidth inside a host with twice as many ranks in the collective, relative to that with two",
+        "rings of many devices use links that a pair has not; those behind one PCIe switch share it",
+    ),
+    Coefficient(
         "network_rate",
         "byte/s",
         10e9,

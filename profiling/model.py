@@ -213,6 +213,10 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     network = network / np.where(row.whole % structure.devices_per_card > 0, 1.0 + c("part_used_card"), 1.0)
     network = network * np.where(row.hosts > 2, c("further_hosts"), 1.0)
 
+    def inside(ranks: Array) -> Array:
+        """Bandwidth of each of so many ranks of a collective inside a host in byte/s."""
+        return local * c("further_ranks") ** np.log2(np.maximum(ranks / 2.0, 1.0))
+
     def through_network(flows: Array, devices: Array) -> Array:
         """Bandwidth of each of `flows` in byte/s."""
         return network * np.ceil(devices / structure.devices_per_card) ** growth / flows
@@ -229,7 +233,7 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     samples = share / micro
     computing = samples * np.maximum(row.flops, 1.0) / c("compute_rate") * cut * path
     launching = c("launch_s") * layers / row.speed * path
-    tp_rate = np.where(row.tp_crosses > 0, through_network(np.maximum(row.tp_flows, 1.0), row.tp_devices), local)
+    tp_rate = np.where(row.tp_crosses > 0, through_network(np.maximum(row.tp_flows, 1.0), row.tp_devices), inside(tp))
     tp_delay = np.where(row.tp_crosses > 0, c("network_latency_s") / 20.0, c("local_latency_s"))
     tp_delay = tp_delay * c("tp_messages")
     tp_volume = 2.0 * (tp - 1.0) / tp * samples * row.tp_bytes
@@ -247,7 +251,7 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     rate = np.where(
         row.dp_flows > 0,
         1.0 / (1.0 / through_network(np.maximum(row.dp_flows, 1.0), row.dp_devices) + 0.3 / local),
-        local,
+        inside(dp),
     )
     delay = np.where(dp > 1, np.log2(row.dp_hosts) * c("network_latency_s") + dp * c("local_latency_s"), 0.0)
     one_way = ring / rate + delay

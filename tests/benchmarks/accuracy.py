@@ -2,8 +2,8 @@
 
 python tests/benchmarks/accuracy.py [--json] [--seeds 2] [--budget 7]
 
-Tables are measured ones, found under CLUSTERD_DATA (default ../shared/data), and "drawn": 12 clusters and models of the
-seeds on which nothing was chosen (tests/profiling/drawn.py). At most `budget` rows of a model are trials, the others
+Tables are measured ones, found under CLUSTERD_DATA (default ../shared/data) and in tests/profiling/tables, and "drawn":
+12 clusters and models of the seeds on which nothing was chosen (tests/profiling/drawn.py). At most `budget` rows of a model are trials, the others
 are predicted. The models of a measured table share estimates of its links, as in a running cluster; in "alone" they
 share nothing.
 """
@@ -27,6 +27,7 @@ from clusterd.profiling.table import Measured, read_table
 from tests.benchmarks.report import Report, options
 from tests.profiling import drawn, t4_tables
 
+PUBLISHED = Path(__file__).parents[1] / "profiling" / "tables"
 DATA = Path(os.environ.get("CLUSTERD_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
 CLUSTERS = 12
 
@@ -42,6 +43,9 @@ def tables() -> dict[str, Mapping[str, Sequence[Measured]]]:
             "vTrain": read_table(DATA / "heldout" / "vtrain_single.csv"),
             "llm-foundry": read_table(DATA / "heldout" / "llm_foundry.csv"),
             "T4": read_table(t4),
+            "BLOOM": read_table(PUBLISHED / "bloom.csv"),
+            "LiBai": read_table(PUBLISHED / "libai.csv"),
+            "InternEvo": read_table(PUBLISHED / "internevo.csv"),
             "drawn": {f"drawn{seed}": drawn.table(seed) for seed in seeds},
         }
 

@@ -224,3 +224,11 @@ def test_equal_predictions_are_chosen_equally_often():
     (regret,) = _regrets(alike, times, np.ones(len(alike)))
     assert regret == pytest.approx(times.mean() / times.min() - 1)
     assert _regrets(alike, times, times) == (0.0,)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("table", sorted((Path(__file__).parent / "tables").glob("*.csv")), ids=lambda path: path.stem)
+def test_the_model_foretells_tables_of_others_better_than_the_plain_rule(table):
+    for entry in evaluate(read_table(table), seeds=1, leave_one_out=False)["by_trials"]:
+        assert entry["model"]["error"] <= entry["rule"]["error"] + 0.02
+        assert entry["model"]["regret"] <= entry["rule"]["regret"] + 0.01

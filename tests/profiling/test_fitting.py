@@ -22,6 +22,7 @@ WORLDS = {
     "slow network": (TRANSFORMER, truth(**SLOW_NETWORK), 1, True),
     "fast network": (TRANSFORMER, truth(**FAST_NETWORK), 2, True),
     "convolutions": (CONVOLUTIONS, truth(compute_rate=0.3e12, launch_s=1.5e-4, step_s=8e-3), 4, False),
+    "links between neighbours": (TRANSFORMER, truth(further_ranks=1.6, local_rate=15e9), 2, True),
     "one card a host": (TRANSFORMER, truth(card_growth=0.3, network_rate=5e9), 4, True),
 }
 

@@ -40,7 +40,7 @@ def truth(**changed: float) -> Array:
         "tp_messages": 1.1, "pipe_slowness": 1.3, "gather_ratio": 0.8, "gather_messages": 2.0, "scatter_messages": 1.1,
         "update_rate": 1e10, "host_update_rate": 2e9, "host_sharing": 0.4, "copy_rate": 1e10, "offload_whole_rate": 5e9,
         "offload_s": 2e-2, "step_s": 4e-3, "sample_core_s": 2e-5, "thread_update_rate": 3e8,
-        "part_used_card": 0.02, "further_hosts": 1.0, "host_slowness": 1.0,
+        "part_used_card": 0.02, "further_hosts": 1.0, "further_ranks": 1.0, "host_slowness": 1.0,
     }  # fmt: skip
     return np.array([math.log({**typical, **changed}[name]) for name in NAMES])
 
