@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from clusterd.errors import ConfigError
+from clusterd.errors import ConfigError, UsageError
 from clusterd.submission.batch_script import command_line, is_script, read_batch_script, read_script_text
+from clusterd.submission.job_file import command_line_job
 from clusterd.types import HostId
 from clusterd.units import local_time
 from tests.conftest import RunningCluster, until
@@ -363,3 +364,10 @@ def test_the_command_is_shown_as_it_was_typed() -> None:
     python = script("#!/usr/bin/env python3\n", "train.py")
     assert command_line(read_batch_script(python, ["a"])[0].spec.command) == "train.py a"
     assert command_line(["sh", "-c", "echo $HOME; ls"]) == "sh -c 'echo $HOME; ls'"
+
+
+@pytest.mark.parametrize("words", [["echo $HOME && ls"], ["cd", "src"], ["LR=1", "python", "train.py"]])
+def test_what_only_a_shell_understands_is_refused_with_the_shell_that_does(words):
+    with pytest.raises(UsageError, match=r"clusterd run -- sh -c '.*' for a shell"):
+        command_line_job(words)
+    assert command_line_job(["sh", "-c", words[0]]).spec.command == ("sh", "-c", words[0])
