@@ -254,10 +254,12 @@ async function waiting(job) {
   const answer = await ask(`jobs/${encodeURIComponent(job.id)}/why`);
   const until = name => answer.holders_left_s[name] !== undefined ? `, for about ${duration(answer.holders_left_s[name])} more`
     : answer.holders_most_s[name] !== undefined ? `, for at most ${duration(answer.holders_most_s[name])} more` : "";
-  const holders = (held, noun) => Object.entries(held || {}).map(([name, count]) => `${name} holds ${count} ${noun}${count === 1 ? "" : "s"}${until(name)}`);
+  const some = (count, noun) => count ? `${count} ${noun}${count === 1 ? "" : "s"}` : "";
+  const cores = answer.core_holders || {}, names = Object.keys({...answer.holders, ...cores}).filter(name => answer.holders[name] || cores[name]);
+  const holders = names.map(name => `${name} holds ${[some(answer.holders[name], "device"), some(cores[name], "CPU core")].filter(Boolean).join(" and ")}${until(name)}`);
   const told = [answer.ahead.length ? `${answer.ahead.length} ahead in the queue: ${answer.ahead.slice(0, 5).join(", ")}` : "",
     answer.after ? `${answer.after.name} comes just before it, because ${answer.after.why}` : "",
-    ...holders(answer.holders, "device"), ...holders(answer.core_holders, "CPU core"), ...answer.misfits, ...answer.unusable];
+    ...holders, ...answer.misfits, ...answer.unusable];
   return [element("h2", {}, "Waits for"), element("ul", {}, told.filter(Boolean).map(text => element("li", {}, text)))];
 }
 
