@@ -235,6 +235,8 @@ class HostCheck:
     lingers: bool | None = None  # the user's service manager outlives logins; None: the agent is of an older version
     kernels: dict[str, dict[str, Any]] = field(default_factory=dict)  # seconds or an error, by uuid of a GPU
     all_reduce: dict[str, Any] | None = None  # likewise, over several GPUs; None: there are none
+    access: dict[str, Any] | None = None  # pairs of uuids that do not reach each other's memory, or an error; likewise
+    small_pages: bool = False  # of /dev/shm, although the kernel has large ones
     disk_free_bytes: int | None = None  # where jobs write; None: the agent is of an older version
     login_fault: str | None = None  # why jobs do not get the login's variables; empty: they do; None: likewise
     login_note: str = ""  # why they get those of a login without a prompt

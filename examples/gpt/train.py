@@ -32,6 +32,7 @@ if __name__ == "__main__":
     sizes = {"width": 64, "depth": 4, "heads": 4, "context": 64, "steps": 200, "batch": 16, "seed": 0, "workers": 0}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--save", metavar="FILE", help="for the trained model")
     args = parser.parse_args()
     train.run(
@@ -41,4 +42,5 @@ if __name__ == "__main__":
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4),
         global_batch=args.batch, steps=args.steps, seed=args.seed, num_workers=args.workers,
         layers=GPT.LAYERS, tp_plan=GPT.TP_PLAN, clip_norm=1.0, save=args.save,
+        precision=args.precision,
     )  # fmt: skip

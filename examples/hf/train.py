@@ -31,6 +31,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in {"width": 64, "depth": 4, "heads": 4, "context": 64, "steps": 200, "batch": 16}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     args = parser.parse_args()
     llama = config(width=args.width, depth=args.depth, heads=args.heads, context=args.context)
     layers, tp_plan = plans(llama)
@@ -40,4 +41,5 @@ if __name__ == "__main__":
         data=Windows(args.context),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4),
         global_batch=args.batch, steps=args.steps, layers=layers, tp_plan=tp_plan, clip_norm=1.0,
+        precision=args.precision,
     )  # fmt: skip

@@ -3,9 +3,9 @@
 python tests/benchmarks/accuracy.py [--json] [--seeds 2] [--budget 7]
 
 Tables are measured ones, found under CLUSTERD_DATA (default ../shared/data) and in tests/profiling/tables, and "drawn":
-12 clusters and models of the seeds on which nothing was chosen (tests/profiling/drawn.py). At most `budget` rows of a model are trials, the others
-are predicted. The models of a measured table share estimates of its links, as in a running cluster; in "alone" they
-share nothing.
+12 clusters and models of the seeds on which nothing was chosen (tests/profiling/drawn.py). At most `budget` rows of a
+model are trials, the others are predicted. The models of a measured table share estimates of its links, as in a running
+cluster; in "alone" they share nothing.
 """
 
 from __future__ import annotations

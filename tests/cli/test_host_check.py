@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from clusterd import protocol
+from clusterd.agent.host.checks import has_small_pages
 from clusterd.core.host import Host
-from clusterd.daemon.api.host_check import _facts, _limits, _network
-from clusterd.types import HostId
+from clusterd.daemon.api.host_check import _computed, _facts, _limits, _network
+from clusterd.types import Device, DeviceId, HostFacts, HostId
 from tests.conftest import RunningCluster
 
 
@@ -61,6 +62,43 @@ def test_a_driver_that_reports_no_memory_by_process_is_told_of(memory_bytes: int
     process = {"pid": 7, "user": "ann", "memory_bytes": memory_bytes, "ours": True}
     rows = [*_facts(Host(HostId("gpu01"), since_s=0.0), {"gpus": [{"index": 0, "processes": [process]}]})]
     assert any("a job above its share of a device is not noticed" in row["said"] for row in rows) == is_told
+
+
+def test_slow_links_and_settings_of_gpus_are_warned_of_with_a_remedy() -> None:
+    name = HostId("gpu01")
+    about = {"host": name, "kind": "cuda", "name": "H100", "memory_bytes": 80 << 30}
+    devices = tuple(Device(id=DeviceId(f"gpu01:gpu{n}"), uuid=f"GPU-{n}", **about) for n in (0, 1))
+    host = Host(name, since_s=0.0)
+    host.facts = HostFacts(boot_id="", cpu_cores=8, memory_bytes=1 << 38, address="10.0.0.1", devices=devices)
+    gpus = [
+        {"uuid": f"GPU-{n}", "index": n, "processes": [], "pcie_generation": 5, "pcie_width": 16, "notes": notes}
+        for n, notes in enumerate((["ECC is off"], []))
+    ]
+    copied = {"GPU-0": (52e9, 51e9), "GPU-1": (13e9, 12e9)}
+    answer = {
+        "kernels": {u: {"seconds": 0.1, "to_bytes_per_s": a, "from_bytes_per_s": b} for u, (a, b) in copied.items()},
+        "access": {"without_access": [["GPU-0", "GPU-1"]]},
+        "small_pages": True,
+    }
+    rows = [*_facts(host, {"gpus": gpus}), *_computed(host, answer, gpus)]
+    said = {(row["check"], row["state"]): row["said"] for row in rows}
+    assert "gpu01:gpu0: ECC is off" in said["devices", "warning"]
+    assert said["copies", "ok"].startswith("gpu01:gpu0 copies 52.0 GB/s from pinned memory")
+    assert said["copies", "warning"].startswith("gpu01:gpu1 copies 13.0")
+    assert "of the 63 of its slot" in said["copies", "warning"]
+    assert said["access", "warning"].startswith("gpu01:gpu0 and gpu01:gpu1 do not reach each other's memory")
+    assert any("huge=within_size" in row["said"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_small"), [("rw,relatime", True), ("rw,huge=within_size", False), ("rw,huge=never", True)]
+)
+def test_pages_of_shared_memory(tmp_path: Path, options: str, is_small: bool) -> None:
+    mounts, kernel = tmp_path / "mounts", tmp_path / "shmem_enabled"
+    mounts.write_text(f"proc /proc proc rw 0 0\ntmpfs /dev/shm tmpfs {options} 0 0\n")
+    assert not has_small_pages(mounts, kernel)  # the kernel has no large ones
+    kernel.touch()
+    assert has_small_pages(mounts, kernel) == is_small
 
 
 @pytest.mark.slow

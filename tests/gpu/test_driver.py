@@ -49,10 +49,13 @@ def test_host_check_computes_on_every_gpu(up_to_cuda: Callable[[str], None], kin
     found, _ = Probe().gpus()
     uuids = [gpu["uuid"] for gpu in found] if kind == "cuda" else ["cpu0", "cpu1"]
     up_to_cuda("the check's program is ready")
-    kernels, reduced = checks.check_gpus(sys.executable, uuids, kind, deadline_s=50)
+    kernels, reduced, access = checks.check_gpus(sys.executable, uuids, kind, deadline_s=50)
     assert [result for result in kernels.values() if "error" in result] == []
     assert (reduced is not None) == (len([uuid for uuid in uuids if not uuid.startswith("MIG-")]) > 1)
     assert reduced is None or "error" not in reduced
+    assert access is None or "error" not in access
+    for name in ("to_bytes_per_s", "from_bytes_per_s"):
+        figures.record(f"host check: copies {name[:-12]}", min(result[name] for result in kernels.values()), "B/s")
     figures.record("first kernel of a process", max(result["seconds"] for result in kernels.values()), "s")
 
 

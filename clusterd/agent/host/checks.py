@@ -55,12 +55,13 @@ def check(peers: Mapping[str, Address], python: str | None, gpus: Sequence[str] 
     """
     environment = None if python is None else _environment(python)
     kernels: dict[str, dict[str, Any]] = {}
-    all_reduce = None
+    all_reduce = access = None
     if python is not None and environment is not None and "error" not in environment and gpus:
-        kernels, all_reduce = check_gpus(python, gpus)
+        kernels, all_reduce, access = check_gpus(python, gpus)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         reached = pool.map(lambda place: _reach(*place), peers.values())
         return HostCheck(
+            access=access,
             ends_at_logout=_ends_at_logout(),
             all_reduce=all_reduce,
             environment=environment,
@@ -68,6 +69,7 @@ def check(peers: Mapping[str, Address], python: str | None, gpus: Sequence[str] 
             kernels=kernels,
             lingers=cgroups.lingers(),
             peers=dict(zip(peers, reached, strict=True)),
+            small_pages=has_small_pages(),
         )
 
 
@@ -78,6 +80,22 @@ def _reach(address: str, port: int) -> dict[str, Any]:
     except OSError as error:
         return {"error": error.strerror or str(error)}
     return {"seconds": time.monotonic() - began_s}
+
+
+MOUNTS = Path("/proc/mounts")
+SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+
+def has_small_pages(mounts: Path = MOUNTS, kernel: Path = SHMEM_HUGE) -> bool:
+    """True where /dev/shm has pages of the usual size, and the kernel has large ones for it."""
+    try:
+        options = [line.split()[3] for line in mounts.read_text().splitlines() if line.split()[1:3] == _SHM]
+        return kernel.exists() and bool(options) and "huge=" not in options[-1].replace("huge=never", "")
+    except (OSError, IndexError):
+        return False
+
+
+_SHM = ["/dev/shm", "tmpfs"]
 
 
 def _environment(python: str) -> dict[str, Any]:
@@ -148,10 +166,10 @@ Result = dict[str, Any]
 
 def check_gpus(
     python: str, uuids: Sequence[str], kind: str = "cuda", deadline_s: float = GPU_DEADLINE_S
-) -> tuple[dict[str, Result], Result | None]:
-    """Compute on GPUs: seconds or error of a kernel on each, by uuid, and of an all-reduce over those that computed.
+) -> tuple[dict[str, Result], Result | None, Result | None]:
+    """Compute on GPUs: results of a kernel and copies on each, by uuid; of an all-reduce over all; of their access.
 
-    Slices take no part in the all-reduce, as NCCL does not connect those of one GPU; None: there are not several GPUs.
+    Slices take no part in the latter two, as NCCL does not connect those of one GPU; None: there are not several GPUs.
 
     Args:
         python: an interpreter or a virtual environment with torch, as jobs name it.
@@ -160,11 +178,15 @@ def check_gpus(
     try:
         interpreter = programs.interpreter(python)
     except OSError as error:
-        return {uuid: {"error": str(error)} for uuid in uuids}, None
+        return {uuid: {"error": str(error)} for uuid in uuids}, None, None
     kernels = _run(interpreter, {uuid: [kind] for uuid in uuids}, deadline_s)
     able = [uuid for uuid in uuids if "error" not in kernels[uuid] and not uuid.startswith("MIG-")]
     if len(able) < 2:
-        return kernels, None
+        return kernels, None, None
+    together = ",".join(able)
+    access = _run(interpreter, {together: [kind, str(len(able))]}, deadline_s)[together]
+    if "without_access" in access:
+        access = {"without_access": [[able[n] for n in pair] for pair in access["without_access"]]}
     with tempfile.TemporaryDirectory(prefix="clusterd-check-") as directory:
         store = str(Path(directory) / "store")
         ranks = {uuid: [kind, str(rank), str(len(able)), store] for rank, uuid in enumerate(able)}
@@ -172,7 +194,8 @@ def check_gpus(
     # The rank that failed first explains the others' errors, and a rank that hangs follows from one that does not.
     errors = [result["error"] for result in reduced.values() if "error" in result]
     errors.sort(key=lambda error: error.startswith("no answer"))
-    return kernels, {"error": errors[0]} if errors else max(reduced.values(), key=lambda result: result["seconds"])
+    slowest = {"error": errors[0]} if errors else max(reduced.values(), key=lambda result: result["seconds"])
+    return kernels, slowest, access
 
 
 def _run(interpreter: str, arguments: Mapping[str, Sequence[str]], deadline_s: float) -> dict[str, Result]:

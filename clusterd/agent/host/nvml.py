@@ -188,6 +188,9 @@ _CORRECTED, _UNCORRECTED, _SINCE_LOAD = 0, 1, 0
 _EVENTS_MAX = 256  # at once
 _OVER_NVLINK, _P2P_WORKS = 2, 0
 _NVLINKS_MAX = 18
+_SLOWDOWNS = {0x40: "it is too hot", 0x80: "its power supply asks for it", 0x8: "its hardware asks for it"}
+"""Reasons for lower clocks that no setting has, by their bits: cooling, power brake, and others."""
+_SET_CLOCKS = 0x2
 _POWER, _CELSIUS = "nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperature"  # in milliwatts; of sensor 0, the GPU
 
 Gpu = dict[str, Any]
@@ -363,7 +366,25 @@ class Nvml:
             "ecc_corrected": self._ecc_errors(handle, _CORRECTED),
             "ecc_uncorrected": uncorrected,
             "fault": fault(xids, uncorrected or 0, known and rows[3].value != 0, recovery),
+            "notes": self._notes(handle),
         }
+
+    def _notes(self, handle: ctypes.c_void_p) -> list[str]:
+        """Settings and states that make a GPU slow, or hide its errors, each with its remedy."""
+        cap, usual, ecc, later = (ctypes.c_uint() for _ in range(4))
+        reasons, found = ctypes.c_ulonglong(), []
+        known = self._supports("nvmlDeviceGetPowerManagementLimit", handle, ctypes.byref(cap))
+        known = known and self._supports("nvmlDeviceGetPowerManagementDefaultLimit", handle, ctypes.byref(usual))
+        if known and cap.value < usual.value:
+            watts = usual.value // 1000
+            found.append(f"its power is capped at {cap.value // 1000} of {watts} W: `nvidia-smi -pl {watts}` as root")
+        self._supports("nvmlDeviceGetCurrentClocksThrottleReasons", handle, ctypes.byref(reasons))
+        if reasons.value & _SET_CLOCKS:
+            found.append("its clocks are set lower: `nvidia-smi -rac` and `-rgc` as root reset them")
+        found += [f"its clocks are lowered: {why}" for bit, why in _SLOWDOWNS.items() if reasons.value & bit][:1]
+        if self._supports("nvmlDeviceGetEccMode", handle, ctypes.byref(ecc), ctypes.byref(later)) and not ecc.value:
+            found.append("ECC is off, so that nobody sees errors of its memory: `nvidia-smi -e 1` as root, and a reset")
+        return found
 
     def _ecc_errors(self, handle: ctypes.c_void_p, kind: int) -> int | None:
         """ECC errors since the driver was loaded or the GPU reset; None: the GPU does not count them."""

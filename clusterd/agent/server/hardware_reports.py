@@ -93,6 +93,7 @@ def reportable(found: Message) -> object:
             gpu.get("xids"),
             gpu.get("ecc_corrected"),
             gpu.get("exclusive"),
+            gpu.get("notes"),
             sorted((p["pid"], p["ours"], 0 if p["ours"] else (p["memory_bytes"] or 0) >> 28) for p in gpu["processes"]),
         )
         for gpu in found["gpus"]

@@ -14,6 +14,7 @@ from clusterd.core.host import Host
 from clusterd.core.queueing import admission
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.daemon import Accounts
+from clusterd.daemon.hosts.facts import PCIE_LANE_BYTES_PER_S
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError
@@ -28,6 +29,9 @@ SHM_LEAST_SHARE = 1 / 8
 """Share of the host's memory that /dev/shm should have: containers have 64 MB, and migrations go through it."""
 
 SKEW_MOST_S = 5.0
+
+COPY_LEAST_SHARE = 0.5
+"""Share of a PCIe slot's rate that copies from and to pinned memory should reach; four fifths are usual."""
 
 Row = dict[str, Any]
 Answer = dict[str, Any] | ClusterError
@@ -114,11 +118,13 @@ class HostChecks:
         up = f"up for {duration(max(time.time() - host.since_s, 0.0))}, reached as {link.get('address', host.id)}"
         yield _row(host.id, "connection", "ok", f"{up}; other hosts reach it at {host.facts.address}")
         now = {"disk_free_bytes": answer.get("disk_free_bytes")} if isinstance(answer, dict) else {}
-        yield from _facts(host, {**link.get("facts", {}), **{k: v for k, v in now.items() if v is not None}})
+        facts = {**link.get("facts", {}), **{k: v for k, v in now.items() if v is not None}}
+        yield from _facts(host, facts)
         if isinstance(answer, ClusterError):
             yield _row(host.id, "agent", "failed", str(answer))
         elif answer is not None:
             yield from _tried(host.id, answer, python)
+            yield from _computed(host, answer, facts.get("gpus", ()))
 
 
 def _row(host: str, check: str, state: str, text: str) -> Row:
@@ -143,6 +149,10 @@ def _facts(host: Host, facts: Mapping[str, Any]) -> Iterator[Row]:
     if any(process.get("memory_bytes") is None for process in users):
         what = "the driver does not report memory by process"
         yield _row(host.id, "devices", "warning", f"{what}: a job above its share of a device is not noticed")
+    ids = {device.uuid: device.id for device in host.devices}
+    for gpu in facts.get("gpus", ()):
+        for note in gpu.get("notes", ()):  # absent from what an older agent reports
+            yield _row(host.id, "devices", "warning", f"{ids.get(gpu['uuid'], gpu['uuid'])}: {note}")
     for device in host.devices:
         if device.foreign and device.id not in host.reported_faults:
             yield _row(host.id, "devices", "warning", f"{device.id} is not given to jobs: {device.foreign}")
@@ -183,23 +193,43 @@ def _tried(host: HostId, answer: Row, python: str | None) -> Iterator[Row]:
             has += f" for CUDA {found['cuda']}, which sees {found['gpus']} GPUs"
         state = "failed" if "error" in found else "ok"
         yield _row(host, "python", state, ": ".join(filter(None, (python, has, found.get("error")))))
-        yield from _computed(host, answer)
 
 
-def _computed(host: HostId, answer: Row) -> Iterator[Row]:
-    """Rows about the kernels and the all-reduce that ran on idle GPUs."""
+def _computed(host: Host, answer: Row, gpus: Sequence[Row]) -> Iterator[Row]:
+    """Rows about what idle GPUs computed and copied, alone and with each other."""
     kernels: Row = answer.get("kernels", {})
+    names = {device.uuid: device.id for device in host.devices}
     able = [result["seconds"] for result in kernels.values() if "seconds" in result]
     for uuid, result in kernels.items():
         if "error" in result:
-            yield _row(host, "compute", "failed", f"{uuid} does not compute: {result['error']}")
+            yield _row(host.id, "compute", "failed", f"{names.get(uuid, uuid)} does not compute: {result['error']}")
     if able:
-        yield _row(host, "compute", "ok", f"{counted(len(able), 'idle GPU')} computed within {max(able):.1f} s")
-    reduced = answer.get("all_reduce")
+        yield _row(host.id, "compute", "ok", f"{counted(len(able), 'idle GPU')} computed within {max(able):.1f} s")
+    lanes = {gpu["uuid"]: PCIE_LANE_BYTES_PER_S.get(gpu.get("pcie_generation", 0), 0.0) for gpu in gpus}
+    slots = {gpu["uuid"]: gpu.get("pcie_width", 0) * lanes[gpu["uuid"]] for gpu in gpus}
+    copied = {uuid: result for uuid, result in kernels.items() if "to_bytes_per_s" in result}
+    for uuid, result in copied.items():  # absent from the reply of an older agent
+        to, back, slot = result["to_bytes_per_s"], result["from_bytes_per_s"], slots.get(uuid, 0.0)
+        rate = f"{names.get(uuid, uuid)} copies {to / 1e9:.1f} GB/s from pinned memory and {back / 1e9:.1f} GB/s to it"
+        is_slow = min(to, back) < COPY_LEAST_SHARE * slot
+        why = f" of the {slot / 1e9:.0f} of its slot: `nvidia-smi -q` shows the link's width and generation now"
+        yield _row(host.id, "copies", "warning" if is_slow else "ok", rate + (why if is_slow else ""))
+    if copied and answer.get("small_pages"):
+        remedy = "`mount -o remount,huge=within_size /dev/shm` as root: moves of jobs then prepare faster"
+        yield _row(host.id, "memory", "ok", f"/dev/shm has small pages; {remedy}")
+    access, reduced = answer.get("access") or {}, answer.get("all_reduce")
+    for pair in access.get("without_access", ()):
+        apart = " and ".join(names.get(uuid, uuid) for uuid in pair)
+        text = "do not reach each other's memory: their collectives go through the host's; in a virtual machine or with"
+        yield _row(host.id, "access", "warning", f"{apart} {text} an IOMMU, its settings forbid it")
+    if "error" in access:
+        yield _row(host.id, "access", "failed", f"its GPUs cannot be asked for access: {access['error']}")
+    elif access.get("without_access") == []:
+        yield _row(host.id, "access", "ok", "its GPUs reach each other's memory")
     if reduced is not None and "error" in reduced:
-        yield _row(host, "nccl", "failed", f"an all-reduce over its GPUs fails: {reduced['error']}")
+        yield _row(host.id, "nccl", "failed", f"an all-reduce over its GPUs fails: {reduced['error']}")
     elif reduced is not None:
-        yield _row(host, "nccl", "ok", f"an all-reduce over {len(able)} GPUs took {reduced['seconds']:.1f} s")
+        yield _row(host.id, "nccl", "ok", f"an all-reduce over {len(able)} GPUs took {reduced['seconds']:.1f} s")
 
 
 def _limits(host: HostId, answer: Row) -> Row:

@@ -93,3 +93,11 @@ int nvmlDeviceGetNvLinkState(void *h, unsigned link, unsigned *active) {
 int nvmlDeviceGetNvLinkVersion(void *h, unsigned link, unsigned *version) { (void)h; (void)link; *version = 4; return 0; }
 int nvmlDeviceGetMaxPcieLinkGeneration(void *h, unsigned *n) { (void)h; *n = 5; return 0; }
 int nvmlDeviceGetMaxPcieLinkWidth(void *h, unsigned *n) { (void)h; *n = 16; return 0; }
+
+/* Settings: "cap0 300000" is a power limit in milliwatts, "slow0" has the bits of reasons for lower clocks. */
+int nvmlDeviceGetPowerManagementLimit(void *h, unsigned *n) { *n = state("cap", (unsigned long)h, 700000); return 0; }
+int nvmlDeviceGetPowerManagementDefaultLimit(void *h, unsigned *n) { (void)h; *n = 700000; return 0; }
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *h, unsigned long long *bits) {
+    *bits = state("slow", (unsigned long)h, 1); return 0; }
+int nvmlDeviceGetEccMode(void *h, unsigned *now, unsigned *later) {
+    *now = *later = state("eccmode", (unsigned long)h, 1); return 0; }

@@ -21,7 +21,8 @@ def fake_driver(tmp_path: Path, name: str = "libfake.so", **answers: object) -> 
     library = tmp_path / name
     usual = {
         "init": 0, "second": 0, "more": "", "there": 2, "mig": 0, "slices": 1, "pid": 1, "used_gib": 1, "numa": 3,
-        "compute": 0, "hang": json.dumps("/nonexistent"), "state": json.dumps(str(tmp_path / "state")),
+        "compute": 0, "hang": json.dumps(str(tmp_path / "no driver hangs")),
+        "state": json.dumps(str(tmp_path / "state")),
     }  # fmt: skip
     defined = [f"-D{key.upper()}={value}" for key, value in {**usual, **answers}.items()]
     subprocess.run(["gcc", "-shared", "-fPIC", *defined, "-o", library, SOURCE], check=True)

@@ -16,8 +16,10 @@ DEADLINE_S = 10.0
 
 
 def test_devices_compute_and_reach_each_other() -> None:
-    kernels, reduced = checks.check_gpus(sys.executable, ["a", "b"], "cpu")
-    assert [result["seconds"] >= 0 for result in kernels.values()] == [True, True]
+    kernels, reduced, access = checks.check_gpus(sys.executable, ["a", "b"], "cpu")
+    for result in kernels.values():
+        assert result["seconds"] >= 0 and min(result["to_bytes_per_s"], result["from_bytes_per_s"]) > 1e8
+    assert access == {"without_access": []}
     assert reduced is not None and reduced["seconds"] > 0
 
 
@@ -38,7 +40,8 @@ def test_a_gpu_that_hangs_or_fails_is_told_from_the_others(tmp_path: Path) -> No
         """    *) echo '{"seconds": 0.5}' ;;\n"""
         "esac",
     )
-    kernels, reduced = checks.check_gpus(python, ["hangs", "dies", "wrong", "fine", "MIG-1"], deadline_s=DEADLINE_S)
+    gpus = ["hangs", "dies", "wrong", "fine", "MIG-1"]
+    kernels, reduced, access = checks.check_gpus(python, gpus, deadline_s=DEADLINE_S)
     assert kernels == {
         "hangs": {"error": "no answer within 10 s"},
         "dies": {"error": "it exited with 7: Bus error"},
@@ -46,16 +49,27 @@ def test_a_gpu_that_hangs_or_fails_is_told_from_the_others(tmp_path: Path) -> No
         "fine": {"seconds": 0.5},
         "MIG-1": {"seconds": 0.5},
     }
-    assert reduced is None  # one whole GPU is left, and slices have no direct link
+    assert reduced is access is None  # one whole GPU is left, and slices have no direct link
+
+
+def test_gpus_that_do_not_reach_each_other_are_named(tmp_path: Path) -> None:
+    python = scripted(
+        tmp_path,
+        """case "$CUDA_VISIBLE_DEVICES" in *,*) echo '{"without_access": [[0, 2], [1, 2]]}' ;;"""
+        """ *) echo '{"seconds": 0.5}' ;; esac""",
+    )
+    _, _, access = checks.check_gpus(python, ["a", "b", "c"], deadline_s=DEADLINE_S)
+    assert access == {"without_access": [["a", "c"], ["b", "c"]]}
 
 
 def test_an_all_reduce_is_explained_by_the_rank_that_failed(tmp_path: Path) -> None:
     """The others wait for it until the deadline."""
     python = scripted(
         tmp_path,
-        """if [ $# = 4 ]; then echo '{"seconds": 0.5}'\n"""
+        """if [ "$CUDA_VISIBLE_DEVICES" = a,b ]; then echo '{"without_access": [[0, 1]]}'\n"""
+        """elif [ $# = 4 ]; then echo '{"seconds": 0.5}'\n"""
         """elif [ "$CUDA_VISIBLE_DEVICES" = b ]; then echo '{"error": "no route between GPUs"}'; exit 1\n"""
         "else sleep 1000; fi",
     )
-    _, reduced = checks.check_gpus(python, ["a", "b"], deadline_s=DEADLINE_S)
+    _, reduced, _ = checks.check_gpus(python, ["a", "b"], deadline_s=DEADLINE_S)
     assert reduced == {"error": "no route between GPUs"}

@@ -248,6 +248,27 @@ def test_a_gpu_that_its_driver_wants_replaced_or_reset_is_at_fault(tmp_path: Pat
     assert text in probe.gpus()[0][0]["fault"]
 
 
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({"cap0": 300_000}, "its power is capped at 300 of 700 W: `nvidia-smi -pl 700` as root"),
+        ({"slow0": 0x2 | 0x4}, "its clocks are set lower"),
+        ({"slow0": 0x40 | 0x8}, "its clocks are lowered: it is too hot"),
+        ({"slow0": 0x8}, "its clocks are lowered: its hardware asks for it"),
+        ({"eccmode0": 0}, "ECC is off"),
+    ],
+)
+def test_what_slows_a_gpu_or_hides_its_errors_is_noted_with_a_remedy(
+    tmp_path: Path, state: dict[str, int], text: str
+) -> None:
+    probe = probe_without_kernel_log(tmp_path)
+    assert [gpu["notes"] for gpu in probe.gpus()[0]] == [[], []]
+    set_state(tmp_path, **state)
+    first, second = probe.gpus()[0]
+    assert len(first["notes"]) == 1 and first["notes"][0].startswith(text)
+    assert second["notes"] == []
+
+
 def test_xids_since_boot_are_read_from_the_kernel_log(tmp_path: Path) -> None:
     """It has those from before the agent started, too."""
     log = tmp_path / "kmsg"
