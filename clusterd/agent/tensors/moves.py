@@ -22,7 +22,7 @@ from clusterd.agent.log import log_line
 from clusterd.agent.tensors import fabric
 from clusterd.agent.tensors.datasets import Datasets
 from clusterd.agent.tensors.fabric import FetchFailed, fetch
-from clusterd.agent.tensors.segments import Segment, Store
+from clusterd.agent.tensors.segments import SNAPSHOT_NAME, Segment, Store, set_of
 from clusterd.agent.tensors.slice_server import ANY_ADDRESS, SliceServer
 from clusterd.process_attributes import lower_priority
 from clusterd.protocol import control
@@ -33,16 +33,7 @@ from clusterd.protocol.requests import KeepReplica, Port, Receivers, Step
 
 Message = dict[str, Any]
 
-NAME = re.compile(r"(.+\.g\d+)\.snap(\d+)\.\d$")
-"""Job, attempt and generation; the rank; the segment of two that take turns."""
-
 REPLICA_TIMEOUT_S = 60.0
-
-
-def set_of(name: str) -> str | None:
-    """Name under which all snapshots of one generation are admitted and dropped; None if it is no snapshot."""
-    found = NAME.fullmatch(name)
-    return f"{found[1]}.snaps" if found else None
 
 
 class SnapshotReplicas:
@@ -61,7 +52,7 @@ class SnapshotReplicas:
         Args:
             wait: wait for the replica; False for a rank that will not write again.
         """
-        found = NAME.fullmatch(segment.name)
+        found = SNAPSHOT_NAME.fullmatch(segment.name)
         assert found is not None
         answer = self._waiting[segment.name] = asyncio.get_running_loop().create_future()
         named = (attempt.job, attempt.attempt, attempt.generation, int(found[2]), segment.name)
@@ -111,7 +102,7 @@ class SnapshotReplicas:
         return tuple(
             StateSnapshotRow(s.name, int(s.meta.get("step", -1)), s.size)
             for s in self._store.all()
-            if s.complete and NAME.fullmatch(s.name)
+            if s.complete and SNAPSHOT_NAME.fullmatch(s.name)
         )
 
 

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,16 @@ POOL_BYTES_MAX = 4 << 30
 """Limit of the pool of dropped segments."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+
+
+SNAPSHOT_NAME = re.compile(r"(.+\.g\d+)\.snap(\d+)\.\d$")
+"""Name of the segment of a state snapshot: job, attempt and generation; the rank; the one of two that take turns."""
+
+
+def set_of(name: str) -> str | None:
+    """Name under which all snapshots of one generation are admitted and dropped; None if it is no snapshot."""
+    found = SNAPSHOT_NAME.fullmatch(name)
+    return f"{found[1]}.snaps" if found else None
 
 
 @dataclass
@@ -114,7 +124,7 @@ class Store:
         self._segments: dict[str, Segment] = {}
         self._pool: list[Segment] = []
         self._pooled = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified of segments that are made or dropped
         for place in self._places:
             shutil.rmtree(place, ignore_errors=True)
             private_directory(str(place))
@@ -145,7 +155,14 @@ class Store:
         segment.rank_writes = rank_writes
         with self._lock:
             self._segments[name] = segment
+            self._lock.notify_all()
         return segment
+
+    def awaited(self, name: str, is_over: Callable[[], bool], timeout_s: float) -> Segment | None:
+        """Return the segment of this name, once it is made; None: `drop` came first, as `is_over` then says."""
+        with self._lock:
+            self._lock.wait_for(lambda: name in self._segments or is_over(), timeout_s)
+            return self._segments.get(name)
 
     def find(self, name: str) -> Segment | None:
         """Return the segment of this name."""
@@ -186,6 +203,7 @@ class Store:
             for segment in [s for s in self._segments.values() if s.move == move]:
                 del self._segments[segment.name]
                 self._discard(segment)
+            self._lock.notify_all()
 
     def close(self) -> None:
         """Remove all segments."""

@@ -26,7 +26,7 @@ from clusterd.agent.tensors.fabric import (
     receive_frame,
     server_proof,
 )
-from clusterd.agent.tensors.segments import Segment, Store
+from clusterd.agent.tensors.segments import Segment, Store, set_of
 from clusterd.process_attributes import lower_priority
 from clusterd.protocol.proof import CHALLENGE_BYTES_MAX, new_nonce, proves
 
@@ -147,9 +147,12 @@ class SliceServer:
                 connection.sendall(protocol.encode(self._datasets.answer(token, request)))
 
     def _answer(self, connection: socket.socket, move: str, request: dict[str, Any]) -> None:
-        segment = self._store.find(str(request["segment"]))
+        name = str(request["segment"])
+        # Target ranks may be ready before a source rank has made its segment. A state snapshot is there, or gone.
+        is_over = (lambda: True) if set_of(name) else lambda: self._token_of(move) is None
+        segment = self._store.awaited(name, is_over, PUBLISH_TIMEOUT_S)
         if segment is None or segment.move != move or not segment.wait(PUBLISH_TIMEOUT_S):
-            connection.sendall(protocol.encode({"error": f"segment {request['segment']} was dropped, or is not here"}))
+            connection.sendall(protocol.encode({"error": f"segment {name} was dropped, or is not here"}))
             return
         ranges = [(int(offset), int(length)) for offset, length in request["ranges"]]
         if any(offset < 0 or length < 0 or offset + length > segment.size for offset, length in ranges):

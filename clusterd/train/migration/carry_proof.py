@@ -85,22 +85,38 @@ class CarryProof:
             self._taken, self._steps = (training.step, meta), NextSteps()
             by_metric = training.schedule is not None and training.schedule.by_metric
             self._count = 1 if by_metric and training.evaluations.is_due(training.step + 1) else STEPS
-        if segment is None:
-            return
+            if segment is None:
+                return
+            self._copied.clear()  # from here on the segment stays mapped, although the migration may be over
+        try:
+            self._copy(migration, segment, meta)
+        except Exception as error:
+            self._give_up(error)
+            self._copied.set()
+
+    def _give_up(self, error: Exception) -> None:
+        """End the proof without a result; training goes on."""
+        with self._changed:
+            self._taken, self._why_not = None, f"{type(error).__name__}: {error}"
+            self._changed.notify_all()
+
+    def _copy(self, migration: MigrationSpec, segment: Segment, meta: dict[str, Any]) -> None:
+        """Begin to copy this rank's state."""
+        training, tensors = self._training, migration.transfers.old.tensors
         live = local_shards(training, migration.shape)
-        tensors = migration.transfers.old.tensors
         parts = migration.packing.outbox(training.context.rank).parts
         clone_changing(training, live, (tensors[part.tensor] for part in parts))
         places = [segment_part(part, tensors[part.tensor], live, part.offset) for part in parts]
         copies = copies_to_segment(segment, places)
         gpu = accelerator.of(training.device)
         done = gpu.record_event() if gpu is not None else None
-        self._copied.clear()
 
         def copy() -> None:
             try:
                 lower_priority()
                 meta["sums"] = sums_to_bytes(copies.run(after=done))
+            except Exception as error:
+                self._give_up(error)
             finally:
                 self._copied.set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import queue
 import shutil
 import socket
 import threading
@@ -21,6 +22,7 @@ from clusterd.agent.tensors.segments import Segment, Store
 from clusterd.agent.tensors.slice_server import SliceServer
 from clusterd.trusted_paths import UnsafePath
 from tests.agent.client import wait_until
+from tests.conftest import HANG_S
 
 
 @pytest.fixture
@@ -244,6 +246,34 @@ def test_ranges_arrive_as_they_were_published(tmp_path: Path) -> None:
     assert metas == [{"step": 3}]
     wanted = b"".join(data[o : o + n] for o, n in ranges)
     assert inbox.path.read_bytes()[7 : 7 + len(wanted)] == wanted
+
+
+def test_who_asks_before_a_segment_is_made_waits_for_it_until_its_move_is_over(tmp_path: Path) -> None:
+    """Regression: target ranks that were ready first failed their move."""
+    here, there = Store(tmp_path / "a", tmp_path / "af"), Store(tmp_path / "b", tmp_path / "bf")
+    tokens = {"m": "secret", "j.1.g1.snaps": "secret"}
+    server = SliceServer(there, tokens.get)
+    at, inbox, found = ("127.0.0.1", server.port), here.make("in", 100, "m"), queue.Queue[object]()
+
+    def bring(name: str) -> None:
+        try:
+            found.put(fetch(at, "secret", "m", name, [(0, 10)], inbox, 0, lambda: False))
+        except FetchFailed as failed:
+            found.put(str(failed))
+
+    with pytest.raises(FetchFailed, match="is not here"):  # a snapshot is there, or it is gone
+        fetch(at, "secret", "j.1.g1.snaps", "j.1.g1.snap0.0", [(0, 10)], inbox, 0, lambda: False)
+    for name in ("out0", "out1"):
+        threading.Thread(target=bring, args=[name]).start()
+    with pytest.raises(queue.Empty):
+        found.get(timeout=0.2)
+    there.make("out0", 100, "m")
+    there.publish("out0", {"step": 3})
+    assert found.get(timeout=HANG_S) == {"step": 3}
+    del tokens["m"]
+    there.drop("m")
+    assert "was dropped" in str(found.get(timeout=HANG_S))
+    server.close()
 
 
 @pytest.mark.parametrize(("token", "move", "segment"), [("wrong", "m", "out0"), ("secret", "other", "out0")])

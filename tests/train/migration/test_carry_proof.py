@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clusterd.train.migration import carry_proof
 from clusterd.train.state.next_steps import NextSteps, difference
+from clusterd.train.state.segments import Segment
+from tests.conftest import HANG_S
 from tests.foreign import registry
 from tests.foreign.runs import REFUSED, RIGHT, Runner
 
@@ -46,6 +54,54 @@ def test_a_mask_that_the_loop_adds_is_named_where_a_move_lacks_it(runner: Runner
 @pytest.mark.slow
 def test_a_schedule_and_clipping_are_carried(runner: Runner) -> None:
     assert runner.verdicts(registry.SCRIPTS["clipped_one_cycle"], ["move"])["move"].verdict == RIGHT
+
+
+def test_a_migration_that_ends_while_the_state_begins_to_be_copied_harms_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: its segment was unmapped between the steps, and the rank, and with it the job, failed."""
+    control = Mock()
+    (tmp_path / "segment").write_bytes(bytes(4096))
+    control.ask.return_value.path = str(tmp_path / "segment")
+    training = Mock(step=3, schedule=None, device=torch.device("cpu"))
+    migration = Mock(proof_s=HANG_S)
+    migration.packing.outbox.return_value = Mock(size_bytes=4096, parts=())
+    proof, is_over, began = carry_proof.CarryProof(training, control), threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: proof.run(migration, is_over.is_set))
+
+    def wait_for_its_end(*_: Any) -> dict[str, Any]:
+        is_over.set()
+        thread.join(5 * carry_proof.POLL_S)  # it waits for the copy, or unmaps the segment
+        began.set()
+        return {}
+
+    def touch(segment: Segment, places: Any) -> Any:
+        segment.view(torch.uint8, (1,), 0).zero_()
+        return Mock(run=lambda after: [])
+
+    for name, stand_in in (
+        ("scalars", Mock()), ("script_variables", dict), ("local_shards", wait_for_its_end),
+        ("clone_changing", Mock()), ("copies_to_segment", touch), ("lower_priority", Mock()),
+    ):  # fmt: skip
+        monkeypatch.setattr(carry_proof, name, stand_in)
+    thread.start()
+    while not began.is_set():
+        proof.begin("")
+    thread.join(HANG_S)
+    assert not thread.is_alive()
+    assert proof._why_not == ""
+
+
+def test_a_state_that_cannot_be_copied_ends_the_proof_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    control, training = Mock(), Mock(step=3, schedule=None, device=torch.device("cpu"))
+    proof = carry_proof.CarryProof(training, control)
+    proof._wanted = (Mock(), Mock())
+    monkeypatch.setattr(carry_proof, "scalars", Mock())
+    monkeypatch.setattr(carry_proof, "script_variables", dict)
+    monkeypatch.setattr(carry_proof, "local_shards", Mock(side_effect=RuntimeError("out of memory")))
+    proof.begin("")
+    proof.copied()
+    assert (proof._taken, proof._why_not) == (None, "RuntimeError: out of memory")
 
 
 def steps(*losses: float, norms: dict[str, float] | None = None, rates: dict[str, float] | None = None) -> NextSteps:
