@@ -71,7 +71,7 @@ REFUSED = [
     ("own_statistics", "accumulation=2", "the loss is"),
     ("mixup_in_forward", "dp=2", "the loss is"),
     ("negatives", "dp=2", "gradient"),
-    ("hard_mining", "dp=2,accumulation=2", "the norm of the gradient of"),
+    ("hard_mining", "dp=2,accumulation=2", "of their 4 parts"),
     ("limited_experts", "dp=2,zero=3", "the loss is"),
     ("balanced_experts", "dp=2", "the loss is"),
     ("padded_mean", "dp=2", "the loss is"),
