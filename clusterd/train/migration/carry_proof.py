@@ -157,8 +157,9 @@ class CarryProof:
         self, migration: MigrationSpec, segment: Segment | None, is_over: Callable[[], bool], deadline: float
     ) -> dict[str, Any] | None:
         """Metadata of the copied state; None: it was not copied, or the steps after it were not made."""
+        own = migration, segment
         with self._changed:
-            self._wanted, self._taken, self._why_not = (migration, segment), None, ""
+            self._wanted, self._taken, self._why_not = own, None, ""
         self._control.request("prove", f"migration {migration.id}")
         try:
             while not (is_over() or self._why_not or self._ended) and time.monotonic() < deadline:
@@ -170,9 +171,10 @@ class CarryProof:
                     break
             return self._meta()
         finally:
-            self._control.withdraw("prove")
             with self._changed:
-                self._wanted = None
+                if self._wanted is own:  # else the next migration has begun
+                    self._wanted = None
+                    self._control.withdraw("prove")
 
     def _meta(self) -> dict[str, Any] | None:
         """Metadata of the state, once it is copied and the steps after it are done; None before."""

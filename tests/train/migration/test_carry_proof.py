@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from clusterd.train.migration import carry_proof
 from clusterd.train.state.next_steps import NextSteps, difference
 from clusterd.train.state.segments import Segment
+from tests.agent.client import wait_until
 from tests.conftest import HANG_S
 from tests.foreign import registry
 from tests.foreign.runs import REFUSED, RIGHT, Runner
@@ -90,6 +91,26 @@ def test_a_migration_that_ends_while_the_state_begins_to_be_copied_harms_no_rank
     thread.join(HANG_S)
     assert not thread.is_alive()
     assert proof._why_not == ""
+
+
+def test_a_proof_that_is_over_leaves_the_next_one_alone() -> None:
+    """Regression: two migrations within a tenth of a second, and the second one waited for its proof in vain."""
+    proof, is_over = carry_proof.CarryProof(Mock(step=3), Mock()), threading.Event()
+    of_first, of_next = Mock(proof_s=HANG_S), Mock(proof_s=HANG_S)
+    for migration in (of_first, of_next):
+        migration.packing.outbox.return_value = Mock(size_bytes=0)
+    threads = [threading.Thread(target=lambda m=m: proof.run(m, is_over.is_set)) for m in (of_first, of_next)]
+    threads[0].start()
+    wait_until(lambda: proof._wanted is not None, "the first proof waits")
+    first_is_over, is_over = is_over, threading.Event()
+    threads[1].start()
+    wait_until(lambda: proof._wanted is not None and proof._wanted[0] is of_next, "the next one does")
+    first_is_over.set()
+    threads[0].join(HANG_S)
+    assert proof._wanted is not None and proof._wanted[0] is of_next
+    is_over.set()
+    threads[1].join(HANG_S)
+    assert proof._wanted is None
 
 
 def test_a_state_that_cannot_be_copied_ends_the_proof_alone(monkeypatch: pytest.MonkeyPatch) -> None:
