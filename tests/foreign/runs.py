@@ -79,7 +79,7 @@ def _judge_failure(ranks: Sequence[Rank]) -> Verdict:
         blamed = next(rank for rank in ranks if "Traceback" in rank.output)
         last = [line for line in blamed.output.splitlines() if line.strip() and not line.startswith(" ")][-1]
         return Verdict(WRONG, f"crash: {last}")
-    if all(rank.exit_code == -signal.SIGKILL for rank in ranks):
+    if all(rank.exit_code in (-signal.SIGKILL, -signal.SIGABRT) for rank in ranks):
         return Verdict(WRONG, "hang")
     lines = _lines(ranks)
     return Verdict(REFUSED, lines[-1]) if lines else Verdict(WRONG, f"exit code {first.exit_code}, no message")

@@ -7,6 +7,7 @@ ranks, each with its own rank file, output file and result file, and answers whe
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
@@ -28,6 +29,9 @@ from tests.hang import HANG_S
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
+
+ABORTED_S = 30.0
+"""Time for a rank that hangs to write the stacks of its threads."""
 
 ENVIRONMENT = {
     **os.environ,
@@ -232,8 +236,8 @@ def _serve() -> None:
 
 
 def _run(request: dict[str, Any]) -> list[int]:
-    """Exit codes of the ranks; hanging ones are killed."""
-    ranks = {}
+    """Exit codes of the ranks; hanging ones are killed, and their logs say where they were."""
+    ranks, ending = {}, signal.SIGABRT
     for rank in range(request["world_size"]):
         pid = os.fork()
         if pid == 0:
@@ -248,8 +252,8 @@ def _run(request: dict[str, Any]) -> list[int]:
         ended, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
         if not ended:
             for pid in waiting.values():
-                os.kill(pid, signal.SIGKILL)
-            deadline += HANG_S
+                os.kill(pid, ending)
+            deadline, ending = time.monotonic() + ABORTED_S, signal.SIGKILL
         for descriptor in ended:
             pid = waiting.pop(descriptor)
             os.close(descriptor)
@@ -273,6 +277,7 @@ def _become_rank(directory: Path, rank: int, runs: list[tuple[str, dict[str, Any
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        faulthandler.enable(log)
         import scenarios
 
         for run, options in runs:
