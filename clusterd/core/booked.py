@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from clusterd.core.host import Host
@@ -26,6 +26,17 @@ class Booked:
 
 
 NOTHING = Booked()
+
+
+def most(sets: Iterable[Collection[Booked]]) -> Booked:
+    """Largest sum of any of these sets, host by host."""
+    cores, memory_bytes = dict[HostId, int](), dict[HostId, int]()
+    for these in sets:
+        for host in {host for booked in these for host in (*booked.cores, *booked.memory_bytes)}:
+            here = [booked.on(host) for booked in these]
+            cores[host] = max(cores.get(host, 0), sum(count for count, _ in here))
+            memory_bytes[host] = max(memory_bytes.get(host, 0), sum(count for _, count in here))
+    return Booked(cores, memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
-from clusterd.core.booked import Booked
+from clusterd.core.booked import Booked, most
 from clusterd.core.state import State
 from clusterd.types import Device, DeviceId, HostId
 
@@ -74,8 +74,14 @@ class ClaimCalendar:
             self._kept[booking] = window, kept.beyond(booked)
 
     def kept(self, at_s: float, for_s: float, but: str = "") -> list[Booked]:
-        """Cores and memory that bookings, but for one, keep for their jobs within so many seconds from a time."""
-        return [kept for name, (window, kept) in self._kept.items() if name != but and window.overlaps(at_s, for_s)]
+        """Most cores and memory that bookings, but for one, keep for their jobs within so many seconds from a time.
+
+        Bookings that follow each other keep the same ones: each beginning in that time is a possible peak.
+        """
+        some = [these for name, these in self._kept.items() if name != but and these[0].overlaps(at_s, for_s)]
+        begins_s = {max(window.from_s, at_s) for window, _ in some}
+        at_once = [[kept for window, kept in some if window.overlaps(begin_s, 0.0)] for begin_s in begins_s]
+        return [most(at_once)] if len(at_once) > 1 else [kept for _, kept in some]
 
 
 def _beside(devices: Iterable[DeviceId], state: State) -> Booked:
