@@ -17,10 +17,13 @@ from typing import Any
 
 from clusterd.errors import ConfigError
 from clusterd.job_signals import parse_limit_signal
-from clusterd.keys import Key
+from clusterd.keys import NONE, Key
 from clusterd.submission.job_file import Request, job_keys, parse_job
 from clusterd.toml import parse_toml
 from clusterd.units import parse_duration_s, parse_gpus, parse_time_s
+
+REQUEUED = 75
+"""Exit code with which `scontrol requeue` in a script ends it; EX_TEMPFAIL of sysexits.h."""
 
 PRELUDE = """
 while IFS= read -r -d '' pair; do
@@ -44,6 +47,7 @@ declare -F conda > /dev/null || conda() {
 type module > /dev/null 2>&1 || module() { absent module "source its init script before"; }
 export SLURM_JOB_ID=$CLUSTERD_JOB SLURM_JOBID=$CLUSTERD_JOB SLURM_JOB_NAME=$CLUSTERD_JOB_NAME
 export SLURM_SUBMIT_DIR=$PWD SLURM_NNODES=${NNODES:-1} SLURM_JOB_NUM_NODES=${NNODES:-1}
+[ "${CLUSTERD_ATTEMPT:-1}" = 1 ] || export SLURM_RESTART_COUNT=$((CLUSTERD_ATTEMPT - 1))
 export SLURM_CPUS_ON_NODE=$(nproc)
 [ -z "${SLURM_NTASKS-}" ] || export SLURM_NPROCS=$SLURM_NTASKS
 export SLURM_NODEID=${NODE_RANK:-0} SLURM_PROCID=${NODE_RANK:-0} SLURM_LOCALID=0
@@ -59,10 +63,13 @@ done
 unset name given
 srun() { eval "$CLUSTERD_STEP" '"$@"'; }
 scontrol() {
-    [ "$1 $2" != "show hostnames" ] || { echo "$SLURM_JOB_NODELIST"; return; }
-    echo "clusterd: scontrol $*: it knows show hostnames alone in a job; to be queued again, exit with a code of" \
-        "the job's retry_on" >&2
-    return 1
+    case "${1-} ${2-}" in
+        "show hostnames") echo "$SLURM_JOB_NODELIST" ;;
+        "requeue $SLURM_JOB_ID" | "requeue ${SLURM_ARRAY_JOB_ID-}_${SLURM_ARRAY_TASK_ID-}")
+            echo "clusterd: exit code 75 queues it again, by retry_on, in a new copy of its directory" >&2
+            exit 75 ;;
+        *) echo "clusterd: scontrol $*: in a job it knows show hostnames, and requeue of the job itself" >&2; false ;;
+    esac
 }
 export -f srun scontrol
 script=$1; shift
@@ -136,9 +143,9 @@ def read_batch_script(file: Path, arguments: Sequence[str] = ()) -> tuple[Reques
         ConfigError: names file, line and option.
     """
     try:
-        text = file.read_bytes().decode()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as text: {error}") from None
+        text = file.read_bytes().decode(errors="replace")  # only its options are read here
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     if "\r\n" in text or text.startswith("\ufeff"):
         remedy = f"sed -i 's/\\r$//; 1s/^\\xef\\xbb\\xbf//' -- {shlex.quote(str(file))}"
         raise ConfigError(f"{file} has the line ends or the mark of Windows, which become part of words: {remedy}")
@@ -177,6 +184,9 @@ def _read(text: str, file: Path, words: list[str], *, is_file: bool) -> tuple[Re
     _translate(options, alike, values)
     for key, value in parse_toml("\n".join(own), f"{file}: #CLUSTERD lines").items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+    if re.search(r"\bscontrol\s+requeue\b", text):
+        limits = values.setdefault("limits", {})
+        limits["retry_on"] = [*limits.get("retry_on", ()), REQUEUED]
     values.setdefault("name", _name(file))
     shell = ("-c",) if values.get("clean_env") else ("-l", "-c")
     rest = _interpreted(text.partition("\n")[0], file, is_file=is_file)
@@ -357,6 +367,8 @@ def _memory(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
 
 
 def _time(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
+    if value and value.lower() in NONE:
+        return
     if re.fullmatch(r"[\d:-]+", value) is None:
         raise ValueError("write it as in 30 (minutes), 2:30:00 or 1-12:00:00")
     of_minutes = re.fullmatch(r"(\d+)(:\d+)?", value)
