@@ -98,6 +98,11 @@ def parse_duration_s(text: str | float) -> float:
         raise ValueError(f"{text!r} is no duration; write it as in 90s, 12h or 1h30m") from None
 
 
+def is_pattern(text: str) -> bool:
+    """True for a text with a letter of patterns, which no name has."""
+    return any(letter in text for letter in "*?[")
+
+
 def is_match(name: str, pattern: str) -> bool:
     """True if a name matches a pattern; ``_[3,10-12]`` at its end are numbers, as in Slurm, not single characters."""
     numbers = re.fullmatch(r"(.+)_\[(\d{1,9}(?:[,-]\d{1,9})*)\]", pattern)
@@ -116,7 +121,7 @@ _DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "su
 def parse_time_s(text: str) -> float:
     """Parse local time into seconds since the epoch: ``14:00``, ``mon 9:00``, ``tomorrow``, a date and time, ``+2h``.
 
-    A time of day without a day is the next one.
+    A time of day without a day is the next one; one that clocks leave out in spring is as much after the change.
 
     Raises:
         ValueError: not a point in time.
@@ -130,7 +135,7 @@ def parse_time_s(text: str) -> float:
         return now.timestamp() + ahead_s
     with suppress(ValueError):
         padded = re.sub(r"\b\d\b", r"0\g<0>", given.replace("t", " ")).upper()
-        return datetime.fromisoformat(padded).astimezone().timestamp()
+        return datetime.fromisoformat(padded).timestamp()
     named, _, clock = given.rpartition(" ")
     if clock in ("today", "tomorrow", *_DAYS, *(day[:3] for day in _DAYS)):
         named, clock = clock, "0:00"
@@ -144,7 +149,7 @@ def parse_time_s(text: str) -> float:
             days |= {day: ahead, day[:3]: ahead}
         if ":" in clock and named.strip() in days:
             day_of_it = now.date() + timedelta(days=days[named.strip()])
-            return datetime.combine(day_of_it, at).astimezone().timestamp()
+            return datetime.combine(day_of_it, at).timestamp()
     raise ValueError("write it as in 14:00, 'mon 9:00', '2026-12-24 08:00' or +2h")
 
 

@@ -41,7 +41,7 @@ def history(since: str, job: str | None, host: str | None, verbose: bool, output
     rows = [row for row in rows if verbose or not row["routine"]]
     rows = [row for row in rows if wanted is None or row.get("job") == wanted]
     rows = sorted((row for row in rows if host is None or row.get("host") == host), key=_order)
-    if shown_as(output, rows):
+    if shown_as(output, rows, "Decision"):
         return
     oldest_s = max((page[0]["at_s"] for page in answer.values() if len(page) >= ROWS_MAX), default=0.0)
     if oldest_s > begin_s:

@@ -11,7 +11,15 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import complete_job, is_found, job_or_tasks, note_array, own_jobs, time_s
+from clusterd.cli.common.arguments import (
+    complete_job,
+    is_found,
+    job_or_tasks,
+    note_array,
+    own_jobs,
+    shown_jobs,
+    time_s,
+)
 from clusterd.cli.common.following import first_failure, show_logs, until_over, wait_for
 from clusterd.cli.common.output import (
     ago,
@@ -86,7 +94,7 @@ def ls(
         rows = [row for row in rows if row["state"] in states]
     rows = [row for row in rows if user in (None, row["user"]) and row["submitted_s"] >= begin_s]
     rows = rows if limit is None else sorted(rows, key=lambda row: float(row["submitted_s"]))[-limit:]
-    if shown_as(output, rows):
+    if shown_as(output, rows, "Job"):
         return
     if said := status.get("notice"):  # absent from the reply of an older daemon
         note(f"notice of {said}")
@@ -198,16 +206,18 @@ def reason_now(row: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.argument("job", shell_complete=complete_job)
+@click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
 @output_option
-def show(job: str, output: str) -> None:
-    """Show all details of one job."""
+def show(jobs: tuple[str, ...], output: str) -> None:
+    """Show all details of jobs, by name, id or pattern."""
     with Client() as cluster:
-        row = cluster.call("job", job=job)
-        note_array(row, job)
-        row |= newest_metrics(cluster, row)
-    if shown_as(output, row):
-        return
+        rows = [row | newest_metrics(cluster, row) for row in shown_jobs(cluster, jobs)]
+    if not shown_as(output, rows if len(rows) > 1 else rows[0]):
+        for row in rows:
+            _show_job(row)
+
+
+def _show_job(row: dict[str, Any]) -> None:
     from clusterd.rows import SEARCHED  # imported only if needed: the command line starts faster without
 
     spec, cores = row["spec"], row.get("cores", 0)  # absent from the reply of an older daemon
@@ -345,6 +355,8 @@ def logs(
     note_array(row, job)
     if follow:
         exit_when_closed(1)
+        if row["state"] == "queued":
+            note(f"{row['name']} ({row['id']}) is queued: {reason_now(row)}")
     show_logs(row, None if all_ranks else (rank or 0), follow, attempt, raw=raw, last_lines=lines)
 
 

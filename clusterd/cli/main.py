@@ -27,7 +27,7 @@ _GROUPS = {
         "ls": ("jobs", "ls", "List jobs."),
         "when": ("queue.calendar", "when", "Compare when a job would start and end, before submitting it."),
         "why": ("jobs", "why", "Explain a job's state."),
-        "show": ("jobs", "show", "Show all details of one job."),
+        "show": ("jobs", "show", "Show all details of jobs."),
         "logs": ("jobs", "logs", "Print a job's output."),
         "wait": ("jobs", "wait", "Wait for jobs; returns the exit code of the first that failed."),
         "cancel": ("jobs", "cancel", "Cancel jobs and free their devices."),

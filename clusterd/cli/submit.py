@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ from clusterd.submission.sweep import (
 from clusterd.submission.workdir import commit_of
 from clusterd.toml import parse_toml
 from clusterd.types import JobSpec
-from clusterd.units import counted
+from clusterd.units import counted, local_time
 
 _ENV = click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be repeated.")
 _SWEEP = click.option(
@@ -287,6 +288,7 @@ def _queue(cluster: Client, request: Request, expand: Expansion, output: str) ->
     """
     answers: list[dict[str, Any]] = []
     unread: OSError | None = None
+    _note_past_begin(request.spec)
     try:
         for spec in expand(request.spec):
             spec = in_array(spec, answers[0]["id"] if answers else "")
@@ -362,9 +364,15 @@ def run(argv: tuple[str, ...], output: str, **options: Any) -> int:
         if options["detach"]:
             _queue(cluster, request, expand, output)
             return 0
+        _note_past_begin(request.spec)
         with answered_first() as interrupts:
             answer = hand_over(cluster, request)
     return attend(answer, request.spec, interrupts)
+
+
+def _note_past_begin(spec: JobSpec) -> None:
+    if spec.begin_s is not None and spec.begin_s < time.time() - 60.0:  # a time of day is one of its whole minute
+        note(f"begin: {local_time(spec.begin_s)} is over, so that it delays nothing")
 
 
 def _dry_run(cluster: Client, spec: JobSpec, expand: Expansion, output: str, *, snapshot: bool) -> int:

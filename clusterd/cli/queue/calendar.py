@@ -44,7 +44,7 @@ def calendar(days: int, host: str | None, user: str | None, output: str) -> None
     if output == "ics":
         click.echo(icalendar(rows, time.time()), nl=False)
         return
-    if shown_as(output, rows):
+    if shown_as(output, rows, "CalendarEntry"):
         return
     form = "%a %H:%M" if days <= WEEKDAY_DAYS else "%m-%d %H:%M"
     now_s, lines, shown = time.time(), list[list[Any]](), None

@@ -155,7 +155,7 @@ def _show(output: str, nothing: str, bookings: bool) -> None:
     """Print the claims of operators, or the bookings."""
     with Client() as cluster:
         rows = [row for row in cluster.call("claims") if bool(row.get("owner")) == bookings]
-    if shown_as(output, rows):
+    if shown_as(output, rows, "Claim"):
         return
     whose, what = ("owner", "name") if bookings else ("by", "reason")
     lines = [[row["id"], compact_devices(row["devices"]), _when(row), row[whose], row["reason"]] for row in rows]

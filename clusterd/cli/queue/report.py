@@ -36,7 +36,7 @@ def report(since: str, by: str, fair_share: bool, forecasts: bool, output: str) 
     begin_s = time.time() - time_s("--since", since)
     with Client() as cluster:
         rows = cluster.call("forecasts") if forecasts else cluster.call("report", since_s=begin_s, by=by)
-    if shown_as(output, rows):
+    if shown_as(output, rows, "ForecastScore" if forecasts else "UsageReport"):
         return
     if forecasts:
         _show_calibration(rows)
@@ -76,7 +76,7 @@ def _row(row: dict[str, Any], by: str) -> list[Any]:
 def _fair_share(output: str) -> None:
     with Client() as cluster:
         rows = cluster.call("fair_share")
-    if shown_as(output, rows):
+    if shown_as(output, rows, "FairShare"):
         return
     headings = ["tenant", "user", "device-hours", "devices", "tenant has", "due", "user has", "due"]
     headings += ["this month", "budget", "left"]
