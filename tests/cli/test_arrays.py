@@ -46,6 +46,13 @@ def test_results_join_index_and_metrics(shared_cluster: RunningCluster, tmp_path
     assert "ACCURACY" in shared_cluster.run("results", "net").stdout
     assert shared_cluster.run("results", "nosuch", check=False).returncode == 2
     assert shared_cluster.run("show", f"{jobs[0]}_2").stdout.startswith(f"{jobs[1]}  net_2  failed")
+    for named, folder in ((jobs[0], "by id"), ("net", "by name")):  # by id it was the first task's file alone
+        shared_cluster.run("get", named, "metrics.json", "--to", folder, cwd=tmp_path)
+        found = sorted(file.parent.name for file in (tmp_path / folder).glob("*/metrics.json"))
+        assert found == ["net_1", "net_2", "net_3"]
+    listed = json.loads(shared_cluster.run("get", "net", "--json").stdout)
+    assert [file["path"] for file in listed] == [f"net_{index}/metrics.json" for index in (1, 2, 3)]
+    assert "is no folder" in shared_cluster.run("get", "net", "metrics.json", "--to", "-", check=False).stderr
 
 
 def test_brackets_list_tasks_by_number(shared_cluster: RunningCluster) -> None:
