@@ -11,7 +11,7 @@ import codecs
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,8 @@ The job's variables come first, as a profile sets PATH anew; then Slurm's, and i
 _SCRIPT = "script=$1; shift\n"
 """Last line of the prelude: what follows runs ``$script``, a file in the working directory or the text itself."""
 
+NOTHING_TYPED: Mapping[str, str] = {}
+
 _SHELLS = ("bash", "sh", "dash", "ksh")
 """Interpreters whose scripts bash reads itself: they may use functions of the profile."""
 
@@ -133,9 +135,13 @@ def is_script(file: Path) -> bool:
         return False  # whoever reads it as a job file says what is wrong
 
 
-def read_batch_script(file: Path, arguments: Sequence[str] = ()) -> tuple[Request, list[str]]:
+def read_batch_script(
+    file: Path, arguments: Sequence[str] = (), typed: Mapping[str, str] = NOTHING_TYPED
+) -> tuple[Request, list[str]]:
     """Read the job of a batch script, which is run with these arguments.
 
+    Args:
+        typed: options of sbatch in the place of those in the script.
     Returns:
         The job, and the options that were ignored.
 
@@ -152,15 +158,17 @@ def read_batch_script(file: Path, arguments: Sequence[str] = ()) -> tuple[Reques
     script = os.path.relpath(file.resolve(), Path.cwd())
     if script.startswith(".."):
         raise ConfigError(f"{file} is outside of this directory, which is sent to the hosts: change to its directory")
-    return _read(text, file, ["bash", script, *arguments], is_file=True)
+    return _read(text, file, ["bash", script, *arguments], typed, is_file=True)
 
 
-def read_script_text(text: str, name: str) -> tuple[Request, list[str]]:
+def read_script_text(text: str, name: str, typed: Mapping[str, str] = NOTHING_TYPED) -> tuple[Request, list[str]]:
     """As `read_batch_script`, of a script that is no file: on standard input, or on a command line."""
-    return _read(text, Path(name), ["bash", text], is_file=False)
+    return _read(text, Path(name), ["bash", text], typed, is_file=False)
 
 
-def _read(text: str, file: Path, words: list[str], *, is_file: bool) -> tuple[Request, list[str]]:
+def _read(
+    text: str, file: Path, words: list[str], typed: Mapping[str, str], *, is_file: bool
+) -> tuple[Request, list[str]]:
     values: dict[str, Any] = {}
     ignored: list[str] = []
     own: list[str] = []
@@ -181,6 +189,7 @@ def _read(text: str, file: Path, words: list[str], *, is_file: bool) -> tuple[Re
     other = re.search(r"^#(PBS|BSUB|\$|OAR|PJM|COBALT)[ \t]+-", text, re.MULTILINE)
     if other and not (own or options or ignored):
         raise ConfigError(f"{file}: lines of #{other[1]} are not read: write #SBATCH, or #CLUSTERD KEY = VALUE")
+    options |= {name: (value, "options") for name, value in typed.items()}
     _translate(options, alike, values)
     for key, value in parse_toml("\n".join(own), f"{file}: #CLUSTERD lines").items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
@@ -384,7 +393,9 @@ def _number(value: str) -> int:
 
 def _set(key: str) -> Callable[[str, dict[str, Any], dict[str, Any]], None]:
     def meaning(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
-        resources[key] = _number(value)
+        if not (count := _number(value)):
+            raise ValueError("it must be at least 1")
+        resources[key] = count
 
     return meaning
 

@@ -259,13 +259,19 @@ def test_a_script_runs_as_its_first_line_says(
         assert shared_cluster.run("logs", done.stdout.split()[0]).stdout == shown
 
 
-@pytest.mark.parametrize(("option", "shown"), [("", "none\n"), ("#SBATCH -n 1\n", "1\n")])
+@pytest.mark.parametrize(
+    ("option", "typed", "shown"),
+    [("", (), "none\n"), ("#SBATCH -n 1\n", (), "1\n"), ("#SBATCH -n 1\n", ("-n", "2"), "2\n")],
+)
 def test_the_number_of_tasks_is_there_if_it_was_asked_for(
-    shared_cluster: RunningCluster, tmp_path: Path, option: str, shown: str
+    shared_cluster: RunningCluster, tmp_path: Path, option: str, typed: tuple[str, ...], shown: str
 ) -> None:
-    """Regression: Lightning took itself for the one task of Slurm, and refused a second device."""
+    """Regression: Lightning took itself for the one task of Slurm, and refused a second device.
+
+    A typed number is that of a line in the script, too: `submit -n 2 job.sh` ran the script twice at a time.
+    """
     text = f"#!/bin/bash\n{option}echo ${{SLURM_NTASKS-none}}\n"
-    done = shared_cluster.run("submit", "--wait", input=text, cwd=tmp_path)
+    done = shared_cluster.run("submit", "--wait", *typed, input=text, cwd=tmp_path)
     assert shared_cluster.run("logs", done.stdout.strip()).stdout == shown
 
 
