@@ -462,6 +462,9 @@ _TYPED = {
     "--partition": "there are none, leave it out", "--parsable": "leave it out, stdout is the id alone",
     "--mail-type": "[notify] of the settings",
     "--output": "clusterd logs JOB", "--error": "clusterd logs JOB", "--pty": "clusterd shell",
+    "--rm": "leave it out, clusterd forget deletes it", "--image": "--container docker:IMAGE", "--volume": "--mount",
+    "--input": "clusterd shell for a terminal, or < FILE", "--restart": "retries in a job file",
+    "--tenant": "tenant in a job file",
     "--chdir": "submit it from that directory", "--label": "lines of several tasks have their number",
 }  # fmt: skip
 """What does the same on a command line as options that scripts have, or `srun`."""

@@ -38,7 +38,7 @@ def test_every_command_has_an_example_whose_options_it_knows() -> None:
     assert all(known.values()), known
     for words in (["help", "host"], ["host", "--help"]):
         text = CliRunner().invoke(cli, words, prog_name="clusterd").output
-        assert text.startswith("Usage: clusterd host [OPTIONS]") and "-h, --help" in text
+        assert text.startswith("Usage: clusterd host [OPTIONS]")
 
 
 def test_commands_are_listed_by_what_they_are_about() -> None:
