@@ -11,6 +11,7 @@ from datetime import datetime, timedelta, timezone
 from datetime import time as clock_time
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import combinations
 from operator import eq, ge, gt, le, lt
 from typing import Any
 
@@ -104,14 +105,23 @@ def is_pattern(text: str) -> bool:
 
 
 def is_match(name: str, pattern: str) -> bool:
-    """True if a name matches a pattern; ``_[3,10-12]`` at its end are numbers, as in Slurm, not single characters."""
-    numbers = re.fullmatch(r"(.+)_\[(\d{1,9}(?:[,-]\d{1,9})*)\]", pattern)
-    if numbers is None:
+    """True if a name matches a pattern; ``12_[3]`` and ``gpu[08-12]`` have numbers, as in Slurm, not characters."""
+    parts = re.fullmatch(r"(.*?)\[(\d{1,9}(?:[,-]\d{1,9})*)\](.*)", pattern)
+    if parts is None or (parts[2].isdecimal() and not parts[1].endswith("_")):
         return fnmatchcase(name, pattern)
-    stem, _, number = name.rpartition("_")
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", numbers[2])
-    within = number.isdecimal() and any(int(low) <= int(number) <= int(high or low) for low, high in ranges)
-    return within and fnmatchcase(stem, numbers[1])
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", parts[2])
+    return any(
+        fnmatchcase(name[:begin], parts[1]) and is_match(name[end:], parts[3]) and _in_ranges(name[begin:end], ranges)
+        for digits in re.finditer(r"[0-9]+", name)
+        for begin, end in combinations(range(digits.start(), digits.end() + 1), 2)
+    )
+
+
+def _in_ranges(text: str, ranges: Iterable[tuple[str, str]]) -> bool:
+    return any(
+        int(low) <= int(text) <= int(high or low) and text == str(int(text)).zfill(len(low) if low[0] == "0" else 1)
+        for low, high in ranges
+    )
 
 
 _CLOCKS = {"midnight": "0:00", "noon": "12:00"}

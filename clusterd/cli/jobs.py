@@ -11,15 +11,7 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import (
-    complete_job,
-    is_found,
-    job_or_tasks,
-    note_array,
-    own_jobs,
-    shown_jobs,
-    time_s,
-)
+from clusterd.cli.common.arguments import complete_job, is_found, job_or_tasks, note_array, own_jobs, shown_jobs, time_s
 from clusterd.cli.common.following import first_failure, show_logs, until_over, wait_for
 from clusterd.cli.common.output import (
     ago,

@@ -82,8 +82,6 @@ The job's variables come first, as a profile sets PATH anew; then Slurm's, and i
 _SCRIPT = "script=$1; shift\n"
 """Last line of the prelude: what follows runs ``$script``, a file in the working directory or the text itself."""
 
-NOTHING_TYPED: Mapping[str, str] = {}
-
 _SHELLS = ("bash", "sh", "dash", "ksh")
 """Interpreters whose scripts bash reads itself: they may use functions of the profile."""
 
@@ -135,9 +133,10 @@ def is_script(file: Path) -> bool:
         return False  # whoever reads it as a job file says what is wrong
 
 
-def read_batch_script(
-    file: Path, arguments: Sequence[str] = (), typed: Mapping[str, str] = NOTHING_TYPED
-) -> tuple[Request, list[str]]:
+Typed = Mapping[str, str] | None
+
+
+def read_batch_script(file: Path, arguments: Sequence[str] = (), typed: Typed = None) -> tuple[Request, list[str]]:
     """Read the job of a batch script, which is run with these arguments.
 
     Args:
@@ -161,14 +160,12 @@ def read_batch_script(
     return _read(text, file, ["bash", script, *arguments], typed, is_file=True)
 
 
-def read_script_text(text: str, name: str, typed: Mapping[str, str] = NOTHING_TYPED) -> tuple[Request, list[str]]:
+def read_script_text(text: str, name: str, typed: Typed = None) -> tuple[Request, list[str]]:
     """As `read_batch_script`, of a script that is no file: on standard input, or on a command line."""
     return _read(text, Path(name), ["bash", text], typed, is_file=False)
 
 
-def _read(
-    text: str, file: Path, words: list[str], typed: Mapping[str, str], *, is_file: bool
-) -> tuple[Request, list[str]]:
+def _read(text: str, file: Path, words: list[str], typed: Typed, *, is_file: bool) -> tuple[Request, list[str]]:
     values: dict[str, Any] = {}
     ignored: list[str] = []
     own: list[str] = []
@@ -189,7 +186,7 @@ def _read(
     other = re.search(r"^#(PBS|BSUB|\$|OAR|PJM|COBALT)[ \t]+-", text, re.MULTILINE)
     if other and not (own or options or ignored):
         raise ConfigError(f"{file}: lines of #{other[1]} are not read: write #SBATCH, or #CLUSTERD KEY = VALUE")
-    options |= {name: (value, "options") for name, value in typed.items()}
+    options |= {name: (value, "options") for name, value in (typed or {}).items()}
     _translate(options, alike, values)
     for key, value in parse_toml("\n".join(own), f"{file}: #CLUSTERD lines").items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value

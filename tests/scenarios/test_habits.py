@@ -503,7 +503,7 @@ def _(lab: Prompt, drain: str) -> None:
 @habit("scontrol update node=gpu[01-04] state=resume")
 def _(lab: Prompt, undrain: str) -> None:
     lab.types("clusterd host drain local0 local1")
-    assert lab.types(undrain, ("gpu0[1-4]", "local[0-1]")).stderr == "local0 is undrained\nlocal1 is undrained\n"
+    assert lab.types(undrain, ("gpu[01-04]", "local[0-1]")).stderr == "local0 is undrained\nlocal1 is undrained\n"
     assert [host["drained"] for host in lab.cluster.call("hosts")] == [None, None]
 
 
