@@ -147,13 +147,13 @@ def parse_time_s(text: str) -> float:
         padded = re.sub(r"\b\d\b", r"0\g<0>", given.replace("t", " ")).upper()
         return datetime.fromisoformat(padded).timestamp()
     named, _, clock = given.rpartition(" ")
-    if clock in ("today", "tomorrow", *_DAYS, *(day[:3] for day in _DAYS)):
+    if clock in ("yesterday", "today", "tomorrow", *_DAYS, *(day[:3] for day in _DAYS)):
         named, clock = clock, "0:00"
     clock = _CLOCKS.get(clock, clock)
     with suppress(ValueError):
         at = clock_time.fromisoformat(clock.rjust(8 if clock.count(":") == 2 else 5, "0"))
         is_past = (at.hour, at.minute) < (now.hour, now.minute)
-        days = {"": int(is_past), "today": 0, "tomorrow": 1}
+        days = {"": int(is_past), "yesterday": -1, "today": 0, "tomorrow": 1}
         for number, day in enumerate(_DAYS):
             ahead = (number - now.weekday()) % 7 or 7 * is_past
             days |= {day: ahead, day[:3]: ahead}

@@ -11,7 +11,16 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import complete_job, is_found, job_or_tasks, note_array, own_jobs, shown_jobs, time_s
+from clusterd.cli.common.arguments import (
+    complete_job,
+    is_found,
+    job_or_tasks,
+    note_array,
+    own_jobs,
+    shown_jobs,
+    since_s,
+    time_s,
+)
 from clusterd.cli.common.following import first_failure, show_logs, until_over, wait_for
 from clusterd.cli.common.output import (
     ago,
@@ -51,7 +60,7 @@ LINES_MAX = 20
 @click.option("-a", "--all", "everything", is_flag=True, help="Finished jobs too.")
 @click.option("--state", help="Only jobs in this state, or in one of several: queued,running.")
 @click.option("--user", help="Only jobs of this user; . for your own.")
-@click.option("--since", metavar="TIME", help="Only jobs submitted within this time, finished ones too, as in 12h.")
+@click.option("--since", metavar="TIME", help="Only jobs submitted within this time, finished ones too: 12h or a date.")
 @click.option("-n", "--limit", type=click.IntRange(1), help="At most so many jobs, the newest.")
 @click.option("--tasks", is_flag=True, help="A line for each task of arrays and sweeps.")
 @click.option("-l", "--long", "with_forecast", is_flag=True, help="Expected start and end, with 90% intervals.")
@@ -71,7 +80,7 @@ def ls(
 
     An array or sweep is one line; its name in the place of JOBS lists its tasks. A narrow terminal leaves out columns.
     """
-    begin_s = time.time() - time_s("--since", since) if since is not None else 0.0
+    begin_s = since_s("--since", since) if since is not None else 0.0
     with Client() as cluster:
         everything = everything or since is not None
         rows = cluster.all_jobs() if everything or state is not None else cluster.call("jobs")

@@ -25,7 +25,9 @@ def test_ls_selects_by_user_age_and_number(shared_cluster: RunningCluster) -> No
     for name in ("a", "b", "c"):
         shared_cluster.run("run", "--no-snapshot", "--name", name, "--", "true")
     assert names(shared_cluster, "--all", "-n", "2") == ["b", "c"]
-    assert names(shared_cluster, "--since", "1h", "--user", ".") == ["a", "b", "c"]
+    for since in ("1h", "yesterday", "2026-03-01"):
+        assert names(shared_cluster, "--since", since, "--user", ".") == ["a", "b", "c"]
+    assert names(shared_cluster, "--since", "now") == []
     assert names(shared_cluster, "--since", "1h", "--user", "nobody-else") == []
     assert names(shared_cluster) == []
     assert "is finished\n" in shared_cluster.run("why", "a").stdout

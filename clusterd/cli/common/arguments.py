@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -166,6 +167,18 @@ def point_in_time_s(option: str, text: str) -> float:
         return parse_time_s(text)
     except ValueError as error:
         raise UsageError(f"{option} {text}: {error}") from None
+
+
+def since_s(option: str, text: str) -> float:
+    """Wall clock of the begin of a time up to now: so long before now, or a date, ``yesterday 9:00``.
+
+    Raises:
+        UsageError: it is neither, or is to come.
+    """
+    with suppress(ValueError):
+        if (at_s := parse_time_s(text)) <= time.time():
+            return at_s
+    return time.time() - time_s(option, text, " or 2026-12-24")
 
 
 COMPLETION_TIMEOUT_S = 0.5
