@@ -175,7 +175,8 @@ def _read(text: str, file: Path, words: list[str], typed: Typed, *, is_file: boo
         where = f"{file}, line {number}"
         if line.startswith("#SBATCH"):
             for name, value in _options(line.removeprefix("#SBATCH"), where):
-                if name in IGNORED and name not in alike:
+                # Without a file there is a log all the same, by which a task that fails can be understood.
+                if (name in IGNORED and name not in alike) or (name, value) == ("--output", os.devnull):
                     ignored.append(name)
                 else:
                     options[name] = (value, where)

@@ -239,6 +239,9 @@ def _(lab: Prompt, log: str, get: str) -> None:
     job = lab.types("clusterd submit job.sh").stdout.strip()
     lab.output(job, "there\n")
     assert (elsewhere / "5%.out").read_text() == "there\n"
+    lab.script("echo logged", "--output=/dev/null")
+    job = lab.types("clusterd submit job.sh").stdout.strip()
+    assert lab.output(job, "\n") == "logged\n"
     lab.script("echo kept", f"--output={elsewhere}")
     job = lab.types("clusterd submit job.sh").stdout.strip()
     assert f"output {elsewhere}: Is a directory" in lab.output(job, "kept\n")
