@@ -596,6 +596,7 @@ def _(lab: Prompt, shell: str) -> None:
 @habit("squeue --json, sacct -P")
 def _(lab: Prompt, ls: str, table: str) -> None:
     assert json.loads(lab.types(ls).stdout) == []
+    assert lab.types("clusterd ls --csv").stdout.startswith("id,name,")
     job = lab.submit("exit 4")
     lab.ends(job)
     (row,) = (row for row in csv.DictReader(io.StringIO(lab.types(table).stdout)) if row["id"] == job)
