@@ -107,20 +107,20 @@ def is_pattern(text: str) -> bool:
 def is_match(name: str, pattern: str) -> bool:
     """True if a name matches a pattern; ``12_[3]`` and ``gpu[08-12]`` have numbers, as in Slurm, not characters."""
     parts = re.fullmatch(r"(.*?)\[(\d{1,9}(?:[,-]\d{1,9})*)\](.*)", pattern)
-    if parts is None or (parts[2].isdecimal() and not parts[1].endswith("_")):
+    is_task = parts is not None and parts[1].endswith("_")
+    if parts is None or (parts[2].isdecimal() and not is_task):
         return fnmatchcase(name, pattern)
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", parts[2])
+    ranges = [  # zeros before a number are part of a host's name
+        (int(low), int(high or low), len(low) if low[0] == "0" and not is_task else 1)
+        for low, high in re.findall(r"(\d+)(?:-(\d+))?", parts[2])
+    ]
     return any(
-        fnmatchcase(name[:begin], parts[1]) and is_match(name[end:], parts[3]) and _in_ranges(name[begin:end], ranges)
+        fnmatchcase(name[:begin], parts[1])
+        and is_match(name[end:], parts[3])
+        and any(low <= int(text) <= high and text == str(int(text)).zfill(width) for low, high, width in ranges)
         for digits in re.finditer(r"[0-9]+", name)
         for begin, end in combinations(range(digits.start(), digits.end() + 1), 2)
-    )
-
-
-def _in_ranges(text: str, ranges: Iterable[tuple[str, str]]) -> bool:
-    return any(
-        int(low) <= int(text) <= int(high or low) and text == str(int(text)).zfill(len(low) if low[0] == "0" else 1)
-        for low, high in ranges
+        for text in (name[begin:end],)
     )
 
 
