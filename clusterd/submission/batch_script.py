@@ -18,7 +18,7 @@ from typing import Any
 from clusterd.errors import ConfigError
 from clusterd.job_signals import parse_limit_signal
 from clusterd.keys import NONE, Key
-from clusterd.submission.job_file import Request, job_keys, parse_job
+from clusterd.submission.job_file import Request, job_keys, parse_job, read_job_file
 from clusterd.toml import parse_toml
 from clusterd.units import parse_duration_s, parse_gpus, parse_time_s
 
@@ -158,6 +158,11 @@ def read_batch_script(file: Path, arguments: Sequence[str] = (), typed: Typed = 
     if script.startswith(".."):
         raise ConfigError(f"{file} is outside of this directory, which is sent to the hosts: change to its directory")
     return _read(text, file, ["bash", script, *arguments], typed, is_file=True)
+
+
+def read_job_or_script(file: Path) -> Request:
+    """Read a job file, or the job of a batch script; raises as they do."""
+    return read_batch_script(file)[0] if is_script(file) else read_job_file(file)
 
 
 def read_script_text(text: str, name: str, typed: Typed = None) -> tuple[Request, list[str]]:

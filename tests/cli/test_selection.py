@@ -54,6 +54,10 @@ def test_submit_and_run_override_and_say_what_is_wrong(shared_cluster: RunningCl
     file = tmp_path / "job.toml"
     file.write_text('name = "j"\ncommand = ["sleep", "100"]\n[resources]\ndevices = 1\n')
     assert "job j, command: valid" in shared_cluster.run("config", "check", str(file)).stderr
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/bash\n#SBATCH --job-name=prep\ntrue\n")
+    assert "job prep, command: valid" in shared_cluster.run("config", "check", "job.sh", cwd=tmp_path).stderr
+    assert "START" in shared_cluster.run("when", "job.sh", cwd=tmp_path).stdout
     shared_cluster.run("submit", str(file), "--set", "time=2h", "--set", "guaranteed=true", "--set", "cpus=2")
     spec = shared_cluster.job("j")["spec"]
     assert (spec["time_limit_s"], spec["guaranteed"], spec["resources"]["cpus"]) == (7200.0, True, 2)
