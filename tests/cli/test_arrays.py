@@ -47,6 +47,7 @@ def test_results_join_index_and_metrics(shared_cluster: RunningCluster, tmp_path
     assert "ACCURACY" in shared_cluster.run("results", "net").stdout
     assert shared_cluster.run("results", "nosuch", check=False).returncode == 2
     assert shared_cluster.run("show", f"{jobs[0]}_2").stdout.startswith(f"{jobs[1]}  net_2  failed")
+    assert "net is an array: name one of its tasks, as net_1" in shared_cluster.run("why", "net", check=False).stderr
     for named, folder in ((jobs[0], "by id"), ("net", "by name")):  # by id it was the first task's file alone
         shared_cluster.run("get", named, "metrics.json", "--to", folder, cwd=tmp_path)
         found = sorted(file.parent.name for file in (tmp_path / folder).glob("*/metrics.json"))

@@ -33,6 +33,10 @@ def find_job(state: State, text: str, user: str) -> Job:
     found = [j for j in own if j.spec.name == text]
     if not found and (task := find_task(state, text)) is not None:
         return state.jobs[task]
+    if not found and len(tasks := tasks_of(own, text, user)) > 1:
+        raise UsageError(
+            f"{text} is an array: name one of its tasks, as {tasks[0].spec.name}; clusterd ls {text} has all"
+        )
     found = found or [j for j in own if j.spec.name.startswith(text)]
     names = sorted({j.spec.name for j in found})
     if len(names) > 1:
