@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
-from clusterd.core.booked import Booked, most
+from clusterd.core.booked import Booked, peak
 from clusterd.core.state import State
 from clusterd.types import Device, DeviceId, HostId
 
@@ -74,14 +74,12 @@ class ClaimCalendar:
             self._kept[booking] = window, kept.beyond(booked)
 
     def kept(self, at_s: float, for_s: float, but: str = "") -> list[Booked]:
-        """Most cores and memory that bookings, but for one, keep for their jobs within so many seconds from a time.
+        """Cores and memory that bookings, but for one, keep for their jobs within so many seconds from a time.
 
-        Bookings that follow each other keep the same ones: each beginning in that time is a possible peak.
+        Bookings that follow each other keep the same ones.
         """
-        some = [these for name, these in self._kept.items() if name != but and these[0].overlaps(at_s, for_s)]
-        begins_s = {max(window.from_s, at_s) for window, _ in some}
-        at_once = [[kept for window, kept in some if window.overlaps(begin_s, 0.0)] for begin_s in begins_s]
-        return [most(at_once)] if len(at_once) > 1 else [kept for _, kept in some]
+        kept = [these for name, these in self._kept.items() if name != but and these[0].overlaps(at_s, for_s)]
+        return [peak((window.from_s, window.until_s, booked) for window, booked in kept)] if kept else []
 
 
 def _beside(devices: Iterable[DeviceId], state: State) -> Booked:
