@@ -37,7 +37,7 @@ LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=/:-]*")
 
 CONTAINER_RUNTIMES = ("docker", "podman", "apptainer")
 
-NONE = ("", "none", "any")
+NONE = ("", "none", "any", "unlimited", "infinite")
 """Texts that take a limit, a list or a choice away."""
 
 

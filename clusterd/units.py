@@ -11,6 +11,7 @@ from datetime import datetime, timedelta, timezone
 from datetime import time as clock_time
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import combinations
 from operator import eq, ge, gt, le, lt
 from typing import Any
 
@@ -98,15 +99,29 @@ def parse_duration_s(text: str | float) -> float:
         raise ValueError(f"{text!r} is no duration; write it as in 90s, 12h or 1h30m") from None
 
 
+def is_pattern(text: str) -> bool:
+    """True for a text with a letter of patterns, which no name has."""
+    return any(letter in text for letter in "*?[")
+
+
 def is_match(name: str, pattern: str) -> bool:
-    """True if a name matches a pattern; ``_[3,10-12]`` at its end are numbers, as in Slurm, not single characters."""
-    numbers = re.fullmatch(r"(.+)_\[(\d{1,9}(?:[,-]\d{1,9})*)\]", pattern)
-    if numbers is None:
+    """True if a name matches a pattern; ``12_[3]`` and ``gpu[08-12]`` have numbers, as in Slurm, not characters."""
+    parts = re.fullmatch(r"(.*?)\[(\d{1,9}(?:[,-]\d{1,9})*)\](.*)", pattern)
+    is_task = parts is not None and parts[1].endswith("_")
+    if parts is None or (parts[2].isdecimal() and not is_task):
         return fnmatchcase(name, pattern)
-    stem, _, number = name.rpartition("_")
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", numbers[2])
-    within = number.isdecimal() and any(int(low) <= int(number) <= int(high or low) for low, high in ranges)
-    return within and fnmatchcase(stem, numbers[1])
+    ranges = [  # zeros before a number are part of a host's name
+        (int(low), int(high or low), len(low) if low[0] == "0" and not is_task else 1)
+        for low, high in re.findall(r"(\d+)(?:-(\d+))?", parts[2])
+    ]
+    return any(
+        fnmatchcase(name[:begin], parts[1])
+        and is_match(name[end:], parts[3])
+        and any(low <= int(text) <= high and text == str(int(text)).zfill(width) for low, high, width in ranges)
+        for digits in re.finditer(r"[0-9]+", name)
+        for begin, end in combinations(range(digits.start(), digits.end() + 1), 2)
+        for text in (name[begin:end],)
+    )
 
 
 _CLOCKS = {"midnight": "0:00", "noon": "12:00"}
@@ -116,7 +131,7 @@ _DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "su
 def parse_time_s(text: str) -> float:
     """Parse local time into seconds since the epoch: ``14:00``, ``mon 9:00``, ``tomorrow``, a date and time, ``+2h``.
 
-    A time of day without a day is the next one.
+    A time of day without a day is the next one; one that clocks leave out in spring is as much after the change.
 
     Raises:
         ValueError: not a point in time.
@@ -130,21 +145,21 @@ def parse_time_s(text: str) -> float:
         return now.timestamp() + ahead_s
     with suppress(ValueError):
         padded = re.sub(r"\b\d\b", r"0\g<0>", given.replace("t", " ")).upper()
-        return datetime.fromisoformat(padded).astimezone().timestamp()
+        return datetime.fromisoformat(padded).timestamp()
     named, _, clock = given.rpartition(" ")
-    if clock in ("today", "tomorrow", *_DAYS, *(day[:3] for day in _DAYS)):
+    if clock in ("yesterday", "today", "tomorrow", *_DAYS, *(day[:3] for day in _DAYS)):
         named, clock = clock, "0:00"
     clock = _CLOCKS.get(clock, clock)
     with suppress(ValueError):
         at = clock_time.fromisoformat(clock.rjust(8 if clock.count(":") == 2 else 5, "0"))
         is_past = (at.hour, at.minute) < (now.hour, now.minute)
-        days = {"": int(is_past), "today": 0, "tomorrow": 1}
+        days = {"": int(is_past), "yesterday": -1, "today": 0, "tomorrow": 1}
         for number, day in enumerate(_DAYS):
             ahead = (number - now.weekday()) % 7 or 7 * is_past
             days |= {day: ahead, day[:3]: ahead}
         if ":" in clock and named.strip() in days:
             day_of_it = now.date() + timedelta(days=days[named.strip()])
-            return datetime.combine(day_of_it, at).astimezone().timestamp()
+            return datetime.combine(day_of_it, at).timestamp()
     raise ValueError("write it as in 14:00, 'mon 9:00', '2026-12-24 08:00' or +2h")
 
 

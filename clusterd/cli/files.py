@@ -8,13 +8,14 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import complete_job, own_jobs, time_s
-from clusterd.cli.common.output import ago, note, output_option, print_line, raise_all, show_table, shown_as
+from clusterd.cli.common.arguments import complete_job, job_or_tasks, own_jobs, time_s
+from clusterd.cli.common.output import ago, for_each, note, output_option, print_line, raise_all, show_table, shown_as
 from clusterd.client import Client
 from clusterd.errors import ClusterError, TryLater, UsageError
 from clusterd.units import counted, size
@@ -30,34 +31,54 @@ def get(job: str, files: tuple[str, ...], folder: Path | None, force: bool, outp
     """Copy FILES that a job wrote into its working directory; without FILES, list them, or with --to copy all.
 
     A FILE is a path below the working directory, a folder, or a pattern in quotes, as in '*.pt'. While the job runs, a
-    file is copied up to its current end. A path that several hosts of a job wrote is copied below a folder for each.
+    file is copied up to its current end. A path that several hosts of a job wrote is copied below a folder for each,
+    and files of an array below one for each task.
     """
+    if folder == Path("-"):
+        raise UsageError("--to - is no folder: --to DIRECTORY, then cat the file")
     with Client() as cluster:
-        listing = cluster.call("files", job=job)
-        for host, why in listing["left"].items():
+        listings = {one: cluster.call("files", job=one) for one in job_or_tasks(cluster, job)}
+        left = {host: why for listing in listings.values() for host, why in listing["left"].items()}
+        for host, why in left.items():
             note(f"{host} cannot list its files: {why}")
+        of_array = len(listings) > 1
         if not files and folder is None:
+            (listing,) = [_together(job, left, listings.values())] if of_array else listings.values()
             _list(listing, output)
             return
-        files, folder = files or (".",), folder or Path()
-        _complete(cluster, listing)
-        chosen = [_matching(listing, wanted) for wanted in files]
-        files_of = Counter(_path(file) for file in listing["files"])
-        unique = {
-            _path(file) if files_of[_path(file)] == 1 else os.path.join(file["host"], _path(file)): file
-            for some in chosen
-            for file in some
-        }
-        away = [path for path in unique if not (folder / path).resolve().is_relative_to(folder.resolve())]
-        if away:
-            file = unique[away[0]]
-            raise ClusterError(f"{file['host']} names {file['path']}, which is outside {folder}: nothing was copied")
-        taken = [path for path in unique if not force and os.path.exists(folder / path)]
-        if taken:
-            raise ClusterError(f"{folder / taken[0]} already exists: --force overwrites it")
-        for path, file in unique.items():
-            _copy(cluster, listing["job"], file, folder / path)
-            note(f"{folder / path} ({size(file['bytes'])}) from {file['host']}")
+
+        def fetch(one: str) -> None:
+            into = (folder or Path()) / (listings[one]["name"] if of_array else "")
+            _fetch(cluster, listings[one], files or (".",), into, force)
+
+        for_each(listings, fetch)
+
+
+def _together(array: str, left: dict[str, str], listings: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Listing of all tasks of an array, each below a folder of its name."""
+    files = [{**file, "path": f"{each['name']}/{file['path']}"} for each in listings for file in each["files"]]
+    return {"name": array, "files": files, "left": left, "more": sum(each["more"] for each in listings)}
+
+
+def _fetch(cluster: Client, listing: dict[str, Any], files: tuple[str, ...], folder: Path, force: bool) -> None:
+    _complete(cluster, listing)
+    chosen = [_matching(listing, wanted) for wanted in files]
+    files_of = Counter(_path(file) for file in listing["files"])
+    unique = {
+        _path(file) if files_of[_path(file)] == 1 else os.path.join(file["host"], _path(file)): file
+        for some in chosen
+        for file in some
+    }
+    away = [path for path in unique if not (folder / path).resolve().is_relative_to(folder.resolve())]
+    if away:
+        file = unique[away[0]]
+        raise ClusterError(f"{file['host']} names {file['path']}, which is outside {folder}: nothing was copied")
+    taken = [path for path in unique if not force and os.path.exists(folder / path)]
+    if taken:
+        raise ClusterError(f"{folder / taken[0]} already exists: --force overwrites it")
+    for path, file in unique.items():
+        _copy(cluster, listing["job"], file, folder / path)
+        note(f"{folder / path} ({size(file['bytes'])}) from {file['host']}")
 
 
 def _path(file: dict[str, Any]) -> str:

@@ -57,13 +57,13 @@ def help_command(key: str | None) -> None:
     """
     from clusterd.cli.main import cli
 
-    known = {entry.key: entry for entry in entries()}
+    known, context = {entry.key: entry for entry in entries()}, cli.make_context("clusterd", ["help"])
     if key is None:
         width = max(map(len, known))
         click.echo("\n".join(f"{entry.key:{width}}  {entry.title}" for entry in known.values()))
     elif key in known:
         click.echo(f"{key}: {known[key].title}\n\n{_plain(known[key].text)}")
-    elif isinstance(cli, click.Group) and (command := cli.get_command(context := click.Context(cli), key)):
+    elif isinstance(cli, click.Group) and (command := cli.get_command(context, key)):
         click.echo(command.get_help(click.Context(command, parent=context, info_name=key)))
     else:
         import difflib  # rarely needed: the command line starts faster without

@@ -10,10 +10,11 @@ from typing import Any
 import click
 
 from clusterd import config as configuration
-from clusterd.cli.common.arguments import complete_host, complete_job, time_s
+from clusterd.cli.common.arguments import complete_host, complete_job, since_s
 from clusterd.cli.common.output import note, output_option, print_line, shown_as
 from clusterd.client import Client
 from clusterd.errors import ClusterError
+from clusterd.units import local_time
 
 SUBJECT_CELLS = 32
 """Width of the column of jobs and hosts; longer names shift their line."""
@@ -23,14 +24,14 @@ ROWS_MAX = 5000
 
 
 @click.command()
-@click.option("--since", default="1h", show_default=True, metavar="TIME", help="As in 90s, 12h or 7d.")
+@click.option("--since", default="1h", show_default=True, metavar="TIME", help="As in 90s, 7d or yesterday.")
 @click.option("--job", shell_complete=complete_job, help="Only this job.")
 @click.option("--host", shell_complete=complete_host, help="Only this host.")
 @click.option("--verbose", "-v", is_flag=True, help="Also progress, timers, ends of ranks and steps of moves.")
 @output_option
 def history(since: str, job: str | None, host: str | None, verbose: bool, output: str) -> None:
     """Print what happened to jobs and hosts and what the scheduler decided, oldest first."""
-    begin_s = time.time() - time_s("--since", since)
+    begin_s = since_s("--since", since)
     with Client() as cluster:
         wanted = cluster.call("job", job=job)["id"] if job is not None else None
         if host is not None:
@@ -41,7 +42,7 @@ def history(since: str, job: str | None, host: str | None, verbose: bool, output
     rows = [row for row in rows if verbose or not row["routine"]]
     rows = [row for row in rows if wanted is None or row.get("job") == wanted]
     rows = sorted((row for row in rows if host is None or row.get("host") == host), key=_order)
-    if shown_as(output, rows):
+    if shown_as(output, rows, "Decision"):
         return
     oldest_s = max((page[0]["at_s"] for page in answer.values() if len(page) >= ROWS_MAX), default=0.0)
     if oldest_s > begin_s:
@@ -52,7 +53,7 @@ def history(since: str, job: str | None, host: str | None, verbose: bool, output
     for row, about in zip(rows, subjects, strict=True):
         print_line(f"{_when(row['at_s'])}  {about:<{cells}}  {row['text']}")
     if not rows:
-        note(f"nothing in the last {since}")
+        note(f"nothing since {local_time(begin_s)}")
 
 
 def _without_begun(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

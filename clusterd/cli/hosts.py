@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from clusterd import config
-from clusterd.cli.common.arguments import complete_host, point_in_time_s, time_s
+from clusterd.cli.common.arguments import complete_host, host_names, point_in_time_s, time_s
 from clusterd.cli.common.output import (
     PLAYING,
     ago,
@@ -118,7 +118,7 @@ def ls(output: str) -> None:
     """List hosts with state, capacity and jobs."""
     with Client() as cluster:
         rows = cluster.call("hosts")
-    if shown_as(output, rows):
+    if shown_as(output, rows, "Host"):
         return
     lines: list[list[Any]] = []
     for row in rows:
@@ -153,7 +153,7 @@ def _local(devices: list[str], host: str) -> str:
 def check(names: tuple[str, ...], python: str | None, output: str) -> None:
     """Check these hosts, or all: devices, disk space, network between hosts, Python."""
     with Client() as cluster:
-        rows = cluster.call("host_check", hosts=list(names), python=python)
+        rows = cluster.call("host_check", hosts=host_names(cluster, names), python=python)
     if output != "table":
         show_json(rows, output)
     else:
@@ -228,13 +228,14 @@ def drain(names: tuple[str, ...], why: str, when_idle: bool, dry_run: bool) -> N
 
     if dry_run:
         with Client() as cluster:
-            preview = cluster.call("drain_preview", hosts=list(names), jobs_stay=when_idle, meanwhile=PLAYING)
+            wanted = host_names(cluster, names)
+            preview = cluster.call("drain_preview", hosts=wanted, jobs_stay=when_idle, meanwhile=PLAYING)
         print_effect(preview)
         return
     known: list[str] = []
     failures: list[ClusterError] = []
     with Client() as cluster:
-        for name in names:
+        for name in host_names(cluster, names):
             try:
                 known.append(cluster.call("host", host=name)["name"])
             except ClusterError as error:
@@ -262,7 +263,7 @@ def undrain(names: tuple[str, ...]) -> None:
             cluster.call("host_undrain", host=name)
             note(f"{name} is undrained")
 
-        for_each(names, undrain_one)
+        for_each(host_names(cluster, names), undrain_one)
 
 
 @host.command()
@@ -270,7 +271,7 @@ def undrain(names: tuple[str, ...]) -> None:
 def remove(names: tuple[str, ...]) -> None:
     """Remove idle hosts from the cluster."""
     with Client() as cluster:
-        for_each(names, lambda name: note(_remove(cluster, name)))
+        for_each(host_names(cluster, names), lambda name: note(_remove(cluster, name)))
 
 
 def _remove(cluster: Client, name: str) -> str:

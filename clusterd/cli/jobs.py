@@ -11,7 +11,16 @@ from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import complete_job, is_found, job_or_tasks, note_array, own_jobs, time_s
+from clusterd.cli.common.arguments import (
+    complete_job,
+    is_found,
+    job_or_tasks,
+    note_array,
+    own_jobs,
+    shown_jobs,
+    since_s,
+    time_s,
+)
 from clusterd.cli.common.following import first_failure, show_logs, until_over, wait_for
 from clusterd.cli.common.output import (
     ago,
@@ -51,7 +60,7 @@ LINES_MAX = 20
 @click.option("-a", "--all", "everything", is_flag=True, help="Finished jobs too.")
 @click.option("--state", help="Only jobs in this state, or in one of several: queued,running.")
 @click.option("--user", help="Only jobs of this user; . for your own.")
-@click.option("--since", metavar="TIME", help="Only jobs submitted within this time, finished ones too, as in 12h.")
+@click.option("--since", metavar="TIME", help="Only jobs submitted within this time, finished ones too: 12h or a date.")
 @click.option("-n", "--limit", type=click.IntRange(1), help="At most so many jobs, the newest.")
 @click.option("--tasks", is_flag=True, help="A line for each task of arrays and sweeps.")
 @click.option("-l", "--long", "with_forecast", is_flag=True, help="Expected start and end, with 90% intervals.")
@@ -71,7 +80,7 @@ def ls(
 
     An array or sweep is one line; its name in the place of JOBS lists its tasks. A narrow terminal leaves out columns.
     """
-    begin_s = time.time() - time_s("--since", since) if since is not None else 0.0
+    begin_s = since_s("--since", since) if since is not None else 0.0
     with Client() as cluster:
         everything = everything or since is not None
         rows = cluster.all_jobs() if everything or state is not None else cluster.call("jobs")
@@ -86,7 +95,7 @@ def ls(
         rows = [row for row in rows if row["state"] in states]
     rows = [row for row in rows if user in (None, row["user"]) and row["submitted_s"] >= begin_s]
     rows = rows if limit is None else sorted(rows, key=lambda row: float(row["submitted_s"]))[-limit:]
-    if shown_as(output, rows):
+    if shown_as(output, rows, "Job"):
         return
     if said := status.get("notice"):  # absent from the reply of an older daemon
         note(f"notice of {said}")
@@ -198,16 +207,18 @@ def reason_now(row: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.argument("job", shell_complete=complete_job)
+@click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
 @output_option
-def show(job: str, output: str) -> None:
-    """Show all details of one job."""
+def show(jobs: tuple[str, ...], output: str) -> None:
+    """Show all details of jobs, by name, id or pattern."""
     with Client() as cluster:
-        row = cluster.call("job", job=job)
-        note_array(row, job)
-        row |= newest_metrics(cluster, row)
-    if shown_as(output, row):
-        return
+        rows = [row | newest_metrics(cluster, row) for row in shown_jobs(cluster, jobs)]
+    if not shown_as(output, rows if len(rows) > 1 else rows[0]):
+        for row in rows:
+            _show_job(row)
+
+
+def _show_job(row: dict[str, Any]) -> None:
     from clusterd.rows import SEARCHED  # imported only if needed: the command line starts faster without
 
     spec, cores = row["spec"], row.get("cores", 0)  # absent from the reply of an older daemon
@@ -345,6 +356,8 @@ def logs(
     note_array(row, job)
     if follow:
         exit_when_closed(1)
+        if row["state"] == "queued":
+            note(f"{row['name']} ({row['id']}) is queued: {reason_now(row)}")
     show_logs(row, None if all_ranks else (rank or 0), follow, attempt, raw=raw, last_lines=lines)
 
 

@@ -27,7 +27,7 @@ _GROUPS = {
         "ls": ("jobs", "ls", "List jobs."),
         "when": ("queue.calendar", "when", "Compare when a job would start and end, before submitting it."),
         "why": ("jobs", "why", "Explain a job's state."),
-        "show": ("jobs", "show", "Show all details of one job."),
+        "show": ("jobs", "show", "Show all details of jobs."),
         "logs": ("jobs", "logs", "Print a job's output."),
         "wait": ("jobs", "wait", "Wait for jobs; returns the exit code of the first that failed."),
         "cancel": ("jobs", "cancel", "Cancel jobs and free their devices."),
@@ -113,7 +113,9 @@ _ELSEWHERE = {
     "qhold": "hold", "qrls": "release", "pbsnodes": "host ls", "bsub": "submit", "bjobs": "ls", "bkill": "cancel",
     "bpeek": "logs", "bhosts": "host ls", "apply": "submit", "create": "submit", "events": "history", "job": "ls",
     "quota": "report --by tenant", "users": "report", "whoami": "status", "gpus": "host ls", "nvidia-smi": "top",
-    "restart": "rerun, or requeue", "suspend": "pause", "stat": "show", "undrain": "host undrain",
+    "restart": "rerun, or requeue", "suspend": "pause", "stat": "show", "undrain": "host undrain", "inspect": "show",
+    "pull": "get JOB FILE", "scale": "edit JOB devices=N", "stop JOB": "cancel JOB", "status JOB": "show JOB",
+    "host label": "host remove, then host add --label",
 }  # fmt: skip
 """Commands of Slurm, PBS, LSF, tmux, SkyPilot, pueue, docker and kubectl that hands type, and what does the same."""
 
@@ -122,7 +124,10 @@ _OPTIONS_ELSEWHERE = {
         "-u": "clusterd cancel '*', for all of your own", "--user": "clusterd cancel '*', for all of your own",
         "--all": "clusterd cancel '*'", "-n": "clusterd cancel 'NAME*'", "--name": "clusterd cancel 'NAME*'",
         "-t": "--state STATE", "-s": "--signal SIGNAL", "-9": "--now", "-f": "--now", "--force": "--now",
+        "-y": "leave it out", "--yes": "leave it out",
     },
+    "add": {"--until": "--for TIME", "--to": "--for TIME"},
+    "forget": {"--all": "clusterd forget '*'"}, "notice": {"--rm": "--clear"},
     "ls": {
         "-u": "--user NAME", "--me": "--user .", "-t": "--state STATE", "--states": "--state STATE", "-S": "--since 1d",
         "--starttime": "--since 1d", "-j": "clusterd ls JOB", "--jobs": "clusterd ls JOB", "-w": "clusterd top",
@@ -166,14 +171,18 @@ class _Commands(click.Group):
         except click.UsageError as error:
             import difflib
 
-            named, group = re.fullmatch(r"No such command '(.+)'\.", error.message), error.ctx
-            if named is None or group is None or not isinstance(group.command, click.Group):
+            named, context = re.fullmatch(r"No such command '(.+)'\.", error.message), error.ctx
+            if context is None or not (named or error.message.startswith("Got unexpected extra argument")):
                 raise
-            word = named[1] if group.parent is None else f"{group.info_name} {named[1]}"
+            typed = named[1] if named else "JOB"
+            word = typed if context.parent is None else f"{context.info_name} {typed}"
             if here := _ELSEWHERE.get(word) or _ELSEWHERE.get(f"host {word}"):
-                raise click.UsageError(f"{error.message} Here it is: clusterd {here}", group) from None
-            if near := difflib.get_close_matches(named[1], group.command.list_commands(group), 1):
-                raise click.UsageError(f"{error.message} Did you mean {near[0]!r}?", group) from None
+                message = f"{error.message.rstrip('.')}. Here it is: clusterd {here}"
+                raise click.UsageError(message, context) from None
+            group = context.command if named else None
+            if isinstance(group, click.Group):
+                for near in difflib.get_close_matches(typed, group.list_commands(context), 1):
+                    raise click.UsageError(f"{error.message} Did you mean {near!r}?", context) from None
             raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -183,7 +192,7 @@ class _Commands(click.Group):
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="clusterd")
+@click.version_option(__version__, "--version", "-V", prog_name="clusterd")
 def cli() -> None:
     """A cluster manager for machines that SSH reaches.
 

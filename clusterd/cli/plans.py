@@ -13,7 +13,7 @@ from clusterd.cli.common.arguments import complete_job
 from clusterd.cli.common.output import note, output_option, print_line, show_json, show_table, shown_as
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
-from clusterd.submission.job_file import read_job_file
+from clusterd.submission.batch_script import read_job_or_script
 from clusterd.submission.submit import plain, with_workdir
 from clusterd.units import compact_devices, counted, duration, fine, size
 
@@ -92,7 +92,7 @@ def estimate(file: Path, output: str) -> int:
 
     Its model is built on a host without storage; nothing is trained.
     """
-    request = read_job_file(file)
+    request = read_job_or_script(file)
     if request.spec.kind != "elastic":
         raise UsageError(f'{file}: kind is "{request.spec.kind.value}": only models of elastic jobs can be inspected')
     with Client() as cluster:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ from clusterd.submission.sweep import (
 from clusterd.submission.workdir import commit_of
 from clusterd.toml import parse_toml
 from clusterd.types import JobSpec
-from clusterd.units import counted
+from clusterd.units import counted, local_time
 
 _ENV = click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be repeated.")
 _SWEEP = click.option(
@@ -102,7 +103,7 @@ def submit(file: Path | None, arguments: tuple[str, ...], wrap: str | None, outp
     FILE is either on standard input. Options override it; those that may be repeated add to it. ARGUMENTS are
     for a script; -- goes before those that begin with -.
     """
-    request = _given(file, arguments, wrap)
+    request = _given(file, arguments, wrap, options)
     spec = request.spec
     if options["changes"]:
         spec = with_fields(spec, parse_fields(options["changes"]))
@@ -181,7 +182,7 @@ SCRIPTS = {".sh": "sh", ".bash": "bash", ".py": "python"}
 """Programs that run files with these endings."""
 
 
-def _given(file: Path | None, arguments: Sequence[str], wrap: str | None) -> Request:
+def _given(file: Path | None, arguments: Sequence[str], wrap: str | None, options: dict[str, Any]) -> Request:
     """Job of a file, of a line of shell, or of what is on standard input or in a pipe, which can be read once.
 
     Raises:
@@ -191,7 +192,7 @@ def _given(file: Path | None, arguments: Sequence[str], wrap: str | None) -> Req
     if named and wrap is not None:
         raise UsageError(f"--wrap is in the place of a file: leave {file} out")
     if file is not None and named and not file.is_fifo() and not file.is_char_device():
-        return _read(file, arguments)
+        return _read(file, arguments, options)
     if not named and wrap is None and sys.stdin.isatty():
         raise UsageError("give the FILE of a job, --wrap COMMAND, or a job file or script on standard input")
     if wrap is not None:
@@ -210,9 +211,15 @@ def _given(file: Path | None, arguments: Sequence[str], wrap: str | None) -> Req
         except ConfigError as error:
             raise ConfigError(f"{error}; a job file is TOML, and a batch script begins with #!") from None
         return parse_job(values, Path("stdin"), "standard input")
-    request, ignored = read_script_text(text, "stdin" if wrap is None else "wrap")
+    request, ignored = read_script_text(text, "stdin" if wrap is None else "wrap", _of_script(options))
     _tell_of_ignored("the script", ignored)
     return request
+
+
+def _of_script(options: dict[str, Any]) -> dict[str, str]:
+    """Options as of sbatch, taken out of the others: a script runs once on each node, and its srun starts the tasks."""
+    given = {"--ntasks": options.pop("tasks"), "--nodes": options.pop("nodes")}
+    return {name: str(count) for name, count in given.items() if count is not None}
 
 
 def _tell_of_ignored(name: str, ignored: list[str]) -> None:
@@ -220,9 +227,11 @@ def _tell_of_ignored(name: str, ignored: list[str]) -> None:
         note(f"{name}: without effect here: {', '.join(dict.fromkeys(ignored))}")
 
 
-def _read(file: Path, arguments: Sequence[str]) -> Request:
+def _read(file: Path, arguments: Sequence[str], options: dict[str, Any]) -> Request:
     """Read a job file or a batch script, which alone takes arguments."""
     if not is_script(file):
+        if not file.exists():
+            raise UsageError(f"{file}: No such file or directory: give the path of a job file or a batch script")
         if file.suffix in SCRIPTS:
             raise UsageError(
                 f"{file} is neither a job file nor a script that begins with #! (docs/scheduling.md); or use "
@@ -233,7 +242,7 @@ def _read(file: Path, arguments: Sequence[str]) -> Request:
         if arguments:
             raise UsageError(f"{arguments[0]} is an argument for a batch script, and {file} is a job file: see --set")
         return read_job_file(file)
-    request, ignored = read_batch_script(file, arguments)
+    request, ignored = read_batch_script(file, arguments, _of_script(options))
     _tell_of_ignored(str(file), ignored)
     return request
 
@@ -287,6 +296,7 @@ def _queue(cluster: Client, request: Request, expand: Expansion, output: str) ->
     """
     answers: list[dict[str, Any]] = []
     unread: OSError | None = None
+    _note_past_begin(request.spec)
     try:
         for spec in expand(request.spec):
             spec = in_array(spec, answers[0]["id"] if answers else "")
@@ -362,9 +372,15 @@ def run(argv: tuple[str, ...], output: str, **options: Any) -> int:
         if options["detach"]:
             _queue(cluster, request, expand, output)
             return 0
+        _note_past_begin(request.spec)
         with answered_first() as interrupts:
             answer = hand_over(cluster, request)
     return attend(answer, request.spec, interrupts)
+
+
+def _note_past_begin(spec: JobSpec) -> None:
+    if spec.begin_s is not None and spec.begin_s < time.time() - 60.0:  # a time of day is one of its whole minute
+        note(f"begin: {local_time(spec.begin_s)} is over, so that it delays nothing")
 
 
 def _dry_run(cluster: Client, spec: JobSpec, expand: Expansion, output: str, *, snapshot: bool) -> int:

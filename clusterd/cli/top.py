@@ -32,8 +32,11 @@ def top(readonly: bool, socket: Path | None, system: bool, plain: bool, replay: 
     """Watch and control the cluster; press ? for the keys."""
     if importlib.util.find_spec("textual") is None:
         raise ClusterError("the terminal UI needs textual: pip install 'clusterd[tui]'")
-    if not (sys.stdin.isatty() and sys.stdout.isatty()) and "TEXTUAL_DRIVER" not in os.environ:
-        raise UsageError("top needs a terminal for input and output: use clusterd ls or clusterd status in scripts")
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    if not is_terminal and "TEXTUAL_DRIVER" not in os.environ:
+        raise UsageError(
+            "top needs a terminal for input and output, and no dumb one (TERM): clusterd ls and clusterd status do not"
+        )
     path = socket or _usual_socket(system)
     preconnected = None if replay else preconnect(path)
     collect_seldom()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from clusterd.core.host import Host
@@ -26,6 +27,20 @@ class Booked:
 
 
 NOTHING = Booked()
+
+
+def peak(held: Iterable[tuple[float, float, Booked]]) -> Booked:
+    """Largest sum at any instant, host by host, of what is held from one time until another."""
+    changes = [change for begin_s, end_s, booked in held for change in ((begin_s, 1, booked), (end_s, -1, booked))]
+    now, most = Counter[HostId](), Counter[HostId]()
+    now_bytes, most_bytes = Counter[HostId](), Counter[HostId]()
+    for _, sign, booked in sorted(changes, key=lambda change: change[:2]):  # what ends makes room for what begins then
+        for host in {*booked.cores, *booked.memory_bytes}:
+            cores, memory_bytes = booked.on(host)
+            now[host] += sign * cores
+            now_bytes[host] += sign * memory_bytes
+            most[host], most_bytes[host] = max(most[host], now[host]), max(most_bytes[host], now_bytes[host])
+    return Booked(most, most_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
-from clusterd.core.booked import Booked
+from clusterd.core.booked import Booked, peak
 from clusterd.core.state import State
 from clusterd.types import Device, DeviceId, HostId
 
@@ -74,8 +74,12 @@ class ClaimCalendar:
             self._kept[booking] = window, kept.beyond(booked)
 
     def kept(self, at_s: float, for_s: float, but: str = "") -> list[Booked]:
-        """Cores and memory that bookings, but for one, keep for their jobs within so many seconds from a time."""
-        return [kept for name, (window, kept) in self._kept.items() if name != but and window.overlaps(at_s, for_s)]
+        """Cores and memory that bookings, but for one, keep for their jobs within so many seconds from a time.
+
+        Bookings that follow each other keep the same ones.
+        """
+        kept = [these for name, these in self._kept.items() if name != but and these[0].overlaps(at_s, for_s)]
+        return [peak((window.from_s, window.until_s, booked) for window, booked in kept)] if kept else []
 
 
 def _beside(devices: Iterable[DeviceId], state: State) -> Booked:

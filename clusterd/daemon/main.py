@@ -132,9 +132,10 @@ class Daemon:
 
             # --- hosts
             dialer = Dialer(HostKeys(config.state_dir / "known_hosts"))
-            enrolment = HostKeyEnrolment(dialer, Path(config.ssh_config).expanduser() if config.ssh_config else None)
-            login_key = LoginKey(config.state_dir / "login_key")
             embedded: dict[int, EmbeddedHost] = {}
+            ssh_config = Path(config.ssh_config).expanduser() if config.ssh_config else None
+            enrolment = HostKeyEnrolment(dialer, ssh_config, embedded)
+            login_key = LoginKey(config.state_dir / "login_key")
             links = LinkFactory(config, engine, leader, dialer, enrolment, login_key, embedded)
             hosts = HostRegistry(engine, journal, config, tasks, links.make)
             joined = JoinedHosts(engine, hosts, links.joined_dialers, tasks, config.host_lost_after_s)

@@ -11,16 +11,19 @@ import codecs
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from clusterd.errors import ConfigError
 from clusterd.job_signals import parse_limit_signal
-from clusterd.keys import Key
-from clusterd.submission.job_file import Request, job_keys, parse_job
+from clusterd.keys import NONE, Key
+from clusterd.submission.job_file import Request, job_keys, parse_job, read_job_file
 from clusterd.toml import parse_toml
 from clusterd.units import parse_duration_s, parse_gpus, parse_time_s
+
+REQUEUED = 75
+"""Exit code with which `scontrol requeue` in a script ends it; EX_TEMPFAIL of sysexits.h."""
 
 PRELUDE = """
 while IFS= read -r -d '' pair; do
@@ -44,6 +47,7 @@ declare -F conda > /dev/null || conda() {
 type module > /dev/null 2>&1 || module() { absent module "source its init script before"; }
 export SLURM_JOB_ID=$CLUSTERD_JOB SLURM_JOBID=$CLUSTERD_JOB SLURM_JOB_NAME=$CLUSTERD_JOB_NAME
 export SLURM_SUBMIT_DIR=$PWD SLURM_NNODES=${NNODES:-1} SLURM_JOB_NUM_NODES=${NNODES:-1}
+[ "${CLUSTERD_ATTEMPT:-1}" = 1 ] || export SLURM_RESTART_COUNT=$((CLUSTERD_ATTEMPT - 1))
 export SLURM_CPUS_ON_NODE=$(nproc)
 [ -z "${SLURM_NTASKS-}" ] || export SLURM_NPROCS=$SLURM_NTASKS
 export SLURM_NODEID=${NODE_RANK:-0} SLURM_PROCID=${NODE_RANK:-0} SLURM_LOCALID=0
@@ -59,10 +63,13 @@ done
 unset name given
 srun() { eval "$CLUSTERD_STEP" '"$@"'; }
 scontrol() {
-    [ "$1 $2" != "show hostnames" ] || { echo "$SLURM_JOB_NODELIST"; return; }
-    echo "clusterd: scontrol $*: it knows show hostnames alone in a job; to be queued again, exit with a code of" \
-        "the job's retry_on" >&2
-    return 1
+    case "${1-} ${2-}" in
+        "show hostnames") echo "$SLURM_JOB_NODELIST" ;;
+        "requeue $SLURM_JOB_ID" | "requeue ${SLURM_ARRAY_JOB_ID-}_${SLURM_ARRAY_TASK_ID-}")
+            echo "clusterd: exit code 75 queues it again, by retry_on, in a new copy of its directory" >&2
+            exit 75 ;;
+        *) echo "clusterd: scontrol $*: in a job it knows show hostnames, and requeue of the job itself" >&2; false ;;
+    esac
 }
 export -f srun scontrol
 script=$1; shift
@@ -126,9 +133,14 @@ def is_script(file: Path) -> bool:
         return False  # whoever reads it as a job file says what is wrong
 
 
-def read_batch_script(file: Path, arguments: Sequence[str] = ()) -> tuple[Request, list[str]]:
+Typed = Mapping[str, str] | None
+
+
+def read_batch_script(file: Path, arguments: Sequence[str] = (), typed: Typed = None) -> tuple[Request, list[str]]:
     """Read the job of a batch script, which is run with these arguments.
 
+    Args:
+        typed: options of sbatch in the place of those in the script.
     Returns:
         The job, and the options that were ignored.
 
@@ -136,24 +148,29 @@ def read_batch_script(file: Path, arguments: Sequence[str] = ()) -> tuple[Reques
         ConfigError: names file, line and option.
     """
     try:
-        text = file.read_bytes().decode()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as text: {error}") from None
+        text = file.read_bytes().decode(errors="replace")  # only its options are read here
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     if "\r\n" in text or text.startswith("\ufeff"):
         remedy = f"sed -i 's/\\r$//; 1s/^\\xef\\xbb\\xbf//' -- {shlex.quote(str(file))}"
         raise ConfigError(f"{file} has the line ends or the mark of Windows, which become part of words: {remedy}")
     script = os.path.relpath(file.resolve(), Path.cwd())
     if script.startswith(".."):
         raise ConfigError(f"{file} is outside of this directory, which is sent to the hosts: change to its directory")
-    return _read(text, file, ["bash", script, *arguments], is_file=True)
+    return _read(text, file, ["bash", script, *arguments], typed, is_file=True)
 
 
-def read_script_text(text: str, name: str) -> tuple[Request, list[str]]:
+def read_job_or_script(file: Path) -> Request:
+    """Read a job file, or the job of a batch script; raises as they do."""
+    return read_batch_script(file)[0] if is_script(file) else read_job_file(file)
+
+
+def read_script_text(text: str, name: str, typed: Typed = None) -> tuple[Request, list[str]]:
     """As `read_batch_script`, of a script that is no file: on standard input, or on a command line."""
-    return _read(text, Path(name), ["bash", text], is_file=False)
+    return _read(text, Path(name), ["bash", text], typed, is_file=False)
 
 
-def _read(text: str, file: Path, words: list[str], *, is_file: bool) -> tuple[Request, list[str]]:
+def _read(text: str, file: Path, words: list[str], typed: Typed, *, is_file: bool) -> tuple[Request, list[str]]:
     values: dict[str, Any] = {}
     ignored: list[str] = []
     own: list[str] = []
@@ -163,7 +180,8 @@ def _read(text: str, file: Path, words: list[str], *, is_file: bool) -> tuple[Re
         where = f"{file}, line {number}"
         if line.startswith("#SBATCH"):
             for name, value in _options(line.removeprefix("#SBATCH"), where):
-                if name in IGNORED and name not in alike:
+                # Without a file there is a log all the same, by which a task that fails can be understood.
+                if (name in IGNORED and name not in alike) or (name, value) == ("--output", os.devnull):
                     ignored.append(name)
                 else:
                     options[name] = (value, where)
@@ -174,9 +192,13 @@ def _read(text: str, file: Path, words: list[str], *, is_file: bool) -> tuple[Re
     other = re.search(r"^#(PBS|BSUB|\$|OAR|PJM|COBALT)[ \t]+-", text, re.MULTILINE)
     if other and not (own or options or ignored):
         raise ConfigError(f"{file}: lines of #{other[1]} are not read: write #SBATCH, or #CLUSTERD KEY = VALUE")
+    options |= {name: (value, "options") for name, value in (typed or {}).items()}
     _translate(options, alike, values)
     for key, value in parse_toml("\n".join(own), f"{file}: #CLUSTERD lines").items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+    if re.search(r"\bscontrol\s+requeue\b", text):
+        limits = values.setdefault("limits", {})
+        limits["retry_on"] = [*limits.get("retry_on", ()), REQUEUED]
     values.setdefault("name", _name(file))
     shell = ("-c",) if values.get("clean_env") else ("-l", "-c")
     rest = _interpreted(text.partition("\n")[0], file, is_file=is_file)
@@ -357,6 +379,8 @@ def _memory(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
 
 
 def _time(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
+    if value and value.lower() in NONE:
+        return
     if re.fullmatch(r"[\d:-]+", value) is None:
         raise ValueError("write it as in 30 (minutes), 2:30:00 or 1-12:00:00")
     of_minutes = re.fullmatch(r"(\d+)(:\d+)?", value)
@@ -372,7 +396,9 @@ def _number(value: str) -> int:
 
 def _set(key: str) -> Callable[[str, dict[str, Any], dict[str, Any]], None]:
     def meaning(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
-        resources[key] = _number(value)
+        if not (count := _number(value)):
+            raise ValueError("it must be at least 1")
+        resources[key] = count
 
     return meaning
 
@@ -439,6 +465,9 @@ _TYPED = {
     "--partition": "there are none, leave it out", "--parsable": "leave it out, stdout is the id alone",
     "--mail-type": "[notify] of the settings",
     "--output": "clusterd logs JOB", "--error": "clusterd logs JOB", "--pty": "clusterd shell",
+    "--rm": "leave it out, clusterd forget deletes it", "--image": "--container docker:IMAGE", "--volume": "--mount",
+    "--input": "clusterd shell for a terminal, or < FILE", "--restart": "retries in a job file",
+    "--tenant": "tenant in a job file",
     "--chdir": "submit it from that directory", "--label": "lines of several tasks have their number",
 }  # fmt: skip
 """What does the same on a command line as options that scripts have, or `srun`."""

@@ -290,7 +290,7 @@ def parse_fields(given: Iterable[str]) -> dict[str, Any]:
             raise UsageError(f"{item}: {hint}")
         key = keys[short]
         items[key.name] = item
-        if value in NONE and key.value.removable and not key.initial:
+        if value.lower() in NONE and key.value.removable and not key.initial:
             found[key.name] = key.initial
         else:
             found |= read_values([(key, value)], lambda key: items[key.name], texts=True)

@@ -11,6 +11,7 @@ import pytest
 
 from clusterd.errors import UsageError
 from clusterd.submission.sweep import parse_array
+from clusterd.units import is_match
 from tests.conftest import RunningCluster, until
 
 TRAIN = """
@@ -46,6 +47,28 @@ def test_results_join_index_and_metrics(shared_cluster: RunningCluster, tmp_path
     assert "ACCURACY" in shared_cluster.run("results", "net").stdout
     assert shared_cluster.run("results", "nosuch", check=False).returncode == 2
     assert shared_cluster.run("show", f"{jobs[0]}_2").stdout.startswith(f"{jobs[1]}  net_2  failed")
+    assert "net is an array: name one of its tasks, as net_1" in shared_cluster.run("why", "net", check=False).stderr
+    for named, folder in ((jobs[0], "by id"), ("net", "by name")):  # by id it was the first task's file alone
+        shared_cluster.run("get", named, "metrics.json", "--to", folder, cwd=tmp_path)
+        found = sorted(file.parent.name for file in (tmp_path / folder).glob("*/metrics.json"))
+        assert found == ["net_1", "net_2", "net_3"]
+    listed = json.loads(shared_cluster.run("get", "net", "--json").stdout)
+    assert [file["path"] for file in listed] == [f"net_{index}/metrics.json" for index in (1, 2, 3)]
+    assert "is no folder" in shared_cluster.run("get", "net", "metrics.json", "--to", "-", check=False).stderr
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching"),
+    [
+        ("gpu[02-11]", ["gpu02", "gpu10"]), ("gpu[1-12]", ["gpu10", "gpu3"]), ("gpu0[1-4]", ["gpu02"]),
+        ("gpu[23]", ["gpu3"]), ("gpu_[3,20-30]", ["gpu_23"]), ("r[1-2]-n[01-09]*", ["r1-n02", "r2-n07b"]),
+        ("r[12]-*", ["r1-n02", "r2-n07b", "r1-n10"]),
+    ],
+)  # fmt: skip
+def test_brackets_with_a_range_are_numbers(pattern: str, matching: list[str]) -> None:
+    """Regression: `host drain 'gpu[1-12]'` would mean gpu1 and gpu2, as in a shell, and not all twelve, as in Slurm."""
+    names = ["gpu02", "gpu10", "gpu3", "gpu_23", "r1-n02", "r2-n07b", "r3-n02", "r1-n10"]
+    assert [name for name in names if is_match(name, pattern)] == matching
 
 
 def test_brackets_list_tasks_by_number(shared_cluster: RunningCluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from clusterd.errors import ClusterError, UsageError
 from clusterd.submission.job_file import read_job_file
 from tests.conftest import GPT, RunningCluster
+from tests.hang import HANG_S
 
 
 def refused(cluster: RunningCluster, *arguments: str, code: int, **options: object) -> str:
@@ -213,6 +215,9 @@ def test_an_action_for_several_hosts_skips_unknown_ones(shared_cluster: RunningC
     assert message.returncode == 2
     assert "local0 is drained; no jobs" in message.stderr
     assert [row["name"] for row in shared_cluster.call("hosts") if row["drained"] is not None] == ["local0"]
+    assert shared_cluster.run("host", "undrain", "local*").stderr.startswith("local0 is undrained\n")
+    message = shared_cluster.run("host", "drain", "gpu*", check=False)
+    assert message.returncode == 2 and message.stderr.startswith("clusterd: no host matches gpu* (hosts: local0")
     message = shared_cluster.run("host", "add", "--cpu-devices", "99999999", "gpu01", check=False)
     assert "99999999 is not in the range 0<=x<=1024" in message.stderr
     with pytest.raises(ClusterError, match="the host's options: cpu_devices is -1; it must be a whole number"):
@@ -231,6 +236,15 @@ def test_a_standard_input_that_is_closed(shared_cluster: RunningCluster) -> None
     message = in_shell(shared_cluster, f"{clusterd} shell {job} -- echo there <&-; {clusterd} top <&-")
     assert message.stdout == "there\n"
     assert "top needs a terminal" in message.stderr
+    mine, theirs = pty.openpty()
+    dumb = {**shared_cluster.environment, "TERM": "dumb"}
+    top = subprocess.run(
+        [sys.executable, "-m", "clusterd", "top"], env=dumb, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
+        timeout=HANG_S, check=False,
+    )  # fmt: skip
+    os.close(mine)
+    os.close(theirs)
+    assert top.returncode == 2 and b"no dumb one (TERM)" in top.stderr
     assert "bug" not in message.stderr
 
 

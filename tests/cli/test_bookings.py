@@ -39,7 +39,7 @@ def test_a_booking_from_its_making_to_its_cancellation(shared_cluster: RunningCl
     cluster.run("edit", job, "booking=none")
     cluster.wait_for(job, lambda row: row["state"] == "running" and row["booking"] == "")
     cluster.run("cancel", job)
-    cluster.run("book", "cancel", "1")
+    cluster.run("book", "rm", "1")
     assert "there is no booking '1'" in cluster.run("book", "cancel", "1", check=False).stderr
     assert "booking 1 was removed" in cluster.run("history").stdout
 

@@ -36,6 +36,9 @@ def test_every_command_has_an_example_whose_options_it_knows() -> None:
         options = {spelling for parameter in command.params for spelling in parameter.opts}
         assert {word for word in words if word.startswith("-")} <= options, path
     assert all(known.values()), known
+    for words in (["help", "host"], ["host", "--help"]):
+        text = CliRunner().invoke(cli, words, prog_name="clusterd").output
+        assert text.startswith("Usage: clusterd host [OPTIONS]")
 
 
 def test_commands_are_listed_by_what_they_are_about() -> None:

@@ -96,6 +96,8 @@ def test_commands_of_other_programs_lead_to_the_one_here() -> None:
         answer = CliRunner().invoke(cli, typed.split())
         word = typed.split()[-1]
         assert answer.exit_code == 2 and f"No such command '{word}'. Here it is: {here}" in answer.output
+    for command, here in (("stop", "clusterd cancel JOB"), ("status", "clusterd show JOB")):
+        assert f"extra argument (12). Here it is: {here}" in CliRunner().invoke(cli, [command, "12"]).output
     for here in {text.split()[0].strip(",") for text in _ELSEWHERE.values()}:
         assert here in _COMMANDS or here.startswith("--")
     assert not _ELSEWHERE.keys() & _COMMANDS.keys()
@@ -107,10 +109,12 @@ def test_options_of_other_programs_lead_to_the_one_here() -> None:
         ("run", "-t", "--time 12h"), ("run", "-l", "lines of several"), ("submit", "--chdir", "from that directory"),
         ("cancel", "-u", "clusterd cancel '*'"), ("cancel", "-t", "--state STATE"), ("ls", "--me", "--user ."),
         ("ls", "-j", "clusterd ls JOB"), ("logs", "--tail", "--lines N"), ("submit", "--parsable", "stdout is the id"),
-        ("run", "--requeue", "leave it out"), ("submit", "--mail-type", "[notify]"),
+        ("run", "--requeue", "leave it out"), ("submit", "--mail-type", "[notify]"), ("run", "--rm", "leave it out"),
+        ("run", "-it", "clusterd shell"), ("cancel", "-y", "leave it out"), ("book", "--until", "--for TIME"),
     ):  # fmt: skip
         answer = CliRunner().invoke(cli, [command, option, "x"])
         assert answer.exit_code == 2
+        option = option[:2] if option[:2] != "--" else option
         assert f"No such option {option!r}. Here it is: " in answer.output and here in answer.output
     assert "Here it is" not in CliRunner().invoke(cli, ["host", "ls", "-u", "x"]).output  # of the list of jobs
     assert "Did you mean" in CliRunner().invoke(cli, ["ls", "--sinse", "1d"]).output

@@ -75,6 +75,8 @@ def test_hosts_and_jobs_that_are_not_there(cluster: RunningCluster) -> None:
         (("ls", "--state", "lost"), "unknown state; known ones are queued, starting, running"),
         (("cancel", "nope"), "there is no job 'nope'"),
         (("submit", "FILE", "--name", "a b"), "the name 'a b' must be letters"),
+        (("submit", "nosuch.sh"), "clusterd: nosuch.sh: No such file or directory: give the path of a job file"),
+        (("submit", "-n", "0", "--wrap", "true"), "options: --ntasks=0: it must be at least 1"),
         (("run", "--time", "nan", "--", "true"), "limits.time is nan s: it must be a time"),
         (("run", "--time", "1e400", "--", "true"), "limits.time is inf s: it must be a time"),
         (("run", "--devices", "9" * 30, "--", "true"), "beyond what fits 64 bits"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.conftest import RunningCluster
@@ -49,6 +51,13 @@ def test_what_is_not_over_is_not_run_again_and_a_cancel_has_a_reason(shared_clus
     job = cluster.run("run", "-d", "--no-snapshot", "--name", "long", "--", "sleep", "1000").stdout.strip()
     refused = cluster.run("rerun", job, check=False)
     assert refused.returncode == 1 and f"clusterd requeue {job}" in refused.stderr
+    held = cluster.run("run", "-d", "--no-snapshot", "--hold", "--name", "held", "--", "true").stdout.strip()
+    assert "it has yet to run" in cluster.run("rerun", held, check=False).stderr
+    command = [sys.executable, "-m", "clusterd", "logs", "-f", held]
+    with subprocess.Popen(command, env=cluster.environment, stderr=subprocess.PIPE, text=True) as following:
+        assert following.stderr is not None
+        assert following.stderr.readline().startswith(f"held ({held}) is queued: held by")
+        cluster.run("cancel", held)
     cluster.run("cancel", job, "--why", "the data was wrong")
     cluster.run("wait", job, check=False)
     assert cluster.job(job)["reason"].endswith(": the data was wrong")

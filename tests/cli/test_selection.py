@@ -25,10 +25,20 @@ def test_ls_selects_by_user_age_and_number(shared_cluster: RunningCluster) -> No
     for name in ("a", "b", "c"):
         shared_cluster.run("run", "--no-snapshot", "--name", name, "--", "true")
     assert names(shared_cluster, "--all", "-n", "2") == ["b", "c"]
-    assert names(shared_cluster, "--since", "1h", "--user", ".") == ["a", "b", "c"]
+    for since in ("1h", "yesterday", "2026-03-01"):
+        assert names(shared_cluster, "--since", since, "--user", ".") == ["a", "b", "c"]
+    assert names(shared_cluster, "--since", "now") == []
     assert names(shared_cluster, "--since", "1h", "--user", "nobody-else") == []
     assert names(shared_cluster) == []
     assert "is finished\n" in shared_cluster.run("why", "a").stdout
+    rows = [shared_cluster.run("ls", *which, "--csv").stdout.splitlines() for which in (("--all",), ("none",))]
+    assert rows[1][0].startswith(rows[0][0]) and len(rows[1]) == 1
+    shown = [
+        line.split("  ")[1] for line in shared_cluster.run("show", "[ab]", "c").stdout.splitlines() if line[0] != " "
+    ]
+    assert shown == ["a", "b", "c"]
+    assert len(json.loads(shared_cluster.run("show", "a", "c", "--json").stdout)) == 2
+    assert "there is no job 'z*'" in shared_cluster.run("show", "z*", check=False).stderr
 
 
 @pytest.mark.slow
@@ -44,6 +54,10 @@ def test_submit_and_run_override_and_say_what_is_wrong(shared_cluster: RunningCl
     file = tmp_path / "job.toml"
     file.write_text('name = "j"\ncommand = ["sleep", "100"]\n[resources]\ndevices = 1\n')
     assert "job j, command: valid" in shared_cluster.run("config", "check", str(file)).stderr
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/bash\n#SBATCH --job-name=prep\ntrue\n")
+    assert "job prep, command: valid" in shared_cluster.run("config", "check", "job.sh", cwd=tmp_path).stderr
+    assert "START" in shared_cluster.run("when", "job.sh", cwd=tmp_path).stdout
     shared_cluster.run("submit", str(file), "--set", "time=2h", "--set", "guaranteed=true", "--set", "cpus=2")
     spec = shared_cluster.job("j")["spec"]
     assert (spec["time_limit_s"], spec["guaranteed"], spec["resources"]["cpus"]) == (7200.0, True, 2)
@@ -52,7 +66,10 @@ def test_submit_and_run_override_and_say_what_is_wrong(shared_cluster: RunningCl
     assert never.returncode == 2 and "j can never start" in never.stderr and "sending" not in never.stderr
     wrong = shared_cluster.run("submit", str(file), "--set", "colour=red", check=False)
     assert wrong.returncode == 2 and "write KEY=VALUE with one of the keys" in wrong.stderr
-    shared_cluster.run("run", "-d", "--no-snapshot", "--guaranteed", "--name", "k", "--", "sleep", "100")
+    told = shared_cluster.run(
+        "run", "-d", "--no-snapshot", "--guaranteed", "--begin", "2020-02-01", "--name", "k", "--", "sleep", "100"
+    ).stderr
+    assert told == "begin: 2020-02-01 00:00 is over, so that it delays nothing\n"
     assert shared_cluster.job("k")["spec"]["guaranteed"]
 
 
@@ -122,6 +139,7 @@ def test_states_and_times_are_understood_as_slurm_writes_them(shared_cluster: Ru
     assert shared_cluster.job(job)["time_limit_s"] == 7200.0
     refused = shared_cluster.run("edit", job, "time=30:00", check=False).stderr  # minutes in Slurm, or hours
     assert "'30:00' is no duration" in refused
+    assert shared_cluster.run("edit", job, "time=UNLIMITED").stderr.endswith("time 2h00m -> none\n")
     shared_cluster.run("cancel", "--state", "queued,running,starting", "timed")
 
 
@@ -142,3 +160,15 @@ def test_points_in_time_are_those_of_iso_8601() -> None:
     assert parse_time_s("2026-12-01T10:00:00+01:00") == parse_time_s("2026-12-01T09:00Z")
     assert parse_time_s("2026-12-1 9:05") == parse_time_s("2026-12-01T09:05:00")
     assert parse_time_s("now") == pytest.approx(time.time(), abs=HANG_S)
+
+
+def test_a_time_that_clocks_leave_out_is_as_much_after_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a booking from 2:30 in the night of the change began an hour before it, at 1:30."""
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    try:
+        assert parse_time_s("2027-03-28 02:30") == parse_time_s("2027-03-28 03:30") == 1806197400.0
+        assert parse_time_s("2027-03-28 01:30") == 1806193800.0
+    finally:
+        monkeypatch.undo()
+        time.tzset()

@@ -239,6 +239,9 @@ def _(lab: Prompt, log: str, get: str) -> None:
     job = lab.types("clusterd submit job.sh").stdout.strip()
     lab.output(job, "there\n")
     assert (elsewhere / "5%.out").read_text() == "there\n"
+    lab.script("echo logged", "--output=/dev/null")
+    job = lab.types("clusterd submit job.sh").stdout.strip()
+    assert lab.output(job, "\n") == "logged\n"
     lab.script("echo kept", f"--output={elsewhere}")
     job = lab.types("clusterd submit job.sh").stdout.strip()
     assert f"output {elsewhere}: Is a directory" in lab.output(job, "kept\n")
@@ -251,6 +254,35 @@ def _(lab: Prompt, warned: str) -> None:
     lab.output(job, "begun\n")
     lab.cluster.run("edit", job, "time=2m")  # all of which is before it now
     assert lab.output(job, "warned\n") == "begun\nwarned\n"
+
+
+@habit("sbatch -n 4 job.sh")
+def _(lab: Prompt, submit: str) -> None:
+    lab.script("echo once, of $SLURM_NTASKS; srun sh -c 'echo task $SLURM_PROCID'", "-n 1")
+    job = lab.types(submit).stdout.strip()
+    lab.ends(job)
+    first, *tasks = lab.output(job, "task").splitlines()
+    assert (first, sorted(tasks)) == ("once, of 4", [f"task {number}" for number in range(4)])
+
+
+@habit("jid=$(sbatch --parsable job.sh)")
+def _(lab: Prompt, after: str) -> None:
+    lab.script("true")
+    loop = f"jid=$(clusterd submit job.sh); for i in 1 2; do jid=$({after}); done; echo $jid"
+    job = lab.types(loop).stdout.strip()
+    assert lab.ends(job) == "finished"
+    assert lab.cluster.job(job)["spec"]["after"] == [str(int(job) - 1)]
+
+
+@habit("scontrol requeue $SLURM_JOB_ID in a trap")
+def _(lab: Prompt) -> None:
+    body = """trap 'scontrol requeue $SLURM_JOB_ID; exit 0' USR1
+echo restarts: ${SLURM_RESTART_COUNT:-0}
+[ "${SLURM_RESTART_COUNT:-0}" = 1 ] || kill -USR1 $$"""
+    lab.script(body)
+    job = lab.types("clusterd submit job.sh").stdout.strip()
+    assert lab.ends(job) == "finished"
+    assert lab.output(job, "restarts") == "restarts: 1\n"
 
 
 @habit("sbatch --wait, --test-only")
@@ -402,6 +434,21 @@ def _(lab: Prompt, command: str) -> None:
     assert ("  time limit 2h" in shown) == ("time=2h" in command)
 
 
+@habit("TimeLimit=UNLIMITED")
+def _(lab: Prompt, edit: str) -> None:
+    job = lab.running("echo begun; sleep 1000", "--time", "1h")
+    lab.types(edit, ("12", job))
+    assert lab.cluster.job(job)["time_limit_s"] is None
+
+
+@habit("scontrol show job of several")
+def _(lab: Prompt, ids: str, pattern: str) -> None:
+    first, second = (lab.submit("true", "--name", name) for name in ("night1", "night2"))
+    for command in (ids, pattern):
+        shown = lab.types(command, ("12", first), ("13", second), ("night", "night[12]")).stdout
+        assert re.findall(r"(?m)^\d+  night\d", shown) == [f"{first}  night1", f"{second}  night2"]
+
+
 @habit("sbatch --array=0-99%8")
 def _(lab: Prompt, submit: str, results: str) -> None:
     lab.script("echo $SLURM_ARRAY_TASK_ID of $SLURM_ARRAY_TASK_COUNT, $SLURM_ARRAY_TASK_MIN-$SLURM_ARRAY_TASK_MAX")
@@ -454,6 +501,13 @@ def _(lab: Prompt, drain: str) -> None:
     assert "fans" in lab.types(f"clusterd why {waits}").stdout
     lab.types("clusterd host undrain gpu01")
     assert lab.ends(waits) == "finished"
+
+
+@habit("scontrol update node=gpu[01-04] state=resume")
+def _(lab: Prompt, undrain: str) -> None:
+    lab.types("clusterd host drain local0 local1")
+    assert lab.types(undrain, ("gpu[01-04]", "local[0-1]")).stderr == "local0 is undrained\nlocal1 is undrained\n"
+    assert [host["drained"] for host in lab.cluster.call("hosts")] == [None, None]
 
 
 @habit("scontrol create reservation")
@@ -542,6 +596,7 @@ def _(lab: Prompt, shell: str) -> None:
 @habit("squeue --json, sacct -P")
 def _(lab: Prompt, ls: str, table: str) -> None:
     assert json.loads(lab.types(ls).stdout) == []
+    assert lab.types("clusterd ls --csv").stdout.startswith("id,name,")
     job = lab.submit("exit 4")
     lab.ends(job)
     (row,) = (row for row in csv.DictReader(io.StringIO(lab.types(table).stdout)) if row["id"] == job)
@@ -626,6 +681,30 @@ def _(lab: Prompt, get: str) -> None:
     lab.types(get, ("JOB", job))
     assert (lab.work / "run" / "deep" / "a").read_text() == "a"
     assert (lab.work / "run" / "b").read_text() == "b"
+
+
+@habit("for i in 0 1 2; do scp gpu03:run$i/best.pt $i; done")
+def _(lab: Prompt, get: str) -> None:
+    body = "echo $CLUSTERD_ARRAY_TASK_ID > best.pt"
+    given = ("run", "-d", "--name", "run", "--array", "0-2", "--", "sh", "-c", body)
+    array = lab.cluster.run(*given, cwd=lab.work).stdout.split()[0]
+    lab.types("clusterd wait run")
+    lab.types(get, ("12", array))
+    assert [(lab.work / "all" / f"run_{index}" / "best.pt").read_text() for index in range(3)] == ["0\n", "1\n", "2\n"]
+
+
+@habit("tail -F of a log that is not there yet")
+def _(lab: Prompt, logs: str) -> None:
+    first = lab.running()
+    waits = lab.submit("echo begun", "--after", f"{first}:any", "--name", "next")
+    command = ["bash", "-c", f"exec {logs.replace('12', waits)}"]
+    with subprocess.Popen(
+        command, env=lab.cluster.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as following:
+        assert following.stderr is not None and following.stdout is not None
+        assert following.stderr.readline() == f"next ({waits}) is queued: waits for sh ({first}, running)\n"
+        lab.types(f"clusterd cancel {first}")
+        assert following.stdout.read() == "begun\n"
 
 
 @habit("ssh -L 6006:localhost:6006 gpu03")

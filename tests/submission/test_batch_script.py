@@ -260,23 +260,41 @@ def test_a_script_runs_as_its_first_line_says(
         assert shared_cluster.run("logs", done.stdout.split()[0]).stdout == shown
 
 
-@pytest.mark.parametrize(("option", "shown"), [("", "none\n"), ("#SBATCH -n 1\n", "1\n")])
+@pytest.mark.parametrize(
+    ("option", "typed", "shown"),
+    [("", (), "none\n"), ("#SBATCH -n 1\n", (), "1\n"), ("#SBATCH -n 1\n", ("-n", "2"), "2\n")],
+)
 def test_the_number_of_tasks_is_there_if_it_was_asked_for(
-    shared_cluster: RunningCluster, tmp_path: Path, option: str, shown: str
+    shared_cluster: RunningCluster, tmp_path: Path, option: str, typed: tuple[str, ...], shown: str
 ) -> None:
-    """Regression: Lightning took itself for the one task of Slurm, and refused a second device."""
+    """Regression: Lightning took itself for the one task of Slurm, and refused a second device.
+
+    A typed number is that of a line in the script, too: `submit -n 2 job.sh` ran the script twice at a time.
+    """
     text = f"#!/bin/bash\n{option}echo ${{SLURM_NTASKS-none}}\n"
-    done = shared_cluster.run("submit", "--wait", input=text, cwd=tmp_path)
+    done = shared_cluster.run("submit", "--wait", *typed, input=text, cwd=tmp_path)
     assert shared_cluster.run("logs", done.stdout.strip()).stdout == shown
 
 
-def test_a_script_is_told_what_scontrol_does_not_do(shared_cluster: RunningCluster, tmp_path: Path) -> None:
-    """Regression: it returned 1 without a word, and a job that was to be queued again was over."""
-    done = shared_cluster.run(
-        "submit", "--wait", "--wrap", "scontrol requeue $SLURM_JOB_ID; echo code $?", cwd=tmp_path
+def test_a_script_has_itself_queued_again_and_is_told_what_scontrol_does_not_do(
+    shared_cluster: RunningCluster, tmp_path: Path
+) -> None:
+    """Regression: a trap before the time limit that ends with `exit 0` finished the job. Its comments are Latin-1."""
+    text = b"""#!/bin/bash -u
+# L\xe4uft bis zur Zeitgrenze
+trap 'scontrol requeue $SLURM_JOB_ID; exit 0' USR1
+scontrol update JobId=1 Nice=5 || echo code $?
+[ "${SLURM_RESTART_COUNT-0}" = 1 ] || kill -USR1 $$
+"""
+    (tmp_path / "s.sh").write_bytes(text)
+    job = shared_cluster.run("submit", "--wait", "s.sh", cwd=tmp_path).stdout.strip()
+    assert [attempt["number"] for attempt in shared_cluster.job(job)["attempts"]] == [1, 2]
+    logs = [shared_cluster.run("logs", job, "--attempt", number).stdout for number in ("1", "2")]
+    assert (
+        logs[1] == "clusterd: scontrol update JobId=1 Nice=5: in a job it knows show hostnames, and requeue of the job"
+        " itself\ncode 1\n"
     )
-    log = shared_cluster.run("logs", done.stdout.strip()).stdout
-    assert "clusterd: scontrol requeue" in log and "exit with a code of the job's retry_on\ncode 1\n" in log
+    assert logs[0].removeprefix(logs[1]).startswith("clusterd: exit code 75 queues it again")
 
 
 def test_a_script_with_the_line_ends_of_windows_is_refused(tmp_path: Path) -> None:

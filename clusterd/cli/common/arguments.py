@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -11,7 +12,7 @@ import click
 from clusterd.cli.common.output import note
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
-from clusterd.units import is_match, parse_duration_s, parse_time_s
+from clusterd.units import is_match, is_pattern, parse_duration_s, parse_time_s
 
 
 def is_selected(row: dict[str, Any], texts: Iterable[str]) -> bool:
@@ -48,7 +49,6 @@ def own_jobs(
     """
     found: list[str] = []
     for text in texts:
-        is_pattern = any(letter in text for letter in "*?[")  # never part of a name
         if text.isdecimal() and (tasks := _tasks(cluster, text)):
             ids = [row["id"] for row in tasks if (row["ended_s"] is not None) == over and accept(row)]
             if not ids:
@@ -56,11 +56,13 @@ def own_jobs(
                 raise UsageError(f"array {text} has no task {what}: clusterd ls {text} lists them")
             found += ids
             continue
-        if not is_pattern and (text.isdecimal() or over):
+        if not is_pattern(text) and (text.isdecimal() or over):
             found.append(text)
             continue
         listed = cluster.all_jobs() if over else cluster.call("jobs")
-        if not is_pattern and (any(row["name"] == text for row in listed) or not any(map(_in_array(text), listed))):
+        if not is_pattern(text) and (
+            any(row["name"] == text for row in listed) or not any(map(_in_array(text), listed))
+        ):
             found.append(text)
             continue
         me = cluster.call("hello")["user"]
@@ -87,6 +89,37 @@ def job_or_tasks(cluster: Client, text: str) -> list[str]:
         if tasks := _tasks(cluster, text):
             return [row["id"] for row in tasks]
         raise
+
+
+def shown_jobs(cluster: Client, texts: Iterable[str]) -> list[dict[str, Any]]:
+    """Rows of jobs by id or name, and of all that a pattern matches, where a command shows each.
+
+    Raises:
+        ClusterError: there is none.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        ids = [row["id"] for row in cluster.all_jobs() if is_selected(row, [text])] if is_pattern(text) else []
+        for row in [cluster.call("job", job=name) for name in ids or [text]]:
+            note_array(row, text)
+            found[row["id"]] = row
+    return list(found.values())
+
+
+def host_names(cluster: Client, texts: Iterable[str]) -> list[str]:
+    """Names of hosts, those that match a pattern in its place.
+
+    Raises:
+        UsageError: a pattern matches none.
+    """
+    found: list[str] = []
+    for text in texts:
+        known = [row["name"] for row in cluster.call("hosts")] if is_pattern(text) else [text]
+        names = [name for name in known if name == text or is_match(name, text)]
+        if not names:
+            raise UsageError(f"no host matches {text} (hosts: {', '.join(sorted(known)) or 'none yet'})")
+        found += names
+    return list(dict.fromkeys(found))
 
 
 def note_array(row: dict[str, Any], text: str) -> None:
@@ -134,6 +167,18 @@ def point_in_time_s(option: str, text: str) -> float:
         return parse_time_s(text)
     except ValueError as error:
         raise UsageError(f"{option} {text}: {error}") from None
+
+
+def since_s(option: str, text: str) -> float:
+    """Wall clock of the begin of a time up to now: so long before now, or a date, ``yesterday 9:00``.
+
+    Raises:
+        UsageError: it is neither, or is to come.
+    """
+    with suppress(ValueError):
+        if (at_s := parse_time_s(text)) <= time.time():
+            return at_s
+    return time.time() - time_s(option, text, " or 2026-12-24")
 
 
 COMPLETION_TIMEOUT_S = 0.5

@@ -43,15 +43,19 @@ def output_option(command: F) -> F:
     return with_option  # type: ignore[return-value]
 
 
-def show_json(value: Any, form: str) -> None:
-    """Print the value as JSON, whole and indented, or one line per element; as CSV, with a column per field."""
+def show_json(value: Any, form: str, row: str = "") -> None:
+    """Print the value as JSON, whole and indented, or one line per element; as CSV, with a column per field.
+
+    Args:
+        row: class of `clusterd.rows` whose fields are the columns of an empty list.
+    """
     import json
 
     value = with_iso_times(value)
     elements = value if isinstance(value, list) else [value]
     try:
         if form == "csv":
-            headings = list(dict.fromkeys(name for element in elements for name in element))
+            headings = list(dict.fromkeys(name for element in elements or [_fields(row)] for name in element))
             rows = [[element.get(name) for name in headings] for element in elements]
             nested = (dict, list, tuple)
             show_csv(headings, [[json.dumps(c) if isinstance(c, nested) else c for c in row] for row in rows])
@@ -67,10 +71,16 @@ def show_json(value: Any, form: str) -> None:
         drop_output(sys.stdout)  # the command still returns its exit code
 
 
-def shown_as(output: str, value: Any) -> bool:
-    """Print the value where ``-o`` asks for JSON or CSV; false for a table, which its command prints."""
+def _fields(row: str) -> dict[str, None]:
+    from clusterd import rows  # rarely needed: the command line starts faster without
+
+    return dict(with_iso_times(dict.fromkeys(getattr(rows, row).__struct_fields__)) if row else {})
+
+
+def shown_as(output: str, value: Any, row: str = "") -> bool:
+    """Print the value as `show_json` where ``-o`` asks for it; false for a table, which its command prints."""
     if output != "table":
-        show_json(value, output)
+        show_json(value, output, row)
     return output != "table"
 
 

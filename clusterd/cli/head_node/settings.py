@@ -14,6 +14,7 @@ import click
 from clusterd import config as configuration
 from clusterd.cli.common.output import note
 from clusterd.errors import ConfigError, UsageError
+from clusterd.submission.batch_script import is_script, read_job_or_script
 from clusterd.submission.job_file import Request, parse_job
 from clusterd.toml import read_toml, refuse_mistakes
 
@@ -27,12 +28,18 @@ def config() -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--job", "is_job", is_flag=True, help="FILE is a job file, whatever is in it.")
 def check(file: Path, is_job: bool) -> None:
-    """Check a job file or the daemon's configuration, and report all mistakes with their lines; needs no daemon."""
-    values = read_toml(file)
+    """Check a job file, a batch script or the daemon's configuration, and report all mistakes with their lines.
+
+    Needs no daemon.
+    """
+    is_batch = is_script(file)
+    values = {} if is_batch else read_toml(file)
     if is_job or _looks_like_a_job(values):
-        refuse_mistakes(file, values, lambda some: _refuse_as_submit_does(file, parse_job(some, file, str(file))))
-        spec = parse_job(values, file, str(file)).spec
-        note(f"{file}: job {spec.name}, {spec.kind.value}: valid")
+        if not is_batch:
+            refuse_mistakes(file, values, lambda some: _refuse_as_submit_does(file, parse_job(some, file, str(file))))
+        request = read_job_or_script(file)
+        _refuse_as_submit_does(file, request)
+        note(f"{file}: job {request.spec.name}, {request.spec.kind.value}: valid")
         return
     from clusterd.daemon.settings import refuse_unknown  # importing the policies takes a second
 

@@ -12,7 +12,7 @@ import click
 from clusterd.cli.common.output import expected_cell, output_option, show_table, shown_as
 from clusterd.client import Client
 from clusterd.errors import UsageError
-from clusterd.submission.job_file import read_job_file
+from clusterd.submission.batch_script import read_job_or_script
 from clusterd.submission.submit import plain
 from clusterd.units import compact_devices
 
@@ -44,7 +44,7 @@ def calendar(days: int, host: str | None, user: str | None, output: str) -> None
     if output == "ics":
         click.echo(icalendar(rows, time.time()), nl=False)
         return
-    if shown_as(output, rows):
+    if shown_as(output, rows, "CalendarEntry"):
         return
     form = "%a %H:%M" if days <= WEEKDAY_DAYS else "%m-%d %H:%M"
     now_s, lines, shown = time.time(), list[list[Any]](), None
@@ -123,7 +123,7 @@ def when(file: Path, gpus: str | None, devices: str | None, guaranteed: bool, ou
     The scheduler is played forward from its state of now, with run times drawn from what is known of each job. Times
     are the median and the 90% interval.
     """
-    spec = read_job_file(file).spec
+    spec = read_job_or_script(file).spec
     sizes = []
     for option, text, kind in (("--gpus", gpus, "cuda"), ("--devices", devices, None)):
         try:

@@ -13,12 +13,17 @@ from clusterd.client import Client
 from clusterd.errors import UsageError
 from clusterd.units import compact_devices, parse_gpus
 
+_REMOVALS = ("rm", "cancel", "remove", "delete")
+"""Words of which one is a subcommand of each group, and stands for all of them."""
+
 
 class _Claims(click.Group):
     """Takes arguments in the place of a subcommand: ``clusterd claim gpu01:3`` is ``clusterd claim add gpu01:3``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+        if args and args[0] in _REMOVALS:
+            args = [next(name for name in _REMOVALS if name in self.commands), *args[1:]]
+        elif args and args[0] not in (*self.commands, *ctx.help_option_names):
             args = ["add", *args]
         return super().parse_args(ctx, args)
 
@@ -155,7 +160,7 @@ def _show(output: str, nothing: str, bookings: bool) -> None:
     """Print the claims of operators, or the bookings."""
     with Client() as cluster:
         rows = [row for row in cluster.call("claims") if bool(row.get("owner")) == bookings]
-    if shown_as(output, rows):
+    if shown_as(output, rows, "Claim"):
         return
     whose, what = ("owner", "name") if bookings else ("by", "reason")
     lines = [[row["id"], compact_devices(row["devices"]), _when(row), row[whose], row["reason"]] for row in rows]

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import click
 
-from clusterd.cli.common.arguments import complete_job, time_s
+from clusterd.cli.common.arguments import complete_job, since_s
 from clusterd.cli.common.output import note, output_option, show_csv, show_json, show_table, shown_as
 from clusterd.client import Client
 from clusterd.errors import ClusterError
-from clusterd.units import duration
+from clusterd.units import duration, local_time
 
 
 @click.command()
-@click.option("--since", default="30d", show_default=True, metavar="TIME", help="As in 12h or 30d; whole days count.")
+@click.option("--since", default="30d", show_default=True, metavar="TIME", help="12h, 30d or a date; whole days count.")
 @click.option("--by", type=click.Choice(("user", "tenant", "model", "host", "job")), default="user", show_default=True)
 @click.option("--fair-share", is_flag=True, help="What each user has used lately, and what is due.")
 @click.option("--forecasts", is_flag=True, help="How forecasts of starts and ends came true, over the last 90 days.")
@@ -33,10 +32,10 @@ def report(since: str, by: str, fair_share: bool, forecasts: bool, output: str) 
     if fair_share:
         _fair_share(output)
         return
-    begin_s = time.time() - time_s("--since", since)
+    begin_s = since_s("--since", since)
     with Client() as cluster:
         rows = cluster.call("forecasts") if forecasts else cluster.call("report", since_s=begin_s, by=by)
-    if shown_as(output, rows):
+    if shown_as(output, rows, "ForecastScore" if forecasts else "UsageReport"):
         return
     if forecasts:
         _show_calibration(rows)
@@ -47,10 +46,10 @@ def report(since: str, by: str, fair_share: bool, forecasts: bool, output: str) 
     if any(row["outside_device_hours"] for row in rows):
         headings.append("outside the queue")
         lines = [[*line, f"{row['outside_device_hours']:.2f}"] for line, row in zip(lines, rows, strict=True)]
-    show_table(headings, lines, f"nothing ran in the last {since}")
+    show_table(headings, lines, f"nothing ran since {local_time(begin_s)}")
     if rows:
         total = sum(row["device_hours"] for row in rows)
-        note(f"{total:.2f} device-hours in the last {since}")
+        note(f"{total:.2f} device-hours since {local_time(begin_s)}")
 
 
 def _show_calibration(rows: list[dict[str, Any]]) -> None:
@@ -76,7 +75,7 @@ def _row(row: dict[str, Any], by: str) -> list[Any]:
 def _fair_share(output: str) -> None:
     with Client() as cluster:
         rows = cluster.call("fair_share")
-    if shown_as(output, rows):
+    if shown_as(output, rows, "FairShare"):
         return
     headings = ["tenant", "user", "device-hours", "devices", "tenant has", "due", "user has", "due"]
     headings += ["this month", "budget", "left"]

@@ -13,7 +13,7 @@ from clusterd.core.state import Attempt, Job, State
 from clusterd.errors import ClusterError, UsageError
 from clusterd.keys import keys_of
 from clusterd.types import ArrayTask, AttemptState, DeviceId, HostId, JobId, JobKind, JobSpec, JobState
-from clusterd.units import is_match
+from clusterd.units import is_match, is_pattern
 
 
 def find_job(state: State, text: str, user: str) -> Job:
@@ -33,6 +33,10 @@ def find_job(state: State, text: str, user: str) -> Job:
     found = [j for j in own if j.spec.name == text]
     if not found and (task := find_task(state, text)) is not None:
         return state.jobs[task]
+    if not found and len(tasks := tasks_of(own, text, user)) > 1:
+        raise UsageError(
+            f"{text} is an array: name one of its tasks, as {tasks[0].spec.name}; clusterd ls {text} has all"
+        )
     found = found or [j for j in own if j.spec.name.startswith(text)]
     names = sorted({j.spec.name for j in found})
     if len(names) > 1:
@@ -89,7 +93,7 @@ def _named(state: State, text: str, user: str) -> list[Job]:
     """All tasks of an array, the user's newest job of each name that matches a pattern, or one job."""
     if tasks := tasks_of(state.jobs.values(), text, user):
         return tasks
-    if not any(letter in text for letter in "*?["):
+    if not is_pattern(text):
         return [find_job(state, text, user)]
     matching = [j for j in state.jobs.values() if j.spec.user == user and is_match(j.spec.name, text)]
     if not matching:

@@ -158,7 +158,7 @@ class MigrationVerbs:
         attempt = known.attempt
         if known.spec.kind is JobKind.COMMAND or attempt is None or attempt.state is not AttemptState.RUNNING:
             raise ClusterError(
-                f"{known.spec.name} is a {known.spec.kind.value} job and {known.state.value}: only elastic and "
+                f"{known.spec.name} is of kind {known.spec.kind.value} and {known.state.value}: only elastic and "
                 "checkpointable jobs that run can be checkpointed"
             )
         if path is None and known.spec.checkpoint_directory is None:

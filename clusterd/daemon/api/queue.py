@@ -199,7 +199,8 @@ class QueueVerbs:
         """
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         if not known.state.is_final:
-            again = f"clusterd requeue {known.id} stops it and begins it again"
+            begun = known.attempt is not None
+            again = f"clusterd requeue {known.id} stops it and begins it again" if begun else "it has yet to run"
             raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}: {again}")
         more = {} if snapshot is None else {"snapshot": snapshot, "commit": commit}
         return await self._submit_again(peer, known, more, changes, env, secrets)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from clusterd.core.state import State
 from clusterd.errors import ClusterError
 from clusterd.ssh.connection import Dialer
+from clusterd.ssh.embedded import EmbeddedHost
 from clusterd.ssh.hostkeys import Changed, Unknown
 from clusterd.ssh.resolve import Route, parse_address, resolve
 from clusterd.types import HostId
 
 
 class HostKeyEnrolment:
-    """Inspects host keys along a route and stores those that a user accepted."""
+    """Inspects host keys along a route and stores those that a user accepted.
 
-    def __init__(self, dialer: Dialer, ssh_config: Path | None) -> None:
+    Args:
+        embedded: hosts inside this machine, which no SSH configuration knows, by number.
+    """
+
+    def __init__(self, dialer: Dialer, ssh_config: Path | None, embedded: Mapping[int, EmbeddedHost]) -> None:
         self._dialer = dialer
         self._ssh_config = ssh_config
+        self._embedded = embedded
 
     async def route(self, address: str) -> Route:
         """Route that ``ssh ADDRESS`` would take.
@@ -40,6 +47,10 @@ class HostKeyEnrolment:
             other = "; another port or account there needs a name of its own: Host in the SSH configuration"
             way = other if given.port or given.user else ""
             raise ClusterError(f"{name} is in the cluster already: clusterd host show {name}{way}")
+        for number, server in self._embedded.items():
+            if server.name == name:
+                again = f"clusterd stop, then clusterd start --local {number + 1}, adds it again"
+                raise ClusterError(f"{name} is a host inside this machine, which ssh does not reach: {again}")
         return name
 
     async def inspect(self, address: str, accept: list[str]) -> dict[str, Any]:

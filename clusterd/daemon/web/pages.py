@@ -103,7 +103,8 @@ class Pages:
             return _failure(HTTPStatus.FORBIDDEN, self._access.text(VISITOR, str(error)))
         return _failure(
             HTTPStatus.NOT_FOUND,
-            "no such page: there are /, /fleet, /calendar, /history, /jobs/JOB, /metrics, /api",
+            "no such page: there are /, /fleet, /calendar, /history, /jobs/JOB, /metrics, and below /api: "
+            + ", ".join(map("/".join, ROUTES)),
         )
 
     async def _of_verb(self, verb: str, named: dict[str, Any], query: dict[str, str]) -> Answer:

@@ -469,3 +469,14 @@ def test_a_job_of_a_booking_without_devices_runs_on_its_hosts_and_uses_it(lab: L
     lab.now_s += 2 * UNUSED_S
     fire(lab, number)
     assert (lab.state(mine), lab.state(others)) == ("running", "queued")
+
+
+def test_bookings_after_each_other_keep_the_same_cores(lab: Lab) -> None:
+    """A device that is booked for each Monday does not close its host for jobs without a time limit."""
+    lab.host("a", gpus=4, cores=16)
+    for week in range(1, 5):
+        book(lab, "a:gpu0", begin_s=week * WEEK_S)
+    book(lab, "a:gpu1", begin_s=4 * WEEK_S + HOUR)  # two at once: 8 of 16 cores
+    beside, _ = lab.submit("beside", devices=0, cpus=8)
+    more, _ = lab.submit("more", devices=0, cpus=1)
+    assert [lab.state(job) for job in (beside, more)] == ["starting", "queued"]

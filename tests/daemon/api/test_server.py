@@ -191,6 +191,7 @@ def test_a_log_that_is_kept_in_part_is_read_whole(
     for log in (followed, local_cluster.run("logs", job).stdout):
         assert (len(log), log.count("a"), log[:1], log[-1]) == (20_000_000, 4_000_000, "a", "b")
     local_cluster.run("host", "remove", "local0", "local1")
+    assert "clusterd start --local 2, adds it again" in local_cluster.run("host", "add", "local1", check=False).stderr
     log = local_cluster.run("logs", job).stdout
     assert "[clusterd: 3.1 MiB of this log are on local" in log
     assert log.count("b" * 1_000_000) == 16

@@ -105,6 +105,7 @@ def test_a_visitor_reads_what_the_command_line_prints(cluster: RunningCluster) -
         ("/api/report", 400), ("/api/stop", 404), ("/api", 404), ("/nothing", 404), ("/static/..%2fpages.py", 404),
     ):  # fmt: skip
         assert ask(port, path)[0] == status, path
+    assert "below /api: status, jobs, jobs/{job}, " in ask(port, "/api")[1]
 
 
 def test_no_page_changes_anything(cluster: RunningCluster) -> None:
