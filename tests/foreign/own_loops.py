@@ -362,6 +362,53 @@ def mined(weights: Any) -> dict[str, Any]:
     return arguments(data=Mined(weights), loop=loop)
 
 
+class Rollouts(Dataset[Any]):
+    """Samples that a loop rolls out anew from time to time."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets = points().tensors
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.targets[index]
+
+
+class Environment:
+    """A state that goes on from one rollout to the next."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def roll_out(self, samples: Rollouts) -> None:
+        self.at += 0.25
+        samples.inputs.copy_(points().tensors[0] * self.at)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+@script()
+def rolled_out_before_the_loop() -> dict[str, Any]:
+    """A loop that rolls samples out, once before its first step, and again after each sixth (PPO)."""
+    data = Rollouts()
+
+    def loop(run: Any) -> None:
+        environment = Environment()
+        run.register("environment", environment)
+        environment.roll_out(data)
+        for step, batch in run:
+            run.step(batch)
+            if step % 6 == 0:
+                environment.roll_out(data)
+
+    return arguments(data=data, loop=loop)
+
+
 @script()
 def weights_in_an_array() -> dict[str, Any]:
     """Weights of samples in an array of NumPy, which the loop changes (hard examples)."""

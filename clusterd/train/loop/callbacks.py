@@ -145,13 +145,17 @@ class OwnLoop:
         if training.job.own_loop:
             model_calls.on_call = self._agree_on_call
         self._prelude: Prelude | None = None
-        if training.step and training.job.own_loop:
+        if training.job.own_loop and not training.step:
+            self._places = _places(training)
+            self._before = self._values()
+        elif training.job.own_loop:
             self._prelude = Prelude(training)
             self._writes = self._prelude.writes
             self._writes.__enter__()
 
     def begins(self) -> None:
-        """End what the script does before its first batch."""
+        """End what the script does before its first batch. The samples that it sets where the job begins go with it."""
+        self.changed |= {name for name in self._differing() if name.startswith((DATA, COLLATE))}
         if self._prelude is not None:
             self.closes()
             self._prelude.end()
@@ -182,10 +186,7 @@ class OwnLoop:
         if self._writes is not None:
             self._writes.__exit__(None, None, None)
             self._writes = None
-        before, self._before = self._before, None
-        if before is not None and (now := self._values()) != before:
-            pairs = zip(self._places, before, now, strict=True)
-            changed = {name for name, old, new in pairs if old is not new and old != new}
+        if changed := self._differing():
             self.changed |= changed
             of_workers = [name for name in sorted(changed) if name.startswith((DATA, COLLATE))]
             if of_workers and self._training.job.num_workers:
@@ -197,8 +198,14 @@ class OwnLoop:
                     f"the script's loop changes {of_workers[0]}, of which data-loader workers have a copy: samples are "
                     f"read with it {when}"
                 )
-            return changed
-        return set()
+        return changed
+
+    def _differing(self) -> set[str]:
+        """Names of what has changed since it was last read."""
+        before, self._before = self._before, None
+        if before is None or (now := self._values()) == before:
+            return set()
+        return {n for n, old, new in zip(self._places, before, now, strict=True) if old is not new and old != new}
 
     def _agree_on_call(self) -> None:
         self._agree("called the model")
