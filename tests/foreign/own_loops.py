@@ -198,7 +198,7 @@ def group_added_by_loop() -> dict[str, Any]:
     return arguments(optimizer=optimizer, loop=loop)
 
 
-@script(advice="`find_unused_parameters=True`")
+@script("dp=2,zero=1")
 def frozen_by_loop() -> dict[str, Any]:
     """A layer that the loop freezes after the second step."""
     built: list[Any] = []
@@ -214,6 +214,28 @@ def frozen_by_loop() -> dict[str, Any]:
             run.step(batch)
 
     return arguments(model=model, loop=loop)
+
+
+@script("dp=2,zero=1", "tp=2")
+def thawed_by_loop() -> dict[str, Any]:
+    """A loop that thaws one layer after another, by the groups of its optimizer (gradual unfreezing)."""
+    made: list[torch.optim.Optimizer] = []
+
+    def optimizer(named_parameters: Any) -> torch.optim.Optimizer:
+        layers: dict[str, list[Any]] = {}
+        for name, p in named_parameters:
+            layers.setdefault(name.rpartition(".")[0], []).append(p)
+        made[:] = [torch.optim.AdamW([{"params": layer} for layer in layers.values()], lr=0.02)]
+        return made[0]
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            for number, group in enumerate(reversed(made[0].param_groups)):
+                for p in group["params"]:
+                    p.requires_grad_(step > 5 * number)
+            run.step(batch)
+
+    return arguments(optimizer=optimizer, tp_plan={"0": "colwise", "2": "rowwise"}, loop=loop)
 
 
 @script()
