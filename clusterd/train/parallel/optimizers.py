@@ -22,7 +22,7 @@ from clusterd.train.parallel.alternating import AlternatingOptimizer
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.build import Elsewhere
 from clusterd.train.parallel.gradient_sync import local_gradient, local_tensor, refuse_parts
-from clusterd.train.parallel.optimizer_slots import NEEDS_CLOSURE, make_optimizer
+from clusterd.train.parallel.optimizer_slots import NEEDS_CLOSURE, make_optimizer, set_gradient
 from clusterd.train.process import accelerator
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.job import OptimizerFactory
@@ -178,7 +178,7 @@ class RankOptimizer:
                 batch.append(without_state.pop())
                 size += batch[-1].nbytes
             for plain in batch:
-                plain.grad = torch.zeros_like(plain)
+                set_gradient(holder, plain, torch.zeros_like(plain))
             holder.step()
             for plain in batch:
                 plain.grad = None
