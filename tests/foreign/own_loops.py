@@ -59,6 +59,38 @@ def rate_by_loop() -> dict[str, Any]:
     return arguments(optimizer=optimizer, loop=loop)
 
 
+class Seen:
+    """Number of samples so far."""
+
+    samples = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.samples = state["samples"]
+
+
+@script(advice="count by `global_batch`")
+def rate_by_tokens() -> dict[str, Any]:
+    """A loop whose rate falls by the samples, or tokens, that it counts in its batches."""
+    made: list[torch.optim.Optimizer] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made[:] = [torch.optim.SGD(parameters, lr=0.1)]
+        return made[0]
+
+    def loop(run: Any) -> None:
+        seen = Seen()
+        run.register("seen", seen)
+        for _, (x, y) in run:
+            made[0].param_groups[0]["lr"] = 0.1 / (1 + seen.samples / 20)
+            run.step((x, y))
+            seen.samples += len(x)
+
+    return arguments(optimizer=optimizer, loop=loop)
+
+
 @script("dp=1,offload=optimizer")
 def clamped_by_loop() -> dict[str, Any]:
     """Weights that the loop clamps after each step (WGAN)."""

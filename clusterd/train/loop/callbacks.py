@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from clusterd.plans.plan import Plan
@@ -140,7 +140,8 @@ class OwnLoop:
         self._before: list[Any] | None = None
         self._batch: tuple[Any, list[tuple[int, int]]] = None, []  # given to the loop, and what it was then
         self._told: set[str] = set()  # beginnings of lines in the log
-        self._writes: TorchDispatchMode | None = None  # of the loop's code, where weights are sharded or carried
+        self._watches: list[Any] = []  # of the loop's code: its batch, and weights that are sharded or carried
+        self._reads: Any = nullcontext()
         self.variables = LoopVariables(training)
         if training.job.own_loop:
             model_calls.on_call = self._agree_on_call
@@ -150,8 +151,7 @@ class OwnLoop:
             self._before = self._values()
         elif training.job.own_loop:
             self._prelude = Prelude(training)
-            self._writes = self._prelude.writes
-            self._writes.__enter__()
+            self._watch(self._prelude.writes)
 
     def begins(self) -> None:
         """End what the script does before its first batch. The samples that it sets where the job begins go with it."""
@@ -176,16 +176,17 @@ class OwnLoop:
                 self.variables.look(self.changed)
         self._before = self._values()
         plan = training.context.plan
+        if plan.dp > 1:
+            self._reads = _BatchReads(batch, self._tell_of_batches) if batch is not None else self._reads
+            self._watch(self._reads)
         if plan.tp > 1 or plan.zero > 1:
-            self._writes = ShardWrites(lambda: self._tell(DRAWS_OF_SHARDS.format(plan=plan)), self._exchange)
-            self._writes.__enter__()
+            self._watch(ShardWrites(lambda: self._tell(DRAWS_OF_SHARDS.format(plan=plan)), self._exchange))
 
     def closes(self) -> set[str]:
         """End what `opens` began: the engine goes on. Returns the names of the numbers that the loop has changed."""
         self._model_calls.on_call = None
-        if self._writes is not None:
-            self._writes.__exit__(None, None, None)
-            self._writes = None
+        while self._watches:
+            self._watches.pop().__exit__(None, None, None)
         if changed := self._differing():
             self.changed |= changed
             of_workers = [name for name in sorted(changed) if name.startswith((DATA, COLLATE))]
@@ -199,6 +200,18 @@ class OwnLoop:
                     f"read with it {when}"
                 )
         return changed
+
+    def _watch(self, mode: Any) -> None:
+        mode.__enter__()
+        self._watches.append(mode)
+
+    def _tell_of_batches(self) -> None:
+        plan = self._training.context.plan
+        self._tell(
+            f"the script's loop computes with its batches, of which it has one of {plan.dp} parts under {plan}: what "
+            "it does to each sample is as in one process, what it draws, counts or computes over the samples (noise, "
+            "tokens seen, an accuracy, a mixture) is not: let the loss return numbers as metrics"
+        )
 
     def _differing(self) -> set[str]:
         """Names of what has changed since it was last read."""
@@ -217,14 +230,12 @@ class OwnLoop:
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Context of what the engine does within the loop's code."""
-        writes, self._writes = self._writes, None
-        if writes is not None:
-            writes.__exit__(None, None, None)
+        for mode in reversed(self._watches):
+            mode.__exit__(None, None, None)
         with self._model_calls.each(None):
             yield
-        if writes is not None:
-            self._writes = writes
-            writes.__enter__()
+        for mode in self._watches:
+            mode.__enter__()
 
     def before_step(self, batch: Any) -> None:
         """Judge what the loop has changed: at some steps, it must be the same on all ranks.
@@ -240,11 +251,7 @@ class OwnLoop:
         if _versions(batch) != self._batch[1]:
             self.changes_steps = "changes its batches"
             if plan.dp > 1:
-                self._tell(
-                    f"the script's loop changes its batches, of which it has one of {plan.dp} parts under {plan}: what "
-                    "it does to each sample is as in one process, what it draws or computes over the samples (noise, a "
-                    "mean, a mixture) is not",
-                )
+                self._tell_of_batches()
         self._batch = None, []
         if plan.pp > 1 and any(name.startswith(RATE) for name in self.changed):
             own, whole = training.optimizer.groups_made, len(training.shape.parameter_groups)
@@ -322,6 +329,31 @@ def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):  # of which some types have no like in NumPy
         content = value.detach().cpu().flatten().view(torch.uint8).numpy()
     return f"a {type(value).__name__} with checksum {_content(content, of_large=True)}"
+
+
+class _BatchReads(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed
+    """Tells of code that computes with tensors of a batch, or asks for their sizes."""
+
+    def __init__(self, batch: Any, tell: Callable[[], None]) -> None:
+        super().__init__()
+        parts = [p if isinstance(p, torch.Tensor) else getattr(p, "__dict__", None) for p in tree_leaves(batch)]
+        self._tensors = {id(leaf): leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)}
+        self._tell = tell
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        if not self._tensors.keys().isdisjoint(map(id, tree_leaves(arguments))):
+            name = getattr(function, "__self__", function).__name__  # of an attribute, or a method
+            if name in ("to", "cuda"):
+                self._tensors[id(result)] = result
+            elif name not in _OF_NO_SAMPLE:
+                self._tensors = {}
+                self._tell()
+        return result
+
+
+_OF_NO_SAMPLE = "device", "dtype", "dim", "ndim", "layout", "requires_grad", "is_cuda", "is_floating_point"
+"""Attributes and methods of tensors that are the same for any number of samples."""
 
 
 class _Kept:
