@@ -550,7 +550,7 @@ def rank(
     def on_end(training: Training) -> None:
         left["parameters"] = {name: projections(p) for name, p in build.named_parameters(training.parallel.module)}
         left["sums"] = {n: whole(p).double().sum().item() for n, p in build.named_parameters(training.parallel.module)}
-        left["step"] = training.step
+        left["step"], left["saved"] = training.step, Path(training.job.save or "").is_file()
         left["buffers"] = {
             build.global_name(name): b.double().sum().item() for name, b in training.parallel.module.named_buffers()
         }
