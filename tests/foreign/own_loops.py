@@ -270,6 +270,25 @@ def thawed_by_loop() -> dict[str, Any]:
     return arguments(optimizer=optimizer, tp_plan={"0": "colwise", "2": "rowwise"}, loop=loop)
 
 
+@script("dp=2,tp=2")
+def probed_by_loop() -> dict[str, Any]:
+    """A loop with backward passes of its own between steps (Fisher information, gradient noise)."""
+    built: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        built[:] = [perceptron()]
+        return built[0]
+
+    def loop(run: Any) -> None:
+        x, y = points()[:4]
+        for _, batch in run:
+            run.step(batch)
+            built[0].zero_grad()
+            F.cross_entropy(built[0](x), y).backward()
+
+    return arguments(model=model, tp_plan={"0": "colwise", "2": "rowwise"}, loop=loop)
+
+
 @script()
 def swapped_activation() -> dict[str, Any]:
     """A loop that replaces an activation of the model at the third step."""

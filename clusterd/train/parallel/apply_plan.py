@@ -213,11 +213,13 @@ class ParallelModel:
         self._all_trained = not lacking
 
     def refresh_replication(self) -> None:
-        """Rebuild the DistributedDataParallel wrapper between two steps, without gradients, if it can or must change.
+        """Begin a step, without gradients: rebuild the DistributedDataParallel wrapper if it can or must change.
 
         After a step that trained every parameter, the next need not search for unused ones. It knows those that were
         trainable when it was made.
         """
+        if self._gradient_sum is not None:
+            self._gradient_sum.begin()
         before, self._known_frozen = self._known_frozen, self.newly_frozen()
         if not self._mean_by_ddp or self._alternates:
             return

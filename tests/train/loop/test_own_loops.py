@@ -35,6 +35,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         ("thawed_by_loop", "dp=2", RIGHT, ""),
         ("thawed_by_loop", "dp=2,zero=1", RIGHT, ""),
         ("thawed_by_loop", "dp=2,zero=3", RIGHT, ""),
+        ("probed_by_loop", "dp=2,tp=2", RIGHT, ""),
         ("sampler_that_counts", "dp=2", RIGHT, ""),
         ("weight_drawn_by_loop", "dp=2", RIGHT, ""),
         ("weight_by_batch", "dp=2", REFUSED, "before step 1 the script's loop has made (loss).beta 0.7"),

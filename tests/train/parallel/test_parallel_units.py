@@ -29,12 +29,17 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def test_a_gradient_that_only_some_micro_batches_have_is_summed_all_the_same(group: dist.ProcessGroup) -> None:
-    """An expert that one micro-batch did not use; and one that none used, which must not be updated."""
+    """An expert that one micro-batch did not use; and one that none used, which must not be updated.
+
+    A backward pass of the script's own before the step filled the buckets with its gradients.
+    """
     always, sometimes, never = (nn.Parameter(torch.ones(n)) for n in (2, 3, 4))
     sums = GradientSum([always, sometimes, never], group, micro_batches=2)
     for _ in range(2):
         for parameter in (always, sometimes, never):
+            (5 * parameter).sum().backward()
             parameter.grad = None
+        sums.begin()
         always.sum().backward()
         (always.sum() + sometimes.sum()).backward()
         sums.finish()
