@@ -219,6 +219,14 @@ class RankOptimizer:
         here = {id(p) for group in self.holder.param_groups for p in group["params"]}
         return {name for name, _, plain in self.local if id(plain) in here}
 
+    def load(self, saved: dict[str, Any]) -> None:
+        """Load what `state_dict` of the holder gave on this rank of the same plan."""
+        self.holder.load_state_dict(saved)
+        self._guard_state()
+        if self.holder is not self.optimizer:
+            for outer, inner in zip(self.optimizer.param_groups, self.holder.param_groups, strict=True):
+                outer.update({k: v for k, v in inner.items() if k != "params"})
+
     def _guard_state(self) -> None:
         """Refuse that the script looks up state by a parameter of the model that this rank's optimizer has not."""
         holder = self.holder

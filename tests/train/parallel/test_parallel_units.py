@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from clusterd.train.loop.step import clip_gradients
 from clusterd.train.parallel import build
 from clusterd.train.parallel.gradient_sync import GradientSum
 from clusterd.train.parallel.meta_build import allocate, can_build_on_meta
+from clusterd.train.parallel.optimizers import RankOptimizer
+from clusterd.train.process.exits import PlanRefused
 
 
 @pytest.fixture
@@ -85,3 +89,18 @@ def test_replicas_logs_do_not_begin_with_advice_for_nobody(ranks: RankPool, tmp_
     """A warning of torch about an option that the script did not set."""
     run = ranks.run(tmp_path, "dp=2", steps=3).checked()
     assert not any("find_unused_parameters" in rank.output for rank in run.ranks)
+
+
+def test_a_state_that_was_loaded_is_guarded_as_the_first_one() -> None:
+    """After a restart under the same plan a loop looked its moments up by the model's parameters, and found none."""
+    parameter = nn.Parameter(torch.ones(3))
+    parallel: Any = SimpleNamespace(
+        parameters=[("w", parameter)],
+        plan=Plan.parse("dp=1,offload=optimizer"),
+        device=torch.device("cpu"),
+        parameter_attributes={"w": {}},
+    )
+    optimizer = RankOptimizer(parallel, torch.optim.Adam)
+    optimizer.load(optimizer.holder.state_dict())
+    with pytest.raises(PlanRefused, match="looks up the optimizer's state"):
+        optimizer.holder.state.get(parameter)
