@@ -304,7 +304,7 @@ class OwnLoop:
 
     def _values(self) -> list[Any]:
         of_large = is_sampled(self._training.step + 1 - self._first)
-        return [_content(holder.get(key), of_large=of_large) for holder, key in self._places.values()]
+        return [content(holder.get(key), of_large=of_large) for holder, key in self._places.values()]
 
 
 def _places(training: Training) -> dict[str, tuple[Any, Any]]:
@@ -312,7 +312,7 @@ def _places(training: Training) -> dict[str, tuple[Any, Any]]:
     of_worker = {DATA: training.job.data} if training.stream is not None and training.job.num_workers else {}
     found = held.places({**training.attributes.roots, **training.attributes.data, **of_worker})
     for name, owner in held.owners(training.attributes.data).items():
-        kept = (k for k, v in owner.attributes.items() if isinstance(v, (torch.Tensor, np.ndarray)) or _is_table(v))
+        kept = (k for k, v in owner.attributes.items() if isinstance(v, (torch.Tensor, np.ndarray)) or is_table(v))
         found |= {held.path(name, k): (_Kept(owner.value), k) for k in kept}
     if not training.normalises_parts:  # running statistics are each replica's own
         modules = {n: m for n, m in training.attributes.roots.items() if isinstance(m, nn.Module)}
@@ -328,7 +328,7 @@ def _shown(value: Any) -> str:
     content = value
     if isinstance(value, torch.Tensor):  # of which some types have no like in NumPy
         content = value.detach().cpu().flatten().view(torch.uint8).numpy()
-    return f"a {type(value).__name__} with checksum {_content(content, of_large=True)}"
+    return f"a {type(value).__name__} with checksum {content(content, of_large=True)}"
 
 
 class _BatchReads(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed
@@ -378,11 +378,11 @@ DRAWS_OF_SHARDS = (
 )
 
 
-def _is_table(value: Any) -> bool:
+def is_table(value: Any) -> bool:
     return held.is_container(value) and held.is_plain(value)
 
 
-def _content(value: Any, *, of_large: bool) -> Any:
+def content(value: Any, *, of_large: bool) -> Any:
     """Mark that almost surely differs for another content of an array, or of a list or map of numbers and text."""
     if isinstance(value, np.ndarray):
         is_read = value.nbytes <= BYTES_MAX or (of_large and value.nbytes <= READ_BYTES_MAX)
