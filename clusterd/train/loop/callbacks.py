@@ -325,10 +325,10 @@ def _shown(value: Any) -> str:
     """Value of a place in a few characters, and others for others."""
     if isinstance(value, held.SIMPLE):
         return str(value)
-    content = value
+    data = value
     if isinstance(value, torch.Tensor):  # of which some types have no like in NumPy
-        content = value.detach().cpu().flatten().view(torch.uint8).numpy()
-    return f"a {type(value).__name__} with checksum {content(content, of_large=True)}"
+        data = value.detach().cpu().flatten().view(torch.uint8).numpy()
+    return f"a {type(value).__name__} with checksum {content(data, of_large=True)}"
 
 
 class _BatchReads(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed

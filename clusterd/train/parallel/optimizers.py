@@ -159,6 +159,12 @@ class RankOptimizer:
                     if version != now:
                         local_tensor(parameter.detach()).copy_(plain)
 
+    def follow_frozen(self) -> None:
+        """Freeze what the model has frozen, and nothing else."""
+        self._trains = [parameter.requires_grad for _, parameter, _ in self.local]
+        for trains, (*_, plain) in zip(self._trains, self.local, strict=True):
+            plain.requires_grad_(trains)
+
     def _inner_options(self) -> list[dict[str, Any]]:
         """Values of the groups of ZeRO-1's inner optimizer, which the script knows: torch's overwrites them."""
         groups = self.holder.param_groups if self._parallel.plan.zero == 1 else []

@@ -91,16 +91,31 @@ def test_replicas_logs_do_not_begin_with_advice_for_nobody(ranks: RankPool, tmp_
     assert not any("find_unused_parameters" in rank.output for rank in run.ranks)
 
 
-def test_a_state_that_was_loaded_is_guarded_as_the_first_one() -> None:
-    """After a restart under the same plan a loop looked its moments up by the model's parameters, and found none."""
-    parameter = nn.Parameter(torch.ones(3))
-    parallel: Any = SimpleNamespace(
+def offloaded(parameter: nn.Parameter) -> Any:
+    """Model of one parameter, of which the optimizer has a copy."""
+    return SimpleNamespace(
         parameters=[("w", parameter)],
         plan=Plan.parse("dp=1,offload=optimizer"),
         device=torch.device("cpu"),
         parameter_attributes={"w": {}},
     )
-    optimizer = RankOptimizer(parallel, torch.optim.Adam)
+
+
+def test_a_state_that_was_loaded_is_guarded_as_the_first_one() -> None:
+    """After a restart under the same plan a loop looked its moments up by the model's parameters, and found none."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = RankOptimizer(offloaded(parameter), torch.optim.Adam)
     optimizer.load(optimizer.holder.state_dict())
     with pytest.raises(PlanRefused, match="looks up the optimizer's state"):
         optimizer.holder.state.get(parameter)
+
+
+def test_a_layer_that_is_thawed_first_after_a_restore_trains() -> None:
+    """The flag of the restored model counted as the loop's, and the layer stayed frozen for a step."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = RankOptimizer(offloaded(parameter), torch.optim.Adam, own_loop=True)
+    parameter.requires_grad_(False)
+    optimizer.follow_frozen()
+    optimizer.holder.param_groups[0]["params"][0].requires_grad_(True)
+    optimizer.share_writes()
+    assert parameter.requires_grad
