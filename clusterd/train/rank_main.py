@@ -7,7 +7,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from clusterd.train.loop.training_loop import TrainingLoop
 from clusterd.train.migration.target import MigrationTarget
 from clusterd.train.parallel import precision
 from clusterd.train.parallel.alternating import check_parts
-from clusterd.train.parallel.mesh import device_of, process_groups, rendezvous
+from clusterd.train.parallel.mesh import device_of, process_groups, rendezvous, same_on_all_ranks
 from clusterd.train.parallel.meta_build import can_build_on_meta
 from clusterd.train.parallel.schedule import rate_beyond
 from clusterd.train.process import context as contexts
@@ -131,6 +131,9 @@ def session(job: Job, on_end: OnEnd | None = None, *, own_loop: bool = True) -> 
                     export.save(loop.training, job.save)
             finally:  # a failed export must not prevent the checkpoint
                 loop.leave_checkpoint()
+            if outcome.done:  # the script may go on with the files of rank 0, which alone says why it has none
+                with suppress(RuntimeError):
+                    same_on_all_ranks(0, torch.device("cpu"))
             if on_end is not None:
                 on_end(loop.training)
     except Exception as error:

@@ -331,6 +331,18 @@ def sparse_embedding() -> dict[str, Any]:
     )
 
 
+@script("dp=2,zero=1")
+def sparse_adam() -> dict[str, Any]:
+    """The same under `SparseAdam`, beside Adam for the other weights."""
+
+    def optimizer(named_parameters: Any) -> list[torch.optim.Optimizer]:
+        named = list(named_parameters)
+        tables, rest = [p for n, p in named if n == "0.weight"], [p for n, p in named if n != "0.weight"]
+        return [torch.optim.SparseAdam(tables, lr=0.01), torch.optim.Adam(rest, lr=0.01)]
+
+    return {**sparse_embedding(), "optimizer": optimizer}
+
+
 @script(advice="one call in `model`")
 def lazy_layers() -> dict[str, Any]:
     """`LazyLinear` layers."""

@@ -59,6 +59,38 @@ def rate_by_loop() -> dict[str, Any]:
     return arguments(optimizer=optimizer, loop=loop)
 
 
+class Seen:
+    """Number of samples so far."""
+
+    samples = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.samples = state["samples"]
+
+
+@script(advice="count by `global_batch`")
+def rate_by_tokens() -> dict[str, Any]:
+    """A loop whose rate falls by the samples, or tokens, that it counts in its batches."""
+    made: list[torch.optim.Optimizer] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made[:] = [torch.optim.SGD(parameters, lr=0.1)]
+        return made[0]
+
+    def loop(run: Any) -> None:
+        seen = Seen()
+        run.register("seen", seen)
+        for _, (x, y) in run:
+            made[0].param_groups[0]["lr"] = 0.1 / (1 + seen.samples / 20)
+            run.step((x, y))
+            seen.samples += len(x)
+
+    return arguments(optimizer=optimizer, loop=loop)
+
+
 @script("dp=1,offload=optimizer")
 def clamped_by_loop() -> dict[str, Any]:
     """Weights that the loop clamps after each step (WGAN)."""
@@ -198,7 +230,7 @@ def group_added_by_loop() -> dict[str, Any]:
     return arguments(optimizer=optimizer, loop=loop)
 
 
-@script(advice="`find_unused_parameters=True`")
+@script("dp=2,zero=1")
 def frozen_by_loop() -> dict[str, Any]:
     """A layer that the loop freezes after the second step."""
     built: list[Any] = []
@@ -214,6 +246,47 @@ def frozen_by_loop() -> dict[str, Any]:
             run.step(batch)
 
     return arguments(model=model, loop=loop)
+
+
+@script("dp=2,zero=1", "tp=2")
+def thawed_by_loop() -> dict[str, Any]:
+    """A loop that thaws one layer after another, by the groups of its optimizer (gradual unfreezing)."""
+    made: list[torch.optim.Optimizer] = []
+
+    def optimizer(named_parameters: Any) -> torch.optim.Optimizer:
+        layers: dict[str, list[Any]] = {}
+        for name, p in named_parameters:
+            layers.setdefault(name.rpartition(".")[0], []).append(p)
+        made[:] = [torch.optim.AdamW([{"params": layer} for layer in layers.values()], lr=0.02)]
+        return made[0]
+
+    def loop(run: Any) -> None:
+        for step, batch in run:
+            for number, group in enumerate(reversed(made[0].param_groups)):
+                for p in group["params"]:
+                    p.requires_grad_(step > 5 * number)
+            run.step(batch)
+
+    return arguments(optimizer=optimizer, tp_plan={"0": "colwise", "2": "rowwise"}, loop=loop)
+
+
+@script("dp=2,tp=2")
+def probed_by_loop() -> dict[str, Any]:
+    """A loop with backward passes of its own between steps (Fisher information, gradient noise)."""
+    built: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        built[:] = [perceptron()]
+        return built[0]
+
+    def loop(run: Any) -> None:
+        x, y = points()[:4]
+        for _, batch in run:
+            run.step(batch)
+            built[0].zero_grad()
+            F.cross_entropy(built[0](x), y).backward()
+
+    return arguments(model=model, tp_plan={"0": "colwise", "2": "rowwise"}, loop=loop)
 
 
 @script()
@@ -360,6 +433,53 @@ def mined(weights: Any) -> dict[str, Any]:
             weights[(step * 7) % SAMPLES] += 0.5
 
     return arguments(data=Mined(weights), loop=loop)
+
+
+class Rollouts(Dataset[Any]):
+    """Samples that a loop rolls out anew from time to time."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets = points().tensors
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.targets[index]
+
+
+class Environment:
+    """A state that goes on from one rollout to the next."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def roll_out(self, samples: Rollouts) -> None:
+        self.at += 0.25
+        samples.inputs.copy_(points().tensors[0] * self.at)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+@script()
+def rolled_out_before_the_loop() -> dict[str, Any]:
+    """A loop that rolls samples out, once before its first step, and again after each sixth (PPO)."""
+    data = Rollouts()
+
+    def loop(run: Any) -> None:
+        environment = Environment()
+        run.register("environment", environment)
+        environment.roll_out(data)
+        for step, batch in run:
+            run.step(batch)
+            if step % 6 == 0:
+                environment.roll_out(data)
+
+    return arguments(data=data, loop=loop)
 
 
 @script()

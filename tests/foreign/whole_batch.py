@@ -496,6 +496,22 @@ def clipped_by_hooks() -> dict[str, Any]:
     return arguments(model=model)
 
 
+ACTIVATIONS: dict[str, float] = {}
+
+
+@script(advice="a metric of the loss")
+def activations_logged() -> dict[str, Any]:
+    """Hooks that keep means of activations and gradients in a global map, for a log; losses alone are compared here."""
+
+    def model() -> nn.Module:
+        made = perceptron()
+        made[1].register_forward_hook(lambda _, inputs, out: ACTIVATIONS.update(mean=out.abs().mean().item()))
+        made[2].register_full_backward_hook(lambda _, grads, of_out: ACTIVATIONS.update(norm=of_out[0].norm().item()))
+        return made
+
+    return arguments(model=model)
+
+
 @script()
 def range_for_evaluation() -> dict[str, Any]:
     """A range of activations that training observes, to which evaluation clips (calibration)."""

@@ -488,9 +488,20 @@ def root(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits, target).sqrt() + (logits.argmax(-1) == target).float().mean().square()
 
 
+class Seen:
+    """Counts samples in itself, as metrics of torchmetrics do."""
+
+    samples = 0
+
+    def __call__(self, logits: torch.Tensor, target: torch.Tensor) -> float:
+        self.samples += len(target)
+        return float(self.samples)
+
+
 METRICS: dict[str, Any] = {
     "": None,
     "root": root,
+    "seen": Seen(),
     "right": right_bytes,
     "worse": lambda logits, target: float(next(WORSE)),
 }
@@ -550,7 +561,7 @@ def rank(
     def on_end(training: Training) -> None:
         left["parameters"] = {name: projections(p) for name, p in build.named_parameters(training.parallel.module)}
         left["sums"] = {n: whole(p).double().sum().item() for n, p in build.named_parameters(training.parallel.module)}
-        left["step"] = training.step
+        left["step"], left["saved"] = training.step, Path(training.job.save or "").is_file()
         left["buffers"] = {
             build.global_name(name): b.double().sum().item() for name, b in training.parallel.module.named_buffers()
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from rank_pool import ENVIRONMENT, RankPool
 
 from clusterd.plans.sample_order import step_indices
 from clusterd.train.parallel import build
+from clusterd.train.parallel.alternating import joined_factory
 from tests.foreign import networks
 
 STEPS = 12
@@ -49,6 +51,28 @@ def test_losses_are_those_of_a_plain_loop(plan: str, ranks: RankPool, tmp_path: 
     for step, expected in zip(run.steps, plain_torch(STEPS), strict=True):
         assert step["metrics"] == pytest.approx(expected, rel=1e-4)
         assert step["loss"] == pytest.approx(sum(expected.values()), rel=1e-4)
+
+
+def test_parts_go_on_with_the_state_that_is_loaded() -> None:
+    """They kept that of before, and a checkpoint for the same plan went on with other moments."""
+
+    def made() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+        parameters = [torch.nn.Parameter(torch.full((n,), 2.0)) for n in (2, 3)]
+        return parameters, joined_factory(lambda p: [torch.optim.Adam([one], lr=0.1) for one in p])(parameters)
+
+    def step(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> list[float]:
+        for parameter in parameters:
+            parameter.grad = parameter.detach().square()
+        optimizer.step()
+        return [parameter[0].item() for parameter in parameters]
+
+    (before, first), (after, second) = made(), made()
+    step(before, first)
+    for parameter, other in zip(after, before, strict=True):
+        parameter.data.copy_(other)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert step(before, first) == step(after, second)
+    assert step(before, first) == step(after, second)
 
 
 def made(step: dict[str, Any]) -> dict[str, float]:

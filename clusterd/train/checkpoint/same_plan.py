@@ -106,13 +106,9 @@ def restore(training: Training, shape: ModelShape, directory: str) -> None:
             there.copy_(buffer)  # modules may share it
         else:
             held[name] = buffer.to(training.device)
-    optimizer = training.optimizer.holder
-    optimizer.load_state_dict(own["optimizer"])
-    if optimizer is not training.optimizer.optimizer:
-        for outer, inner in zip(training.optimizer.optimizer.param_groups, optimizer.param_groups, strict=True):
-            outer.update({k: v for k, v in inner.items() if k != "params"})
+    training.optimizer.load(own["optimizer"])
     for name, saved in own["held"].items():
-        _hold(optimizer, name, saved)
+        _hold(training.optimizer.holder, name, saved)
     if own["scheduler"] is not None:
         training.scheduler.load_state_dict(own["scheduler"])
     scalars.restore_carried(training, [values[names[1]]])
@@ -126,22 +122,22 @@ def _state_of(value: Any) -> Any:
 
 def _held(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Tensors and inner optimizers that an optimizer holds outside of its ``state``."""
-    found = {}
-    for name, value in vars(optimizer).items():
-        if name in ("state", "param_groups", "defaults"):
-            continue
-        leaves, _ = tree_flatten(value)
-        kept = [_state_of(leaf) for leaf in leaves if isinstance(leaf, (torch.Tensor, torch.optim.Optimizer))]
-        if kept:
-            found[name] = kept
-    return found
+    names = vars(optimizer).keys() - {"state", "param_groups", "defaults"}
+    found = {name: [_state_of(part) for part in _parts(optimizer, name)] for name in sorted(names)}
+    return {name: parts for name, parts in found.items() if parts}
+
+
+def _parts(optimizer: torch.optim.Optimizer, name: str) -> list[Any]:
+    """Tensors in an attribute, and optimizers with a state of their own."""
+    leaves, _ = tree_flatten(getattr(optimizer, name, None))
+    optimizers = (leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer))
+    shared = {id(one) for one in optimizers if one.state is optimizer.state}
+    return [v for v in leaves if isinstance(v, (torch.Tensor, torch.optim.Optimizer)) and id(v) not in shared]
 
 
 def _hold(optimizer: torch.optim.Optimizer, name: str, saved: list[Any]) -> None:
-    leaves, _ = tree_flatten(getattr(optimizer, name, None))
-    there = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, torch.optim.Optimizer))]
     with torch.no_grad():
-        for leaf, value in zip(there, saved, strict=True):
+        for leaf, value in zip(_parts(optimizer, name), saved, strict=False):  # old checkpoints have shared ones, too
             if isinstance(leaf, torch.Tensor):
                 leaf.copy_(value)
             else:

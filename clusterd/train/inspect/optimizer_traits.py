@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from clusterd.train.parallel.optimizer_slots import (
     ParameterSpec,
+    set_gradient,
     stand_in_optimizer,
     stand_in_shape,
     trial_update,
@@ -45,16 +47,25 @@ def optimizer_traits(factory: OptimizerFactory, parameters: Sequence[ParameterSp
     Compares updates of a matrix with the same updates of its halves, alone and together, for each kind of parameter
     that the optimizer distinguishes: it may choose by names and attributes.
     """
+    trained = [outline for outline in parameters if outline.trainable]
     try:
         kinds = _kinds(factory, parameters)
         found = [_traits(factory, kind, [other[0] for other in kinds if other is not kind]) for kind in kinds]
     except Exception as error:  # any error of the trial: assume that nothing may be cut
-        return False, False, f"the optimizer ({first_line(error)})"
+        leaves_out = ", whose factory leaves out parameters that it is given (form groups of all of them),"
+        return False, False, f"the optimizer{f' ({first_line(error)})' if _takes_all(factory, trained) else leaves_out}"
     elementwise, by_tensor, names = zip(*found, strict=True)
-    trained = [outline for outline in parameters if outline.trainable]
     if trained and (what := _differs_for_shards(factory, trained)):
         return False, all(by_tensor), f"{names[0]}, whose factory {what},"
     return all(elementwise), all(by_tensor), names[0]
+
+
+def _takes_all(factory: OptimizerFactory, parameters: Sequence[ParameterSpec]) -> bool:
+    """False if the factory makes an optimizer of some of the parameters that it is given."""
+    with suppress(Exception):
+        optimizer, plain = trial_update(factory, parameters)
+        return sum(len(group["params"]) for group in optimizer.param_groups) == len(plain)
+    return True
 
 
 _LOOKS = "looks at sizes or values of parameters (let it look at names or dim())"
@@ -168,9 +179,9 @@ def _updated(
     after: list[list[torch.Tensor]] = [[] for _ in tensors]
     for now in zip(*(gradients for _, gradients in tensors), strict=True):
         for parameter, gradient in zip(parameters, now, strict=True):
-            parameter.grad = gradient.clone()
+            set_gradient(optimizer, parameter, gradient.clone())
         for parameter in others:
-            parameter.grad = torch.full_like(parameter, _GRADIENTS[0])
+            set_gradient(optimizer, parameter, torch.full_like(parameter, _GRADIENTS[0]))
         optimizer.step()
         for values, parameter in zip(after, parameters, strict=True):
             values.append(parameter.detach().clone())

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from clusterd.plans.plan import Plan
@@ -140,18 +140,22 @@ class OwnLoop:
         self._before: list[Any] | None = None
         self._batch: tuple[Any, list[tuple[int, int]]] = None, []  # given to the loop, and what it was then
         self._told: set[str] = set()  # beginnings of lines in the log
-        self._writes: TorchDispatchMode | None = None  # of the loop's code, where weights are sharded or carried
+        self._watches: list[Any] = []  # of the loop's code: its batch, and weights that are sharded or carried
+        self._reads: Any = nullcontext()
         self.variables = LoopVariables(training)
         if training.job.own_loop:
             model_calls.on_call = self._agree_on_call
         self._prelude: Prelude | None = None
-        if training.step and training.job.own_loop:
+        if training.job.own_loop and not training.step:
+            self._places = _places(training)
+            self._before = self._values()
+        elif training.job.own_loop:
             self._prelude = Prelude(training)
-            self._writes = self._prelude.writes
-            self._writes.__enter__()
+            self._watch(self._prelude.writes)
 
     def begins(self) -> None:
-        """End what the script does before its first batch."""
+        """End what the script does before its first batch. The samples that it sets where the job begins go with it."""
+        self.changed |= {name for name in self._differing() if name.startswith((DATA, COLLATE))}
         if self._prelude is not None:
             self.closes()
             self._prelude.end()
@@ -172,20 +176,18 @@ class OwnLoop:
                 self.variables.look(self.changed)
         self._before = self._values()
         plan = training.context.plan
+        if plan.dp > 1:
+            self._reads = _BatchReads(batch, self._tell_of_batches) if batch is not None else self._reads
+            self._watch(self._reads)
         if plan.tp > 1 or plan.zero > 1:
-            self._writes = ShardWrites(lambda: self._tell(DRAWS_OF_SHARDS.format(plan=plan)), self._exchange)
-            self._writes.__enter__()
+            self._watch(ShardWrites(lambda: self._tell(DRAWS_OF_SHARDS.format(plan=plan)), self._exchange))
 
     def closes(self) -> set[str]:
         """End what `opens` began: the engine goes on. Returns the names of the numbers that the loop has changed."""
         self._model_calls.on_call = None
-        if self._writes is not None:
-            self._writes.__exit__(None, None, None)
-            self._writes = None
-        before, self._before = self._before, None
-        if before is not None and (now := self._values()) != before:
-            pairs = zip(self._places, before, now, strict=True)
-            changed = {name for name, old, new in pairs if old is not new and old != new}
+        while self._watches:
+            self._watches.pop().__exit__(None, None, None)
+        if changed := self._differing():
             self.changed |= changed
             of_workers = [name for name in sorted(changed) if name.startswith((DATA, COLLATE))]
             if of_workers and self._training.job.num_workers:
@@ -197,8 +199,26 @@ class OwnLoop:
                     f"the script's loop changes {of_workers[0]}, of which data-loader workers have a copy: samples are "
                     f"read with it {when}"
                 )
-            return changed
-        return set()
+        return changed
+
+    def _watch(self, mode: Any) -> None:
+        mode.__enter__()
+        self._watches.append(mode)
+
+    def _tell_of_batches(self) -> None:
+        plan = self._training.context.plan
+        self._tell(
+            f"the script's loop computes with its batches, of which it has one of {plan.dp} parts under {plan}: what "
+            "it does to each sample is as in one process, what it draws, counts or computes over the samples (noise, "
+            "tokens seen, an accuracy, a mixture) is not: let the loss return numbers as metrics"
+        )
+
+    def _differing(self) -> set[str]:
+        """Names of what has changed since it was last read."""
+        before, self._before = self._before, None
+        if before is None or (now := self._values()) == before:
+            return set()
+        return {n for n, old, new in zip(self._places, before, now, strict=True) if old is not new and old != new}
 
     def _agree_on_call(self) -> None:
         self._agree("called the model")
@@ -210,14 +230,12 @@ class OwnLoop:
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Context of what the engine does within the loop's code."""
-        writes, self._writes = self._writes, None
-        if writes is not None:
-            writes.__exit__(None, None, None)
+        for mode in reversed(self._watches):
+            mode.__exit__(None, None, None)
         with self._model_calls.each(None):
             yield
-        if writes is not None:
-            self._writes = writes
-            writes.__enter__()
+        for mode in self._watches:
+            mode.__enter__()
 
     def before_step(self, batch: Any) -> None:
         """Judge what the loop has changed: at some steps, it must be the same on all ranks.
@@ -233,11 +251,7 @@ class OwnLoop:
         if _versions(batch) != self._batch[1]:
             self.changes_steps = "changes its batches"
             if plan.dp > 1:
-                self._tell(
-                    f"the script's loop changes its batches, of which it has one of {plan.dp} parts under {plan}: what "
-                    "it does to each sample is as in one process, what it draws or computes over the samples (noise, a "
-                    "mean, a mixture) is not",
-                )
+                self._tell_of_batches()
         self._batch = None, []
         if plan.pp > 1 and any(name.startswith(RATE) for name in self.changed):
             own, whole = training.optimizer.groups_made, len(training.shape.parameter_groups)
@@ -290,7 +304,7 @@ class OwnLoop:
 
     def _values(self) -> list[Any]:
         of_large = is_sampled(self._training.step + 1 - self._first)
-        return [_content(holder.get(key), of_large=of_large) for holder, key in self._places.values()]
+        return [content(holder.get(key), of_large=of_large) for holder, key in self._places.values()]
 
 
 def _places(training: Training) -> dict[str, tuple[Any, Any]]:
@@ -298,7 +312,7 @@ def _places(training: Training) -> dict[str, tuple[Any, Any]]:
     of_worker = {DATA: training.job.data} if training.stream is not None and training.job.num_workers else {}
     found = held.places({**training.attributes.roots, **training.attributes.data, **of_worker})
     for name, owner in held.owners(training.attributes.data).items():
-        kept = (k for k, v in owner.attributes.items() if isinstance(v, (torch.Tensor, np.ndarray)) or _is_table(v))
+        kept = (k for k, v in owner.attributes.items() if isinstance(v, (torch.Tensor, np.ndarray)) or is_table(v))
         found |= {held.path(name, k): (_Kept(owner.value), k) for k in kept}
     if not training.normalises_parts:  # running statistics are each replica's own
         modules = {n: m for n, m in training.attributes.roots.items() if isinstance(m, nn.Module)}
@@ -311,10 +325,35 @@ def _shown(value: Any) -> str:
     """Value of a place in a few characters, and others for others."""
     if isinstance(value, held.SIMPLE):
         return str(value)
-    content = value
+    data = value
     if isinstance(value, torch.Tensor):  # of which some types have no like in NumPy
-        content = value.detach().cpu().flatten().view(torch.uint8).numpy()
-    return f"a {type(value).__name__} with checksum {_content(content, of_large=True)}"
+        data = value.detach().cpu().flatten().view(torch.uint8).numpy()
+    return f"a {type(value).__name__} with checksum {content(data, of_large=True)}"
+
+
+class _BatchReads(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed
+    """Tells of code that computes with tensors of a batch, or asks for their sizes."""
+
+    def __init__(self, batch: Any, tell: Callable[[], None]) -> None:
+        super().__init__()
+        parts = [p if isinstance(p, torch.Tensor) else getattr(p, "__dict__", None) for p in tree_leaves(batch)]
+        self._tensors = {id(leaf): leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)}
+        self._tell = tell
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        if not self._tensors.keys().isdisjoint(map(id, tree_leaves(arguments))):
+            name = getattr(function, "__self__", function).__name__  # of an attribute, or a method
+            if name in ("to", "cuda"):
+                self._tensors[id(result)] = result
+            elif name not in _OF_NO_SAMPLE:
+                self._tensors = {}
+                self._tell()
+        return result
+
+
+_OF_NO_SAMPLE = "device", "dtype", "dim", "ndim", "layout", "requires_grad", "is_cuda", "is_floating_point"
+"""Attributes and methods of tensors that are the same for any number of samples."""
 
 
 class _Kept:
@@ -339,11 +378,11 @@ DRAWS_OF_SHARDS = (
 )
 
 
-def _is_table(value: Any) -> bool:
+def is_table(value: Any) -> bool:
     return held.is_container(value) and held.is_plain(value)
 
 
-def _content(value: Any, *, of_large: bool) -> Any:
+def content(value: Any, *, of_large: bool) -> Any:
     """Mark that almost surely differs for another content of an array, or of a list or map of numbers and text."""
     if isinstance(value, np.ndarray):
         is_read = value.nbytes <= BYTES_MAX or (of_large and value.nbytes <= READ_BYTES_MAX)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,11 +19,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from clusterd.train.data import loader
+from clusterd.train.loop.callbacks import content, is_table
 from clusterd.train.loop.consensus import StepConsensus
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.buffers import ForwardState, with_copied_buffers
 from clusterd.train.parallel.mesh import same_on_all_ranks
 from clusterd.train.parallel.precision import with_precision
+from clusterd.train.process import held
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.seeding import seed_step
 from clusterd.train.process.weighted_means import Weighted, WeightedMeans, means, weighted
@@ -124,21 +127,36 @@ class Evaluator:
                 if whole:
                     kept.append((start, *(loader.to_device(part, torch.device("cpu")) for part in (outputs, targets))))
                     continue
+                is_judged = start == 0 and metric is not None and name not in self._training.compared_metrics
+                kept_before = _kept_by(metric) if is_judged else {}
                 found = weighted(judge(outputs, targets), stop - start, name)
-                if start == 0 and metric is not None:
-                    self._compare_with_halves(judge, outputs, targets, stop, found, name)
+                if is_judged:
+                    self._training.compared_metrics.add(name)
+                    changed = [key for key, value in _kept_by(metric).items() if kept_before.get(key) != value]
+                    if changed:
+                        self._tell_of_part(name, min(changed))
+                    else:  # it may be called again
+                        self._compare_with_halves(judge, outputs, targets, stop, found, name)
                 totals.add(found)
             if whole and (every := self._gathered_on_first(kept)):
                 totals.add(weighted(judge(*_joined(every)), samples, name))
         return means(self._gathered(totals.sums()))
 
+    def _tell_of_part(self, name: str, kept: str) -> None:
+        plan = self._training.context.plan
+        if plan.dp * plan.pp > 1:
+            print(
+                f"clusterd: {name} keeps {kept} of its calls, but under {plan} a rank makes some of them: return "
+                "sums (a dict of pairs), or give it all samples at once by whole=True, and read it on rank 0",
+                flush=True,
+            )
+
     def _compare_with_halves(
         self, judge: Callable[[Any, Any], Any], outputs: Any, targets: Any, samples: int, found: Weighted, name: str
     ) -> None:
         """Say once that a metric is no mean over samples."""
-        if samples < 2 or name in self._training.compared_metrics:
+        if samples < 2:
             return
-        self._training.compared_metrics.add(name)
         halves, middle = WeightedMeans(), samples // 2
         try:
             for start, stop in ((0, middle), (middle, samples)):
@@ -269,6 +287,14 @@ def _joined(every: list[tuple[int, Any, Any]]) -> tuple[Any, Any]:
         raise Refused(
             f"whole=True joins outputs and targets of all batches along their first dimension: {error}"
         ) from error
+
+
+def _kept_by(metric: Any) -> dict[str, Any]:
+    """Marks of what a metric keeps in itself, and in the variables that its code reads."""
+    roots = {"(metric)": getattr(metric, "__self__", metric), **held.script_globals([metric])}
+    values = {held.path(n, k): v for n, owner in held.owners(roots).items() for k, v in owner.attributes.items()}
+    kinds = (*held.SIMPLE, torch.Tensor, np.ndarray)
+    return {key: content(v, of_large=True) for key, v in values.items() if isinstance(v, kinds) or is_table(v)}
 
 
 def _send(tensors: tuple[Any, ...], group: dist.ProcessGroup, stage: int) -> None:

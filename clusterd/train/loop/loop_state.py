@@ -213,6 +213,7 @@ class Prelude:
         now = numbers(training)
         set_anew = sorted(name for name, value in self._numbers.items() if now.get(name, value) != value)
         training.attributes.restore([self._attributes])
+        set_anew += training.registered.reload()
         set_anew += ["weights"] * bool(replaced or self.writes.ignored)
         if set_anew and training.context.rank == 0:
             print(

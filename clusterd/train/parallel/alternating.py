@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ class AlternatingOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
         for name, optimizer in self.parts.items():
             if part in ("", name):
                 optimizer.step()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state, of which the parts get theirs."""
+        super().load_state_dict(state_dict)
+        groups = iter(self.param_groups)
+        for optimizer in self.parts.values():
+            optimizer.state, optimizer.param_groups = self.state, list(islice(groups, len(optimizer.param_groups)))
 
 
 def alternating_factory(factories: Mapping[str, Callable[[Any], torch.optim.Optimizer]]) -> OptimizerFactory:

@@ -93,6 +93,7 @@ class ParallelModel:
         self._find_unused, self._alternates = find_unused_parameters, alternates
         self._tp_summed: frozenset[str] = frozenset()  # replicated over shards that each have a partial gradient
         self._guard: ParameterMutationGuard | None = None
+        self._known_frozen: list[str] = []  # before this step
         self._all_trained: bool | None = None  # all parameters got a gradient in the last step; None: no step yet
         if plan.tp > 1:
             self._shard_tensors(tp_plan or {})
@@ -203,7 +204,7 @@ class ParallelModel:
         is_ddp = isinstance(self.runner, nn.parallel.DistributedDataParallel)
         if not is_ddp:
             assert self.dp_group is not None
-            mean_gradients([p for _, p in self.parameters if p.requires_grad], self.dp_group)
+            mean_gradients([p for _, p in self._trained], self.dp_group)
         lacking = self.without_gradient()
         if lacking and is_ddp and not self.runner.find_unused_parameters:
             raise UnevenParameterUse(
@@ -212,11 +213,20 @@ class ParallelModel:
         self._all_trained = not lacking
 
     def refresh_replication(self) -> None:
-        """Rebuild the DistributedDataParallel wrapper between two steps, without gradients, if it can or must change.
+        """Begin a step, without gradients: rebuild the DistributedDataParallel wrapper if it can or must change.
 
-        After a step that trained every parameter, the next need not search for unused ones.
+        After a step that trained every parameter, the next need not search for unused ones. It knows those that were
+        trainable when it was made.
         """
-        if not self._mean_by_ddp or self._all_trained is None or self._alternates:
+        if self._gradient_sum is not None:
+            self._gradient_sum.begin()
+        before, self._known_frozen = self._known_frozen, self.newly_frozen()
+        if not self._mean_by_ddp or self._alternates:
+            return
+        if self._known_frozen != before:
+            self._all_trained = None
+            self.runner = self._replicated(look_for_unused=True) if self._find_unused else self.module
+        if self._all_trained is None:
             return
         is_ddp = isinstance(self.runner, nn.parallel.DistributedDataParallel)
         if not is_ddp or (self.runner.find_unused_parameters and self._all_trained and not self._find_unused):
@@ -242,25 +252,16 @@ class ParallelModel:
 
     def without_gradient(self) -> list[str]:
         """Global names of the trainable parameters that got no gradient in this step."""
-        return [name for name, p in self._trained if p.grad is None]
+        return [name for name, p in self._trained if p.grad is None and name not in self._known_frozen]
 
     def newly_frozen(self) -> list[str]:
         """Global names of the parameters that were trainable when the model was made, and are not now."""
         return [name for name, p in self._trained if not p.requires_grad]
 
     def freeze(self, names: Set[str]) -> None:
-        """Make these parameters, as far as this rank has them, no longer trainable.
-
-        Raises:
-            PlanRefused: FSDP2 would train them all the same.
-        """
-        frozen = [(name, parameter) for name, parameter in self._trained if name in names]
-        if frozen and self.plan.zero >= 2:
-            raise PlanRefused(f"{frozen[0][0]} is no longer trainable (requires_grad), but FSDP2 would train it again")
-        for _, parameter in frozen:
-            parameter.requires_grad_(False)
-        if frozen and self._mean_by_ddp:  # DistributedDataParallel would wait for their gradients
-            self.runner, self._all_trained = self.module, None
+        """Make these parameters, as far as this rank has them, no longer trainable, and all others trainable."""
+        for name, parameter in self._trained:
+            parameter.requires_grad_(name not in names)
 
     def check_same_gradients(self, lacking: list[str]) -> None:
         """Check on every rank that replicas have gradients for the same parameters; ZeRO-2 and ZeRO-3 sum them blindly.

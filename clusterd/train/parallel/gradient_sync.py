@@ -28,13 +28,14 @@ class GradientSum:
 
     A bucket is sent once all its parameters have seen all micro-batches of the step and the buckets before it are in
     flight. A parameter that a replica did not use counts as zero there; one that no replica used gets no gradient.
+    Backward passes of the script's own, outside of steps, sum nothing.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, *, micro_batches: int) -> None:
         self._group, self._micro_batches = group, micro_batches
         self._buckets = _buckets(parameters)
         self._bucket_of = {p: number for number, bucket in enumerate(self._buckets) for p in bucket}
-        self._begin()
+        self.drop()
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
@@ -52,18 +53,23 @@ class GradientSum:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     local_tensor(parameter.grad).copy_(summed)
-        self._begin()
+        self.drop()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.drop()
+        self._in_step = True
 
     def drop(self) -> None:
-        """Free the buckets of an unfinished step."""
-        self._begin()
-
-    def _begin(self) -> None:
+        """End a step, and free its buckets if it is unfinished."""
+        self._in_step = False
         self._seen: dict[nn.Parameter, int] = {}
         self._lacking = [len(bucket) for bucket in self._buckets]
         self._in_flight: list[tuple[Any, torch.Tensor]] = []
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
+        if not self._in_step:
+            return
         self._seen[parameter] = seen = self._seen.get(parameter, 0) + 1
         if seen == self._micro_batches:
             self._lacking[self._bucket_of[parameter]] -= 1

@@ -132,7 +132,7 @@ def trial_update(
         if scheduler is not None:
             scheduler(optimizer)
         for parameter in stand_ins:
-            parameter.grad = torch.randn(parameter.shape, device=device).to(parameter.dtype)
+            set_gradient(optimizer, parameter, torch.randn(parameter.shape, device=device).to(parameter.dtype))
         optimizer.step()
     return optimizer, stand_ins
 
@@ -149,6 +149,15 @@ def stand_in_optimizer(
     for parameter, outline in zip(stand_ins, parameters, strict=True):
         vars(parameter).update(outline.attributes)
     return without_hooks(make_optimizer(factory, stand_ins)), stand_ins
+
+
+def set_gradient(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Give a parameter a gradient for an update without a backward pass: of sparse rows, where one takes no other."""
+    parts = getattr(optimizer, "parts", None)
+    every = parts.values() if isinstance(parts, dict) else [optimizer]
+    sparse = (g["params"] for one in every if isinstance(one, torch.optim.SparseAdam) for g in one.param_groups)
+    is_sparse = any(parameter is p for some in sparse for p in some)
+    parameter.grad = gradient.to_sparse(1) if is_sparse else gradient
 
 
 def without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

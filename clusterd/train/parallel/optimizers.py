@@ -22,7 +22,7 @@ from clusterd.train.parallel.alternating import AlternatingOptimizer
 from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.build import Elsewhere
 from clusterd.train.parallel.gradient_sync import local_gradient, local_tensor, refuse_parts
-from clusterd.train.parallel.optimizer_slots import NEEDS_CLOSURE, make_optimizer
+from clusterd.train.parallel.optimizer_slots import NEEDS_CLOSURE, make_optimizer, set_gradient
 from clusterd.train.process import accelerator
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.job import OptimizerFactory
@@ -60,7 +60,7 @@ class RankOptimizer:
         self._memory = [(p, p.data) for p in plain] if parallel.plan.zero == 1 else []
         self._options = self._inner_options()
         self.groups_made = len(self.optimizer.param_groups)
-        self._versions = [p._version for p in plain]
+        self._versions, self._trains = [p._version for p in plain], [True] * len(plain)
         self._count = sum(len(group["params"]) for group in self.holder.param_groups)
         if parallel.plan.zero or parallel.plan.tp * parallel.plan.pp > 1:
             self.holder.register_state_dict_pre_hook(lambda _: refuse_parts())
@@ -69,6 +69,8 @@ class RankOptimizer:
         """Update the parameters from their gradients: all, or those of a part of an `AlternatingOptimizer`."""
         self._check_parameters()
         _put_back(self._memory)
+        if self._parallel.plan.zero == 1:  # torch's would make other buckets where a parameter is frozen meanwhile
+            self.optimizer._is_trainable_mask = self.optimizer._get_is_trainable_mask()
         for outer, inner, before in zip(
             self.optimizer.param_groups, self._inner_options(), self._options, strict=False
         ):
@@ -125,26 +127,43 @@ class RankOptimizer:
             )
 
     def share_writes(self) -> None:
-        """Give the model what the script has made the optimizer write into the parameters that it has.
+        """Give the model what the script changes in the parameters of its optimizer: values, and whether they train.
 
-        In host memory these are copies; under ZeRO-1 each rank's optimizer has some of them, the others' are sent.
-        Every rank must call it.
+        Under some plans these are copies or shards; under ZeRO-1 each rank's optimizer has some of them, the others'
+        are sent. Every rank must call it.
         """
-        if not self._own_loop or not (self.in_host_memory or self._parallel.plan.zero == 1):
+        if not self._own_loop:
             return
         before, self._versions = self._versions, [plain._version for _, _, plain in self.local]
-        if self.in_host_memory:
+        pairs = zip(self._trains, self.local, strict=True)
+        flipped = [t in (not p.requires_grad, not plain.requires_grad) for t, (_, p, plain) in pairs]
+        if is_sharded := self._parallel.plan.zero == 1:
+            changed = torch.tensor(float(before != self._versions or any(flipped)))  # on the host: no GPU is waited for
+            dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._parallel.dp_group)
+            if not changed:
+                return
+            by_any = torch.tensor(flipped, dtype=torch.float)
+            dist.all_reduce(by_any, op=dist.ReduceOp.MAX, group=self._parallel.dp_group)
+            flipped = by_any.bool().tolist()
+        for number in (number for number, is_flipped in enumerate(flipped) if is_flipped):
+            self._trains[number] = not self._trains[number]
+            for parameter in self.local[number][1:]:
+                parameter.requires_grad_(self._trains[number])
+        if is_sharded:
+            _put_back(self._memory)
+            self.optimizer._sync_params()
+            self._versions = [plain._version for _, _, plain in self.local]
+        elif self.in_host_memory:
             with torch.no_grad():
                 for version, now, (_, parameter, plain) in zip(before, self._versions, self.local, strict=True):
                     if version != now:
                         local_tensor(parameter.detach()).copy_(plain)
-            return
-        changed = torch.tensor(float(before != self._versions))  # on the host: nothing waits for a GPU
-        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._parallel.dp_group)
-        if changed:
-            _put_back(self._memory)
-            self.optimizer._sync_params()
-            self._versions = [plain._version for _, _, plain in self.local]
+
+    def follow_frozen(self) -> None:
+        """Freeze what the model has frozen, and nothing else."""
+        self._trains = [parameter.requires_grad for _, parameter, _ in self.local]
+        for trains, (*_, plain) in zip(self._trains, self.local, strict=True):
+            plain.requires_grad_(trains)
 
     def _inner_options(self) -> list[dict[str, Any]]:
         """Values of the groups of ZeRO-1's inner optimizer, which the script knows: torch's overwrites them."""
@@ -165,7 +184,7 @@ class RankOptimizer:
                 batch.append(without_state.pop())
                 size += batch[-1].nbytes
             for plain in batch:
-                plain.grad = torch.zeros_like(plain)
+                set_gradient(holder, plain, torch.zeros_like(plain))
             holder.step()
             for plain in batch:
                 plain.grad = None
@@ -205,6 +224,14 @@ class RankOptimizer:
         """Global names of the parameters that this rank updates and whose state it holds."""
         here = {id(p) for group in self.holder.param_groups for p in group["params"]}
         return {name for name, _, plain in self.local if id(plain) in here}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Load what `state_dict` of the holder gave on this rank of the same plan."""
+        self.holder.load_state_dict(saved)
+        self._guard_state()
+        if self.holder is not self.optimizer:
+            for outer, inner in zip(self.optimizer.param_groups, self.holder.param_groups, strict=True):
+                outer.update({k: v for k, v in inner.items() if k != "params"})
 
     def _guard_state(self) -> None:
         """Refuse that the script looks up state by a parameter of the model that this rank's optimizer has not."""

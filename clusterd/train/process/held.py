@@ -40,7 +40,7 @@ _TORCHS = frozenset({*vars(nn.Module()), "forward"})
 _SAVED_ELSEWHERE = frozenset({"state", "param_groups"})
 """Attributes of an optimizer that are saved by other means."""
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS_OF = "_optimizer_"
 """Beginning of the names under which an optimizer has hooks: what they keep may be of this plan's shards."""
 
@@ -139,7 +139,8 @@ def script_globals(roots: Iterable[object]) -> dict[str, Globals]:
     """Global variables that the code of `roots` and functions it calls read, by module of the script."""
     found: dict[str, Globals] = {}
     kinds = {kind for root in roots for kind in _user_classes(type(root))}  # type: ignore[arg-type]
-    waiting: list[Any] = [*roots, *(value for kind in kinds for value in vars(kind).values())]
+    hooks = [hook for root in roots if isinstance(root, nn.Module) for k in _HOOKS for hook in vars(root)[k].values()]
+    waiting: list[Any] = [*roots, *hooks, *(value for kind in kinds for value in vars(kind).values())]
     seen: set[types.CodeType] = set()
     while waiting:
         function = _behind(getattr(value := waiting.pop(), "__wrapped__", value))

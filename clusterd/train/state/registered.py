@@ -28,6 +28,7 @@ class Registered:
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
         self._waiting: dict[str, Any] = {}
+        self._loaded: dict[str, tuple[Any, Any]] = {}  # received states, and what the objects gave once they had them
         self._warned: set[str] = set()
 
     def add(self, name: str, value: Any) -> None:
@@ -48,7 +49,24 @@ class Registered:
             pass  # it may be another by the time that it has to travel, and a checkpoint of this plan holds what it can
         self.objects[name] = value
         if name in self._waiting:
-            value.load_state_dict(from_plain(self._waiting.pop(name)))
+            self._load(name, self._waiting.pop(name))
+
+    def _load(self, name: str, state: Any) -> None:
+        self.objects[name].load_state_dict(from_plain(state))
+        self._loaded[name] = state, self._given(name)
+
+    def _given(self, name: str) -> Any:
+        try:
+            return self._state(name, self.objects[name])
+        except NotSerializable:
+            return None
+
+    def reload(self) -> list[str]:
+        """Load received states again into objects that have changed since; return their names."""
+        changed = [name for name, (_, given) in self._loaded.items() if self._given(name) != given]
+        for name in changed:
+            self._load(name, self._loaded[name][0])
+        return changed
 
     def states(self) -> dict[str, Any]:
         """Plain values of all states.
@@ -78,6 +96,6 @@ class Registered:
         """Load received states into the objects that are here, and keep the others for later ones."""
         for name, state in (states or {}).items():
             if name in self.objects:
-                self.objects[name].load_state_dict(from_plain(state))
+                self._load(name, state)
             else:
                 self._waiting[name] = state

@@ -107,6 +107,7 @@ def restore_carried(training: Training, sources: Sequence[Scalars]) -> None:
     training.evaluations.restore(sources[0].get("evaluations"))
     training.attributes.restore(sources)  # replica 0 wins, as for buffers
     training.parallel.freeze({name for source in sources for name in source.get("frozen", ())})
+    training.optimizer.follow_frozen()
 
 
 def _check_hidden_state(optimizer: torch.optim.Optimizer) -> None:

@@ -12,7 +12,7 @@ from clusterd.plans.legality import check
 from clusterd.plans.plan import Plan
 from clusterd.train.inspect.describe import describe
 from clusterd.train.inspect.optimizer_traits import optimizer_traits
-from clusterd.train.parallel.optimizer_slots import ParameterSpec
+from clusterd.train.parallel.optimizer_slots import ParameterSpec, optimizer_state
 
 
 def described(**options: Any) -> Any:
@@ -84,3 +84,18 @@ def test_groups_by_dimensions_may_be_cut() -> None:
 
     specs = [ParameterSpec(s, torch.float32, True, {}) for s in ((16, 16), (16,), (1,))]
     assert optimizer_traits(optimizer, specs) == (True, True, "AdamW")
+
+
+def test_an_optimizer_of_sparse_gradients_is_tried_with_some() -> None:
+    """It takes no others: trials failed, and so did every start from a checkpoint, with a traceback."""
+    specs = [ParameterSpec((16, 6), torch.float32, True, {})]
+    assert optimizer_traits(torch.optim.SparseAdam, specs) == (True, True, "SparseAdam")
+    (slots,) = optimizer_state(torch.optim.SparseAdam, specs).slots
+    assert {name for name, _ in slots} == {"exp_avg", "exp_avg_sq"}
+
+
+def test_a_factory_that_leaves_out_parameters_is_told_so() -> None:
+    """The reason was an empty list of parameters, of a trial."""
+    specs = [ParameterSpec((16, 6), torch.float32, True, {}) for _ in range(5)]
+    *_, name = optimizer_traits(lambda p: torch.optim.AdamW(list(p)[4:]), specs)
+    assert name == "the optimizer, whose factory leaves out parameters that it is given (form groups of all of them),"

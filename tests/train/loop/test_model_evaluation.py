@@ -78,6 +78,22 @@ def test_a_metric_that_is_no_mean_does_not_depend_on_the_plan(
     assert whole == (abs(one.evaluations[3]["metrics"]["root"] - of_batches) > 1e-6)
 
 
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2"])
+def test_a_metric_that_counts_in_itself_is_called_once_for_each_batch(
+    plan: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The first batch counted twice, and of several replicas each counted its part without a word."""
+    evaluate = {"samples": 37, "every": 3, "metric": "seen", "batch": 4}
+    run = ranks.run(tmp_path, plan, **OPTIONS, evaluate=evaluate).checked()
+    if plan == "dp=1":
+        sizes = [4] * 9 + [1]
+        of_batches = sum(size * sum(sizes[: number + 1]) for number, size in enumerate(sizes)) / 37
+        assert run.evaluations[3]["metrics"] == {"metric": pytest.approx(of_batches)}
+    told = f"metric keeps (metric).samples of its calls, but under {plan} a rank makes some of them"
+    assert (told in run.ranks[0].output) == (plan == "dp=2")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "samples"), [("dp=2,zero=3", 1), ("dp=2,pp=2,accumulation=2", 1)])
 def test_replicas_without_any_sample_take_part(

@@ -45,7 +45,7 @@ def test_leaving_the_loop_ends_the_job_as_done(ranks: RankPool, tmp_path: Path) 
     file = tmp_path / "model.pt"
     run = ranks.run(tmp_path, "dp=2", **OPTIONS, own_loop={"leave_after": 4}, save=str(file)).checked()
     assert [step["step"] for step in run.steps] == [1, 2, 3, 4]
-    assert file.exists()
+    assert all(rank.result["saved"] for rank in run.ranks)  # each may go on with the file
 
 
 @pytest.mark.slow_after(1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from clusterd.train.loop.step import clip_gradients
 from clusterd.train.parallel import build
 from clusterd.train.parallel.gradient_sync import GradientSum
 from clusterd.train.parallel.meta_build import allocate, can_build_on_meta
+from clusterd.train.parallel.optimizers import RankOptimizer
+from clusterd.train.process.exits import PlanRefused
 
 
 @pytest.fixture
@@ -29,12 +33,17 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def test_a_gradient_that_only_some_micro_batches_have_is_summed_all_the_same(group: dist.ProcessGroup) -> None:
-    """An expert that one micro-batch did not use; and one that none used, which must not be updated."""
+    """An expert that one micro-batch did not use; and one that none used, which must not be updated.
+
+    A backward pass of the script's own before the step filled the buckets with its gradients.
+    """
     always, sometimes, never = (nn.Parameter(torch.ones(n)) for n in (2, 3, 4))
     sums = GradientSum([always, sometimes, never], group, micro_batches=2)
     for _ in range(2):
         for parameter in (always, sometimes, never):
+            (5 * parameter).sum().backward()
             parameter.grad = None
+        sums.begin()
         always.sum().backward()
         (always.sum() + sometimes.sum()).backward()
         sums.finish()
@@ -80,3 +89,33 @@ def test_replicas_logs_do_not_begin_with_advice_for_nobody(ranks: RankPool, tmp_
     """A warning of torch about an option that the script did not set."""
     run = ranks.run(tmp_path, "dp=2", steps=3).checked()
     assert not any("find_unused_parameters" in rank.output for rank in run.ranks)
+
+
+def offloaded(parameter: nn.Parameter) -> Any:
+    """Model of one parameter, of which the optimizer has a copy."""
+    return SimpleNamespace(
+        parameters=[("w", parameter)],
+        plan=Plan.parse("dp=1,offload=optimizer"),
+        device=torch.device("cpu"),
+        parameter_attributes={"w": {}},
+    )
+
+
+def test_a_state_that_was_loaded_is_guarded_as_the_first_one() -> None:
+    """After a restart under the same plan a loop looked its moments up by the model's parameters, and found none."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = RankOptimizer(offloaded(parameter), torch.optim.Adam)
+    optimizer.load(optimizer.holder.state_dict())
+    with pytest.raises(PlanRefused, match="looks up the optimizer's state"):
+        optimizer.holder.state.get(parameter)
+
+
+def test_a_layer_that_is_thawed_first_after_a_restore_trains() -> None:
+    """The flag of the restored model counted as the loop's, and the layer stayed frozen for a step."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = RankOptimizer(offloaded(parameter), torch.optim.Adam, own_loop=True)
+    parameter.requires_grad_(False)
+    optimizer.follow_frozen()
+    optimizer.holder.param_groups[0]["params"][0].requires_grad_(True)
+    optimizer.share_writes()
+    assert parameter.requires_grad

@@ -189,6 +189,7 @@ def test_what_trains_alike_is_not_accused(foreign: RankPool, tmp_path: Path, scr
         ("dropout_inside", "tp=2", "draws random numbers"),
         ("layer_dropped", STAGES, "draws random numbers"),
         ("normalised", "dp=2", "is batch normalisation"),
+        ("activations_logged", "dp=2", "what forward passes keep depends on dp=2, and with it what reads that"),
         ("range_for_evaluation", "dp=2", "what forward passes keep depends on dp=2, and with it what reads that"),
         ("rounded_later", "accumulation=2", "what forward passes keep depends on accumulation=2, and with it what"),
         (
