@@ -227,8 +227,9 @@ def test_equal_predictions_are_chosen_equally_often():
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("table", sorted((Path(__file__).parent / "tables").glob("*.csv")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("table", ["internevo", "bloom", "libai"])
 def test_the_model_foretells_tables_of_others_better_than_the_plain_rule(table):
-    for entry in evaluate(read_table(table), seeds=1, leave_one_out=False)["by_trials"]:
+    rows = read_table(Path(__file__).parent / "tables" / f"{table}.csv")
+    for entry in evaluate(rows, seeds=1, leave_one_out=False)["by_trials"]:
         assert entry["model"]["error"] <= entry["rule"]["error"] + 0.02
         assert entry["model"]["regret"] <= entry["rule"]["regret"] + 0.01
