@@ -61,7 +61,7 @@ def test_a_migration_that_ends_while_the_state_begins_to_be_copied_harms_no_rank
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: its segment was unmapped between the steps, and the rank, and with it the job, failed."""
-    control = Mock()
+    control = Mock(requested=lambda flag: False)
     (tmp_path / "segment").write_bytes(bytes(4096))
     control.ask.return_value.path = str(tmp_path / "segment")
     training = Mock(step=3, schedule=None, device=torch.device("cpu"))
@@ -95,7 +95,8 @@ def test_a_migration_that_ends_while_the_state_begins_to_be_copied_harms_no_rank
 
 def test_a_proof_that_is_over_leaves_the_next_one_alone() -> None:
     """Regression: two migrations within a tenth of a second, and the second one waited for its proof in vain."""
-    proof, is_over = carry_proof.CarryProof(Mock(step=3), Mock()), threading.Event()
+    control = Mock(requested=lambda flag: False)
+    proof, is_over = carry_proof.CarryProof(Mock(step=3), control), threading.Event()
     of_first, of_next = Mock(proof_s=HANG_S), Mock(proof_s=HANG_S)
     for migration in (of_first, of_next):
         migration.packing.outbox.return_value = Mock(size_bytes=0)
