@@ -14,7 +14,7 @@ from clusterd.core.host import Host
 from clusterd.core.queueing import admission
 from clusterd.daemon.access import Peer
 from clusterd.daemon.api.daemon import Accounts
-from clusterd.daemon.hosts.facts import PCIE_LANE_BYTES_PER_S
+from clusterd.daemon.hosts.facts import slot_bytes_per_s
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError
@@ -149,10 +149,9 @@ def _facts(host: Host, facts: Mapping[str, Any]) -> Iterator[Row]:
     if any(process.get("memory_bytes") is None for process in users):
         what = "the driver does not report memory by process"
         yield _row(host.id, "devices", "warning", f"{what}: a job above its share of a device is not noticed")
-    ids = {device.uuid: device.id for device in host.devices}
     for gpu in facts.get("gpus", ()):
         for note in gpu.get("notes", ()):  # absent from what an older agent reports
-            yield _row(host.id, "devices", "warning", f"{ids.get(gpu['uuid'], gpu['uuid'])}: {note}")
+            yield _row(host.id, "devices", "warning", f"{_gpu(host, gpu['uuid'])}: {note}")
     for device in host.devices:
         if device.foreign and device.id not in host.reported_faults:
             yield _row(host.id, "devices", "warning", f"{device.id} is not given to jobs: {device.foreign}")
@@ -198,19 +197,17 @@ def _tried(host: HostId, answer: Row, python: str | None) -> Iterator[Row]:
 def _computed(host: Host, answer: Row, gpus: Sequence[Row]) -> Iterator[Row]:
     """Rows about what idle GPUs computed and copied, alone and with each other."""
     kernels: Row = answer.get("kernels", {})
-    names = {device.uuid: device.id for device in host.devices}
     able = [result["seconds"] for result in kernels.values() if "seconds" in result]
     for uuid, result in kernels.items():
         if "error" in result:
-            yield _row(host.id, "compute", "failed", f"{names.get(uuid, uuid)} does not compute: {result['error']}")
+            yield _row(host.id, "compute", "failed", f"{_gpu(host, uuid)} does not compute: {result['error']}")
     if able:
         yield _row(host.id, "compute", "ok", f"{counted(len(able), 'idle GPU')} computed within {max(able):.1f} s")
-    lanes = {gpu["uuid"]: PCIE_LANE_BYTES_PER_S.get(gpu.get("pcie_generation", 0), 0.0) for gpu in gpus}
-    slots = {gpu["uuid"]: gpu.get("pcie_width", 0) * lanes[gpu["uuid"]] for gpu in gpus}
+    slots = {g["uuid"]: slot_bytes_per_s(g.get("pcie_generation", 0), g.get("pcie_width", 0)) for g in gpus}
     copied = {uuid: result for uuid, result in kernels.items() if "to_bytes_per_s" in result}
     for uuid, result in copied.items():  # absent from the reply of an older agent
         to, back, slot = result["to_bytes_per_s"], result["from_bytes_per_s"], slots.get(uuid, 0.0)
-        rate = f"{names.get(uuid, uuid)} copies {to / 1e9:.1f} GB/s from pinned memory and {back / 1e9:.1f} GB/s to it"
+        rate = f"{_gpu(host, uuid)} copies {to / 1e9:.1f} GB/s from pinned memory and {back / 1e9:.1f} GB/s to it"
         is_slow = min(to, back) < COPY_LEAST_SHARE * slot
         why = f" of the {slot / 1e9:.0f} of its slot: `nvidia-smi -q` shows the link's width and generation now"
         yield _row(host.id, "copies", "warning" if is_slow else "ok", rate + (why if is_slow else ""))
@@ -219,7 +216,7 @@ def _computed(host: Host, answer: Row, gpus: Sequence[Row]) -> Iterator[Row]:
         yield _row(host.id, "memory", "ok", f"/dev/shm has small pages; {remedy}")
     access, reduced = answer.get("access") or {}, answer.get("all_reduce")
     for pair in access.get("without_access", ()):
-        apart = " and ".join(names.get(uuid, uuid) for uuid in pair)
+        apart = " and ".join(_gpu(host, uuid) for uuid in pair)
         text = "do not reach each other's memory: their collectives go through the host's; in a virtual machine or with"
         yield _row(host.id, "access", "warning", f"{apart} {text} an IOMMU, its settings forbid it")
     if "error" in access:
@@ -230,6 +227,11 @@ def _computed(host: Host, answer: Row, gpus: Sequence[Row]) -> Iterator[Row]:
         yield _row(host.id, "nccl", "failed", f"an all-reduce over its GPUs fails: {reduced['error']}")
     elif reduced is not None:
         yield _row(host.id, "nccl", "ok", f"an all-reduce over {len(able)} GPUs took {reduced['seconds']:.1f} s")
+
+
+def _gpu(host: Host, uuid: str) -> str:
+    """Id of a GPU of the host; its uuid where it is offered no more."""
+    return next((device.id for device in host.devices if device.uuid == uuid), uuid)
 
 
 def _limits(host: HostId, answer: Row) -> Row:

@@ -90,7 +90,12 @@ def _gpu_link_bytes_per_s(gpus: Sequence[agent.GpuRow]) -> float:
         return 0.0
     if all(uuids <= {gpu.uuid, *gpu.nvlink_peers} for gpu in gpus):
         return min(gpu.nvlinks * NVLINK_BYTES_PER_S.get(gpu.nvlink_version, 25e9) for gpu in gpus)
-    return min(gpu.pcie_width * PCIE_LANE_BYTES_PER_S.get(gpu.pcie_generation, 0.0) for gpu in gpus)
+    return min(slot_bytes_per_s(gpu.pcie_generation, gpu.pcie_width) for gpu in gpus)
+
+
+def slot_bytes_per_s(pcie_generation: int, pcie_width: int) -> float:
+    """Rate of a PCIe slot in one direction; 0: not reported."""
+    return pcie_width * PCIE_LANE_BYTES_PER_S.get(pcie_generation, 0.0)
 
 
 def _number(device: Device) -> int:

@@ -342,7 +342,7 @@ class _BatchReads(TorchFunctionMode):  # type: ignore[misc]  # torch is not foll
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = function(*arguments, **(options or {}))
-        if not self._tensors.keys().isdisjoint(map(id, tree_leaves(arguments))):
+        if self._tensors and not self._tensors.keys().isdisjoint(map(id, tree_leaves(arguments))):
             name = getattr(function, "__self__", function).__name__  # of an attribute, or a method
             if name in ("to", "cuda"):
                 self._tensors[id(result)] = result
